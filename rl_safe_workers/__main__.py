@@ -1,0 +1,8 @@
+"""Lets ``python -m rl_safe_workers`` stand for ``rl-safe``."""
+
+import sys
+
+from rl_safe_workers.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""Whether a checkpoint is whole: off the critical path, with no GPU, process group or Ray.
+
+    report = audit(Path("checkpoints/global_step_10"), deep=True)
+    report.ok, report.problems
+
+It checks what megatron-core's access validation would have checked during the save, that every element of every
+tensor is stored exactly once, and what that never checks: that the bytes are there, and deep, that they are those
+that were written. It also reads checkpoints of verl, NeMo RL and Megatron-LM, which have no manifest of ours.
+
+Pure Python: starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from rl_safe_workers.checkpoint.archives import crc32_of, damaged_archives, opened_range
+from rl_safe_workers.checkpoint.audit_report import AuditReport, Findings
+from rl_safe_workers.checkpoint.collector import collector_paused
+from rl_safe_workers.checkpoint.index import (
+    COMMON,
+    FORMAT,
+    METADATA,
+    ByteRange,
+    CheckpointIndex,
+    Format,
+    Location,
+    TensorEntry,
+    chunk_bytes,
+    locate,
+    read_format,
+    read_records,
+)
+from rl_safe_workers.checkpoint.manifest import INCOMPLETE
+from rl_safe_workers.checkpoint.manifest_facts import ManifestFacts, read_manifest_facts
+from rl_safe_workers.checkpoint.rectangles import find_overlap, is_within
+from rl_safe_workers.checkpoint.unpickle import read_archive, read_common_record
+from rl_safe_workers.errors import CheckpointError
+
+
+def audit(directory: Path, *, deep: bool = False) -> AuditReport:
+    """Checks a checkpoint and reports all that is wrong with it. Reads only; runs nothing that it asks for.
+
+    Args:
+        directory: What `index.locate` takes: a checkpoint of ours, or one of torch_dist format.
+        deep: Also read every byte: against the digests of our manifest, or without one, against the checksum that
+            each stored tensor and object carries.
+
+    Raises:
+        UsageError: If there is no such directory.
+        CheckpointError: If it holds no checkpoint, or several.
+    """
+    started = time.perf_counter()
+    run = _Audit(locate(directory))
+    with collector_paused():
+        run.check()
+        if deep:
+            run.check_bytes()
+    return run.report(directory, deep=deep, seconds=time.perf_counter() - started)
+
+
+class _Audit:
+    """The checks of one audit, in an order in which each can rely on what the ones before have read."""
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+        self.findings = Findings()
+        self.manifest: ManifestFacts | None = None
+        self.format: Format | None = None
+        self.index: CheckpointIndex | None = None
+        self.sizes: dict[str, int] = {}
+        """Bytes of each file that is there, by path relative to the root."""
+
+    def check(self) -> None:
+        """Everything that needs no reading of tensors."""
+        with self.findings.catching("manifest"):
+            self.manifest = self._read_manifest()
+        with self.findings.catching("format"):
+            self.format = read_format(self.location)
+        with self.findings.catching("metadata"):
+            self.index = read_records(self.location)
+        self._check_files()
+        if self.index is not None:
+            self._check_coverage(self.index)
+            self._check_places(self.index)
+        with self.findings.catching("common"):
+            self._check_common()
+
+    def _read_manifest(self) -> ManifestFacts | None:
+        if self.location.manifest is not None:
+            return read_manifest_facts(self.location.root)
+        names = (self.location.shards.name, self.location.shards.absolute().parent.name)
+        if any(name.endswith(INCOMPLETE) for name in names):
+            raise CheckpointError(f"{self.location.shards} is of a save that did not finish: it has no manifest")
+        return None
+
+    def _name(self, shard_file: str) -> str:
+        return str(self.location.shards.relative_to(self.location.root) / shard_file)
+
+    def _check_files(self) -> None:
+        places = _placed(self.index) if self.index else []
+        needed = {self._name(name) for name in {METADATA, FORMAT} | {place.file for _, place, _ in places}}
+        listed = self.manifest.files if self.manifest else {}
+        for name in sorted(needed | listed.keys()):
+            path = self.location.root / name
+            if not path.is_file():
+                self.findings.add("file", f"{name} is missing")
+                continue
+            size = self.sizes[name] = path.stat().st_size
+            if self.manifest and name not in listed:
+                self.findings.add("manifest", f"{name} is not in the manifest, so nothing says what it should hold")
+            elif self.manifest and size != listed[name].bytes:
+                self.findings.add("file", f"{name} has {size} bytes, {listed[name].bytes} were written")
+
+    def _check_coverage(self, index: CheckpointIndex) -> None:
+        for key, entry in index.tensors.items():
+            for wrong in _uncovered(entry):
+                self.findings.add("coverage", f"{key} {list(entry.shape)}: {wrong}")
+
+    def _check_places(self, index: CheckpointIndex) -> None:
+        for text in index.unclaimed:
+            self.findings.add("range", f"bytes are stored for what is no part of the checkpoint: {text}")
+        for key in _unplaced(index):
+            self.findings.add("range", f"{key} has no place in any file")
+        by_file: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        for key, place, least in _placed(index):
+            by_file[place.file].append((place.offset, place.stop, key))
+            if place.length < least:
+                text = f"{key} has {place.length} bytes at {place.offset} of {place.file}, its elements need {least}"
+                self.findings.add("range", text)
+        for file, ranges in sorted(by_file.items()):
+            for text in _misplaced(sorted(ranges), self.sizes.get(self._name(file))):
+                self.findings.add("range", f"{file}: {text}")
+
+    def _check_common(self) -> None:
+        path, index = self.location.shards / COMMON, self.index
+        if path.is_file():
+            self.sizes.setdefault(self._name(COMMON), path.stat().st_size)
+            read_common_record(path)
+        elif index and (key := index.common_object) and (place := index.objects[key]) and self._is_there(place):
+            with opened_range(self.location.shards, place) as file:
+                read_archive(file, source=f"{key} in {self.location.shards / place.file}")
+        elif (
+            index and index.common_object is None and not (self.manifest and self._name(COMMON) in self.manifest.files)
+        ):
+            self.findings.add("common", f"there is neither a {COMMON} nor an object in its place")
+
+    def _is_there(self, place: ByteRange) -> bool:
+        return place.stop <= self.sizes.get(self._name(place.file), -1)
+
+    def check_bytes(self) -> None:
+        """Reads the files through: those with a digest against it, the others archive by archive."""
+        digests = {name: file.digest for name, file in self.manifest.files.items()} if self.manifest else {}
+        for name, digest in sorted(digests.items()):
+            if name in self.sizes and digest and (found := crc32_of(self.location.root / name)) != digest:
+                self.findings.add("bytes", f"{name} does not have the bytes that were written: {found}, not {digest}")
+        archives: defaultdict[str, dict[ByteRange, str]] = defaultdict(dict)
+        for key, place, _ in _placed(self.index) if self.index else []:
+            if self._is_there(place) and not digests.get(self._name(place.file)):
+                archives[place.file][place] = key
+        size = self.sizes.get(self._name(COMMON))
+        if size is not None and not digests.get(self._name(COMMON)):
+            archives[COMMON][ByteRange(COMMON, 0, size)] = COMMON
+        for name, owners in sorted(archives.items()):
+            for place, wrong in damaged_archives(self.location.shards / name, list(owners)):
+                self.findings.add("bytes", f"{owners[place]} at {place.offset} of {name} {wrong}")
+
+    def report(self, directory: Path, *, deep: bool, seconds: float) -> AuditReport:
+        """What was found."""
+        index, manifest = self.index, self.manifest
+        return AuditReport(
+            directory=str(directory),
+            ok=not self.findings.counts,
+            deep=deep,
+            problems=tuple(self.findings.problems),
+            counts=dict(self.findings.counts),
+            has_manifest=self.location.manifest is not None,
+            step=manifest.step if manifest else None,
+            layout=manifest.layout if manifest else None,
+            versions=manifest.versions if manifest else None,
+            backend=self.format.backend if self.format else None,
+            tensors=len(index.tensors) if index else 0,
+            chunks=sum(len(entry.chunks) for entry in index.tensors.values()) if index else 0,
+            objects=len(index.objects) if index else 0,
+            files=len(self.sizes),
+            bytes=sum(self.sizes.values()),
+            seconds=round(seconds, 3),
+        )
+
+
+def _placed(index: CheckpointIndex) -> Iterator[tuple[str, ByteRange, int]]:
+    """Key, place and least number of bytes of every chunk and object that has a place."""
+    for key, entry in index.tensors.items():
+        for chunk in entry.chunks:
+            if chunk.place:
+                yield key, chunk.place, chunk_bytes(entry, chunk)
+    # Equal objects may share their bytes, as the extra states of all experts do.
+    shared: dict[ByteRange, str] = {}
+    for key, place in index.objects.items():
+        if place:
+            shared.setdefault(place, key)
+    yield from ((key, place, 0) for place, key in shared.items())
+
+
+def _unplaced(index: CheckpointIndex) -> Iterator[str]:
+    for key, entry in index.tensors.items():
+        yield from (f"{key} at {list(chunk.offsets)}" for chunk in entry.chunks if not chunk.place)
+    yield from (key for key, place in index.objects.items() if not place)
+
+
+def _uncovered(entry: TensorEntry) -> Iterator[str]:
+    """Says what keeps a tensor from being covered exactly once."""
+    rectangles = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    inside = [rectangle for rectangle in rectangles if is_within(rectangle, entry.shape)]
+    for offsets, sizes in rectangles if len(inside) < len(rectangles) else ():
+        if not is_within((offsets, sizes), entry.shape):
+            yield f"chunk {list(sizes)} at {list(offsets)} lies outside"
+    overlap = find_overlap(inside)
+    if overlap is not None:
+        (a, m), (b, n) = overlap
+        yield f"chunks {list(m)} at {list(a)} and {list(n)} at {list(b)} overlap"
+    missing = prod(entry.shape) - sum(prod(sizes) for _, sizes in inside)
+    if missing > 0:
+        yield f"{missing} of {prod(entry.shape)} elements{' or more' if overlap else ''} are stored nowhere"
+
+
+def _misplaced(ranges: list[tuple[int, int, str]], size: int | None) -> Iterator[str]:
+    """Says which ranges ``(offset, stop, key)`` of a file, sorted, overlap or pass its end."""
+    reach, before = 0, ""
+    for offset, stop, key in ranges:
+        if offset < reach:
+            yield f"bytes {offset} to {stop} of {key} overlap those of {before}"
+        if stop > reach:
+            reach, before = stop, key
+        if size is not None and stop > size:
+            yield f"bytes {offset} to {stop} of {key} pass its end at {size}"

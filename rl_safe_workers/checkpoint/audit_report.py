@@ -1,0 +1,81 @@
+"""What an audit found.
+
+Pure Python: starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rl_safe_workers.errors import CheckpointError
+
+LISTED = 20
+"""How many problems of a kind a report lists; it counts them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong."""
+
+    kind: str
+    """``manifest``, ``format``, ``metadata``, ``common``, ``file``, ``coverage``, ``range`` or ``bytes``."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """What an audit found."""
+
+    directory: str
+    ok: bool
+    deep: bool
+    """Whether the bytes themselves were read."""
+    problems: tuple[Problem, ...]
+    """The first 20 of each kind."""
+    counts: Mapping[str, int]
+    """How many there are of each kind."""
+    has_manifest: bool
+    """Whether it is a checkpoint of ours."""
+    step: int | None
+    layout: Mapping[str, int] | None
+    versions: Mapping[str, str] | None
+    backend: str | None
+    """``"torch_dist"``; None if ``metadata.json`` does not say."""
+    tensors: int
+    chunks: int
+    objects: int
+    files: int
+    bytes: int
+    """Size of all its files."""
+    seconds: float
+    """Duration of the audit."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON can hold it."""
+        return asdict(self)
+
+
+class Findings:
+    """Collects problems while an audit runs."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.problems: list[Problem] = []
+
+    def add(self, kind: str, text: str) -> None:
+        """Counts a problem, and lists it if it is among the first of its kind."""
+        self.counts[kind] += 1
+        if self.counts[kind] <= LISTED:
+            self.problems.append(Problem(kind, text))
+
+    @contextmanager
+    def catching(self, kind: str) -> Iterator[None]:
+        """Makes a problem of a checkpoint error, so that the audit goes on."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.add(kind, str(error))

@@ -1,0 +1,198 @@
+"""A save in flight: from the moment that a rank begins to write to that at which all know how it ended.
+
+written     each rank has its file, or what kept it from that, and reports it
+committed   rank 0 has made a checkpoint of all files, and decides
+concluded   every rank has read the decision
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl_safe_workers.checkpoint.writer import WrittenFile
+from rl_safe_workers.errors import CheckpointError, PhaseTimeoutError, RlSafeError
+from rl_safe_workers.worlds.agreement import Agreement
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a rank wrote. The commit gets one from every rank."""
+
+    file: WrittenFile | None
+    """None if it had nothing to write."""
+    blobs: list[int]
+    """Which blob at the end of the file belongs to each object of the catalogue."""
+    note: str
+    """Anything that the caller wants to tell the commit."""
+
+
+class Flight:
+    """One rank's part in a save in flight; `finish` or `poll` ends it."""
+
+    def __init__(
+        self, agreement: Agreement, directory: Path, *, rank: int, commit: Callable[[Sequence[Written]], Any]
+    ) -> None:
+        """Begins a flight; `write` must follow.
+
+        Args:
+            agreement: On what every rank has written.
+            directory: Where, for errors.
+            rank: This process's rank; 0 commits.
+            commit: Called on rank 0 with what every rank has written. Its value must be fit for JSON.
+        """
+        self._agreement, self._directory, self._rank, self._commit = agreement, directory, rank, commit
+        self._written: Future[Written] = Future()
+        self._committed: Future[Any] | None = None
+        self._is_reported = self._is_logged = False
+
+    def write(self, work: Callable[[], Written], *, background: bool) -> None:
+        """Writes, here or on a thread. What fails is kept until the end of the flight."""
+        (_in_thread if background else _fulfil)(work, self._written)
+
+    def advance(self) -> None:
+        """Moves on without waiting. Not collective.
+
+        Raises:
+            CommunicatorError: If the run's store is gone.
+        """
+        if not self._written.done():
+            return
+        self._report()
+        if self._rank == 0 and self._committed is None and self._agreement.all_reported():
+            reports = self._agreement.reports(timedelta(seconds=1))
+            self._committed = Future()
+            _in_thread(lambda: self._commit_all(reports), self._committed)
+        if self._committed is not None and self._committed.done():
+            self._decide()
+
+    def poll(self) -> tuple[str, Any] | None:
+        """Moves on without waiting; returns the outcome if there is one: what failed, or else the commit's value."""
+        self.advance()
+        if not self._is_reported or not self._agreement.decided():
+            return None
+        outcome: tuple[str, Any] = json.loads(self._agreement.decision(timedelta(seconds=1)))
+        if outcome[0] and not self._is_logged:
+            logger.error("the save of %s has failed: %s", self._directory.parent, outcome[0])
+            self._is_logged = True
+        return outcome
+
+    def finish(self, timeout: timedelta) -> tuple[str, Any]:
+        """Waits for the outcome.
+
+        Raises:
+            CheckpointError: If this rank has not written, or rank 0 not committed, when the time is up.
+            PhaseTimeoutError: Naming the ranks that had not written in time.
+            CommunicatorError: If the run's store is gone.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        self._wait(self._written, timeout, "written")
+        self._report()
+        if self._rank == 0:
+            if self._committed is None:
+                self._committed = Future()
+                _fulfil(lambda: self._commit_all(self._agreement.reports(_left(deadline_s))), self._committed)
+            self._wait(self._committed, _left(deadline_s), "committed")
+            self._decide()
+        outcome: tuple[str, Any] = json.loads(self._agreement.decision(_left(deadline_s)))
+        return outcome
+
+    def abandon(self, reason: str) -> None:
+        """Tells the others that this rank gives up, whose `finish` then fails as soon as it can. Does not wait.
+
+        What this rank is writing is left behind.
+
+        Raises:
+            CommunicatorError: If the run's store is gone.
+        """
+        # Instead of what it may have reported before: rank 0 commits nothing that a rank has given up.
+        self._agreement.report(json.dumps((reason, None)).encode())
+        if self._rank == 0 and not self._agreement.decided():
+            self._agreement.decide(json.dumps((f"training rank 0: {reason}", None)).encode())
+
+    def conclude(self, outcome: tuple[str, Any]) -> Any:
+        """Returns the commit's value.
+
+        Raises:
+            CheckpointError: If the save has failed, on this rank or on another.
+            PhaseTimeoutError: On rank 0, if ranks had not written in time.
+        """
+        own = self._written.exception()
+        if own is None and self._committed is not None:
+            own = self._committed.exception()
+        failure, value = outcome
+        if isinstance(own, PhaseTimeoutError):
+            raise own
+        if failure:
+            raise CheckpointError(f"save of {self._directory.parent} failed: {failure}") from own
+        return value
+
+    def _wait(self, done: Future[Any], timeout: timedelta, what: str) -> None:
+        try:
+            done.exception(timeout.total_seconds())
+        except TimeoutError:
+            self.abandon(f"not {what} within {timeout.total_seconds():.1f} s")
+            raise CheckpointError(
+                f"training rank {self._rank} has not {what} {self._directory} within {timeout.total_seconds():.1f} s: "
+                "to wait longer raise rl_safe.timeouts.save"
+            ) from None
+
+    def _report(self) -> None:
+        if not self._is_reported:
+            outcome = _outcome(self._written, asdict)
+            if outcome[0]:
+                logger.error("training rank %d could not write %s: %s", self._rank, self._directory, outcome[0])
+            self._agreement.report(json.dumps(outcome).encode())
+            self._is_reported = True
+
+    def _decide(self) -> None:
+        if self._committed is not None and not self._agreement.decided():
+            self._agreement.decide(json.dumps(_outcome(self._committed)).encode())
+
+    def _commit_all(self, reports: Sequence[bytes]) -> Any:
+        outcomes = [json.loads(report) for report in reports]
+        failed = [f"training rank {rank}: {failure}" for rank, (failure, _) in enumerate(outcomes) if failure]
+        if failed:
+            raise CheckpointError("; ".join(failed))
+        return self._commit([_to_written(fields) for _, fields in outcomes])
+
+
+def _to_written(fields: Mapping[str, Any]) -> Written:
+    file = None if fields["file"] is None else WrittenFile(**fields["file"])
+    return Written(file=file, blobs=fields["blobs"], note=fields["note"])
+
+
+def _left(deadline_s: float) -> timedelta:
+    """Time until a moment of the monotonic clock; a tenth of a second if it has passed, for what needs no wait."""
+    return timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
+
+
+def _outcome(done: Future[T], to_json: Callable[[T], Any] = lambda value: value) -> tuple[str, Any]:
+    error = done.exception()
+    if error is None:
+        return "", to_json(done.result())
+    return str(error) if isinstance(error, RlSafeError) else f"{type(error).__name__}: {error}", None
+
+
+def _fulfil(work: Callable[[], T], future: Future[T]) -> None:
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _in_thread(work: Callable[[], T], future: Future[T]) -> None:
+    # A daemon: an exit does not wait for a save that nobody finished.
+    threading.Thread(target=_fulfil, args=(work, future), name="checkpoint", daemon=True).start()

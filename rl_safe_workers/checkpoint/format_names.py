@@ -1,0 +1,107 @@
+"""The names that a torch_dist checkpoint may hold: what torch 2.11-2.13 and megatron-core 0.15-0.19 write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Names = Mapping[str, tuple[str, ...]]
+"""Module to names."""
+
+ITEM_BITS: Mapping[str, int] = {
+    **dict.fromkeys(("bool", "int8", "uint8", "qint8", "quint8", "bits8"), 8),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 8),
+    # Two to a byte: a tensor of n of them has n bytes, each of two values.
+    "float4_e2m1fn_x2": 8,
+    **dict.fromkeys(("bfloat16", "float16", "int16", "uint16", "bits16"), 16),
+    **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32"), 32),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 64),
+    "complex128": 128,
+}
+"""Bits per element by dtype, as ``torch.dtype`` pickles its name."""
+
+METADATA_RECORDS: Names = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+    ),
+    # megatron-core keeps every rank's plan in .metadata, to compare the next save with (state_dict_saver.py:144).
+    "torch.distributed.checkpoint.planner": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    # megatron-core up to 0.15 wrote its own (strategies/torch.py:87).
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+}
+
+METADATA_STATEFUL: Names = {
+    "torch.distributed.checkpoint.metadata": ("TensorProperties",),
+    # The checkpoint's own path, when it was given as one; Python 3.13 moved the class.
+    "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath"),
+    "pathlib._local": ("Path", "PosixPath", "PurePath", "PurePosixPath"),
+}
+
+METADATA_ENUMS: Names = {
+    "torch.distributed.checkpoint.metadata": ("_MEM_FORMAT_ENCODING",),
+    "torch.distributed.checkpoint.planner": ("WriteItemType",),
+}
+
+COMMON_RECORDS: Names = {
+    "argparse": ("Namespace",),
+    "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
+    "io": ("BytesIO",),
+    "_io": ("BytesIO",),
+    "types": ("SimpleNamespace",),
+    "numpy": ("dtype", "ndarray"),
+    "numpy.core.multiarray": ("_reconstruct", "scalar"),
+    "numpy._core.multiarray": ("_reconstruct", "scalar"),
+    "numpy.core.numeric": ("_frombuffer",),
+    "numpy._core.numeric": ("_frombuffer",),
+    "numpy.dtypes": tuple(
+        f"{name}DType"
+        for name in [
+            "Bool",
+            "Float16",
+            "Float32",
+            "Float64",
+            "Int8",
+            "Int16",
+            "Int32",
+            "Int64",
+            "UInt8",
+            "UInt16",
+            "UInt32",
+            "UInt64",
+        ]
+    ),
+    "torch": (
+        "device",
+        *(
+            f"{name}Storage"
+            for name in ["BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"]
+        ),
+        *(f"{name}Storage" for name in ["ComplexDouble", "ComplexFloat", "Typed", "Untyped"]),
+    ),
+    "torch.storage": ("TypedStorage", "UntypedStorage"),
+    "torch._tensor": ("_rebuild_from_type_v2",),
+    "torch._utils": ("_rebuild_parameter", "_rebuild_tensor_v2", "_rebuild_tensor_v3"),
+    "torch.nn.parameter": ("Parameter",),
+    "megatron.core.optimizer.optimizer_config": ("AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"),
+}
+
+COMMON_ENUMS: Names = {
+    "signal": ("Signals",),
+    "megatron.core.enums": ("Fp4Recipe", "Fp8Recipe", "ModelType"),
+    "megatron.core.transformer.enums": (
+        "AttnBackend",
+        "AttnMaskType",
+        "AttnType",
+        "CudaGraphModule",
+        "CudaGraphScope",
+        "InferenceCudaGraphScope",
+        "LayerType",
+        "ModelType",
+    ),
+    "megatron.core.rerun_state_machine": ("RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus"),
+}

@@ -1,0 +1,57 @@
+"""Copies of a rank's shards in host memory: of all, to write them while training goes on, or of one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+_ALIGNMENT = 64
+"""Bytes; more than any dtype needs."""
+
+
+class Staging:
+    """Host memory that is kept from save to save, pinned where there is a GPU."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Iterable[torch.Tensor], size_bytes: int) -> list[torch.Tensor]:
+        """Copies tensors into the buffer. They may change as soon as this returns.
+
+        Args:
+            tensors: At most ``size_bytes`` in all, taken one at a time.
+            size_bytes: Their size without any alignment.
+
+        Returns:
+            Host tensors of the same dtypes and shapes, valid until the next call.
+        """
+        copies: list[torch.Tensor] = []
+        start, on_device = 0, False
+        for tensor in tensors:
+            on_device = on_device or tensor.is_cuda
+            stop = start + tensor.nbytes
+            self._reserve(max(stop, size_bytes))
+            place = self._buffer[start:stop].view(tensor.dtype).view(tensor.shape)
+            copies.append(place.copy_(tensor, non_blocking=True))
+            start = -(-stop // _ALIGNMENT) * _ALIGNMENT
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def one_by_one(self, tensors: Iterable[torch.Tensor], largest_bytes: int) -> Iterator[torch.Tensor]:
+        """Yields a host copy of each tensor that lies on a device, valid until the next one; others as they are."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                self._reserve(largest_bytes)
+                place = self._buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                place.copy_(tensor)
+                yield place
+            else:
+                yield tensor
+
+    def _reserve(self, size_bytes: int) -> None:
+        if self._buffer.nbytes < size_bytes:
+            # What has been copied so far stays in the buffer before, which lives as long as its views.
+            spare = size_bytes // 16 + 2**20
+            self._buffer = torch.empty(size_bytes + spare, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

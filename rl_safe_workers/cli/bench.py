@@ -1,0 +1,53 @@
+"""``rl-safe bench NAME``: whether a promise holds, measured here and now."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from rl_safe_workers.bench.table import Row, exit_code, print_table, write_json
+from rl_safe_workers.errors import ConfigError
+
+BENCHMARKS: Mapping[str, str] = {
+    "quickstart": "the main job for three seeds: learning, agreement, seconds, memory",
+    "save": "saves, loads and audits of a checkpoint of 6,144 experts, against megatron-core's own",
+}
+"""What each measures, by name, which is also that of its module in ``rl_safe_workers.bench``."""
+
+
+def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the sub-command."""
+    about = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
+    bench = commands.add_parser(
+        "bench",
+        help="measure and compare with the goals",
+        description=f"{about}. Exit code 0: every goal is met; 3: one is not.",
+    )
+    bench.add_argument("name", metavar="NAME", choices=BENCHMARKS, help=f"one of {', '.join(BENCHMARKS)}")
+    bench.add_argument("--json", metavar="FILE", type=Path, help="write the rows there too")
+    bench.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
+    bench.set_defaults(execute=run_bench)
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Runs a benchmark, prints its table and returns the exit code.
+
+    Raises:
+        ConfigError: If the JSON file cannot be written; found out before anything is measured.
+    """
+    json_file: Path | None = arguments.json
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigError(f"--json {json_file}: there is no folder {json_file.absolute().parent}; make it first")
+    # Only the benchmark that runs is imported: some need what others do without.
+    module = importlib.import_module(f"rl_safe_workers.bench.{arguments.name}")
+    progress = Console(file=sys.stderr, highlight=False)
+    rows: list[Row] = module.measure(lambda line: progress.print(line, soft_wrap=True))
+    print_table(rows, Console(force_interactive=False))
+    if json_file is not None:
+        write_json(rows, json_file)
+    return exit_code(rows)

@@ -1,0 +1,66 @@
+"""``rl-safe convert``: HF weights to Megatron's shards, and back."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.recipe import load_settings
+
+DESCRIPTION = """
+Converts a model, on trainers alone, in the parallel layout that the keys say:
+`--hf DIR --out DIR` writes Megatron's torch_dist shards, to be loaded under any layout;
+`--megatron DIR --hf-out DIR` writes an HF directory from such a conversion, or from a checkpoint of a run
+(then with model.path=DIR, the HF directory that the run started from).
+The result is there when it is complete. A complete conversion of the same model is used as it is, a truncated one is
+made again, and of two runs at one place one works and the other waits, up to rl_safe.timeouts.convert seconds.
+Without cluster.num_trainers there are as many trainers as the layout has places; without model.dtype the weights keep
+their dtype.
+"""
+
+
+def add_convert_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the sub-command."""
+    convert = commands.add_parser("convert", help="HF weights to Megatron's shards, and back", description=DESCRIPTION)
+    source = convert.add_mutually_exclusive_group(required=True)
+    source.add_argument("--hf", metavar="DIR", type=Path, help="HF directory to read; needs --out")
+    source.add_argument("--megatron", metavar="DIR", type=Path, help="Megatron checkpoint to read; needs --hf-out")
+    target = convert.add_mutually_exclusive_group(required=True)
+    target.add_argument("--out", metavar="DIR", type=Path, help="directory of the shards to write")
+    target.add_argument("--hf-out", metavar="DIR", type=Path, help="HF directory to write")
+    convert.add_argument("--recipe", metavar="FILE", help="take layout, timeouts and cluster from a recipe")
+    convert.add_argument("--overwrite", action="store_true", help="replace what is there, even if it is something else")
+    convert.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="dotted key, YAML value: megatron.expert_model_parallel_size=8",
+    )
+    convert.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
+    convert.set_defaults(execute=run_convert)
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    """Converts, and prints one line that says what was done.
+
+    Raises:
+        ConfigError: If the options do not belong together.
+    """
+    if (arguments.hf is None) != (arguments.out is None):
+        raise ConfigError("convert: --hf goes with --out, and --megatron with --hf-out")
+    config = load_settings(arguments.recipe, arguments.overrides, name="convert")
+    from rl_safe_workers.driver.convert import Place, convert_to_hf, convert_to_megatron
+
+    named = {override.partition("=")[0] for override in arguments.overrides}
+    to_megatron = arguments.hf is not None
+    if not to_megatron and arguments.recipe is not None and "model.path" not in named:
+        config.model.path = ""  # the recipe's model need not be the checkpoint's
+    place = Place(
+        source=arguments.hf if to_megatron else arguments.megatron,
+        target=arguments.out if to_megatron else arguments.hf_out,
+        overwrite=arguments.overwrite,
+        dtype=config.model.dtype if "model.dtype" in named else None,
+    )
+    print((convert_to_megatron if to_megatron else convert_to_hf)(config, place))
+    return 0

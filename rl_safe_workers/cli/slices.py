@@ -1,0 +1,166 @@
+"""``rl-safe slices``: which bytes of a checkpoint one host needs, and a copy of those alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rl_safe_workers import env
+from rl_safe_workers.checkpoint.manifest import Manifest, check_fingerprint, model_fingerprint, read_manifest
+from rl_safe_workers.checkpoint.ranges import Ranges, materialise
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.driver.preflight import layout_of, read_hf_directory
+from rl_safe_workers.errors import ConfigError, RankError, RlSafeError, RunError, UsageError, format_ranks
+from rl_safe_workers.recipe import load_settings
+from rl_safe_workers.topology.layout import WORLD_KEY, check_layout, check_model
+
+DESCRIPTION = """
+Lists the files and byte ranges of a checkpoint of ours that host K reads to resume under the layout that the keys say,
+so that nobody copies all of it to every host. Needs model.path, of which config.json will do, and no GPU; the model is
+built from shapes alone, without memory for its weights. Training rank r is on host r // gpus-per-node. Without
+cluster.num_trainers there are as many trainers as saved the checkpoint. A file without ranges must be on the host too,
+in its full size, as a hole: --copy-to makes it so. A copy is for host K under this layout, and for no other.
+"""
+
+
+def add_slices_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the sub-command."""
+    slices = commands.add_parser(
+        "slices", help="list what one host needs of a checkpoint, or copy it", description=DESCRIPTION
+    )
+    slices.add_argument("directory", metavar="DIR", type=Path, help="global_step_N")
+    slices.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="dotted key, YAML value: model.path=DIR megatron.tensor_model_parallel_size=2 cluster.num_trainers=8",
+    )
+    slices.add_argument("--node", metavar="K", type=int, required=True, help="the host, counted from 0")
+    slices.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="trainers of each host (default 8)")
+    slices.add_argument("--recipe", metavar="FILE", help="take model and layout from a recipe")
+    slices.add_argument("--json", action="store_true", help="print {file: [[start, stop], ...]}, in bytes")
+    slices.add_argument(
+        "--copy-to", metavar="TARGET", type=Path, help="copy these bytes to a new directory, to resume from as from DIR"
+    )
+    slices.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
+    slices.set_defaults(execute=run_slices)
+
+
+def run_slices(arguments: argparse.Namespace) -> int:
+    """Prints what a host needs, as a table or JSON; with ``--copy-to`` also copies it.
+
+    Raises:
+        UsageError: If there is no such directory or host, or the layout does not divide the trainers or the model.
+        CheckpointError: If the checkpoint is not complete.
+        RunError: If the model cannot be built.
+    """
+    checkpoint: Path = arguments.directory
+    if not checkpoint.is_dir():
+        raise UsageError(f"{checkpoint} is not a directory; give that of a checkpoint")
+    config, manifest = load_settings(arguments.recipe, arguments.overrides, name="slices"), read_manifest(checkpoint)
+    if arguments.recipe is None and not any(text.startswith(f"{WORLD_KEY}=") for text in arguments.overrides):
+        config.cluster.num_trainers = manifest.layout.get("world_size", config.cluster.num_trainers)
+    _check_model(config, manifest, checkpoint)
+    ranks = ranks_of(arguments.node, trainers=config.cluster.num_trainers, per_node=arguments.gpus_per_node)
+    ranges = _find_ranges(config, checkpoint, ranks, rng=manifest.layout == asdict(layout_of(config)))
+    copied = None if arguments.copy_to is None else materialise(checkpoint, arguments.copy_to, ranges)
+    if arguments.json:
+        print(json.dumps(ranges, indent=1))
+        return 0
+    print(f"host {arguments.node}: training rank {format_ranks(ranks)} of {config.cluster.num_trainers}")
+    _print_table(ranges, {name: (checkpoint / name).stat().st_size for name in ranges})
+    if copied is not None:
+        print(f"copied {copied} bytes to {arguments.copy_to}")
+    return 0
+
+
+def ranks_of(node: int, *, trainers: int, per_node: int) -> range:
+    """The training ranks of a host.
+
+    >>> ranks_of(1, trainers=6, per_node=4)
+    range(4, 6)
+
+    Raises:
+        ConfigError: If there is no such host.
+    """
+    if per_node < 1:
+        raise ConfigError(f"--gpus-per-node {per_node}: a host has at least one")
+    nodes = -(-trainers // per_node)
+    if not 0 <= node < nodes:
+        raise ConfigError(
+            f"--node {node}: {trainers} trainers, {per_node} to a host, are on host {format_ranks(range(nodes))}; "
+            f"change it, --gpus-per-node or {WORLD_KEY}"
+        )
+    return range(node * per_node, min((node + 1) * per_node, trainers))
+
+
+def _check_model(config: RunConfig, manifest: Manifest, checkpoint: Path) -> None:
+    """Refuses a layout that does not divide, and a model that is not the checkpoint's where its weights are there."""
+    if not config.model.path:
+        raise ConfigError("slices: give model.path=DIR, the model that the checkpoint was trained from")
+    layout, model = layout_of(config), Path(config.model.path)
+    check_layout(layout)
+    check_model(layout, read_hf_directory(model, has_weights=False))
+    if any(model.glob("*.safetensors")):
+        check_fingerprint(manifest, path=checkpoint, fingerprint=model_fingerprint(model))
+
+
+def _find_ranges(config: RunConfig, checkpoint: Path, ranks: Sequence[int], *, rng: bool) -> Ranges:
+    """Asks a process of its own: this one has no torch, and building a model under fake groups cannot be undone."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_enter_child) as pool:
+        try:
+            return pool.submit(_find_ranges_in_child, config, checkpoint, list(ranks), rng).result()
+        except BrokenProcessPool as error:
+            raise RunError("slices: the process that builds the model was killed: is the host short of memory?") from (
+                error
+            )
+
+
+def _enter_child() -> None:
+    env.become_gpuless()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not part of the output
+    warnings.simplefilter("ignore")  # their advice is for who trains
+
+
+def _find_ranges_in_child(config: RunConfig, checkpoint: Path, ranks: Sequence[int], rng: bool) -> Ranges:
+    from rl_safe_workers.trainer.needs import find_ranges
+
+    try:
+        return find_ranges(config, checkpoint, ranks, rng=rng)
+    except RlSafeError:
+        raise
+    except Exception as error:
+        cause, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+        raise RankError(
+            role="trainer", rank=ranks[0], phase="load", cause=cause, trace=trace, raised_at=time.time()
+        ) from None
+
+
+def _print_table(ranges: Ranges, sizes: Mapping[str, int]) -> None:
+    """Prints a line for each file and the totals; bytes are exact, for whoever plans a copy."""
+    needed = {name: sum(stop - start for start, stop in parts) for name, parts in ranges.items()}
+    table = Table(show_footer=True, highlight=False)
+    table.add_column("file", "total", overflow="fold")
+    for heading, total in (
+        ("bytes needed", sum(needed.values())),
+        ("bytes in all", sum(sizes.values())),
+        ("ranges", sum(map(len, ranges.values()))),
+    ):
+        table.add_column(heading, str(total), justify="right")
+    for name, parts in sorted(ranges.items()):
+        table.add_row(name, str(needed[name]), str(sizes[name]), str(len(parts)))
+    Console(force_interactive=False).print(table)

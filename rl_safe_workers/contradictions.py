@@ -1,0 +1,187 @@
+"""What is wrong with a configuration whose keys and types are right: values out of range and settings that clash.
+
+Only what the configuration alone can tell. Whether it fits the model, the data and the machine is the preflight's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from operator import attrgetter
+
+from rl_safe_workers.config import (
+    ResumeMode,
+    RunConfig,
+    SeededModelConfig,
+    TimeoutsConfig,
+)
+from rl_safe_workers.errors import ConfigError
+
+POSITIVE = (
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor.ppo_epochs",
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_micro_batch_size_per_gpu",
+    "actor.clip_ratio",
+    "actor.optim.lr",
+    "actor.optim.eps",
+    "megatron.tensor_model_parallel_size",
+    "megatron.pipeline_model_parallel_size",
+    "megatron.expert_model_parallel_size",
+    "megatron.expert_tensor_parallel_size",
+    "megatron.context_parallel_size",
+    "rollout.tensor_model_parallel_size",
+    "rollout.n",
+    "rollout.temperature",
+    "rollout.kv_cache_gib",
+    "rollout.block_size",
+    "trainer.total_training_steps",
+    "cluster.num_trainers",
+    "cluster.num_rollouts",
+    "cluster.cpus_per_trainer",
+    "cluster.cpus_per_rollout",
+    "rl_safe.teardown.kill_after_s",
+    *(f"rl_safe.timeouts.{field.name}" for field in fields(TimeoutsConfig)),
+)
+"""Finite and above 0, where set. A timeout is finite because nothing may wait without a deadline."""
+NOT_NEGATIVE = (
+    "actor.kl_loss_coef",
+    "actor.optim.weight_decay",
+    "actor.optim.beta1",
+    "actor.optim.beta2",
+    "actor.optim.clip_grad",
+    "rollout.max_logprob_gap",
+    "trainer.seed",
+    "rl_safe.checkpoint.keep_last",
+)
+"""Finite and at least 0."""
+CHOICES: Mapping[str, Sequence[str]] = {
+    "model.dtype": ("float32",),
+    "megatron.moe_token_dispatcher_type": ("alltoall", "allgather"),
+    "rollout.name": ("vllm",),
+    "cluster.ray_address": ("local", "auto"),
+    "rl_safe.bootstrap.on_missing": ("raise", "bootstrap"),
+}
+LOGGERS = ("console", "tensorboard")
+
+
+def check_config(config: RunConfig) -> None:
+    """Raises ConfigError for the first value out of range, or pair of settings that contradict each other."""
+    for complaint in _complaints(config):
+        raise ConfigError(complaint)
+
+
+def check_settings(config: RunConfig) -> None:
+    """Raises ConfigError for the first value out of range, or that the platform cannot do; for what trains nothing."""
+    for complaint in (*_ranges(config), *_platform(config)):
+        raise ConfigError(complaint)
+
+
+def _complaints(config: RunConfig) -> Iterator[str]:
+    yield from _ranges(config)
+    yield from _choices(config)
+    yield from _batch(config)
+    yield from _trainer(config)
+    yield from _platform(config)
+    yield from _checkpoint(config)
+    if config.model.create is not None:
+        yield from _seeded_model(config.model.create)
+
+
+def _checkpoint(config: RunConfig) -> Iterator[str]:
+    checkpoint = config.rl_safe.checkpoint
+    for flag in ("fully_parallel_save", "validate_access_integrity"):
+        if checkpoint.async_save and getattr(checkpoint, flag):
+            yield (
+                f"rl_safe.checkpoint.async_save=true with rl_safe.checkpoint.{flag}=true: megatron-core's own save is "
+                "collective and cannot go on beside training; turn one of the two off"
+            )
+
+
+def _ranges(config: RunConfig) -> Iterator[str]:
+    for key in POSITIVE:
+        value = attrgetter(key)(config)
+        if value is not None and not 0 < value < math.inf:
+            yield f"{key}={value} must be a number above 0 and finite"
+    for key in NOT_NEGATIVE:
+        value = attrgetter(key)(config)
+        if not 0 <= value < math.inf:
+            yield f"{key}={value} must be a number of at least 0 and finite"
+    for key in ("actor.optim.beta1", "actor.optim.beta2"):
+        if attrgetter(key)(config) >= 1:
+            yield f"{key}={attrgetter(key)(config)} must be below 1"
+
+
+def _choices(config: RunConfig) -> Iterator[str]:
+    for key, allowed in CHOICES.items():
+        value = attrgetter(key)(config)
+        if value not in allowed:
+            yield f"{key}={value} is not supported: use {' or '.join(allowed)}"
+    for name in config.trainer.logger:
+        if name not in LOGGERS:
+            yield f"trainer.logger has {name!r}: use any of {', '.join(LOGGERS)}"
+
+
+def _batch(config: RunConfig) -> Iterator[str]:
+    if not config.data.train_files:
+        yield "data.train_files is empty: name at least one parquet file"
+    batch, mini_batch = config.data.train_batch_size, config.actor.ppo_mini_batch_size
+    if mini_batch is not None and batch % mini_batch:
+        yield f"actor.ppo_mini_batch_size={mini_batch} does not divide data.train_batch_size={batch}"
+    if config.rollout.n < 2:
+        # Every estimator there is compares the samples of one prompt.
+        yield (
+            f"rollout.n={config.rollout.n} with algorithm.adv_estimator={config.algorithm.adv_estimator}: "
+            "a group needs at least 2 samples to compare"
+        )
+
+
+def _trainer(config: RunConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.save_freq != -1 and trainer.save_freq < 1:
+        yield f"trainer.save_freq={trainer.save_freq} must be -1 (never) or at least 1"
+    if trainer.resume_mode is ResumeMode.resume_path and trainer.resume_from_path is None:
+        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path=DIR"
+    if trainer.resume_mode is not ResumeMode.resume_path and trainer.resume_from_path is not None:
+        yield (
+            f"trainer.resume_from_path={trainer.resume_from_path} is not read with trainer.resume_mode="
+            f"{trainer.resume_mode}: set trainer.resume_mode=resume_path"
+        )
+
+
+def _platform(config: RunConfig) -> Iterator[str]:
+    megatron, rollout = config.megatron, config.rollout
+    if megatron.context_parallel_size > 1:
+        yield (
+            f"megatron.context_parallel_size={megatron.context_parallel_size} must be 1: "
+            "Megatron's attention without Transformer Engine has no context parallelism"
+        )
+    if rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} must be 1: "
+            "on CPU each vLLM engine is one process; for more of them raise cluster.num_rollouts"
+        )
+    if rollout.block_size % 32:
+        yield f"rollout.block_size={rollout.block_size} must be a multiple of 32 on CPU"
+
+
+def _seeded_model(spec: SeededModelConfig) -> Iterator[str]:
+    for field in fields(spec):
+        value, least = getattr(spec, field.name), int(field.name not in ("seed", "num_experts"))
+        if value < least:
+            yield f"model.create.{field.name}={value} must be at least {least}"
+    if spec.num_attention_heads % spec.num_key_value_heads:
+        yield (
+            f"model.create.num_key_value_heads={spec.num_key_value_heads} does not divide "
+            f"model.create.num_attention_heads={spec.num_attention_heads}"
+        )
+    if spec.head_dim % 2:
+        yield f"model.create.head_dim={spec.head_dim} must be even: RoPE turns pairs"
+    if spec.num_experts and not 1 <= spec.num_experts_per_tok <= spec.num_experts:
+        yield (
+            f"model.create.num_experts_per_tok={spec.num_experts_per_tok} must be at most "
+            f"model.create.num_experts={spec.num_experts}"
+        )

@@ -1,0 +1,162 @@
+"""Calls to many actors at once, with one deadline, and the culprit named when one of them fails."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from rl_safe_workers.driver.actors import Reply
+from rl_safe_workers.driver.interrupts import SLICE_S
+from rl_safe_workers.errors import PhaseTimeoutError, RankError, RunError
+from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
+
+SLACK_S = 5.0
+"""How much longer than its ranks the driver waits: a rank that notices a missing one can name it, the driver cannot."""
+GRACE_S = 2.0
+"""How long to go on listening after the first failure: a dead rank is often reported after those it took along."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorRef:
+    """One actor of the run."""
+
+    role: Role
+    rank: int
+    handle: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingCalls:
+    """Calls under way in one phase; `gather` waits for them."""
+
+    phase: Phase
+    started_s: float
+    refs: dict[Any, ActorRef] = field(default_factory=dict)
+
+    def joined_with(self, other: PendingCalls) -> PendingCalls:
+        """The calls of both, as one wait of this one's phase."""
+        return PendingCalls(
+            phase=self.phase, started_s=min(self.started_s, other.started_s), refs={**self.refs, **other.refs}
+        )
+
+
+def start_calls(
+    actors: Sequence[ActorRef], phase: Phase, method: str, arguments: Callable[[int], tuple[Any, ...]]
+) -> PendingCalls:
+    """Starts a method on every actor at once.
+
+    Args:
+        actors: Whom to call.
+        phase: The phase, for timeouts and errors.
+        method: The worker's method.
+        arguments: The method's arguments, by rank.
+    """
+    started_s = time.monotonic()
+    refs = {actor.handle.call.remote(str(phase), method, arguments(actor.rank)): actor for actor in actors}
+    return PendingCalls(phase=phase, started_s=started_s, refs=refs)
+
+
+def gather(
+    calls: PendingCalls,
+    *,
+    timeout_s: float,
+    on_events: Callable[[list[PhaseEvent]], None],
+    check_interrupts: Callable[[], None],
+) -> list[Any]:
+    """Waits for calls and returns their values in the order they were started.
+
+    Args:
+        calls: What `start_calls` returned.
+        timeout_s: Seconds from their start; covers all of them. The driver itself waits ``SLACK_S`` longer.
+        on_events: Takes the phase events that the replies carry.
+        check_interrupts: Called several times a second; what it raises ends the wait.
+
+    Raises:
+        RankError: The failure that came first, when any rank fails. Others are not waited for.
+        PhaseTimeoutError: If ranks waited in vain for another, or have not answered in time; names the missing.
+    """
+    pending = list(calls.refs)
+    replies: dict[Any, Reply] = {}
+    deadline = calls.started_s + timeout_s + SLACK_S
+    while pending:
+        check_interrupts()
+        # One last look after the deadline: replies that lay ready while the driver did something else are in time.
+        is_over = time.monotonic() >= deadline
+        done, pending = ray.wait(pending, num_returns=len(pending), timeout=0 if is_over else SLICE_S)
+        replies |= {ref: _fetch(calls, ref) for ref in done}
+        for ref in done:
+            on_events(replies[ref].events)
+        if any(reply.error for reply in replies.values()):
+            raise _culprit(calls, replies, pending, on_events)
+        if pending and is_over:
+            raise _timeout(calls, pending, time.monotonic() - calls.started_s)
+    return [replies[ref].value for ref in calls.refs]
+
+
+def _fetch(calls: PendingCalls, ref: Any) -> Reply:
+    try:
+        reply: Reply = ray.get(ref)
+    except RayError as error:
+        actor = calls.refs[ref]
+        return Reply(error=RankError(
+            role=actor.role, rank=actor.rank, phase=calls.phase, cause=_describe(error), trace=str(error),
+            # Whatever took the process away is the cause of what others report, however late it is noticed.
+            raised_at=0.0,
+        ))  # fmt: skip
+    return reply
+
+
+def _describe(error: RayError) -> str:
+    if isinstance(error, RayActorError):
+        return "the process died"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _timeout(calls: PendingCalls, pending: Sequence[Any], waited_s: float, detail: str = "") -> PhaseTimeoutError:
+    missing = [calls.refs[ref] for ref in pending]
+    role = min((actor.role for actor in missing), key=[Role.TRAINER, Role.ROLLOUT].index)
+    others = [f"{actor.role} rank {actor.rank}" for actor in missing if actor.role is not role]
+    return PhaseTimeoutError(
+        phase=calls.phase,
+        group=f"the {role}s",
+        missing=[actor.rank for actor in missing if actor.role is role],
+        waited_s=waited_s,
+        setting=f"rl_safe.timeouts.{calls.phase}",
+        detail="; ".join([*(["nor " + ", ".join(others)] if others else []), *([detail] if detail else [])]),
+    )
+
+
+def _blame(error: RunError) -> tuple[bool, float]:
+    """Sorts errors by how likely they are the cause: those that waited in vain last, else the earliest first."""
+    if isinstance(error, RankError):
+        return error.in_vain, error.raised_at
+    return True, math.inf
+
+
+def _culprit(
+    calls: PendingCalls, replies: dict[Any, Reply], pending: list[Any], on_events: Callable[[list[PhaseEvent]], None]
+) -> RunError:
+    """Listens a little longer, then picks the error that others follow from."""
+    deadline = time.monotonic() + GRACE_S
+    while pending and (left := deadline - time.monotonic()) > 0 and not any(map(_has_died, replies.values())):
+        done, pending = ray.wait(pending, timeout=left)
+        late = {ref: _fetch(calls, ref) for ref in done}
+        for reply in late.values():
+            on_events(reply.events)
+        replies = {**replies, **late}
+    error = min((reply.error for reply in replies.values() if reply.error is not None), key=_blame)
+    names_someone = isinstance(error, PhaseTimeoutError) and error.missing
+    if _blame(error)[0] and pending and not names_someone:
+        # All that failed waited for those that are still busy with whatever keeps them.
+        return _timeout(calls, pending, time.monotonic() - calls.started_s, detail=str(error))
+    return error
+
+
+def _has_died(reply: Reply) -> bool:
+    return isinstance(reply.error, RankError) and reply.error.raised_at == 0

@@ -1,0 +1,110 @@
+"""The Ray actors of a run: thin shells that import their worker inside the actor's own process.
+
+The driver imports neither torch, Megatron nor vLLM, and the imports of all processes go on side by side.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import ray
+
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.errors import PhaseTimeoutError, RankError, RunError
+from rl_safe_workers.lifecycle import PhaseEvent, Role
+
+IN_VAIN = re.compile(r"timed? ?out|connection (closed|reset)|lost the run's store", re.IGNORECASE)
+"""What torch says on a rank that waited for another, or whose peer is gone: it has no type of error for that."""
+
+
+NODE_IP = "node_ip"
+"""A method of the shell itself: the address of its node in the cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a call brings back: a value or an error, and in either case what happened."""
+
+    value: Any = None
+    error: RunError | None = None
+    events: list[PhaseEvent] = field(default_factory=list)
+    """Phases completed or failed since the last reply."""
+
+
+class ActorShell:
+    """Runs one worker and turns what it raises into an error of ours."""
+
+    role: ClassVar[Role]
+    target: ClassVar[str]
+    """``module:class`` of the worker, whose constructor takes the configuration and the rank."""
+    rank_argument: ClassVar[str]
+
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self._config, self._rank = config, rank
+        self._worker: Any = None
+
+    def call(self, phase: str, method: str, args: tuple[Any, ...]) -> Reply:
+        """Calls a method of the worker.
+
+        Args:
+            phase: Phase to name in errors.
+            method: Name of the method.
+            args: Its arguments.
+
+        Returns:
+            The method's value; or, if it raised, a RankError with this actor's role and rank, or the PhaseTimeoutError
+            as it was, which names the ranks that are missing.
+        """
+        value: Any = None
+        error: RunError | None = None
+        try:
+            if self._worker is None:
+                self._worker = self._build()
+            value = self._node_ip() if method == NODE_IP else getattr(self._worker, method)(*args)
+        except PhaseTimeoutError as timeout:
+            error = timeout
+        except Exception as exception:
+            error = self._as_rank_error(exception, phase)
+        events = [] if self._worker is None else self._worker.lifecycle.drain_events()
+        return Reply(value=value, error=error, events=events)
+
+    @staticmethod
+    def _node_ip() -> str:
+        return str(ray.util.get_node_ip_address())
+
+    def _as_rank_error(self, error: Exception, phase: str) -> RankError:
+        return RankError(
+            role=self.role,
+            rank=self._rank,
+            phase=phase,
+            cause=f"{type(error).__name__}: {error}",
+            trace="".join(traceback.format_exception(error)),
+            raised_at=time.time(),
+            in_vain=IN_VAIN.search(str(error)) is not None,
+        )
+
+    def _build(self) -> Any:
+        module, _, name = self.target.partition(":")
+        worker_class = getattr(importlib.import_module(module), name)
+        return worker_class(self._config, **{self.rank_argument: self._rank})
+
+
+class TrainerActor(ActorShell):
+    """A training rank."""
+
+    role = Role.TRAINER
+    target = "rl_safe_workers.trainer.worker:TrainerWorker"
+    rank_argument = "training_rank"
+
+
+class RolloutActor(ActorShell):
+    """A rollout rank."""
+
+    role = Role.ROLLOUT
+    target = "rl_safe_workers.rollout.vllm:VllmRollout"
+    rank_argument = "rollout_rank"

@@ -1,0 +1,207 @@
+"""Ray for one run: started on the loopback interface, and taken down until nothing is left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rl_safe_workers import env
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.driver.actor_group import ActorRef
+from rl_safe_workers.driver.actors import ActorShell, RolloutActor, TrainerActor
+from rl_safe_workers.driver.cleanup import attempt
+from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
+from rl_safe_workers.errors import ClusterError, PhaseTimeoutError, ResourceError
+from rl_safe_workers.lifecycle import Phase
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Ray's shared memory for a local run; only token batches pass through it."""
+
+
+class Cluster:
+    """The Ray side of a run. `close` is safe at any point, and more than once.
+
+    Attributes:
+        trainers: Trainer actors by training rank.
+        rollouts: Rollout actors by rollout rank.
+    """
+
+    def __init__(self, config: RunConfig, *, run_id: str, interrupts: Interrupts) -> None:
+        """Starts nothing yet."""
+        self._config, self._run_id, self._interrupts = config, run_id, interrupts
+        self._group: PlacementGroup | None = None
+        self._temp_dir: Path | None = None
+        self.trainers: list[ActorRef] = []
+        self.rollouts: list[ActorRef] = []
+
+    @property
+    def is_local(self) -> bool:
+        """Whether Ray is ours: started for this run and ended with it."""
+        return self._config.cluster.ray_address == "local"
+
+    @property
+    def actors(self) -> list[ActorRef]:
+        """Trainers, then rollout actors."""
+        return [*self.trainers, *self.rollouts]
+
+    def start(self) -> None:
+        """Starts or joins Ray, reserves every actor's place at once, and creates the actors.
+
+        Raises:
+            ResourceError: If the cluster has fewer CPUs than the run asks for.
+            PhaseTimeoutError: If the places are not free within ``rl_safe.timeouts.start``.
+        """
+        self._start_ray()
+        # Ray has installed a SIGTERM handler of its own, which would end this process and leave the rest.
+        self._interrupts.listen()
+        self._interrupts.check()
+        cluster = self._config.cluster
+        bundles = [{"CPU": cluster.cpus_per_trainer}] * cluster.num_trainers
+        bundles += [{"CPU": cluster.cpus_per_rollout}] * cluster.num_rollouts
+        needed, present = sum(b["CPU"] for b in bundles), ray.cluster_resources().get("CPU", 0.0)
+        if needed > present:
+            raise ResourceError(
+                f"the run needs {needed:g} CPUs, the cluster has {present:g}: lower cluster.num_trainers, "
+                "cluster.cpus_per_trainer or cluster.cpus_per_rollout"
+            )
+        self._group = placement_group(bundles, strategy="PACK")
+        timeout_s = self._config.rl_safe.timeouts.start
+        deadline = time.monotonic() + timeout_s
+        while not self._group.wait(SLICE_S):
+            self._interrupts.check()
+            if time.monotonic() < deadline:
+                continue
+            raise PhaseTimeoutError(
+                phase=Phase.START, group="the placement group", missing=(), waited_s=timeout_s,
+                setting="rl_safe.timeouts.start", detail=f"{needed:g} CPUs are not free",
+            )  # fmt: skip
+        n = cluster.num_trainers
+        self.trainers = [self._create(TrainerActor, rank, rank) for rank in range(n)]
+        self.rollouts = [self._create(RolloutActor, rank, n + rank) for rank in range(cluster.num_rollouts)]
+
+    def _start_ray(self) -> None:
+        try:
+            self._start_local_ray() if self.is_local else self._join_ray()
+        except (RayError, RuntimeError, ValueError, OSError) as error:
+            address, reason = self._config.cluster.ray_address, (str(error).splitlines() or [type(error).__name__])[0]
+            raise ClusterError(
+                f"Ray could not be reached or started (cluster.ray_address={address}): {reason}"
+            ) from error
+
+    def _join_ray(self) -> None:
+        ray.init(address=self._config.cluster.ray_address, log_to_driver=False, logging_level=logging.WARNING)
+
+    def _start_local_ray(self) -> None:
+        # Marks Ray's own processes as the run's too; sockets live under the folder, and their paths must stay short.
+        env.mark_run(self._run_id)
+        # Ray advises on its token authentication at every start; the token is wanted, the advice is not.
+        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+        # Ray replaces a loopback address by a reachable one, unless it believes that this platform has no clusters.
+        env.keep_ray_on_loopback()
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        self._temp_dir = Path(tempfile.mkdtemp(prefix="rl_safe_"))
+        ray.init(
+            address="local",
+            num_cpus=len(os.sched_getaffinity(0)),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            _node_ip_address=LOOPBACK,
+            _temp_dir=str(self._temp_dir),
+            # Idle workers would compete with the actors' imports for the cores.
+            _system_config={"prestart_worker_first_driver": False},
+        )
+
+    def _create(self, shell: type[ActorShell], rank: int, bundle: int) -> ActorRef:
+        cluster = self._config.cluster
+        is_trainer = shell is TrainerActor
+        variables = env.actor_env(
+            shell.role,
+            self._run_id,
+            self._config.rollout.kv_cache_gib,
+            loopback=self.is_local,
+            temp_dir=self._temp_dir,
+        )
+        handle: Any = (
+            ray.remote(shell)
+            .options(
+                num_cpus=cluster.cpus_per_trainer if is_trainer else cluster.cpus_per_rollout,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+                runtime_env={"env_vars": variables},
+            )
+            .remote(self._config, rank)
+        )
+        return ActorRef(role=shell.role, rank=rank, handle=handle)
+
+    def close(self, *, kill_after_s: float) -> None:
+        """Ends every process of the run: actors, their children, and Ray itself if it is ours.
+
+        Training rank 0 goes last among the actors, because it owns the store. What has not ended ``kill_after_s``
+        seconds after it was asked to is killed; processes are found by the mark in their environment. Every step is
+        bounded in time, and goes ahead whatever became of the one before.
+        """
+        actors, group = list(reversed(self.actors)), self._group
+        self.trainers, self.rollouts, self._group = [], [], None
+        attempt("killing actors", lambda: [ray.kill(a.handle, no_restart=True) for a in actors], timeout_s=kill_after_s)
+        if group is not None and not self.is_local:  # a local Ray takes it along
+            attempt("giving up placement", lambda: remove_placement_group(group), timeout_s=kill_after_s)
+        attempt("shutting down Ray", ray.shutdown, timeout_s=kill_after_s)
+        reap(self._run_id, kill_after_s=kill_after_s)
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+    def keep_logs(self, target: Path) -> None:
+        """Copies Ray's logs, which hold the actors' output, out of the folder that `close` removes."""
+        if self._temp_dir is not None and (logs := self._temp_dir / "session_latest" / "logs").is_dir():
+            shutil.copytree(logs, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("events", "export_events"))
+
+
+def run_processes(run_id: str) -> list[psutil.Process]:
+    """Lists the living processes, other than this one, that carry the run's mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and env.belongs_to_run(process.environ(), run_id):
+                found.append(process)
+        except psutil.Error:
+            continue  # gone, or another user's
+    return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def reap(run_id: str, *, kill_after_s: float) -> None:
+    """Terminates, then kills, whatever of a run is still alive. Blocks for little more than ``kill_after_s``."""
+    left = run_processes(run_id)
+    for process in left:
+        _signal(process.terminate)
+    _, alive = psutil.wait_procs(left, timeout=kill_after_s)
+    deadline = time.monotonic() + kill_after_s
+    while alive or (alive := run_processes(run_id)):
+        for process in alive:
+            _signal(process.kill)
+        psutil.wait_procs(alive, timeout=1)
+        alive = []
+        if time.monotonic() > deadline:
+            logger.error("processes of run %s cannot be ended: %s", run_id, run_processes(run_id))
+            return
+
+
+def _signal(send: Any) -> None:
+    with suppress(psutil.NoSuchProcess):
+        send()

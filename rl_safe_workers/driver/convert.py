@@ -1,0 +1,167 @@
+"""Conversions as a job of their own: trainers alone, no rollout rank, and the same end as a run."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_safe_workers.checkpoint.convert import (
+    HF_FILES,
+    KEY,
+    ConvertedModel,
+    MegatronWeights,
+    find_conversion,
+    find_megatron_weights,
+)
+from rl_safe_workers.checkpoint.manifest import model_fingerprint
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.driver.cleanup import attempt
+from rl_safe_workers.driver.cluster import Cluster
+from rl_safe_workers.driver.console import RunConsole
+from rl_safe_workers.driver.interrupts import Interrupts
+from rl_safe_workers.driver.preflight import layout_of, read_hf_directory
+from rl_safe_workers.driver.session import Session
+from rl_safe_workers.errors import CheckpointMismatchError, ConfigError, ModelError, RunError, UsageError
+from rl_safe_workers.topology.layout import CONVERTIBLE_MODEL_TYPES, check_layout, check_model
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a conversion reads and writes."""
+
+    source: Path
+    target: Path
+    overwrite: bool
+    """Whether the target may replace something else."""
+    dtype: str | None
+    """What was asked for by ``model.dtype``; None: that of the source."""
+
+
+def convert_to_megatron(config: RunConfig, place: Place) -> str:
+    """Converts an HF directory to Megatron's shards.
+
+    Args:
+        config: Layout, timeouts and cluster; its model is that of ``place``.
+        place: From an HF directory to a directory with the shards.
+
+    Returns:
+        One line that says what was done.
+
+    Raises:
+        UsageError: Before anything is started or written.
+        RunError: If the conversion fails or is interrupted.
+    """
+    config = _for_model(config, place.source, has_weights=True)
+    config.model.dtype = _dtype(place.dtype or _dtype_of(place.source))
+    model = ConvertedModel(fingerprint=model_fingerprint(place.source), dtype=config.model.dtype)
+    target = place.target.absolute()
+    if find_conversion(target, model, overwrite=place.overwrite) is not None:
+        return f"{target} is a complete conversion of {place.source} in {model.dtype} already"
+    arguments = (place.source.absolute(), target, place.overwrite)
+    done = _run(config, lambda session: session.convert("convert_to_megatron", *arguments))
+    return f"converted {place.source} to {done} in {model.dtype}"
+
+
+def convert_to_hf(config: RunConfig, place: Place) -> str:
+    """Converts the model of a Megatron checkpoint to an HF directory.
+
+    Args:
+        config: As for `convert_to_megatron`; ``model.path`` is the HF directory that the model came from, or empty for
+            the copy of its configuration in a conversion.
+        place: From a conversion, a training checkpoint or a torch_dist directory to an HF directory.
+
+    Returns:
+        One line that says what was done.
+
+    Raises:
+        UsageError: Before anything is started or written.
+        RunError: If the checkpoint is not complete, or the conversion fails or is interrupted.
+    """
+    weights = find_megatron_weights(place.source)
+    source = _hf_source(config, place.source)
+    config = _for_model(config, source, has_weights=False)
+    _check_is_of(weights, place.source, source)
+    if place.target.exists() and not place.overwrite:
+        raise CheckpointMismatchError(f"{place.target} is there already: choose another place, or give --overwrite")
+    config.model.dtype = _dtype(place.dtype or _converted_dtype(weights) or _dtype_of(source))
+    arguments = (place.source.absolute(), place.target.absolute(), place.dtype, place.overwrite)
+    done = _run(config, lambda session: session.convert("convert_to_hf", *arguments))
+    return f"converted {place.source} to {done}"
+
+
+def _hf_source(config: RunConfig, checkpoint: Path) -> Path:
+    if config.model.path:
+        return Path(config.model.path)
+    if (checkpoint / HF_FILES / "config.json").is_file():
+        return checkpoint / HF_FILES
+    raise ConfigError(
+        f"{checkpoint} has no copy of the model's configuration: give model.path=DIR, the HF directory it came from"
+    )
+
+
+def _check_is_of(weights: MegatronWeights, checkpoint: Path, source: Path) -> None:
+    """Compares fingerprints where the HF directory has the weights that they are made from."""
+    if any(source.glob("*.safetensors")):
+        weights.check_is_of(model_fingerprint(source), path=checkpoint)
+
+
+def _for_model(config: RunConfig, path: Path, *, has_weights: bool) -> RunConfig:
+    """Returns a copy for this model and no rollout rank, once it is sure that the model divides over the layout."""
+    shape = read_hf_directory(path, model_types=CONVERTIBLE_MODEL_TYPES, has_weights=has_weights)
+    layout = layout_of(config)
+    check_layout(layout)
+    check_model(layout, shape)
+    ready = deepcopy(config)
+    ready.model.path, ready.model.create, ready.cluster.num_rollouts = str(path.absolute()), None, 0
+    return ready
+
+
+def _dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise ConfigError(f"model.dtype={name} cannot be converted: set it to {' or '.join(DTYPES)}")
+    return name
+
+
+def _dtype_of(hf_dir: Path) -> str:
+    """The dtype that an HF directory says its weights have; transformers 4 calls it ``torch_dtype``."""
+    fields: dict[str, Any] = json.loads((hf_dir / "config.json").read_text())
+    name = fields.get("dtype") or fields.get("torch_dtype")
+    if not isinstance(name, str):
+        raise ModelError(f"{hf_dir / 'config.json'} does not say which dtype the weights have: set model.dtype")
+    return name
+
+
+def _converted_dtype(weights: MegatronWeights) -> str | None:
+    state = weights.manifest.driver_state if weights.manifest else {}
+    name: str | None = state.get(KEY, {}).get("dtype")
+    return name
+
+
+def _run(config: RunConfig, work: Callable[[Session], Any]) -> str:
+    """Brings trainers up, has them work, and takes everything down, whatever happens."""
+    interrupts, patience_s = Interrupts(), config.rl_safe.teardown.kill_after_s
+    cluster = Cluster(config, run_id=uuid.uuid4().hex[:12], interrupts=interrupts)
+    session = Session(config, cluster, RunConsole(), interrupts)
+    logs = Path(config.trainer.output_dir) / str(config.trainer.run_name) / "ray_logs"
+    with interrupts.listening():
+        try:
+            session.connect()
+            result = str(work(session))
+            disagreed = session.teardown()
+            if disagreed:
+                raise RunError("; ".join(f"training rank {r} at teardown: {text}" for r, text in disagreed.items()))
+        except BaseException as error:
+            if isinstance(error, UsageError):
+                error.exit_code = RunError.exit_code  # exit code 2 promises that nothing was started
+            attempt("keeping Ray's logs", lambda: cluster.keep_logs(logs), timeout_s=patience_s)
+            raise
+        finally:
+            cluster.close(kill_after_s=patience_s)
+    return result

@@ -1,0 +1,154 @@
+"""Prompts: parquet files in verl's layout, and an endless, resumable order of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rl_safe_workers.errors import DataError
+
+REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of a prompt file.
+
+    Example: ``Prompt(index=3, data_source="char_class", messages=({"role": "user", "content": "abc"},),
+    ground_truth="lowercase", extra_info=None)``
+    """
+
+    index: int
+    """Position in the dataset, over all files, from 0."""
+    data_source: str
+    messages: tuple[Mapping[str, str], ...]
+    """Chat messages, each with ``role`` and ``content``."""
+    ground_truth: str
+    extra_info: Mapping[str, Any] | None
+
+
+class PromptDataset:
+    """All prompts of some parquet files, in file order, held in memory.
+
+    Raises:
+        DataError: A file is missing, is no parquet, lacks a column or holds a malformed row; the message names it.
+    """
+
+    def __init__(self, files: Sequence[str | Path]) -> None:
+        self._prompts: list[Prompt] = []
+        for file in files:
+            for row_number, row in enumerate(_read_rows(Path(file))):
+                self._prompts.append(_parse(row, index=len(self._prompts), where=f"{file}, row {row_number}"))
+        if not self._prompts:
+            raise DataError(f"data.train_files: no prompts in {', '.join(map(str, files)) or 'an empty list'}")
+
+    def __len__(self) -> int:
+        """Number of prompts over all files."""
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Returns the prompt at ``index``."""
+        return self._prompts[index]
+
+
+class PromptLoader:
+    """Endless batches of prompts, in an order that depends on the seed and the epoch alone.
+
+    A batch may span the end of an epoch. The state is two integers, so a resumed run continues at the very next
+    prompt; it counts prompts, not batches, so the batch size may change in between.
+    """
+
+    def __init__(self, dataset: PromptDataset, *, batch_size: int, shuffle: bool, seed: int) -> None:
+        if batch_size < 1:
+            raise DataError(f"data.train_batch_size must be at least 1, got {batch_size}")
+        self._dataset, self._batch_size = dataset, batch_size
+        self._shuffle, self._seed = shuffle, seed
+        self._epoch, self._position = 0, 0
+        self._order = self._make_order()
+
+    def next_batch(self) -> list[Prompt]:
+        """Returns the next ``batch_size`` prompts."""
+        return [self._next_prompt() for _ in range(self._batch_size)]
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns where the loader stands: the epoch, the position in it, and the length that it belongs to."""
+        return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._dataset)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continues where ``state_dict`` was taken.
+
+        Raises:
+            DataError: The state belongs to a dataset of another length.
+        """
+        if state["num_prompts"] != len(self._dataset):
+            raise DataError(
+                f"cannot resume: the checkpoint was at a dataset of {state['num_prompts']} prompts, data.train_files "
+                f"holds {len(self._dataset)}; use the files of the first run or trainer.resume_mode=disable"
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._make_order()
+
+    def _next_prompt(self) -> Prompt:
+        if self._position == len(self._order):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._make_order()
+        prompt = self._dataset[self._order[self._position]]
+        self._position += 1
+        return prompt
+
+    def _make_order(self) -> list[int]:
+        order = list(range(len(self._dataset)))
+        if self._shuffle:
+            # Seeding with a string hashes all of it; neighbouring seeds and epochs share no order.
+            random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
+        return order
+
+
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        raise DataError(f"data.train_files: {file} does not exist (looked from {Path.cwd()})")
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"data.train_files: {file} cannot be read as parquet: {_first_line(error)}") from error
+    missing = [name for name in REQUIRED_COLUMNS if name not in table.column_names]
+    if missing:
+        raise DataError(
+            f"data.train_files: {file} lacks column {', '.join(missing)}; it has {', '.join(table.column_names)}"
+        )
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
+
+
+def _parse(row: Mapping[str, Any], *, index: int, where: str) -> Prompt:
+    reward_model = row["reward_model"]
+    if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
+        raise DataError(f"data.train_files: {where}: reward_model.ground_truth is missing, got {reward_model!r}")
+    return Prompt(
+        index=index,
+        data_source=str(row["data_source"]),
+        messages=_parse_messages(row["prompt"], where=where),
+        ground_truth=str(reward_model["ground_truth"]),
+        extra_info=row.get("extra_info"),
+    )
+
+
+def _parse_messages(value: Any, *, where: str) -> tuple[Mapping[str, str], ...]:
+    well_formed = isinstance(value, list) and value and all(_is_message(message) for message in value)
+    if not well_formed:
+        raise DataError(f"data.train_files: {where}: prompt must be a list of {{role, content}}, got {value!r}")
+    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,187 @@
+"""One GRPO step after another: the driver's part, which is data, rewards, advantages and the order of calls."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.driver import metrics as names
+from rl_safe_workers.driver.data import Prompt, PromptLoader
+from rl_safe_workers.driver.metrics import PhaseTotal
+from rl_safe_workers.driver.rewards import RewardFunction
+from rl_safe_workers.driver.session import Session
+from rl_safe_workers.errors import DivergedError, LogprobGapError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.rollout.protocol import Sample
+from rl_safe_workers.topology.layout import ParallelLayout
+from rl_safe_workers.trainer.advantages import estimate_advantages
+from rl_safe_workers.trainer.batch import SequenceBatch, pack
+
+Metrics = dict[str, float]
+Rewards = NDArray[np.float32]
+
+
+class GrpoLoop:
+    """Runs training steps over a session's actors."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        session: Session,
+        *,
+        layout: ParallelLayout,
+        loader: PromptLoader,
+        reward: RewardFunction,
+        on_phase: Callable[[str], None],
+    ) -> None:
+        """Records its parts; `step` does the work."""
+        self._config, self._session, self._layout = config, session, layout
+        self._loader, self._reward, self._on_phase = loader, reward, on_phase
+
+    def step(self, step: int) -> Metrics:
+        """Runs one step: offload, roll out, reward, onload, log-probabilities, update, sync.
+
+        Args:
+            step: The step, counted from 1.
+
+        Returns:
+            The step's metrics.
+
+        Raises:
+            LogprobGapError: If rollout and trainer disagree by more than ``rollout.max_logprob_gap``.
+            DivergedError: If the update is not finite.
+        """
+        start_s, before, prompts = time.monotonic(), dict(self._session.totals), self._loader.next_batch()
+        self._trainers(Phase.OFFLOAD, "offload")
+        samples = self._roll_out(prompts, step)
+        rewards = self._rewards(prompts, samples)
+        self._trainers(Phase.ONLOAD, "onload")
+        shards, gap = self._logprobs(self._shard(self._pack(samples, rewards)), step)
+        update = self._update(shards, step)
+        self._sync()
+        return {
+            **_reward_metrics(rewards, samples),
+            **gap,
+            **update,
+            **_phase_seconds(before, self._session.totals),
+            names.STEP_SECONDS: time.monotonic() - start_s,
+        }
+
+    def sync_weights(self) -> None:
+        """Sends the trainers' weights to the rollout ranks, e.g. after a checkpoint was loaded."""
+        self._sync()
+
+    def _trainers(
+        self, phase: Phase, method: str, arguments: Callable[[int], tuple[Any, ...]] = lambda _: ()
+    ) -> list[Any]:
+        self._on_phase(phase)
+        return self._session.finish(self._session.start_trainers(phase, method, arguments))
+
+    def _roll_out(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
+        self._on_phase(Phase.ROLLOUT)
+        conversations = [p.messages for p in prompts]
+        bounds = np.linspace(0, len(prompts), self._config.cluster.num_rollouts + 1).astype(int).tolist()
+
+        def arguments(rank: int) -> tuple[Any, ...]:
+            return conversations[bounds[rank] : bounds[rank + 1]], bounds[rank], step
+
+        shares = self._session.finish(self._session.start_rollouts(Phase.ROLLOUT, "generate", arguments))
+        return [sample for share in shares for sample in share]
+
+    def _rewards(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Rewards:
+        self._on_phase(Phase.REWARD)
+        per_sample = [prompts[i // self._config.rollout.n] for i in range(len(samples))]
+
+        def compute() -> list[float]:
+            return [
+                self._reward(p.data_source, s.text, p.ground_truth, p.extra_info)
+                for p, s in zip(per_sample, samples, strict=True)
+            ]
+
+        return np.array(self._session.run_here(Phase.REWARD, compute), np.float32)
+
+    def _pack(self, samples: Sequence[Sample], rewards: Rewards) -> SequenceBatch:
+        advantages = estimate_advantages(rewards, group_size=self._config.rollout.n, config=self._config.algorithm)
+        length = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
+        # Sequence parallelism cuts the sequence by the tensor-parallel size.
+        multiple = self._layout.tensor
+        return pack(samples, advantages, length=-(-length // multiple) * multiple)
+
+    def _shard(self, batch: SequenceBatch) -> list[SequenceBatch]:
+        per_rank = len(batch) // self._layout.data
+        # Interleaved, so that a mini-batch of whole prompt groups is spread over the data-parallel ranks.
+        return [
+            batch.select(np.arange(rank, rank + per_rank * self._layout.data, self._layout.data))
+            for rank in range(self._layout.data)
+        ]
+
+    def _shard_of(self, shards: Sequence[Any]) -> Callable[[int], tuple[Any, ...]]:
+        return lambda rank: (shards[self._layout.coordinates(rank).data],)
+
+    def _logprobs(self, shards: list[SequenceBatch], step: int) -> tuple[list[SequenceBatch], Metrics]:
+        results = self._trainers(Phase.LOGPROB, "logprob", self._shard_of(shards))
+        filled, largest, total, tokens = list(shards), 0.0, 0.0, 0
+        for rank, (old, ref, gap) in enumerate(results):
+            if gap is None:
+                continue
+            data = self._layout.coordinates(rank).data
+            filled[data] = shards[data].with_logprobs(old=old, ref=ref)
+            largest, total, tokens = max(largest, gap.largest), total + gap.total, tokens + gap.tokens
+        bound = self._config.rollout.max_logprob_gap
+        # Written so that a gap that is not a number fails too.
+        if not largest <= bound:
+            raise LogprobGapError(step=step, gap=largest, bound=bound)
+        return filled, {names.LOGPROB_GAP_MAX: largest, names.LOGPROB_GAP_MEAN: total / max(1, tokens)}
+
+    def _update(self, shards: list[SequenceBatch], step: int) -> Metrics:
+        prompts = self._config.actor.ppo_mini_batch_size or self._config.data.train_batch_size
+        mini_batch = prompts * self._config.rollout.n // self._layout.data
+        shard_of = self._shard_of(shards)
+        updates = self._trainers(Phase.TRAIN, "train", lambda rank: (*shard_of(rank), mini_batch))
+        metrics = _update_metrics(updates, self._config)
+        # Before it reaches the rollout or a checkpoint; Megatron skips a step whose gradient is not finite.
+        skipped = any(update["updated"] == 0 for of_rank in updates for update in of_rank)
+        if skipped or not math.isfinite(metrics[names.LOSS]) or not math.isfinite(metrics[names.GRAD_NORM]):
+            raise DivergedError(step=step, loss=metrics[names.LOSS], grad_norm=metrics[names.GRAD_NORM])
+        return metrics
+
+    def _sync(self) -> None:
+        self._on_phase(Phase.SYNC)
+        self._session.sync()
+
+
+def _reward_metrics(rewards: Rewards, samples: Sequence[Sample]) -> Metrics:
+    return {
+        names.REWARD_MEAN: float(rewards.mean()),
+        names.REWARD_MAX: float(rewards.max()),
+        names.RESPONSE_LENGTH_MEAN: float(np.mean([len(s.response_ids) for s in samples])),
+    }
+
+
+def _update_metrics(updates: Sequence[Sequence[dict[str, float]]], config: RunConfig) -> Metrics:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for of_rank in updates:
+        for update in of_rank:
+            for key in ("loss", "tokens", "kl", "clipped"):
+                sums[key] += update[key]
+    tokens = max(1.0, sums["tokens"])
+    return {
+        names.LOSS: sums["loss"] / tokens,
+        names.KL: sums["kl"] / tokens,
+        names.CLIP_FRACTION: sums["clipped"] / tokens,
+        names.GRAD_NORM: max(update["grad_norm"] for update in updates[0]),
+        names.LEARNING_RATE: config.actor.optim.lr,
+    }
+
+
+def _phase_seconds(before: Mapping[str, PhaseTotal], after: Mapping[str, PhaseTotal]) -> Metrics:
+    """Seconds that each phase has taken in between, under ``timing_s/<phase>``."""
+    grown = {phase: total.total_s - before.get(phase, PhaseTotal()).total_s for phase, total in after.items()}
+    return {names.phase_seconds_name(phase): seconds for phase, seconds in grown.items() if seconds > 0}

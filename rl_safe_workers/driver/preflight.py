@@ -1,0 +1,213 @@
+"""What can be known to be wrong with a run before anything is started or written.
+
+Reads the configuration, the model's ``config.json`` and file names; imports no torch, starts no process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rl_safe_workers.config import ModelConfig, RunConfig, SeededModelConfig
+from rl_safe_workers.contradictions import check_config
+from rl_safe_workers.driver.rewards import resolve_reward
+from rl_safe_workers.errors import ConfigError, DataError, ModelError, ResourceError
+from rl_safe_workers.models.seeded import MAX_POSITIONS, VOCAB_SIZE
+from rl_safe_workers.topology.layout import (
+    ModelShape,
+    ParallelLayout,
+    check_layout,
+    check_model,
+    check_trainable,
+    divisors,
+)
+
+PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth")
+WEIGHT_INDEX = "model.safetensors.index.json"
+
+
+def preflight(config: RunConfig, *, cpus: float) -> None:
+    """Refuses bad input. Blocking for milliseconds, idempotent, writes nothing.
+
+    Args:
+        config: The whole run; need not come from a recipe.
+        cpus: CPUs that the run may use; infinite to leave that to a cluster's scheduler.
+
+    Raises:
+        UsageError: The subclass that fits the first thing found, with what to change.
+    """
+    check_config(config)
+    layout = layout_of(config)
+    check_layout(layout)
+    shape = read_model_shape(config.model)
+    check_model(layout, shape)
+    check_trainable(layout, shape)
+    _check_lengths(config, shape)
+    _check_batch(config, layout)
+    _check_files(config)
+    resolve_reward(config.reward.function)
+    if "tensorboard" in config.trainer.logger and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "trainer.logger has tensorboard, which is not installed: pip install tensorboard, or leave it out"
+        )
+    _check_cpus(config, cpus)
+
+
+def layout_of(config: RunConfig) -> ParallelLayout:
+    """Returns the layout of the training world that a configuration asks for, unchecked."""
+    return ParallelLayout.of(config.megatron, world_size=config.cluster.num_trainers)
+
+
+def read_model_shape(config: ModelConfig) -> ModelShape:
+    """Returns the shape of the model at ``model.path``, or of the one that ``model.create`` would make there.
+
+    Raises:
+        ModelError: The directory is missing, incomplete, or not of a supported architecture.
+    """
+    path = Path(config.path)
+    if path.is_dir():
+        shape = _read_model_dir(path)
+        _check_is_asked_for(path, shape, config.create)
+        return shape
+    if path.exists():
+        raise ModelError(f"model.path={path} is not a directory; give the directory that holds config.json")
+    if config.create is None:
+        raise ModelError(
+            f"model.path={path} does not exist; give a local Qwen3 or Qwen3-MoE directory, "
+            "or model.create={} to make a small seeded one there"
+        )
+    return _seeded_shape(config.create)
+
+
+def _check_is_asked_for(path: Path, shape: ModelShape, create: SeededModelConfig | None) -> None:
+    """A recipe that makes its model must not silently train one that was made from other sizes."""
+    if create is None or shape.vocab_size != VOCAB_SIZE:
+        return
+    for field in fields(ModelShape):
+        there, asked = getattr(shape, field.name), getattr(_seeded_shape(create), field.name)
+        if there != asked:
+            raise ModelError(
+                f"model.path={path} holds a model with {field.name} {there}, model.create asks for {asked}: "
+                "remove it or choose another model.path"
+            )
+
+
+def read_hf_directory(path: Path, *, model_types: Sequence[str] | None = None, has_weights: bool = True) -> ModelShape:
+    """Returns the shape of the model in an HF directory; reads ``config.json`` and the names of files.
+
+    Args:
+        path: The directory.
+        model_types: Those allowed; None: those that a run can train.
+        has_weights: Whether weights must be there.
+
+    Raises:
+        ModelError: The directory is missing, incomplete, or not of a supported architecture.
+    """
+    try:
+        shape = ModelShape.from_hf_config(_read_json(path / "config.json"), model_types=model_types)
+    except ModelError as error:
+        raise ModelError(f"model.path={path}: {error}") from error
+    if has_weights:
+        _check_weights(path)
+    return shape
+
+
+def _read_model_dir(path: Path) -> ModelShape:
+    shape = read_hf_directory(path)
+    if not (path / "tokenizer.json").is_file():
+        raise ModelError(f"model.path={path} has no tokenizer.json; save the model's fast tokenizer there")
+    return shape
+
+
+def _check_weights(path: Path) -> None:
+    present = {file.name for file in path.glob("*.safetensors")}
+    if not present:
+        pickled = sorted(file.name for pattern in PICKLED_WEIGHTS for file in path.glob(pattern))
+        found = f"only pickled weights ({pickled[0]}), which are not read" if pickled else "no weights"
+        raise ModelError(f"model.path={path} has {found}; save the model as safetensors")
+    if (path / WEIGHT_INDEX).is_file():
+        weight_map = _read_json(path / WEIGHT_INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{path / WEIGHT_INDEX} has no weight_map; download the model again")
+        if absent := sorted({*weight_map.values()} - present):
+            raise ModelError(f"model.path={path} lacks {', '.join(absent)}; download the model again")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} does not exist; give a directory in Hugging Face layout") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; download the model again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a {type(content).__name__}, not a JSON object; download the model again")
+    return content
+
+
+def _seeded_shape(spec: SeededModelConfig) -> ModelShape:
+    return ModelShape(
+        model_type="qwen3_moe" if spec.num_experts else "qwen3",
+        num_layers=spec.num_hidden_layers,
+        num_attention_heads=spec.num_attention_heads,
+        num_key_value_heads=spec.num_key_value_heads,
+        num_experts=spec.num_experts,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=spec.hidden_size,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+    )
+
+
+def _check_lengths(config: RunConfig, shape: ModelShape) -> None:
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    if prompt + response > shape.max_position_embeddings:
+        raise ConfigError(
+            f"data.max_prompt_length={prompt} and data.max_response_length={response} make {prompt + response} tokens, "
+            f"but {config.model.path} has {shape.max_position_embeddings} positions; lower one of them"
+        )
+
+
+def _check_batch(config: RunConfig, layout: ParallelLayout) -> None:
+    """Every data-parallel rank gets as many whole micro batches as the others at each optimizer step."""
+    mini_batch = config.actor.ppo_mini_batch_size
+    key = "data.train_batch_size" if mini_batch is None else "actor.ppo_mini_batch_size"
+    prompts = config.data.train_batch_size if mini_batch is None else mini_batch
+    sequences, micro_batch = prompts * config.rollout.n, config.actor.ppo_micro_batch_size_per_gpu
+    product = f"{key}={prompts} x rollout.n={config.rollout.n} = {sequences} sequences"
+    if sequences % layout.data:
+        raise ConfigError(f"{product} do not divide over {layout.data} data-parallel ranks; change one of them")
+    per_rank = sequences // layout.data
+    if per_rank % micro_batch:
+        fitting = ", ".join(map(str, divisors(per_rank)))
+        raise ConfigError(
+            f"actor.ppo_micro_batch_size_per_gpu={micro_batch} does not divide the {per_rank} sequences of each of "
+            f"{layout.data} data-parallel ranks ({product}); use one of {fitting}"
+        )
+
+
+def _check_files(config: RunConfig) -> None:
+    for name in config.data.train_files:
+        if Path(name).suffix != ".parquet":
+            raise DataError(f"data.train_files has {name}, which does not end in .parquet; convert it to parquet")
+        if not Path(name).is_file():
+            raise DataError(f"data.train_files has {name}, which does not exist or is no file; check the path")
+    resume = config.trainer.resume_from_path
+    if resume is not None and not Path(resume).is_dir():
+        raise ConfigError(f"trainer.resume_from_path={resume} is not a directory; give a global_step_N directory")
+
+
+def _check_cpus(config: RunConfig, cpus: float) -> None:
+    cluster = config.cluster
+    needed = cluster.num_trainers * cluster.cpus_per_trainer + cluster.num_rollouts * cluster.cpus_per_rollout
+    # Fractions such as 0.1 do not add up exactly; Ray itself counts in ten-thousandths.
+    if needed > cpus + 1e-4:
+        raise ResourceError(
+            f"{cluster.num_trainers} trainers x {cluster.cpus_per_trainer:g} CPUs + {cluster.num_rollouts} rollouts x "
+            f"{cluster.cpus_per_rollout:g} CPUs = {needed:g} CPUs, but there are {cpus:g}; lower "
+            "cluster.cpus_per_trainer, cluster.cpus_per_rollout, cluster.num_trainers or cluster.num_rollouts"
+        )

@@ -1,0 +1,253 @@
+"""The main job: GRPO over Ray, from start to a coordinated exit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from rl_safe_workers.checkpoint.manifest import complete_checkpoints
+from rl_safe_workers.config import RunConfig, SeededModelConfig
+from rl_safe_workers.driver import metrics as names
+from rl_safe_workers.driver.cleanup import attempt
+from rl_safe_workers.driver.cluster import Cluster
+from rl_safe_workers.driver.console import GIB, RunConsole
+from rl_safe_workers.driver.data import PromptDataset, PromptLoader
+from rl_safe_workers.driver.grpo import GrpoLoop
+from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
+from rl_safe_workers.driver.memory import MemorySampler
+from rl_safe_workers.driver.metrics import MetricsLog
+from rl_safe_workers.driver.preflight import layout_of
+from rl_safe_workers.driver.report import write_report
+from rl_safe_workers.driver.resume import ResumePoint, check_resume_point, find_resume_point
+from rl_safe_workers.driver.rewards import resolve_reward
+from rl_safe_workers.driver.session import Session
+from rl_safe_workers.errors import ModelError, PhaseTimeoutError, RunError, UsageError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.recipe import to_yaml
+from rl_safe_workers.versions import installed_versions
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: RunConfig) -> None:
+    """Runs a whole training job and leaves no process behind, whatever happens.
+
+    Writes ``<output_dir>/<run_name>/``: ``config.yaml``, ``metrics.jsonl``, ``report.html``, and after a failure
+    Ray's logs.
+
+    Args:
+        config: A configuration that passed `preflight`.
+
+    Raises:
+        UsageError: Before anything is started or written.
+        RunError: If a phase fails or the run is interrupted.
+    """
+    config = with_absolute_paths(config)
+    resume = find_resume_point(config)
+    loader = PromptLoader(
+        PromptDataset(config.data.train_files),
+        batch_size=config.data.train_batch_size,
+        shuffle=config.data.shuffle,
+        seed=config.trainer.seed,
+    )
+    console = RunConsole(None if "console" in config.trainer.logger else Console(quiet=True))
+    if resume is not None:
+        loader.load_state_dict(resume.manifest.driver_state["data"])
+        total, step = config.trainer.total_training_steps, resume.manifest.step
+        if step >= total:
+            advice = "raise trainer.total_training_steps to go on"
+            console.header({"nothing to do": f"{resume.path} is at step {step} of {total}; {advice}"})
+            return
+    Job(config, console, loader, resume).run()
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Returns a copy whose paths mean the same in every process, wherever it was started."""
+    absolute = deepcopy(config)
+    absolute.model.path = str(Path(config.model.path).absolute())
+    checkpoints = config.trainer.default_local_dir or f"checkpoints/{config.trainer.run_name}"
+    absolute.trainer.default_local_dir = str(Path(checkpoints).absolute())
+    return absolute
+
+
+def describe_checkpoints(config: RunConfig, *, resumes: bool) -> str:
+    """Where checkpoints go, and what becomes of those that another run left there."""
+    root = config.trainer.default_local_dir
+    if config.trainer.save_freq < 1:
+        return "none: trainer.save_freq is -1"
+    present = 0 if resumes else len(complete_checkpoints(Path(root or "")))
+    older = f"; {present} of an earlier run are there and will give way, trainer.resume_mode=auto goes on from them"
+    return f"{root}{older if present else ''}"
+
+
+class Job:
+    """One run: its parts, its folder, and the order of its life."""
+
+    def __init__(
+        self, config: RunConfig, console: RunConsole, loader: PromptLoader, resume: ResumePoint | None
+    ) -> None:
+        """Starts and writes nothing yet."""
+        assert config.trainer.run_name is not None, "load_recipe names the run"
+        self._config, self._console, self._loader, self._resume = config, console, loader, resume
+        self._run_dir = Path(config.trainer.output_dir) / config.trainer.run_name
+        self._layout = layout_of(config)
+        self._checkpoints = describe_checkpoints(config, resumes=resume is not None)
+        self._interrupts = Interrupts()
+        self._cluster = Cluster(config, run_id=uuid.uuid4().hex[:12], interrupts=self._interrupts)
+        self._session = Session(config, self._cluster, console, self._interrupts)
+        self._memory = MemorySampler()
+        self._started_s = time.monotonic()
+
+    def run(self) -> None:
+        """Sets up, trains, saves, tears down; reports however it ends."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        (self._run_dir / "config.yaml").write_text(to_yaml(self._config))
+        self._console.header(self._description())
+        with ExitStack() as stack:
+            log = stack.enter_context(
+                MetricsLog(self._run_dir, tensorboard="tensorboard" in self._config.trainer.logger)
+            )
+            stack.enter_context(self._memory)
+            # Until everything has been taken down: a second Ctrl-C must not leave half of it.
+            stack.enter_context(self._interrupts.listening())
+            failure: BaseException | None = None
+            try:
+                self._train(log)
+            except BaseException as error:
+                failure = error
+                if isinstance(error, UsageError):
+                    # Exit code 2 promises that nothing was started or written.
+                    error.exit_code = RunError.exit_code
+                raise
+            finally:
+                self._end(log, failure)
+
+    def _train(self, log: MetricsLog) -> None:
+        if self._config.model.create is not None and not Path(self._config.model.path).exists():
+            with self._console.phase("model", self._config.rl_safe.timeouts.start):
+                create_model(self._config, self._config.model.create, self._interrupts)
+            if self._resume is not None:
+                check_resume_point(self._resume, self._config)
+        self._session.set_up()
+        loop = GrpoLoop(
+            self._config,
+            self._session,
+            layout=self._layout,
+            loader=self._loader,
+            reward=resolve_reward(self._config.reward.function),
+            on_phase=self._console.step_phase,
+        )
+        first = self._restore()
+        self._session.join()
+        if first > 0:
+            loop.sync_weights()
+        total = self._config.trainer.total_training_steps
+        with self._console.steps(total, first):
+            for step in range(first + 1, total + 1):
+                metrics = loop.step(step)
+                metrics[names.PEAK_MEMORY_GIB] = self._memory.peak_bytes / GIB
+                log.log(step, metrics)
+                self._console.step_done(step, metrics)
+                self._maybe_save(step)
+        disagreed = self._session.teardown()
+        if disagreed:
+            raise RunError("; ".join(f"training rank {rank} at teardown: {text}" for rank, text in disagreed.items()))
+
+    def _restore(self) -> int:
+        if self._resume is None:
+            return 0
+        self._session.load(str(self._resume.path.absolute()), asdict(self._layout))
+        return self._resume.manifest.step
+
+    def _maybe_save(self, step: int) -> None:
+        trainer = self._config.trainer
+        if trainer.save_freq > 0 and (step % trainer.save_freq == 0 or step == trainer.total_training_steps):
+            self._session.save(step, asdict(self._layout), {"data": self._loader.state_dict()})
+
+    def _end(self, log: MetricsLog, failure: BaseException | None) -> None:
+        patience_s = self._config.rl_safe.teardown.kill_after_s
+        if failure is not None:
+            logs = self._run_dir / "ray_logs"
+            attempt("keeping Ray's logs", lambda: self._cluster.keep_logs(logs), timeout_s=patience_s)
+        attempt("reading memory", self._memory.sample, timeout_s=patience_s)
+        self._cluster.close(kill_after_s=patience_s)
+        wall_s = time.monotonic() - self._started_s
+        self._console.summary(self._session.totals, wall_s, self._memory.peak_bytes, self._run_dir)
+        attempt("writing the report", lambda: self._write_report(log, failure, wall_s), timeout_s=patience_s)
+
+    def _write_report(self, log: MetricsLog, failure: BaseException | None, wall_s: float) -> None:
+        summary = {**self._description(), "wall": f"{wall_s:.1f} s"}
+        summary["peak memory, all processes"] = f"{self._memory.peak_bytes / GIB:.2f} GiB"
+        summary["result"] = "complete" if failure is None else f"failed: {str(failure) or type(failure).__name__}"
+        write_report(
+            self._run_dir / "report.html",
+            title=self._run_dir.name,
+            config_yaml=to_yaml(self._config),
+            metrics=log.records,
+            events=self._session.events,
+            summary=summary,
+            logprob_bound=self._config.rollout.max_logprob_gap,
+        )
+
+    def _description(self) -> dict[str, str]:
+        layout, trainer = self._layout, self._config.trainer
+        start = "HF weights" if self._resume is None else f"{self._resume.path} (step {self._resume.manifest.step})"
+        return {
+            "run": str(self._run_dir),
+            "model": self._config.model.path,
+            "start": start,
+            "checkpoints": self._checkpoints,
+            "trainers": f"{layout.world_size}: TP{layout.tensor} PP{layout.pipeline} EP{layout.expert} "
+            f"ETP{layout.expert_tensor}, data-parallel {layout.data}, expert-data-parallel {layout.expert_data}",
+            "rollouts": f"{self._config.cluster.num_rollouts} {self._config.rollout.name}",
+            "steps": f"{trainer.total_training_steps}, seed {trainer.seed}",
+            "versions": ", ".join(f"{name} {version}" for name, version in installed_versions().items()),
+        }
+
+
+def create_model(config: RunConfig, spec: SeededModelConfig, interrupts: Interrupts) -> None:
+    """Makes the seeded model at ``model.path``.
+
+    In a process of its own, because it needs torch and transformers, which the driver does without.
+
+    Raises:
+        ModelError: If it cannot be made.
+        PhaseTimeoutError: If it takes longer than ``rl_safe.timeouts.start``.
+    """
+    timeout_s = config.rl_safe.timeouts.start
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rl_safe_workers.models.seeded", config.model.path, json.dumps(asdict(spec))],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a terminal's Ctrl-C is for this process to pass on
+    )
+    deadline = time.monotonic() + timeout_s
+    try:
+        while process.poll() is None:
+            interrupts.check()
+            if time.monotonic() > deadline:
+                raise PhaseTimeoutError(
+                    phase=Phase.START, group="the making of the model", missing=(), waited_s=timeout_s,
+                    setting="rl_safe.timeouts.start",
+                )  # fmt: skip
+            time.sleep(SLICE_S)
+    finally:
+        # As Ctrl-C, so that it removes its half-made directory; it does nothing to a process that has ended.
+        process.send_signal(signal.SIGINT)
+        attempt("ending the making of the model", process.wait, timeout_s=config.rl_safe.teardown.kill_after_s)
+        process.kill()
+        _, complaint = process.communicate()
+    if process.returncode != 0:
+        reason = (complaint.strip().splitlines() or ["no reason given"])[-1]
+        raise ModelError(f"model.create: the model at {config.model.path} could not be made: {reason}")

@@ -1,0 +1,187 @@
+"""The driver's view of a run's actors: calls by phase, with deadlines, and the record of what happened."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar, cast
+
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.driver.actor_group import ActorRef, PendingCalls, gather, start_calls
+from rl_safe_workers.driver.actors import NODE_IP
+from rl_safe_workers.driver.cluster import LOOPBACK, Cluster
+from rl_safe_workers.driver.console import RunConsole
+from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
+from rl_safe_workers.driver.metrics import PhaseTotal
+from rl_safe_workers.errors import PhaseTimeoutError
+from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent
+from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.worlds.address import StoreAddress
+
+T = TypeVar("T")
+Arguments = Callable[[int], tuple[Any, ...]]
+
+SYNC_BUCKET_BYTES = 64 * 2**20
+"""Bytes per broadcast of a weight sync."""
+
+
+def _no_arguments(rank: int) -> tuple[Any, ...]:
+    return ()
+
+
+class Session:
+    """Brings trainers and rollout ranks up phase by phase, calls them, and takes them down.
+
+    Attributes:
+        events: Phase events of all ranks so far.
+        totals: Count and seconds of each phase as the driver saw it, in order of first entry.
+    """
+
+    def __init__(self, config: RunConfig, cluster: Cluster, console: RunConsole, interrupts: Interrupts) -> None:
+        """Starts nothing yet."""
+        self._config, self._cluster, self._console, self._interrupts = config, cluster, console, interrupts
+        self._specs: list[WeightSpec] = []
+        self.events: list[PhaseEvent] = []
+        self.totals: dict[str, PhaseTotal] = {}
+
+    def timeout_s(self, phase: Phase) -> float:
+        """The configured timeout of a phase, in seconds; with that of a save that the phase may have to finish."""
+        timeouts, checkpoint = self._config.rl_safe.timeouts, self._config.rl_safe.checkpoint
+        may_finish_a_save = checkpoint.async_save and phase in SAVE_ENDS_BEFORE
+        return float(getattr(timeouts, phase.value)) + (timeouts.save if may_finish_a_save else 0.0)
+
+    def start_trainers(self, phase: Phase, method: str, arguments: Arguments = _no_arguments) -> PendingCalls:
+        """Starts a method on every trainer at once."""
+        return start_calls(self._cluster.trainers, phase, method, arguments)
+
+    def start_rollouts(self, phase: Phase, method: str, arguments: Arguments = _no_arguments) -> PendingCalls:
+        """Starts a method on every rollout rank at once."""
+        return start_calls(self._cluster.rollouts, phase, method, arguments)
+
+    def finish(self, calls: PendingCalls) -> list[Any]:
+        """Waits for calls within their phase's timeout; returns their values, trainers first, by rank."""
+        try:
+            return self._gather(calls)
+        finally:
+            self._record(calls.phase, time.monotonic() - calls.started_s)
+
+    def _gather(self, calls: PendingCalls) -> list[Any]:
+        return gather(
+            calls,
+            timeout_s=self.timeout_s(calls.phase),
+            on_events=self.events.extend,
+            check_interrupts=self._interrupts.check,
+        )
+
+    def run_here(self, phase: Phase, work: Callable[[], T]) -> T:
+        """Runs work of a phase in this process, within the phase's timeout, and notices signals meanwhile.
+
+        The work runs on a thread of its own. One that does not end in time is left behind: the process ends with it.
+        """
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(work())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        started_s = time.monotonic()
+        threading.Thread(target=run, name=phase, daemon=True).start()
+        try:
+            while not wait([outcome], timeout=SLICE_S).done:
+                self._interrupts.check()
+                waited_s = time.monotonic() - started_s
+                if waited_s > self.timeout_s(phase):
+                    raise PhaseTimeoutError(
+                        phase=phase, group="the driver", missing=(), waited_s=waited_s,
+                        setting=f"rl_safe.timeouts.{phase}",
+                    )  # fmt: skip
+            return outcome.result()
+        finally:
+            self._record(phase, time.monotonic() - started_s)
+
+    def _record(self, phase: Phase, seconds: float) -> None:
+        self.totals[phase] = self.totals.get(phase, PhaseTotal()).plus(seconds)
+
+    def _shown(self, calls: Callable[[], PendingCalls], phase: Phase) -> list[Any]:
+        with self._console.phase(phase, self.timeout_s(phase)):
+            return self.finish(calls())
+
+    def set_up(self) -> None:
+        """Runs every phase up to a model with its HF weights, in the order that keeps memory and ranks safe."""
+        self.connect()
+        self._specs = self._shown(lambda: self.start_trainers(Phase.CONVERT, "convert"), Phase.CONVERT)[0]
+
+    def connect(self) -> None:
+        """Runs every phase up to the bootstrap: no model yet."""
+        started_s = time.monotonic()
+        with self._console.phase(Phase.START, self.timeout_s(Phase.START)):
+            try:
+                self._cluster.start()
+                everyone: list[ActorRef] = self._cluster.actors
+                launched_s = time.time()
+                self._gather(start_calls(everyone, Phase.START, "start", lambda rank: (launched_s,)))
+            finally:
+                self._record(Phase.START, time.monotonic() - started_s)
+        with self._console.phase(Phase.WORLD, self.timeout_s(Phase.WORLD)):
+            self._address = self._serve_store()
+            self.finish(self.start_trainers(Phase.WORLD, "enter_world", lambda rank: (self._address,)))
+        self._shown(lambda: self.start_trainers(Phase.GROUPS, "groups"), Phase.GROUPS)
+        self._shown(lambda: self.start_trainers(Phase.BOOTSTRAP, "bootstrap"), Phase.BOOTSTRAP)
+
+    def convert(self, method: str, *arguments: Any) -> Any:
+        """Runs a conversion on every trainer; returns what training rank 0 does.
+
+        Args:
+            method: The trainers' method.
+            *arguments: Its arguments, alike for all.
+        """
+        return self._shown(lambda: self.start_trainers(Phase.CONVERT, method, lambda rank: arguments), Phase.CONVERT)[0]
+
+    def _serve_store(self) -> StoreAddress:
+        owner = self._cluster.trainers[:1]
+        host = LOOPBACK
+        if not self._cluster.is_local:
+            (host,) = self._gather(start_calls(owner, Phase.WORLD, NODE_IP, _no_arguments))
+        (address,) = self._gather(start_calls(owner, Phase.WORLD, "serve_store", lambda rank: (host,)))
+        return cast(StoreAddress, address)
+
+    def join(self) -> None:
+        """Builds the joint group of trainers and rollout ranks."""
+        trainers = len(self._cluster.trainers)
+        size = trainers + len(self._cluster.rollouts)
+
+        def calls() -> PendingCalls:
+            first = self.start_trainers(Phase.JOINT, "join", lambda rank: (size,))
+            second = self.start_rollouts(Phase.JOINT, "join", lambda rank: (self._address, trainers + rank, size))
+            return first.joined_with(second)
+
+        self._shown(calls, Phase.JOINT)
+
+    def sync(self) -> None:
+        """Sends the trainers' weights to every rollout rank over the joint group."""
+        receivers = self.start_rollouts(Phase.SYNC, "receive_weights", lambda rank: (self._specs, SYNC_BUCKET_BYTES))
+        self.finish(self.start_trainers(Phase.SYNC, "sync", lambda rank: (SYNC_BUCKET_BYTES,)).joined_with(receivers))
+
+    def load(self, path: str, layout: dict[str, int]) -> None:
+        """Loads a checkpoint into the trainers."""
+        self._shown(lambda: self.start_trainers(Phase.LOAD, "load", lambda rank: (path, layout)), Phase.LOAD)
+
+    def save(self, step: int, layout: dict[str, int], driver_state: dict[str, Any]) -> str:
+        """Saves a checkpoint on the training world alone; returns its path."""
+        arguments = (step, layout, driver_state)
+        return str(self._shown(lambda: self.start_trainers(Phase.SAVE, "save", lambda rank: arguments), Phase.SAVE)[0])
+
+    def teardown(self) -> dict[int, str]:
+        """Ends the worlds after all went well. Returns the trainers that did not agree, by rank; normally none."""
+
+        def calls() -> PendingCalls:
+            # Rollout ranks and trainers leave the joint group side by side, and each trainer its training groups.
+            first = self.start_trainers(Phase.TEARDOWN, "teardown")
+            return first.joined_with(self.start_rollouts(Phase.TEARDOWN, "teardown"))
+
+        verdicts = self._shown(calls, Phase.TEARDOWN)[: len(self._cluster.trainers)]
+        return {rank: text for verdict in verdicts for rank, text in (verdict or {}).items()}

@@ -1,0 +1,108 @@
+"""Environment variables: the ones this package sets for the processes that it launches, or reads.
+
+Nothing else in the package touches ``os.environ``. Variables are written only into the environment of a new process,
+because most libraries look at theirs once, while being imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+RUN_ID = "RL_SAFE_RUN_ID"
+"""Marks every process of a run, so that leftovers are found even when nobody remembers their process ids."""
+
+OMP_NUM_THREADS = "OMP_NUM_THREADS"
+"""Threads per process. The processes of a run share the cores: torch's default, all cores for each, thrashes."""
+TOKENIZERS_PARALLELISM = "TOKENIZERS_PARALLELISM"
+"""``false``: tokenizers' thread pool deadlocks, or warns at length, in a process that forks after using it."""
+HF_HUB_OFFLINE = "HF_HUB_OFFLINE"
+"""``1``: models are local directories; a misspelt one fails at once and is not looked up on a network."""
+TRANSFORMERS_OFFLINE = "TRANSFORMERS_OFFLINE"
+"""``1``: the same, for what transformers asks on its own."""
+RAY_USAGE_STATS_ENABLED = "RAY_USAGE_STATS_ENABLED"
+"""``0``: no usage report leaves the machine."""
+GLOO_SOCKET_IFNAME = "GLOO_SOCKET_IFNAME"
+"""``lo`` when all processes are on this machine: gloo otherwise binds to the interface of the host's name, which may
+be public, or resolve to nothing in a container."""
+VLLM_NO_USAGE_STATS = "VLLM_NO_USAGE_STATS"
+"""``1``: no usage report leaves the machine."""
+VLLM_LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
+"""``ERROR``: vLLM's advice on tuning its CPU backend would bury the progress of the run."""
+VLLM_ENABLE_V1_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+"""``0``: the engine lives in the actor's own process; weights reach it without another hop, and it dies with it."""
+VLLM_CPU_KVCACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""KV cache in whole GiB, CPU backend only. Where it is set, vLLM ignores the engine's ``kv_cache_memory_bytes``."""
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""Empty for a process that only asks Megatron about shapes, on a host whose GPUs may be busy."""
+TMPDIR = "TMPDIR"
+"""Where libraries put temporary files: a folder of the run, removed with it. vLLM leaves a file at every start."""
+
+RAY_ENABLE_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""``0``: a local Ray stays on the loopback interface. Ray otherwise replaces 127.0.0.1 by an address that other hosts
+can reach, unless it believes to be on a platform without clusters."""
+
+ALL_ACTORS: Mapping[str, str] = {
+    OMP_NUM_THREADS: "1",
+    TOKENIZERS_PARALLELISM: "false",
+    HF_HUB_OFFLINE: "1",
+    TRANSFORMERS_OFFLINE: "1",
+    RAY_USAGE_STATS_ENABLED: "0",
+}
+"""Defaults for every actor."""
+ROLLOUT_ACTORS: Mapping[str, str] = {
+    VLLM_NO_USAGE_STATS: "1",
+    VLLM_LOGGING_LEVEL: "ERROR",
+    VLLM_ENABLE_V1_MULTIPROCESSING: "0",
+}
+"""Defaults for rollout actors, beside those for all."""
+USER_MAY_SET = frozenset({OMP_NUM_THREADS, GLOO_SOCKET_IFNAME, VLLM_LOGGING_LEVEL})
+"""Where the value in the driver's own environment wins; the rest is needed as it is."""
+
+
+def actor_env(
+    role: str, run_id: str, kv_cache_gib: float, *, loopback: bool = True, temp_dir: Path | None = None
+) -> dict[str, str]:
+    """Returns the environment variables to launch an actor with.
+
+    Args:
+        role: ``"trainer"`` or ``"rollout"``, as in ``lifecycle.Role``; only the latter gets vLLM's variables.
+        run_id: Identifies the run, see ``RUN_ID``.
+        kv_cache_gib: KV cache of a rollout actor in GiB. A fraction cannot be said here: the variable is left out
+            then, and the engine must be given ``kv_cache_memory_bytes``.
+        loopback: Whether all processes of the run are on this machine.
+        temp_dir: Existing folder for the actor's temporary files; None: the machine's own.
+    """
+    variables = dict(ALL_ACTORS)
+    if loopback:
+        variables[GLOO_SOCKET_IFNAME] = "lo"
+    if temp_dir is not None:
+        variables[TMPDIR] = str(temp_dir)
+    if role == "rollout":
+        variables |= ROLLOUT_ACTORS
+        if kv_cache_gib >= 1 and float(kv_cache_gib).is_integer():
+            variables[VLLM_CPU_KVCACHE_SPACE] = str(int(kv_cache_gib))
+    variables |= {name: os.environ[name] for name in USER_MAY_SET & variables.keys() & os.environ.keys()}
+    variables[RUN_ID] = run_id
+    return variables
+
+
+def mark_run(run_id: str) -> None:
+    """Marks this process's environment, for the children that a library will launch: Ray's own processes."""
+    os.environ[RUN_ID] = run_id
+
+
+def keep_ray_on_loopback() -> None:
+    """Sets ``RAY_ENABLE_CLUSTER`` for the processes that Ray will launch."""
+    os.environ[RAY_ENABLE_CLUSTER] = "0"
+
+
+def become_gpuless() -> None:
+    """Sets what an actor's environment has, and hides all GPUs; for a process that has imported no library yet."""
+    os.environ.update({**ALL_ACTORS, CUDA_VISIBLE_DEVICES: ""})
+
+
+def belongs_to_run(environ: Mapping[str, str], run_id: str) -> bool:
+    """Whether a process with this environment was launched by the run."""
+    return environ.get(RUN_ID) == run_id

@@ -1,0 +1,215 @@
+"""Every error that this package raises.
+
+    RlSafeError
+    ├── UsageError                    the caller can mend it; exit code 2, nothing written
+    │   ├── ConfigError               unknown key, wrong type, contradictory settings
+    │   ├── LayoutError               sizes that do not factor or do not divide the model
+    │   ├── ModelError                a missing or unsupported model directory
+    │   ├── DataError                 a missing or malformed prompt file
+    │   ├── RewardFunctionError       a reward function that cannot be imported or called
+    │   ├── ResourceError             too few CPUs or GPUs for the layout
+    │   └── CheckpointMismatchError   a checkpoint of another model or layout
+    └── RunError                      the world failed; exit code 1
+        ├── LifecycleError            a phase entered before what it needs
+        ├── PhaseTimeoutError         a phase passed its deadline; names who is missing
+        ├── RankError                 one rank raised; carries its role, rank, phase and traceback
+        ├── ClusterError              Ray could not be started or joined
+        ├── CommunicatorError         a group is missing, unknown or different between ranks
+        ├── CheckpointError           a checkpoint that is incomplete or could not be written
+        │   └── UnsafeCheckpointError   one that asks for code that no checkpoint needs
+        ├── DivergedError             an update whose loss or gradient is not finite
+        ├── WeightSyncError           a weight sync that did not complete on every rank
+        ├── LogprobGapError           trainer and rollout disagree about the sampled tokens
+        └── Interrupted               Ctrl-C, SIGTERM, SIGHUP; exit code 128 + signal number
+
+Errors cross process boundaries through Ray, so each one pickles with its fields.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+
+def _rebuild(cls: type[RlSafeError], message: str, fields: dict[str, Any]) -> RlSafeError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    error.__dict__.update(fields)
+    return error
+
+
+class RlSafeError(Exception):
+    """Root of the hierarchy. ``str(error)`` is one line that says what to do."""
+
+    exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # BaseException's own __reduce__ calls the constructor with `args`, which loses every keyword-only field.
+        return _rebuild, (type(self), str(self), self.__dict__.copy())
+
+
+class UsageError(RlSafeError):
+    """The caller's input is wrong; raised before anything is started or written."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A configuration key or value that cannot be used."""
+
+
+class LayoutError(UsageError):
+    """Parallel sizes that do not factor the training world or do not divide the model."""
+
+
+class ModelError(UsageError):
+    """A model directory that is missing, incomplete or of an unsupported architecture."""
+
+
+class DataError(UsageError):
+    """A prompt file that is missing or lacks a column."""
+
+
+class RewardFunctionError(UsageError):
+    """A reward function that cannot be found, imported or called."""
+
+
+class ResourceError(UsageError):
+    """The machine or cluster has less than the layout asks for."""
+
+
+class CheckpointMismatchError(UsageError):
+    """A checkpoint that belongs to another model or another parallel layout."""
+
+
+class RunError(RlSafeError):
+    """Something failed while running."""
+
+
+class LifecycleError(RunError):
+    """A phase was entered before the phases that it depends on, or after teardown."""
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Shortens sorted ranks to ranges.
+
+    >>> format_ranks([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+class PhaseTimeoutError(RunError):
+    """A phase passed its deadline.
+
+    Attributes:
+        phase: Name of the phase, e.g. ``"bootstrap"``.
+        group: The group that was waited on, e.g. ``"training world"``.
+        missing: Ranks that had not arrived when the deadline passed.
+        waited_s: Seconds waited.
+        setting: Dotted configuration key that moves the deadline.
+    """
+
+    def __init__(
+        self, *, phase: str, group: str, missing: Sequence[int], waited_s: float, setting: str, detail: str = ""
+    ) -> None:
+        self.phase, self.group, self.missing = phase, group, tuple(missing)
+        self.waited_s, self.setting = waited_s, setting
+        who = f"rank {format_ranks(missing)} of {group} did not arrive" if missing else f"{group} did not finish"
+        tail = f" ({detail})" if detail else ""
+        super().__init__(f"phase {phase}: {who} within {waited_s:.1f} s{tail}; to wait longer raise {setting}")
+
+
+class RankError(RunError):
+    """One rank raised.
+
+    Attributes:
+        role: ``"trainer"`` or ``"rollout"``.
+        rank: The rank within its role.
+        phase: The phase that the rank was in.
+        cause: ``"TypeName: message"`` of the original exception.
+        trace: The remote traceback as text.
+        raised_at: Unix time of the exception on the rank's host, to find the first of several; 0 for a process that
+            died.
+        in_vain: Whether the rank only waited in vain for others: it is not the culprit.
+    """
+
+    def __init__(
+        self, *, role: str, rank: int, phase: str, cause: str, trace: str, raised_at: float, in_vain: bool = False
+    ) -> None:
+        self.role, self.rank, self.phase = role, rank, phase
+        self.cause, self.trace, self.raised_at, self.in_vain = cause, trace, raised_at, in_vain
+        super().__init__(f"{role} rank {rank} failed in phase {phase}: {cause}")
+
+
+class ClusterError(RunError):
+    """Ray could not be started or joined."""
+
+
+class CommunicatorError(RunError):
+    """A group is missing, unknown, or not the same on all ranks."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint that is incomplete, damaged or could not be written."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """A checkpoint whose pickles ask for a name that no checkpoint needs, or for a file outside it."""
+
+
+class WeightSyncError(RunError):
+    """A weight sync that did not complete on every rank of the joint group."""
+
+
+class DivergedError(RunError):
+    """An update whose loss or gradient is not finite; raised before it is synced or saved.
+
+    Attributes:
+        step: Training step, counted from 1.
+    """
+
+    def __init__(self, *, step: int, loss: float, grad_norm: float) -> None:
+        self.step = step
+        super().__init__(
+            f"step {step}: the update is not finite (loss {loss}, gradient norm {grad_norm}); nothing of it was synced "
+            "or saved: resume from the checkpoint before with a smaller actor.optim.lr"
+        )
+
+
+class LogprobGapError(RunError):
+    """Trainer and rollout give different log-probabilities to the sampled tokens.
+
+    Attributes:
+        step: Training step, counted from 1.
+        gap: Largest absolute difference over all sampled tokens of the step, in nats.
+        bound: The configured bound, in nats.
+    """
+
+    def __init__(self, *, step: int, gap: float, bound: float) -> None:
+        self.step, self.gap, self.bound = step, gap, bound
+        super().__init__(
+            f"step {step}: log-probability gap {gap:.3g} between trainer and rollout exceeds {bound:.3g}: "
+            "the rollout's weights are not the trainer's, or its arithmetic differs (dtype, kernels); "
+            "to allow it raise rollout.max_logprob_gap"
+        )
+
+
+class Interrupted(RunError):
+    """The run was ended by a signal.
+
+    Attributes:
+        signum: The signal number.
+    """
+
+    def __init__(self, *, signum: int) -> None:
+        self.signum = signum
+        self.exit_code = 128 + signum
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")

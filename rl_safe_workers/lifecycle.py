@@ -1,0 +1,187 @@
+"""The phases of a run and the order in which a process may pass through them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rl_safe_workers.errors import LifecycleError
+
+logger = logging.getLogger(__name__)
+
+
+class Role(StrEnum):
+    """What a process of the joint world is."""
+
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
+class Phase(StrEnum):
+    """A stretch of a run with its own timeout, ``rl_safe.timeouts.<phase>``."""
+
+    START = "start"
+    """Ray, placement and imports: every process of the run is up."""
+    WORLD = "world"
+    """The training world: the default process group of each trainer."""
+    GROUPS = "groups"
+    """Megatron's process groups."""
+    BOOTSTRAP = "bootstrap"
+    """Every communicator connected while memory is free."""
+    CONVERT = "convert"
+    """Model, optimizer, and HF weights into Megatron's layout."""
+    LOAD = "load"
+    """A checkpoint of an earlier run."""
+    JOINT = "joint"
+    """The joint group of trainers and rollout ranks."""
+    OFFLOAD = "offload"
+    """Trainer state out of the way of the rollout."""
+    ROLLOUT = "rollout"
+    """Generation."""
+    REWARD = "reward"
+    """Rewards of the generated samples, in the driver."""
+    ONLOAD = "onload"
+    """Trainer state back."""
+    LOGPROB = "logprob"
+    """Log-probabilities of the sampled tokens under the current (or reference) weights."""
+    TRAIN = "train"
+    """Policy loss and optimizer step."""
+    SYNC = "sync"
+    """Weights to the rollout ranks over the joint group."""
+    SAVE = "save"
+    """A checkpoint, on the training world alone."""
+    TEARDOWN = "teardown"
+    """Verdict exchange and ordered destruction of every group."""
+
+
+SAVE_ENDS_BEFORE = frozenset({Phase.OFFLOAD, Phase.SAVE, Phase.LOAD, Phase.CONVERT, Phase.TEARDOWN})
+"""Phases into which a save in the background does not reach: they begin by finishing it."""
+
+REQUIRES: Mapping[Role, Mapping[Phase, frozenset[Phase]]] = {
+    Role.TRAINER: {
+        Phase.START: frozenset(),
+        Phase.WORLD: frozenset(),
+        Phase.GROUPS: frozenset({Phase.WORLD}),
+        Phase.BOOTSTRAP: frozenset({Phase.GROUPS}),
+        Phase.CONVERT: frozenset({Phase.BOOTSTRAP}),
+        Phase.LOAD: frozenset({Phase.BOOTSTRAP}),
+        Phase.JOINT: frozenset({Phase.BOOTSTRAP}),
+        Phase.OFFLOAD: frozenset({Phase.BOOTSTRAP}),
+        Phase.ROLLOUT: frozenset({Phase.BOOTSTRAP}),
+        Phase.ONLOAD: frozenset({Phase.OFFLOAD}),
+        Phase.LOGPROB: frozenset({Phase.BOOTSTRAP}),
+        Phase.TRAIN: frozenset({Phase.BOOTSTRAP}),
+        Phase.SYNC: frozenset({Phase.JOINT}),
+        Phase.SAVE: frozenset({Phase.BOOTSTRAP}),
+        Phase.TEARDOWN: frozenset(),
+    },
+    Role.ROLLOUT: {
+        Phase.START: frozenset(),
+        Phase.JOINT: frozenset({Phase.START}),
+        Phase.ROLLOUT: frozenset({Phase.JOINT}),
+        Phase.SYNC: frozenset({Phase.JOINT}),
+        Phase.TEARDOWN: frozenset(),
+    },
+}
+"""The transition table: a phase may be entered once every phase it requires has completed at least once.
+
+CONVERT is required by none: a host framework may build its model in its own way.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEvent:
+    """One completed stay in a phase.
+
+    Example: ``PhaseEvent(phase="bootstrap", role="trainer", rank=2, start_s=1763.2, end_s=1763.4, ok=True)``
+    """
+
+    phase: Phase
+    role: Role
+    rank: int
+    start_s: float
+    """Unix time in seconds."""
+    end_s: float
+    """Unix time in seconds."""
+    ok: bool
+
+
+class Lifecycle:
+    """Tracks the phases of one process and refuses moves that the transition table does not allow.
+
+    Not thread-safe: one process runs one phase at a time, on one thread.
+    """
+
+    def __init__(self, *, role: Role, rank: int) -> None:
+        self.role, self.rank = role, rank
+        self._current: Phase | None = None
+        self._completed: set[Phase] = set()
+        self._events: list[PhaseEvent] = []
+
+    @property
+    def current(self) -> Phase | None:
+        """The phase being run, or None between phases."""
+        return self._current
+
+    def has_completed(self, phase: Phase) -> bool:
+        """Whether the phase has completed at least once."""
+        return phase in self._completed
+
+    def check(self, phase: Phase) -> None:
+        """Raises LifecycleError unless ``phase`` may be entered now."""
+        table = REQUIRES[self.role]
+        who = f"{self.role} rank {self.rank}"
+        if phase not in table:
+            raise LifecycleError(f"{who} cannot enter phase {phase}: it is not a phase of a {self.role}")
+        if self._current is not None:
+            raise LifecycleError(f"{who} cannot enter phase {phase} while phase {self._current} is running")
+        if Phase.TEARDOWN in self._completed and phase is not Phase.TEARDOWN:
+            raise LifecycleError(f"{who} cannot enter phase {phase} after teardown; start a new process")
+        missing = [p for p in Phase if p in table[phase] - self._completed]
+        if missing:
+            names = ", ".join(missing)
+            raise LifecycleError(f"{who} cannot enter phase {phase} before phase {names} has completed")
+
+    @contextmanager
+    def enter(self, phase: Phase, *, since_s: float | None = None) -> Iterator[None]:
+        """Runs a phase. Completed only if the body does not raise; recorded either way.
+
+        Args:
+            phase: The phase to enter.
+            since_s: When it really began, in Unix seconds, if before this call: imports count as part of the start.
+        """
+        self.check(phase)
+        self._current = phase
+        start_s, ok = since_s or time.time(), False
+        try:
+            yield
+            ok = True
+        finally:
+            end_s = time.time()
+            self._current = None
+            if ok:
+                self._completed.add(phase)
+            self._events.append(
+                PhaseEvent(phase=phase, role=self.role, rank=self.rank, start_s=start_s, end_s=end_s, ok=ok)
+            )
+            logger.info(
+                "%s rank %d: phase %s %s in %.2f s",
+                self.role,
+                self.rank,
+                phase,
+                "done" if ok else "failed",
+                end_s - start_s,
+            )
+
+    def invalidate(self, phase: Phase) -> None:
+        """Forgets that a phase completed, e.g. the bootstrap after a group was rebuilt."""
+        self._completed.discard(phase)
+
+    def drain_events(self) -> list[PhaseEvent]:
+        """Returns the events recorded since the last call."""
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,97 @@
+"""HF weights in and out of a Megatron model, behind one small interface.
+
+The weight mapping is that of mbridge, or of Megatron-Bridge where that one is installed and mbridge has none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from rl_safe_workers.errors import ModelError
+from rl_safe_workers.models.local_spec import has_transformer_engine
+
+NEEDS_TRANSFORMER_ENGINE = {
+    # multi_latent_attention.py:155 gives it k_channels, which only Transformer Engine's takes, as of 0.19.2.
+    "deepseek_v3": "megatron-core's own DotProductAttention cannot be built for latent attention",
+}
+"""Model types that are refused without Transformer Engine, and why."""
+
+
+class WeightBridge(Protocol):
+    """What the trainer and the conversion need of a bridge; as narrow as two libraries have in common."""
+
+    config: Any
+    """Megatron's TransformerConfig."""
+
+    def _model_provider(self, post_model_creation_callbacks: list[Any]) -> Any:
+        """Returns ``provide(pre_process, post_process, vp_stage=None)``, which builds one GPTModel; mbridge's name."""
+        ...
+
+    def load_weights(self, models: Sequence[torch.nn.Module], weights_path: str) -> None:
+        """Reads HF weights into model chunks, one at a time. Collective over: each TP and expert-TP group."""
+        ...
+
+    def export_weights(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields every HF weight, whole, on every rank, in the same order. Collective over: the training world."""
+        ...
+
+
+def open_bridge(hf_path: str, *, dtype: torch.dtype, **settings: Any) -> WeightBridge:
+    """Returns a bridge for a local HF directory. Needs Megatron's groups; not collective.
+
+    Args:
+        hf_path: Local directory with ``config.json`` and safetensors; remote code stays off.
+        dtype: Parameter dtype of the Megatron model.
+        **settings: Fields of Megatron's TransformerConfig that override the bridge's own.
+
+    Raises:
+        ModelError: If no installed bridge has a mapping for the model's type, or its layers need Transformer Engine.
+    """
+    hf_config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
+    model_type = hf_config.model_type
+    if model_type in NEEDS_TRANSFORMER_ENGINE and not has_transformer_engine():
+        raise ModelError(
+            f"{hf_path}: model type {model_type!r} needs Transformer Engine, which is not installed: "
+            f"{NEEDS_TRANSFORMER_ENGINE[model_type]}"
+        )
+    for library in (_open_mbridge, _open_megatron_bridge):
+        bridge = library(hf_path, hf_config, dtype, settings)
+        if bridge is not None:
+            return bridge
+    raise ModelError(
+        f"{hf_path}: no installed bridge has a weight mapping for model type {model_type!r}; "
+        "install mbridge or Megatron-Bridge in a version that has one"
+    )
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module can be found; False too if a package above it is absent."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _open_mbridge(
+    hf_path: str, hf_config: PretrainedConfig, dtype: torch.dtype, settings: dict[str, Any]
+) -> WeightBridge | None:
+    if not _is_installed("mbridge"):
+        return None
+    from rl_safe_workers.models.mbridge_bridge import open_mbridge
+
+    return open_mbridge(hf_config, dtype=dtype, settings=settings)
+
+
+def _open_megatron_bridge(
+    hf_path: str, hf_config: PretrainedConfig, dtype: torch.dtype, settings: dict[str, Any]
+) -> WeightBridge | None:
+    if not _is_installed("megatron.bridge"):
+        return None
+    from rl_safe_workers.models.megatron_bridge import open_megatron_bridge
+
+    return open_megatron_bridge(hf_path, dtype=dtype, settings=settings)

@@ -1,0 +1,131 @@
+"""Brings the shards of every parameter to every rank, one parameter at a time, for an export.
+
+mbridge's own loop announces each parameter with three object collectives, asserts for experts that are not split like
+the rest of the layer, and holds all experts of an index at once (core/bridge.py:311-414).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+EXPERT_WEIGHT = ".mlp.experts.linear_fc"
+"""What the names of expert weights have in common; each ends with ``weight`` and the expert's number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One parameter as its pipeline stage announces it."""
+
+    stage: int
+    chunk: int
+    local_name: str
+    name: str
+    """With the layer's global number; the expert's number is still this rank's."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensor_model_parallel: bool
+    """Whether tensor parallelism splits it; this name and the next are those of Megatron's marks on a parameter."""
+    partition_dim: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's shard."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, and the routers' expert biases, which are buffers."""
+    biases = {name: value for name, value in model.state_dict().items() if name.endswith("expert_bias")}
+    return {**dict(model.named_parameters()), **biases}
+
+
+def _announce(tensors: Sequence[dict[str, torch.Tensor]], names: Sequence[Mapping[str, str]], mpu: Any) -> list[Shard]:
+    """Lists all parameters of all pipeline stages. Collective over: the pipeline group."""
+    mine = [
+        Shard(
+            stage=mpu.pp_rank,
+            chunk=chunk,
+            local_name=local_name,
+            name=names[chunk][local_name],
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            tensor_model_parallel=bool(getattr(tensor, "tensor_model_parallel", False)),
+            partition_dim=int(getattr(tensor, "partition_dim", -1)),
+        )
+        for chunk, of_chunk in enumerate(tensors)
+        for local_name, tensor in of_chunk.items()
+    ]
+    if mpu.pp_size == 1:
+        return mine
+    stages: list[list[Shard]] = [[]] * mpu.pp_size
+    dist.all_gather_object(stages, mine, group=mpu.pp_group)
+    return [shard for stage in stages for shard in stage]
+
+
+def export_shards(
+    models: Sequence[torch.nn.Module], names: Sequence[Mapping[str, str]], mpu: Any, *, num_experts: int
+) -> Iterator[tuple[str, list[torch.Tensor], Shard]]:
+    """Yields the global name and all tensor-parallel shards of every parameter, and what was announced of it.
+
+    Collective over: the pipeline, expert, expert-tensor and tensor groups of this rank, at each item; every rank must
+    take every item. Nothing is held here while the caller has an item; it may clear the list.
+
+    Args:
+        models: This rank's chunks, expert weights under their fused names.
+        names: For each chunk the global name of each local one, experts counted within the rank.
+        mpu: mbridge's ParallelStates.
+        num_experts: Experts of a layer; 0 for a dense model.
+    """
+    tensors = [_tensors(model) for model in models]
+    plan = _announce(tensors, names, mpu)
+    largest = max((shard.nbytes for shard in plan), default=0)
+    for shard in plan:
+        is_here = shard.stage == mpu.pp_rank
+        # Detached: torch.no_grad over a generator would keep each item until it has the next.
+        tensor = tensors[shard.chunk][shard.local_name].detach() if is_here else _room_for(shard)
+        if mpu.pp_size > 1:
+            dist.broadcast(tensor, src=dist.get_global_rank(mpu.pp_group, shard.stage), group=mpu.pp_group)
+        if EXPERT_WEIGHT not in shard.name:
+            shards = _gather(tensor, mpu.tp_group, mpu.tp_size if shard.tensor_model_parallel else 1)
+            del tensor
+            yield shard.name, shards, shard
+            continue
+        prefix, _, index = shard.name.rpartition(".weight")
+        at_once = mpu.ep_size * shard.nbytes <= largest
+        for ep_rank, expert in enumerate(_experts(tensor, mpu, at_once=at_once)):
+            number = int(index) + ep_rank * (num_experts // mpu.ep_size)
+            shards = _gather(expert, mpu.etp_group, mpu.etp_size)
+            del expert
+            yield f"{prefix}.weight{number}", shards, shard
+        del tensor  # if it is another stage's, it would be in memory beside the next
+
+
+def _room_for(shard: Shard) -> torch.Tensor:
+    """Room for another stage's parameter."""
+    return torch.empty(shard.shape, dtype=shard.dtype, device=torch.cuda.current_device())
+
+
+def _experts(tensor: torch.Tensor, mpu: Any, *, at_once: bool) -> Iterator[torch.Tensor]:
+    """Yields the expert of every expert-parallel rank: from one gather if memory allows, else one by one."""
+    if mpu.ep_size == 1:
+        yield tensor
+    elif at_once:
+        yield from _gather(tensor, mpu.ep_group, mpu.ep_size)
+    else:
+        for ep_rank in range(mpu.ep_size):
+            expert = tensor.clone() if ep_rank == mpu.ep_rank else torch.empty_like(tensor)
+            dist.broadcast(expert, src=dist.get_global_rank(mpu.ep_group, ep_rank), group=mpu.ep_group)
+            yield expert
+
+
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None, size: int) -> list[torch.Tensor]:
+    if size == 1:
+        return [tensor]
+    shards = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(shards, tensor.contiguous(), group=group)
+    return shards

@@ -1,0 +1,73 @@
+"""Reads single weights from the safetensors files of an HF directory, each file opened once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rl_safe_workers.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+
+
+class HfReader:
+    """Weights by name. Files stay open and mapped for the reader's life; only the pages of what is read are loaded.
+
+    mbridge's own reader opens a file for every weight, and without an index every file for every weight.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Opens nothing yet.
+
+        Args:
+            directory: A local HF directory.
+        """
+        self._directory = Path(directory)
+        self._files: dict[str, Any] = {}
+        self._file_of = self._read_index()
+
+    def _read_index(self) -> dict[str, str]:
+        index = self._directory / INDEX
+        if index.is_file():
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            return weight_map
+        files = sorted(path.name for path in self._directory.glob("*.safetensors"))
+        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                # No context manager: the handle lives as long as the reader.
+                self._files[file] = safe_open(self._directory / file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(
+                    f"{self._directory / file} cannot be read: {error}; download the model again"
+                ) from error
+        return self._files[file]
+
+    def load_one_hf_weight(self, name: str) -> torch.Tensor:
+        """Returns one weight, on the CPU, in the dtype of the file; the name of the method is mbridge's.
+
+        Raises:
+            ModelError: If no file has it, or its file is damaged.
+        """
+        if name not in self._file_of:
+            raise ModelError(f"{self._directory} has no weight {name}: its files do not fit its config.json")
+        try:
+            weight: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{self._directory}: weight {name} cannot be read: {error}") from error
+        return weight
+
+    def load_some_hf_weight(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Returns several weights by name."""
+        return {name: self.load_one_hf_weight(name) for name in names}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Returns the dtype of every weight; reads headers and no data to speak of."""
+        return {name: self._open(file).get_slice(name)[:0].dtype for name, file in self._file_of.items()}

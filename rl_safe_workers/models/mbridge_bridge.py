@@ -1,0 +1,175 @@
+"""mbridge, made to work without Transformer Engine, with transformers 5, and over every layout.
+
+The weight mapping is mbridge's. What is added: Megatron's local layers, where transformers 5 keeps its RoPE settings,
+a reader that opens each file once, and an export that gathers experts over any mix of TP, EP and expert-TP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from mbridge.core.bridge import _MODEL_REGISTRY
+from mbridge.core.util import unwrap_model
+from transformers import PretrainedConfig
+
+from rl_safe_workers.errors import ModelError
+from rl_safe_workers.models.gathering import EXPERT_WEIGHT, export_shards
+from rl_safe_workers.models.hf_reader import HfReader
+from rl_safe_workers.models.local_spec import FusedNameView, decoder_block_spec, has_transformer_engine
+
+LOCAL_LAYER_SETTINGS: dict[str, Any] = {
+    "persist_layer_norm": False,  # transformer/torch_norm.py:30 refuses it
+    "moe_grouped_gemm": False,  # needs the grouped_gemm package or Transformer Engine
+    "masked_softmax_fusion": False,  # needs Megatron's compiled kernels
+    "bias_activation_fusion": False,  # compiled by torch.compile at its first call
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "moe_permute_fusion": False,
+}
+"""What mbridge's model configs turn on and Megatron's local layers do not have."""
+
+
+class _LocalLayers:
+    """Mixed over an mbridge bridge class: local layer specs, and the names that mbridge has for fused ones."""
+
+    config: Any
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        merged = {**kwargs, **LOCAL_LAYER_SETTINGS}
+        return super()._build_base_config(text_config_key, **merged)  # type: ignore[misc]
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
+        self.has_vp_stage = True
+        return decoder_block_spec(self.config, vp_stage=vp_stage)
+
+    def _view(self, model: torch.nn.Module) -> torch.nn.Module:
+        return FusedNameView(model, is_moe=bool(self.config.num_moe_experts))
+
+
+class _AnyLayout:
+    """Mixed over an mbridge bridge class: loads weight by weight, and exports from every layout."""
+
+    hf_config: Any
+    config: Any
+    mpu: Any
+    _DIRECT_MAPPING: dict[str, str]
+
+    def _view(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+    def _adjust_mapping_for_shared_weights(self) -> None:
+        # mbridge writes into the class attribute, which would tie the embeddings of every later bridge, and only its
+        # Qwen bridges do (models/qwen2.py): the last of several pipeline stages has an output layer to load.
+        if self._is_tied:
+            self._DIRECT_MAPPING = {**self._DIRECT_MAPPING, "output_layer.weight": "model.embed_tokens.weight"}
+
+    @property
+    def _is_tied(self) -> bool:
+        return bool(getattr(self.hf_config, "tie_word_embeddings", False))
+
+    def _views(self, models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+        return [self._view(unwrap_model(model)) for model in models]
+
+    def _get_safetensor_io(self, weights_path: str) -> HfReader:
+        return HfReader(weights_path)
+
+    def load_weights(self, models: Sequence[torch.nn.Module], weights_path: str) -> None:
+        super().load_weights(self._views(models), weights_path, memory_efficient=True)  # type: ignore[misc]
+
+    def export_weights(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        views = self._views(models)
+        names = [self._weight_name_mapping_mcore_local_to_global(view, consider_ep=False) for view in views]  # type: ignore[attr-defined]
+        num_experts = self.config.num_moe_experts or 0
+        for name, shards, announced in export_shards(views, names, self.mpu, num_experts=num_experts):
+            if self._is_tied and name == "output_layer.weight":
+                continue  # the embedding once more, on the last pipeline stage; HF files hold it once
+            whole = self._weight_merge_across_tp(name, shards, announced)
+            shards.clear()  # their contents are in the merged tensor
+            hf_names, hf_weights = self._weight_to_hf_format(name, whole)  # type: ignore[attr-defined]
+            del whole
+            yield from zip(hf_names, hf_weights, strict=True)
+            del hf_weights
+
+    def _weight_merge_across_tp(self, name: str, shards: list[torch.Tensor], param: Any) -> torch.Tensor:
+        """Merges shards as mbridge does, in one copy.
+
+        mbridge asserts that experts are as tensor-parallel as the rest (core/bridge.py:852, 856), and copies gated
+        layers twice (core/bridge.py:876).
+        """
+        if len(shards) == 1:
+            return shards[0]
+        if "linear_fc1.weight" in name and self.config.gated_linear_unit:
+            return torch.cat([shard.chunk(2)[half] for half in (0, 1) for shard in shards])
+        sizes = self.mpu
+        if EXPERT_WEIGHT in name:
+            self.mpu = replace(sizes, tp_size=sizes.etp_size)
+        try:
+            merged: torch.Tensor = super()._weight_merge_across_tp(name, shards, param)  # type: ignore[misc]
+        finally:
+            self.mpu = sizes
+        return merged
+
+
+class _NewerLibraries:
+    """What mbridge reads from places that transformers 5 has left, and what megatron-core 0.16 has renamed."""
+
+    hf_config: Any
+
+    def __init__(self, hf_config: Any, **kwargs: Any) -> None:
+        if getattr(hf_config, "head_dim", 0) is None:
+            # Mixtral's default; mbridge multiplies with it (core/bridge.py:736).
+            hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+        if not hasattr(hf_config, "rope_theta"):
+            hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]  # models/deepseek_v3.py:157
+        super().__init__(hf_config, **kwargs)  # type: ignore[call-arg]
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        if "max_position_embeddings" in kwargs:  # models/deepseek_v3.py:162, for latent attention
+            kwargs["original_max_position_embeddings"] = kwargs.pop("max_position_embeddings")
+        return super()._build_base_config(text_config_key, **kwargs)  # type: ignore[misc]
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        parameters = getattr(self.hf_config, "rope_parameters", None) or {"rope_theta": self.hf_config.rope_theta}
+        if parameters.get("rope_type", "default") != "default":
+            raise ModelError(
+                f"RoPE type {parameters['rope_type']!r} is not supported: only plain RoPE (rope_type: default) is"
+            )
+        return {
+            "vocab_size": self.hf_config.vocab_size,
+            "max_sequence_length": self.hf_config.max_position_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": parameters["rope_theta"],
+        }
+
+
+class _Mixtral:
+    """Mixtral normalises the probabilities of the chosen experts; mbridge's config does not (models/mixtral.py)."""
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        merged = {**kwargs, "moe_router_pre_softmax": False}
+        return super()._build_base_config(text_config_key, **merged)  # type: ignore[misc]
+
+
+def open_mbridge(hf_config: PretrainedConfig, *, dtype: torch.dtype, settings: dict[str, Any]) -> Any | None:
+    """Returns mbridge's bridge for a model, mended; None if mbridge has no mapping for its type.
+
+    Args:
+        hf_config: The model's configuration.
+        dtype: Parameter dtype of the Megatron model.
+        settings: Fields of Megatron's TransformerConfig that override the bridge's own.
+    """
+    base = _MODEL_REGISTRY.get(hf_config.model_type)
+    if base is None:
+        return None
+    mixins: list[type] = [_AnyLayout, _NewerLibraries]
+    if hf_config.model_type == "mixtral":
+        mixins.insert(0, _Mixtral)
+    if not has_transformer_engine():
+        mixins.insert(0, _LocalLayers)
+    bridge = type(f"Safe{base.__name__}", (*mixins, base), {})(hf_config, dtype=dtype)
+    bridge.set_extra_args(**settings)
+    return bridge

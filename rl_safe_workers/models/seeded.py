@@ -1,0 +1,245 @@
+"""A tiny model made from a seed, as a real HF directory: the Qwen3 of the quickstart, and other families for the tests.
+
+Everything is written by transformers and tokenizers themselves, so that whatever reads HF directories reads this one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+
+logger = logging.getLogger(__name__)
+
+VOCAB_SIZE = 128
+"""Entries of the vocabulary: a multiple of every tensor-parallel size that a test uses, so no rank pads its slice."""
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
+"""Printable ASCII and the newline: one token each."""
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>", *ROLES)
+"""The first ids. A role is one token, so that a prompt is as long as what it says plus three."""
+INITIALIZER_RANGE = 0.02
+"""Standard deviation of the weights: a nearly uniform distribution, yet one that depends on the prompt."""
+MAX_POSITIONS = 512
+"""Tokens of prompt and response together."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|><|{{ message['role'] }}|>{{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|><|assistant|>{% endif %}"
+)
+
+
+class Family(StrEnum):
+    """Architectures that can be made; with experts the first two are Qwen3-MoE and Mixtral."""
+
+    QWEN3 = "qwen3"
+    LLAMA = "llama"
+    DEEPSEEK_V3 = "deepseek_v3"
+
+
+def create_seeded_model(
+    path: Path, spec: SeededModelConfig, *, family: Family = Family.QWEN3, dtype: str = "float32", is_tied: bool = False
+) -> None:
+    """Makes an HF directory at ``path``: config, safetensors, tokenizer and generation config.
+
+    Deterministic: the same spec gives the same bytes. The directory appears whole or not at all, and a process that
+    finds another one there first leaves it alone. Blocking, no communication.
+
+    Args:
+        path: The directory to make; its parents are made too.
+        spec: Sizes and seed; ``num_experts=0`` makes a dense model.
+        family: The architecture.
+        dtype: ``"float32"`` or ``"bfloat16"``, of every weight.
+        is_tied: Whether the output layer is the embedding.
+
+    Raises:
+        ModelError: The sizes make no model, or ``path`` cannot be written.
+    """
+    _check(spec)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    except OSError as error:
+        raise ModelError(f"cannot make a model at {path}: {error}; set model.path to a writable place") from error
+    try:
+        _write_model(_hf_config(spec, family, is_tied=is_tied), spec.seed, dtype, staging)
+        build_tokenizer().save_pretrained(staging)
+        _make_readable(staging)
+        _publish(staging, path)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Makes the character tokenizer: special tokens first, then one id per character, then reserved ids."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    reserved = [f"<|reserved_{i}|>" for i in range(VOCAB_SIZE - len(SPECIAL_TOKENS) - len(CHARACTERS))]
+    tokens = [*SPECIAL_TOKENS, *CHARACTERS, *reserved]
+    # A BPE without merges splits text into characters and needs no pre-tokenizer.
+    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[], unk_token="<|unknown|>"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (*SPECIAL_TOKENS, *reserved)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<|unknown|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _check(spec: SeededModelConfig) -> None:
+    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+    if heads % kv_heads:
+        raise ModelError(f"model.create: {heads} attention heads do not divide into {kv_heads} key-value heads")
+    if spec.num_experts and not 1 <= spec.num_experts_per_tok <= spec.num_experts:
+        raise ModelError(
+            f"model.create: num_experts_per_tok={spec.num_experts_per_tok} must be between 1 and "
+            f"num_experts={spec.num_experts}"
+        )
+
+
+def _write_model(hf_config: PretrainedConfig, seed: int, dtype: str, directory: Path) -> None:
+    """Saves weights, config and generation config; the one-shard progress bar says nothing, so it stays off."""
+    from transformers.utils import logging as hf_logging
+
+    model, bar_was_on = _build_model(hf_config, seed, dtype), hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory)
+    finally:
+        if bar_was_on:
+            hf_logging.enable_progress_bar()
+
+
+def _build_model(hf_config: PretrainedConfig, seed: int, dtype: str) -> PreTrainedModel:
+    """Fills a model from its own random stream; the caller's stream stays where it was."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    if dtype != "float32":
+        model = model.to(getattr(torch, dtype))
+    model.generation_config = GenerationConfig(
+        bos_token_id=None, eos_token_id=[SPECIAL_TOKENS.index("<|im_end|>"), 0], pad_token_id=0, do_sample=True
+    )
+    return model
+
+
+def _hf_config(spec: SeededModelConfig, family: Family, *, is_tied: bool) -> PretrainedConfig:
+    import transformers
+
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_hidden_layers,
+        "num_attention_heads": spec.num_attention_heads,
+        "num_key_value_heads": spec.num_key_value_heads,
+        "max_position_embeddings": MAX_POSITIONS,
+        "initializer_range": INITIALIZER_RANGE,
+        "tie_word_embeddings": is_tied,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
+        # transformers zeroes and masks the padding row, Megatron does not: RMSNorm of a zero row has a huge gradient.
+        "pad_token_id": None,
+    }
+    name, own = _family_config(spec, family)
+    config: PretrainedConfig = getattr(transformers, name)(**{**common, **own})
+    return config
+
+
+def _family_config(spec: SeededModelConfig, family: Family) -> tuple[str, dict[str, Any]]:
+    """Returns transformers' configuration class and the settings that only this family has."""
+    if family is Family.DEEPSEEK_V3:
+        return "DeepseekV3Config", _deepseek_settings(spec)
+    if family is Family.LLAMA and not spec.num_experts:
+        return "LlamaConfig", {"head_dim": spec.head_dim}
+    if family is Family.LLAMA:
+        experts = {"num_local_experts": spec.num_experts, "num_experts_per_tok": spec.num_experts_per_tok}
+        # No head_dim: that of published Mixtrals is null. Experts are as wide as a dense layer would be.
+        return "MixtralConfig", {**experts, "intermediate_size": spec.moe_intermediate_size, "sliding_window": None}
+    if not spec.num_experts:
+        return "Qwen3Config", {"head_dim": spec.head_dim}
+    return "Qwen3MoeConfig", {
+        "head_dim": spec.head_dim,
+        "moe_intermediate_size": spec.moe_intermediate_size,
+        "num_experts": spec.num_experts,
+        "num_experts_per_tok": spec.num_experts_per_tok,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _deepseek_settings(spec: SeededModelConfig) -> dict[str, Any]:
+    """Latent attention, one dense layer, then layers with routed and shared experts."""
+    return {
+        "num_key_value_heads": spec.num_attention_heads,
+        "q_lora_rank": spec.hidden_size // 2,
+        "kv_lora_rank": spec.hidden_size // 4,
+        "qk_nope_head_dim": spec.head_dim,
+        "qk_rope_head_dim": spec.head_dim // 2,
+        "v_head_dim": spec.head_dim,
+        "moe_intermediate_size": spec.moe_intermediate_size,
+        "n_routed_experts": spec.num_experts,
+        "num_experts_per_tok": spec.num_experts_per_tok,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _make_readable(directory: Path) -> None:
+    """Gives other users the read access that temporary directories and safetensors files lack."""
+    directory.chmod(0o755)
+    for file in directory.iterdir():
+        file.chmod(0o644)
+
+
+def _publish(staging: Path, path: Path) -> None:
+    """Renames ``staging`` to ``path``, unless someone else's directory is there already."""
+    try:
+        staging.rename(path)
+    except OSError as error:
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"cannot make a model at {path}: {error}; remove what is there or change model.path"
+            ) from error
+        logger.info("model %s was made by another process", path)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Makes a model from the command line: ``python -m rl_safe_workers.models.seeded PATH SPEC_AS_JSON``."""
+    path, spec = argv
+    try:
+        create_seeded_model(Path(path), SeededModelConfig(**json.loads(spec)))
+    except ModelError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

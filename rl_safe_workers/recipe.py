@@ -1,0 +1,203 @@
+"""From a recipe and dotted overrides to a RunConfig.
+
+A recipe is a YAML file with some of RunConfig's keys; ``defaults:`` names the recipes that it starts from.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import reduce
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl_safe_workers.config import MegatronConfig, RunConfig
+from rl_safe_workers.contradictions import check_config, check_settings
+from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.schema import check_keys, known_keys, wrong_value
+
+COMMAND_LINE = "command line"
+OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """Keys from one file or one override, to be merged over the layers before it.
+
+    Example: ``Layer(source="command line", values={"trainer": {"seed": 1}})``
+    """
+
+    source: str
+    values: dict[Any, Any]
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a recipe, the recipes it starts from, and the overrides, later ones winning.
+
+    ``trainer.run_name`` and ``trainer.default_local_dir`` are filled if null. A relative entry of
+    ``data.train_files`` that is not in the current directory is looked for two levels above each recipe, so that a
+    recipe runs from anywhere. An override of ``model.path`` alone turns ``model.create`` off. Nothing is written.
+
+    Args:
+        path: The YAML file.
+        overrides: ``key=value`` with a dotted key and a YAML value, e.g. ``trainer.logger=[console,tensorboard]``.
+
+    Raises:
+        ConfigError: A file that cannot be read, a key or value that does not fit, or settings that contradict.
+    """
+    # A parent reached twice keeps its first place, so that no recipe is overruled by its own parent.
+    files: dict[Path, Layer] = {}
+    for file, layer in _read_files(Path(path), ()):
+        files.setdefault(file.resolve(), layer)
+    merged = _merge([*files.values(), *map(_parse_override, overrides)])
+    config = _to_config(merged, recipe=Path(path).stem)
+    named = {override.partition("=")[0] for override in overrides}
+    if "model.path" in named and not any(key.startswith("model.create") for key in named):
+        # The recipe's seeded model is for the recipe's own path: a misspelt directory must not become a random model.
+        config.model.create = None
+    roots = [file.parent.parent for file in reversed(files)]
+    config.data.train_files = [_locate(name, roots) for name in config.data.train_files]
+    check_config(config)
+    return config
+
+
+def load_settings(recipe: str | Path | None, overrides: Sequence[str], *, name: str) -> RunConfig:
+    """Reads the settings of a command that trains nothing: a recipe's if there is one, and the overrides.
+
+    Args:
+        recipe: A YAML file; None: the defaults, with one trainer for each place in the layout.
+        overrides: As for `load_recipe`.
+        name: The command, for the name of its folder of logs.
+
+    Raises:
+        ConfigError: A file that cannot be read, or a key or value that does not fit.
+    """
+    needed = Layer(source=name, values={"data": {"train_files": []}, "model": {"path": ""}})
+    files = () if recipe is None else dict(_read_files(Path(recipe), ())).values()
+    config = _to_config(_merge([needed, *files, *map(_parse_override, overrides)]), recipe=name)
+    check_settings(config)
+    if recipe is None and not any(override.startswith("cluster.num_trainers=") for override in overrides):
+        config.cluster.num_trainers = _fewest_trainers(config.megatron)
+    return config
+
+
+def _fewest_trainers(megatron: MegatronConfig) -> int:
+    pipeline = megatron.pipeline_model_parallel_size
+    dense = megatron.tensor_model_parallel_size * megatron.context_parallel_size
+    experts = megatron.expert_tensor_parallel_size * megatron.expert_model_parallel_size
+    return math.lcm(dense, experts) * pipeline
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Returns the whole configuration as YAML, interpolations resolved; ``load_recipe`` reads it back equal."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def _read_files(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path, Layer]]:
+    """Yields each file, parents before children, depth first.
+
+    Args:
+        path: The file to begin with.
+        children: The chain of recipes that led to it, to tell a cycle.
+    """
+    chain = (*children, path)
+    if path.resolve() in [child.resolve() for child in children]:
+        raise ConfigError(f"recipes start from each other: {' -> '.join(map(str, chain))}; remove one of the defaults")
+    values = _read_yaml(path)
+    defaults = values.pop("defaults", None) or []
+    names = [defaults] if isinstance(defaults, str) else defaults
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: defaults cannot be {defaults!r}; it takes a file name or a list of file names")
+    _wrap_single_file(values)
+    check_keys(values, source=str(path))
+    for name in names:
+        yield from _read_files(path.parent / name, chain)
+    yield path, Layer(source=str(path), values=values)
+
+
+def _read_yaml(path: Path) -> dict[Any, Any]:
+    try:
+        # OmegaConf's loader refuses duplicate keys and reads 1e-3 as a number; PyYAML's own does neither.
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except OSError as error:
+        raise ConfigError(f"cannot read recipe {path}: {error.strerror or error}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}; a recipe is a YAML file") from error
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {_one_line(error)}; a recipe is a YAML mapping of keys") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a recipe is a YAML mapping of keys, not a {type(values).__name__}")
+    return values
+
+
+def _parse_override(text: str) -> Layer:
+    if OVERRIDE.fullmatch(text) is None:
+        raise ConfigError(f"{COMMAND_LINE}: {text!r} is not an override; write key=value, e.g. trainer.seed=1")
+    try:
+        values = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{COMMAND_LINE}: {text!r} cannot be read: {_one_line(error)}; quote the value") from error
+    layer = Layer(source=COMMAND_LINE, values=cast(dict[Any, Any], values))
+    _wrap_single_file(layer.values)
+    check_keys(layer.values, source=layer.source)
+    return layer
+
+
+def _wrap_single_file(values: dict[Any, Any]) -> None:
+    """Makes a list of a single file name: verl's users write ``data.train_files`` either way."""
+    data = values.get("data")
+    if isinstance(data, dict) and isinstance(files := data.get("train_files"), str) and not files.startswith("${"):
+        data["train_files"] = [files]
+
+
+def _merge(layers: Sequence[Layer]) -> DictConfig:
+    merged = OmegaConf.structured(RunConfig)
+    for layer in layers:
+        try:
+            merged = OmegaConf.merge(merged, layer.values)
+        except OmegaConfBaseException as error:
+            raise _refusal(error, layer) from error
+    return cast(DictConfig, merged)
+
+
+def _refusal(error: OmegaConfBaseException, layer: Layer) -> ConfigError:
+    """Says in one line which value of the layer OmegaConf could not convert."""
+    key = (error.full_key or "").partition("[")[0]
+    if key not in known_keys():
+        return ConfigError(f"{layer.source}: {_one_line(error)}")
+    value = reduce(lambda section, name: section[name], key.split("."), cast(Any, layer.values))
+    return wrong_value(key, value, source=layer.source)
+
+
+def _to_config(merged: DictConfig, *, recipe: str) -> RunConfig:
+    """Fills the run's names, resolves interpolations and builds the dataclasses."""
+    try:
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise ConfigError(f"{', '.join(missing)} has no value; set it in the recipe or as {missing[0]}=VALUE")
+        if merged.trainer.run_name is None:
+            merged.trainer.run_name = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+        if merged.trainer.default_local_dir is None:
+            merged.trainer.default_local_dir = f"checkpoints/{recipe}"
+        return cast(RunConfig, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key} cannot be resolved: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    """Returns what a multi-line error of YAML or OmegaConf comes down to."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem and (mark := error.problem_mark):
+        return f"{error.problem} at line {mark.line + 1}, column {mark.column + 1}"
+    return str(error).partition("\n")[0]
+
+
+def _locate(name: str, roots: Sequence[Path]) -> str:
+    """Returns the first of ``name`` and ``root / name`` that exists, else ``name`` for the error to show."""
+    candidates = [name, *(str(root / name) for root in roots)]
+    return next((candidate for candidate in candidates if Path(candidate).exists()), name)

@@ -1,0 +1,65 @@
+"""Chat messages to token ids, and responses to text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rl_safe_workers.errors import DataError, ModelError
+
+
+class ChatTokenizer:
+    """The model's own tokenizer and chat template; remote code stays off."""
+
+    def __init__(self, model_path: str, *, max_prompt_length: int) -> None:
+        """Loads the tokenizer of a local HF directory.
+
+        Raises:
+            ModelError: If it cannot be loaded, has no chat template, or the model names no end-of-sequence token.
+        """
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                model_path, trust_remote_code=False, local_files_only=True
+            )
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{model_path}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
+        if not self._tokenizer.chat_template:
+            raise ModelError(f"{model_path}: the tokenizer has no chat template; add one to tokenizer_config.json")
+        self._max_prompt_length = max_prompt_length
+        self.stop_token_ids = _stop_token_ids(Path(model_path), self._tokenizer)
+
+    def encode(self, messages: Sequence[Mapping[str, str]], *, where: str) -> list[int]:
+        """Applies the chat template.
+
+        Raises:
+            DataError: If the prompt is longer than ``data.max_prompt_length``.
+        """
+        ids: list[int] = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        if len(ids) > self._max_prompt_length:
+            raise DataError(
+                f"{where} has {len(ids)} tokens, more than data.max_prompt_length={self._max_prompt_length}"
+            )
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a response, without special tokens."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+
+def _stop_token_ids(model_path: Path, tokenizer: Any) -> list[int]:
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (path := model_path / name).is_file():
+            value = json.loads(path.read_text()).get("eos_token_id")
+            found += value if isinstance(value, list) else [value]
+    ids = sorted({i for i in [*found, tokenizer.eos_token_id] if i is not None})
+    if not ids:
+        raise ModelError(f"{model_path}: neither config.json nor the tokenizer names an end-of-sequence token")
+    return ids

@@ -1,0 +1,145 @@
+"""One vLLM engine as a rollout rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
+
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
+from rl_safe_workers.rollout import vllm_transfer
+from rl_safe_workers.rollout.protocol import Sample, WeightSpec
+from rl_safe_workers.rollout.tokens import ChatTokenizer
+from rl_safe_workers.worlds.address import StoreAddress
+
+
+def request_seed(seed: int, step: int, prompt: int, sample: int) -> int:
+    """Seed of one request: the same for the same place in a run, whatever engine or batch it is generated in."""
+    return int(np.random.SeedSequence([seed, step, prompt, sample]).generate_state(1)[0] >> 1)
+
+
+class VllmRollout:
+    """Generates, and takes weights from the trainers through vLLM's weight-transfer interface."""
+
+    def __init__(self, config: RunConfig, *, rollout_rank: int) -> None:
+        """Records the configuration; `start` builds the engine."""
+        self.config, self.rollout_rank = config, rollout_rank
+        self.lifecycle = Lifecycle(role=Role.ROLLOUT, rank=rollout_rank)
+
+    def start(self, launched_s: float) -> None:
+        """Builds the engine with the HF weights of ``model.path``. Not collective.
+
+        Args:
+            launched_s: Unix time at which this process was asked for, so that its imports are on record.
+        """
+        with self.lifecycle.enter(Phase.START, since_s=launched_s):
+            vllm_transfer.register()
+            if current_platform.is_cpu():
+                # vLLM compiles small helpers at their first call, even with enforce_eager: that takes seconds, a C++
+                # compiler, and a cache among the temporary files.
+                torch.compiler.set_stance("force_eager")
+            config = self.config
+            self._tokenizer = ChatTokenizer(config.model.path, max_prompt_length=config.data.max_prompt_length)
+            self._llm = LLM(
+                model=config.model.path,
+                dtype=config.model.dtype,
+                skip_tokenizer_init=True,
+                trust_remote_code=False,
+                load_format="safetensors",
+                enforce_eager=True,
+                seed=config.trainer.seed,
+                block_size=config.rollout.block_size,
+                kv_cache_memory_bytes=int(config.rollout.kv_cache_gib * 2**30),
+                max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+                # Of the distribution that was sampled from, temperature included: comparable with the trainer's.
+                logprobs_mode="processed_logprobs",
+                weight_transfer_config={"backend": vllm_transfer.BACKEND},
+                disable_log_stats=True,
+            )
+
+    def join(self, address: StoreAddress, joint_rank: int, size: int, *, generation: int = 0) -> None:
+        """Joins the joint group. Collective over: trainers and rollout ranks."""
+        with self.lifecycle.enter(Phase.JOINT):
+            init_info = {
+                **asdict(address),
+                "joint_rank": joint_rank,
+                "size": size,
+                "generation": generation,
+                "join_timeout_s": self.config.rl_safe.timeouts.joint,
+                "sync_timeout_s": self.config.rl_safe.timeouts.sync,
+            }
+            self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def receive_weights(self, specs: Sequence[WeightSpec], bucket_bytes: int) -> None:
+        """Takes all weights from training rank 0. Collective over: the joint group.
+
+        The prefix cache is dropped: what it holds was computed with the old weights.
+        """
+        with self.lifecycle.enter(Phase.SYNC):
+            update_info = {
+                "names": [s.name for s in specs],
+                "dtypes": [s.dtype for s in specs],
+                "shapes": [list(s.shape) for s in specs],
+                "bucket_bytes": bucket_bytes,
+            }
+            self._llm.start_weight_update()
+            self._llm.update_weights({"update_info": update_info})
+            self._llm.finish_weight_update()
+            self._llm.reset_prefix_cache()
+
+    def generate(
+        self, conversations: Sequence[Sequence[Mapping[str, str]]], first_prompt: int, step: int
+    ) -> list[Sample]:
+        """Samples ``rollout.n`` responses to each prompt.
+
+        Args:
+            conversations: The chat messages of each prompt.
+            first_prompt: Index of the first prompt within the step, for the seeds.
+            step: The training step, for the seeds.
+
+        Returns:
+            The samples of each prompt side by side, in the prompts' order.
+        """
+        with self.lifecycle.enter(Phase.ROLLOUT):
+            prompts, params = [], []
+            for i, messages in enumerate(conversations):
+                tokens = self._tokenizer.encode(messages, where=f"prompt {first_prompt + i} of step {step}")
+                for j in range(self.config.rollout.n):
+                    prompts.append({"prompt_token_ids": tokens})
+                    params.append(self._sampling_params(step, first_prompt + i, j))
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            return [self._to_sample(output) for output in outputs]
+
+    def _sampling_params(self, step: int, prompt: int, sample: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.config.rollout.temperature,
+            max_tokens=self.config.data.max_response_length,
+            seed=request_seed(self.config.trainer.seed, step, prompt, sample),
+            stop_token_ids=self._tokenizer.stop_token_ids,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+        )
+
+    def _to_sample(self, output: Any) -> Sample:
+        completion = output.outputs[0]
+        token_ids = list(completion.token_ids)
+        return Sample(
+            prompt_ids=list(output.prompt_token_ids),
+            response_ids=token_ids,
+            logprobs=[at[token].logprob for at, token in zip(completion.logprobs, token_ids, strict=True)],
+            text=self._tokenizer.decode(token_ids),
+        )
+
+    def teardown(self) -> None:
+        """Leaves the joint group and frees the engine. Idempotent; also after a partial set-up."""
+        with self.lifecycle.enter(Phase.TEARDOWN):
+            llm = self.__dict__.pop("_llm", None)
+            if llm is not None:
+                llm.shutdown_weight_transfer_engine()
+                llm.llm_engine.engine_core.shutdown()

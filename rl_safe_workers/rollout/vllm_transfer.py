@@ -1,0 +1,131 @@
+"""vLLM's side of the weight sync: a weight-transfer engine that receives over our joint group.
+
+Registered with vLLM's own factory, so that vLLM runs it inside its update life cycle
+(``start_weight_update``, ``update_weights``, ``finish_weight_update``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.joint_group import JointGroup
+from rl_safe_workers.worlds.store import connect_store
+
+BACKEND = "rl_safe_joint"
+"""Name of the engine, for ``weight_transfer_config``."""
+
+
+@dataclass
+class JointInitInfo(WeightTransferInitInfo):
+    """How to join the joint group."""
+
+    host: str
+    port: int
+    joint_rank: int
+    size: int
+    generation: int
+    join_timeout_s: float
+    sync_timeout_s: float
+
+
+@dataclass
+class JointUpdateInfo(WeightTransferUpdateInfo):
+    """What is about to be sent: parallel lists in sending order, and the bucket size that both sides cut by."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    bucket_bytes: int
+
+
+class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateInfo]):
+    """Receives flat buckets from training rank 0 and loads them into the model layer by layer."""
+
+    init_info_cls = JointInitInfo
+    update_info_cls = JointUpdateInfo
+    _group: JointGroup | None = None
+
+    def init_transfer_engine(self, init_info: JointInitInfo) -> None:
+        """Joins the joint group. Collective over: trainers and rollout ranks."""
+        self.shutdown()
+        timeout = timedelta(seconds=init_info.join_timeout_s)
+        store = connect_store(StoreAddress(host=init_info.host, port=init_info.port), timeout=timeout)
+        self._group = JointGroup(
+            store,
+            joint_rank=init_info.joint_rank,
+            size=init_info.size,
+            generation=init_info.generation,
+            timeout=timeout,
+            sync_timeout=timedelta(seconds=init_info.sync_timeout_s),
+        )
+
+    def start_weight_update(self) -> None:
+        """Prepares every layer to take weights in checkpoint form."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """Receives all weights. Collective over: the joint group. Blocks until they are loaded."""
+        # The base class synchronises an accelerator afterwards, which a CPU build does not have.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: JointUpdateInfo) -> None:
+        """Receives the buckets and loads each as it arrives."""
+        if self._group is None:
+            raise WeightSyncError("this rollout rank has not joined the joint group")
+        specs = [
+            WeightSpec(name=name, dtype=dtype, shape=tuple(shape))
+            for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
+        ]
+        for bucket in plan_buckets(specs, bucket_bytes=update_info.bucket_bytes):
+            buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=self.device)
+            self._group.broadcast([buffer], source=0)
+            self.model.load_weights(_unpack(bucket, buffer))
+
+    def finish_weight_update(self) -> None:
+        """Puts the loaded weights into the form that the kernels use."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            self._prepack_experts()
+
+    def _prepack_experts(self) -> None:
+        """Repacks expert weights, which vLLM's CPU backend does on the first load only.
+
+        Without it a reload leaves raw weights in packed storage and the model is silently wrong: log-probabilities
+        off by 0.55 (vLLM 0.32, unquantized_fused_moe_method.py:191-205).
+        """
+        for module in self.model.modules():
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is not None and hasattr(module, "w13_weight"):
+                kernel.fused_experts.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Leaves the joint group. Not collective; idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+def _unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
+        flat = buffer[offset : offset + spec.size_bytes].view(getattr(torch, spec.dtype))
+        yield spec.name, flat.view(spec.shape)
+
+
+def register() -> None:
+    """Makes the engine known to vLLM in this process. Idempotent."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, JointWeightTransferEngine)

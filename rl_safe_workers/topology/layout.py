@@ -1,0 +1,284 @@
+"""How parallel sizes factor the training world, and whether a model divides over them.
+
+Pure Python, so that a layout can be refused, or planned, on a machine without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl_safe_workers.config import MegatronConfig
+from rl_safe_workers.errors import LayoutError, ModelError
+
+DENSE_AXES = ("tensor", "context", "pipeline")
+"""Axes that, with data parallelism, span the training world for attention and dense layers."""
+EXPERT_AXES = ("expert_tensor", "expert", "pipeline")
+"""Axes that, with expert-data parallelism, span the training world for expert layers."""
+WORLD_KEY = "cluster.num_trainers"
+SETTINGS: Mapping[str, str] = {
+    "tensor": "megatron.tensor_model_parallel_size",
+    "pipeline": "megatron.pipeline_model_parallel_size",
+    "expert": "megatron.expert_model_parallel_size",
+    "expert_tensor": "megatron.expert_tensor_parallel_size",
+    "context": "megatron.context_parallel_size",
+}
+"""Configuration key of each axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCoordinates:
+    """Where one training rank sits on each axis, counted from 0."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert_tensor: int
+    expert: int
+    expert_data: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """Sizes of the training world's axes.
+
+    Example: ``ParallelLayout(world_size=4, tensor=1, pipeline=1, expert=2, expert_tensor=1, context=1)`` has
+    data-parallel size 4 and expert-data-parallel size 2.
+
+    Only ``check_layout`` promises that the sizes factor the world; before it, ``data`` and ``expert_data`` round down.
+    """
+
+    world_size: int
+    tensor: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+    context: int
+
+    @classmethod
+    def of(cls, megatron: MegatronConfig, *, world_size: int) -> ParallelLayout:
+        """The layout of ``world_size`` trainers under Megatron's settings, unchecked."""
+        return cls(
+            world_size=world_size,
+            tensor=megatron.tensor_model_parallel_size,
+            pipeline=megatron.pipeline_model_parallel_size,
+            expert=megatron.expert_model_parallel_size,
+            expert_tensor=megatron.expert_tensor_parallel_size,
+            context=megatron.context_parallel_size,
+        )
+
+    @property
+    def data(self) -> int:
+        """Ranks that hold the same dense parameters and see different samples."""
+        return self.world_size // self.product(DENSE_AXES)
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.world_size // self.product(EXPERT_AXES)
+
+    def size(self, axis: str) -> int:
+        """Returns the size of the axis of that name."""
+        return int(getattr(self, axis))
+
+    def product(self, axes: Iterable[str]) -> int:
+        """Returns the number of ranks that the axes span together."""
+        return math.prod(map(self.size, axes))
+
+    def coordinates(self, training_rank: int) -> RankCoordinates:
+        """Places a rank as Megatron's default order ``tp-cp-ep-dp-pp`` does, the first axis varying fastest.
+
+        Raises:
+            LayoutError: ``training_rank`` is not a rank of the training world.
+        """
+        if not 0 <= training_rank < self.world_size:
+            raise LayoutError(f"training rank {training_rank} is outside a training world of {self.world_size} ranks")
+        # Megatron generates expert ranks apart from the others; the two orders share pipeline, the slowest axis.
+        tensor, context, data, pipeline = _unravel(training_rank, (self.tensor, self.context, self.data))
+        expert_tensor, expert, expert_data, _ = _unravel(
+            training_rank, (self.expert_tensor, self.expert, self.expert_data)
+        )
+        return RankCoordinates(
+            tensor=tensor,
+            context=context,
+            data=data,
+            pipeline=pipeline,
+            expert_tensor=expert_tensor,
+            expert=expert,
+            expert_data=expert_data,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What of an HF model decides whether it divides over a layout."""
+
+    model_type: str
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_experts: int
+    """0 for a dense model."""
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    """Tokens of prompt and response together."""
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any], *, model_types: Sequence[str] | None = None) -> ModelShape:
+        """Reads the contents of a ``config.json``.
+
+        Args:
+            config: The contents.
+            model_types: Those allowed; None: those that a run can train.
+
+        Raises:
+            ModelError: Another model type, a variant of one that the conversion does not know, or a size that is
+                absent.
+        """
+        model_type: Any = config.get("model_type")
+        allowed = model_types or SUPPORTED_MODEL_TYPES
+        if model_type not in allowed:
+            raise ModelError(f"model type {model_type!r} is not supported: use {_either(allowed)}")
+        _refuse_variants(config)
+        is_moe = model_type in MOE_MODEL_TYPES
+        return cls(
+            model_type=model_type,
+            num_layers=_size(config, "num_hidden_layers"),
+            num_attention_heads=_size(config, "num_attention_heads"),
+            num_key_value_heads=_size(config, "num_key_value_heads"),
+            # transformers 5 writes num_local_experts, transformers 4 num_experts.
+            num_experts=_size(config, "num_local_experts", "num_experts") if is_moe else 0,
+            vocab_size=_size(config, "vocab_size"),
+            hidden_size=_size(config, "hidden_size"),
+            max_position_embeddings=_size(config, "max_position_embeddings"),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        )
+
+
+SUPPORTED_MODEL_TYPES = ("qwen3", "qwen3_moe")
+CONVERTIBLE_MODEL_TYPES = (*SUPPORTED_MODEL_TYPES, "llama", "mixtral")
+"""What `rl-safe convert` takes: the weights alone, with nothing said about rollouts."""
+MOE_MODEL_TYPES = ("qwen3_moe", "mixtral")
+PLAIN_SETTINGS: Mapping[str, Any] = {
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "mlp_only_layers": [],
+    "quantization_config": None,
+    "use_sliding_window": False,
+}
+"""Settings whose other values change the model's arithmetic in ways that the conversion to Megatron does not follow."""
+
+
+def check_layout(layout: ParallelLayout) -> None:
+    """Raises LayoutError unless the sizes factor the training world, with the sizes that would."""
+    for axis, key in {"world_size": WORLD_KEY, **SETTINGS}.items():
+        if layout.size(axis) < 1:
+            raise LayoutError(f"{key}={layout.size(axis)} must be at least 1")
+    for axes in (DENSE_AXES, EXPERT_AXES):
+        if layout.world_size % layout.product(axes):
+            sizes = " x ".join(f"{axis} {layout.size(axis)}" for axis in axes)
+            raise LayoutError(
+                f"{layout.world_size} trainers do not divide by {sizes} = {layout.product(axes)}: "
+                + ", or ".join(_remedies(layout, axes))
+            )
+
+
+def check_model(layout: ParallelLayout, shape: ModelShape) -> None:
+    """Raises LayoutError unless every rank gets an equal part of the model, with the sizes that would do."""
+    if layout.expert > 1 and not shape.num_experts:
+        raise LayoutError(
+            f"{SETTINGS['expert']}={layout.expert}, but a {shape.model_type} model has no experts: set it to 1"
+        )
+    for axis, what, count in (
+        ("pipeline", "layers", shape.num_layers),
+        ("tensor", "attention heads", shape.num_attention_heads),
+        ("tensor", "key-value heads", shape.num_key_value_heads),
+        ("tensor", "vocabulary entries", shape.vocab_size),
+        ("expert", "experts", shape.num_experts),
+    ):
+        if count % layout.size(axis):
+            fitting = [size for size in divisors(count) if size <= layout.world_size]
+            raise LayoutError(
+                f"{count} {what} do not divide by {SETTINGS[axis]}={layout.size(axis)}: set it to {_either(fitting)}"
+            )
+
+
+def check_trainable(layout: ParallelLayout, shape: ModelShape) -> None:
+    """Raises LayoutError where Megatron would train the copies of an expert apart.
+
+    Without expert parallelism it takes expert parameters for dense ones (tensor_parallel/layers.py:829 sets their
+    ``allreduce`` by it) and reduces their gradients over the data-parallel group, in which the tensor-parallel ranks
+    that hold the other copies of an unsharded expert are not.
+    """
+    if shape.num_experts and layout.expert == 1 and layout.expert_tensor != layout.tensor:
+        raise LayoutError(
+            f"{SETTINGS['expert_tensor']}={layout.expert_tensor} with {SETTINGS['tensor']}={layout.tensor} and "
+            f"{SETTINGS['expert']}=1: Megatron would train the copies of an expert apart; set "
+            f"{SETTINGS['expert_tensor']} to {layout.tensor}, or {SETTINGS['expert']} to more than 1"
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a positive number in rising order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _unravel(index: int, sizes: Iterable[int]) -> list[int]:
+    """Splits an index into one position per size, fastest first, and what is left over."""
+    positions = []
+    for size in sizes:
+        index, position = divmod(index, size)
+        positions.append(position)
+    return [*positions, index]
+
+
+def _factors(layout: ParallelLayout) -> bool:
+    return all(layout.world_size % layout.product(axes) == 0 for axes in (DENSE_AXES, EXPERT_AXES))
+
+
+def _remedies(layout: ParallelLayout, axes: Iterable[str]) -> Iterable[str]:
+    """Names the nearest world sizes that work, then for each axis the sizes that work with the others as they are."""
+    step = math.lcm(layout.product(DENSE_AXES), layout.product(EXPERT_AXES))
+    below = layout.world_size // step * step
+    yield f"set {WORLD_KEY} to {_either([size for size in (below, below + step) if size])}"
+    for axis in axes:
+        sizes = [size for size in divisors(layout.world_size) if _factors(replace(layout, **{axis: size}))]
+        if sizes:
+            yield f"{SETTINGS[axis]} to {_either(sizes)}"
+
+
+def _refuse_variants(config: Mapping[str, Any]) -> None:
+    for key, plain in PLAIN_SETTINGS.items():
+        if (value := config.get(key)) not in (None, plain):
+            shown = type(value).__name__ if isinstance(value, dict) else repr(value)
+            raise ModelError(f"config.json has {key}={shown}, which is not supported: only {plain!r} is")
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
+        if kind != "default":
+            raise ModelError(f"config.json has {key} of type {kind!r}, which is not supported: only 'default' is")
+
+
+def _size(config: Mapping[str, Any], *names: str) -> int:
+    """Returns the first of the names that is there."""
+    value = next((config[name] for name in names if name in config), None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json has {names[-1]}={value!r}: it must be a positive whole number")
+    return value
+
+
+def _either(values: Iterable[object]) -> str:
+    *rest, last = map(str, values)
+    return f"{', '.join(rest)} or {last}" if rest else last

@@ -1,0 +1,220 @@
+"""The policy on one training rank: a Megatron model, its optimizer, and what GRPO does with them.
+
+The built-in trainer's host class; the safety mixins of ``workers`` go on top of it, or on a host framework's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.models.bridge import WeightBridge, open_bridge
+from rl_safe_workers.models.build import build_chunks, build_optimizer, wrap_data_parallel
+from rl_safe_workers.trainer.batch import Floats, SequenceBatch
+from rl_safe_workers.trainer.loss import policy_loss
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, where it does not stand in the way of a rollout."""
+    return tensor.to("cpu", copy=True)
+
+
+class MegatronPolicy:
+    """Builds the model of this rank's tensor, pipeline and expert shards; computes log-probabilities; takes steps.
+
+    Every public method is collective over the training world.
+
+    Attributes:
+        config: The run's configuration.
+        bridge: Maps HF weights to the model and back; ``bridge.config`` is Megatron's TransformerConfig.
+        chunks: This rank's model chunks, wrapped in DistributedDataParallel once there is an optimizer.
+        optimizer: Megatron's DistributedOptimizer; None for a model that is only converted.
+        device: Where batches go.
+    """
+
+    config: RunConfig
+    device: torch.device
+    bridge: WeightBridge
+    chunks: list[Any]
+    optimizer: Any = None
+    _reference: list[Tensor] | None
+
+    def build_model(self) -> None:
+        """Builds this rank's model chunks, not yet any weights to speak of. Needs Megatron's groups."""
+        megatron = self.config.megatron
+        self.bridge = open_bridge(
+            self.config.model.path,
+            dtype=DTYPES[self.config.model.dtype],
+            moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
+            # Shapes vary only under the all-to-all dispatcher; the all-gather one refuses the setting.
+            variable_seq_lengths=megatron.moe_token_dispatcher_type == "alltoall",
+            moe_aux_loss_coeff=0.0,
+            # Sums of token losses, divided by the token count of the whole mini-batch once, at the end.
+            calculate_per_token_loss=True,
+        )
+        self.chunks = build_chunks(self.bridge)
+
+    def build(self) -> None:
+        """Builds model and optimizer and loads the HF weights into them. Needs Megatron's groups."""
+        self.build_model()
+        self.load_hf_weights(self.config.model.path)
+        self.chunks = wrap_data_parallel(self.chunks, self.bridge.config)
+        dtype = DTYPES[self.config.model.dtype]
+        self.optimizer = build_optimizer(self.chunks, self.config.actor.optim, dtype=dtype)
+        self.bridge.config.grad_scale_func = self.optimizer.scale_loss
+        self.bridge.config.finalize_model_grads_func = finalize_model_grads
+        self._reference = [_on_host(b.param_data) for b in self._buffers()] if self.config.actor.use_kl_loss else None
+
+    def _buffers(self) -> Iterator[Any]:
+        for chunk in self.chunks:
+            yield from chunk.buffers
+            yield from chunk.expert_parallel_buffers
+
+    @property
+    def holds_logprobs(self) -> bool:
+        """Whether this rank returns log-probabilities: TP rank 0 of the last pipeline stage."""
+        return bool(parallel_state.is_pipeline_last_stage()) and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    def _token_logprobs(self, model: Any, tokens: Tensor) -> Tensor:
+        """Returns the stage's output; on the last stage ``[b, s]``, nats: position t speaks of token t, 0 at t = 0."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        output: Tensor = model(input_ids=tokens, position_ids=positions, attention_mask=None)
+        if not parallel_state.is_pipeline_last_stage():
+            return output
+        # [b, s, vocab / TP]: the logits at t - 1 predict token t.
+        logits = output[:, :-1].float() / self.config.rollout.temperature
+        nll = tensor_parallel.vocab_parallel_cross_entropy(
+            logits.transpose(0, 1).contiguous(), tokens[:, 1:].transpose(0, 1).contiguous()
+        )
+        return torch.nn.functional.pad(-nll.transpose(0, 1), (1, 0))
+
+    def _run_schedule(self, batch: SequenceBatch, loss_func: Any, *, forward_only: bool) -> list[Any]:
+        micro = self.config.actor.ppo_micro_batch_size_per_gpu
+        micro_batches = [batch.select(slice(i, i + micro)) for i in range(0, len(batch), micro)]
+
+        def forward_step(data: Iterator[SequenceBatch], model: Any) -> tuple[Tensor, Any]:
+            micro_batch = next(data)
+            tokens = torch.from_numpy(micro_batch.tokens).to(self.device)
+            return self._token_logprobs(model, tokens), partial(loss_func, micro_batch)
+
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=self.chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=batch.tokens.shape[1],
+            micro_batch_size=micro,
+            forward_only=forward_only,
+        )
+        return results
+
+    @torch.no_grad()
+    def compute_logprobs(self, batch: SequenceBatch) -> Floats | None:
+        """Log-probabilities of a data-parallel rank's sequences under the current weights.
+
+        Args:
+            batch: The sequences of this rank's data-parallel rank, ``[n, length]``.
+
+        Returns:
+            ``[n, length]``, fp32, nats, 0 outside the responses; None where ``holds_logprobs`` is False.
+        """
+
+        def collect(micro_batch: SequenceBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+            mask = torch.from_numpy(micro_batch.response_mask).to(logprobs.device)
+            return logprobs.new_zeros(()), logprobs * mask
+
+        for chunk in self.chunks:
+            chunk.eval()
+        results = self._run_schedule(batch, collect, forward_only=True)
+        if not self.holds_logprobs:
+            return None
+        logprobs: Floats = np.concatenate([r.cpu().numpy() for r in results])
+        return logprobs
+
+    @torch.no_grad()
+    def compute_reference_logprobs(self, batch: SequenceBatch) -> Floats | None:
+        """As `compute_logprobs`, under the starting weights, which take the current ones' place meanwhile."""
+        assert self._reference is not None, "the reference is kept only with actor.use_kl_loss"
+        buffers = list(self._buffers())
+        current = [_on_host(b.param_data) for b in buffers]
+        try:
+            for buffer, reference in zip(buffers, self._reference, strict=True):
+                buffer.param_data.copy_(reference)
+            return self.compute_logprobs(batch)
+        finally:
+            for buffer, weights in zip(buffers, current, strict=True):
+                buffer.param_data.copy_(weights)
+
+    def _optimizer_step(self, batch: SequenceBatch) -> dict[str, float]:
+        actor = self.config.actor
+
+        def loss_func(micro_batch: SequenceBatch, logprobs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            def on_device(array: Floats) -> Tensor:
+                return torch.from_numpy(array).to(logprobs.device)
+
+            assert micro_batch.old_logprobs is not None
+            loss = policy_loss(
+                logprobs,
+                on_device(micro_batch.old_logprobs),
+                on_device(micro_batch.advantages),
+                on_device(micro_batch.response_mask),
+                actor,
+                ref=None if micro_batch.ref_logprobs is None else on_device(micro_batch.ref_logprobs),
+            )
+            sums = {"loss": loss.total.detach(), "tokens": loss.tokens, "kl": loss.kl, "clipped": loss.clipped}
+            return loss.total, loss.tokens, sums
+
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        results = self._run_schedule(batch, loss_func, forward_only=False)
+        updated, grad_norm, _ = self.optimizer.step()
+        sums = {key: sum(float(r[key]) for r in results) for key in ("loss", "tokens", "kl", "clipped")}
+        return {**sums, "grad_norm": float(grad_norm or 0.0), "updated": float(updated)}
+
+    def update_policy(self, batch: SequenceBatch, *, mini_batch_size: int) -> list[dict[str, float]]:
+        """Takes one optimizer step for each mini-batch of each epoch.
+
+        Args:
+            batch: The sequences of this rank's data-parallel rank, with ``old_logprobs``.
+            mini_batch_size: Sequences of this data-parallel rank per optimizer step.
+
+        Returns:
+            For each optimizer step the sums ``loss``, ``tokens``, ``kl`` and ``clipped`` over this rank's tokens
+            (empty sums except on the last pipeline stage), the global ``grad_norm``, and ``updated`` (0 if Megatron
+            skipped the step for a gradient that is not finite).
+        """
+        starts = range(0, len(batch), mini_batch_size)
+        return [
+            self._optimizer_step(batch.select(slice(start, start + mini_batch_size)))
+            for _ in range(self.config.actor.ppo_epochs)
+            for start in starts
+        ]
+
+    def load_hf_weights(self, path: str) -> None:
+        """Reads the HF weights of a directory into the model chunks, one by one; an optimizer learns nothing of it."""
+        self.bridge.load_weights(self.chunks, path)
+
+    def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every HF weight, whole, on every rank, in the same order. Collective at each item.
+
+        A tensor may alias a live parameter: clone what outlives the iteration step.
+        """
+        for name, tensor in self.bridge.export_weights(self.chunks):
+            yield name, tensor.detach()
+            del tensor  # or it would be in memory beside the next

@@ -1,0 +1,114 @@
+"""A trainer of the built-in run: the safety mixins over the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_safe_workers.checkpoint.manifest import model_fingerprint
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.platforms import cpu
+from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.trainer.batch import Floats, GapStats, SequenceBatch
+from rl_safe_workers.trainer.policy import DTYPES, MegatronPolicy
+from rl_safe_workers.workers.actor import MegatronActorMixin
+from rl_safe_workers.worlds.address import StoreAddress
+
+
+class TrainerWorker(MegatronActorMixin, MegatronPolicy):
+    """One training rank. Methods named by a phase are called by the driver on all trainers at once."""
+
+    def __init__(self, config: RunConfig, *, training_rank: int) -> None:
+        """Records the configuration; `start` prepares the platform."""
+        self.config, self._rank = config, training_rank
+
+    def start(self, launched_s: float) -> None:
+        """Prepares the platform. Not collective.
+
+        Args:
+            launched_s: Unix time at which this process was asked for, so that its imports are on record.
+        """
+        torch.set_num_threads(1)
+        cpu.apply()
+        self.setup_worker(
+            training_rank=self._rank,
+            training_size=self.config.cluster.num_trainers,
+            rl_safe=self.config.rl_safe,
+            megatron=self.config.megatron,
+            device=cpu.CPU,
+        )
+        with self.lifecycle.enter(Phase.START, since_s=launched_s):
+            torch.manual_seed(self.config.trainer.seed)
+
+    def groups(self) -> None:
+        """Creates Megatron's groups. Collective over: the training world."""
+        self.init_groups(seed=self.config.trainer.seed)
+
+    def enter_world(self, address: StoreAddress) -> None:
+        """Joins the training world in isolated mode."""
+        self.init_world(address, backend="gloo")
+
+    def convert(self) -> list[WeightSpec]:
+        """Builds the model from the HF weights; returns what a weight sync will send. Collective: training world."""
+        with self.phase(Phase.CONVERT):
+            self.build()
+            self._specs = self.weight_specs()
+            return self._specs if self.training_rank == 0 else []
+
+    def convert_to_megatron(self, hf_dir: Path, out_dir: Path, overwrite: bool) -> str:
+        """Converts HF weights, without an optimizer; returns the conversion's path. Collective: training world."""
+        with self.phase(Phase.CONVERT):
+            self.build_model()
+        return str(self.convert_checkpoint(hf_dir, out_dir, overwrite=overwrite))
+
+    def convert_to_hf(self, path: Path, out_dir: Path, dtype: str | None, overwrite: bool) -> str:
+        """Converts a Megatron checkpoint of the model at ``model.path``; returns the HF directory. Collective."""
+        with self.phase(Phase.CONVERT):
+            self.build_model()
+        self.load_model_weights(path)
+        exported = self.export_hf(
+            out_dir, source=self.config.model.path, dtype=None if dtype is None else DTYPES[dtype], overwrite=overwrite
+        )
+        return str(exported)
+
+    def sync(self, bucket_bytes: int) -> int:
+        """Sends all weights to the rollout ranks; returns bytes sent. Collective over: the joint group."""
+        return self.send_weights(self._specs, bucket_bytes=bucket_bytes)
+
+    def logprob(self, batch: SequenceBatch) -> tuple[Floats | None, Floats | None, GapStats | None]:
+        """Old and, with a KL loss, reference log-probabilities, and the gap to the rollout's. Collective."""
+        with self.phase(Phase.LOGPROB):
+            old = self.compute_logprobs(batch)
+            ref = self.compute_reference_logprobs(batch) if self.config.actor.use_kl_loss else None
+            return old, ref, None if old is None else _gap(old, batch)
+
+    def train(self, batch: SequenceBatch, mini_batch_size: int) -> list[dict[str, float]]:
+        """Updates the policy. Collective over: the training world."""
+        with self.phase(Phase.TRAIN):
+            return self.update_policy(batch, mini_batch_size=mini_batch_size)
+
+    def save(self, step: int, layout: Mapping[str, int], driver_state: dict[str, Any]) -> Path:
+        """Saves a checkpoint of this step. Collective over: the training world."""
+        assert self.config.trainer.default_local_dir is not None, "filled before the run starts"
+        return self.save_checkpoint(
+            self.config.trainer.default_local_dir,
+            step=step,
+            fingerprint=model_fingerprint(self.config.model.path),
+            layout=layout,
+            driver_state=driver_state,
+        )
+
+    def load(self, path: Path, layout: Mapping[str, int]) -> None:
+        """Loads a checkpoint. Collective over: the training world."""
+        self.load_checkpoint(path, fingerprint=model_fingerprint(self.config.model.path), layout=layout)
+
+
+def _gap(old: Floats, batch: SequenceBatch) -> GapStats:
+    difference = abs(old - batch.rollout_logprobs) * batch.response_mask
+    return GapStats(
+        largest=float(difference.max(initial=0.0)), total=float(difference.sum()), tokens=int(batch.response_mask.sum())
+    )

@@ -1,0 +1,236 @@
+"""The convert mixin: HF weights to Megatron's shards and back, on the training world alone."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+
+from rl_safe_workers.checkpoint.convert import (
+    HF_FILES,
+    ConvertedModel,
+    find_conversion,
+    find_megatron_weights,
+    lock_path,
+    publish_conversion,
+)
+from rl_safe_workers.checkpoint.hf_writer import MAX_SHARD_BYTES, copy_hf_files, write_hf_directory
+from rl_safe_workers.checkpoint.loader import read_content_metadata
+from rl_safe_workers.checkpoint.lock import exclusive
+from rl_safe_workers.checkpoint.manifest import SHARDS, model_fingerprint
+from rl_safe_workers.checkpoint.model_state import model_state, restore_model
+from rl_safe_workers.checkpoint.publish import make_parent, pending_path, removed_on_failure, start_pending
+from rl_safe_workers.checkpoint.state import CONTENT_METADATA
+from rl_safe_workers.checkpoint.writer import WrittenFile, file_records
+from rl_safe_workers.errors import CheckpointMismatchError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.models.hf_reader import HfReader
+from rl_safe_workers.topology.layout import ParallelLayout
+from rl_safe_workers.workers.base import MegatronHost
+from rl_safe_workers.workers.shards import ShardsMixin
+
+logger = logging.getLogger(__name__)
+
+SLACK_S = 2.0
+"""How much earlier than the phase's end rank 0 stops waiting for another run, so that all ranks learn why."""
+
+
+class ConvertHost(MegatronHost, Protocol):
+    """What a conversion needs of the host class besides."""
+
+    def load_hf_weights(self, path: str) -> None:
+        """Reads the HF weights of a directory into the chunks, one by one. Collective over: the training world."""
+        ...
+
+
+class ConvertMixin(ShardsMixin):
+    """Converts with both of megatron-core's flags off. No rollout rank takes part; a result is whole or absent."""
+
+    chunks: list[Any]
+    optimizer: Any
+
+    def convert_checkpoint(self, hf_dir: str | Path, out_dir: str | Path, *, overwrite: bool = False) -> Path:
+        """Reads HF weights into the model, weight by weight, and saves them as Megatron's shards, the model alone.
+
+        Collective over: the training world, in phase ``convert``. The model has the HF weights afterwards, whatever it
+        had before, and the optimizer's copies follow; its moments stay. If ``out_dir`` holds a complete conversion of
+        the same model in the same dtype, under any layout, nothing is read or written and the model stays as it is:
+        `load_model_weights` reads it. Two runs take turns at one place; the second uses what the first has made.
+
+        Args:
+            hf_dir: A local HF directory, seen by every trainer.
+            out_dir: The directory to make, on storage that every trainer sees.
+            overwrite: Whether it may replace something else.
+
+        Returns:
+            The conversion's path.
+
+        Raises:
+            CheckpointMismatchError: On every rank, if something else is there, with what it is.
+            CheckpointError: On every rank, if it cannot be written, or another run holds the place for too long. What
+                had the name before has it still.
+            PhaseTimeoutError: If a trainer does not arrive in time; names it.
+        """
+        final = Path(out_dir).absolute()
+        with self.phase(Phase.CONVERT):
+            model = ConvertedModel(fingerprint=model_fingerprint(hf_dir), dtype=self._dtype_name())
+            with self._turn(final, model, overwrite=overwrite) as is_there:
+                if is_there:
+                    logger.info("%s is a complete conversion of %s; it is used as it is", final, hf_dir)
+                else:
+                    self._convert(Path(hf_dir).absolute(), final, model)
+        return final
+
+    def load_model_weights(self, path: str | Path, *, fingerprint: str | None = None) -> None:
+        """Loads the model alone from a conversion or a training checkpoint, saved under any layout.
+
+        Collective over: the training world, in phase ``load``. The optimizer's copies follow; its moments stay.
+
+        Args:
+            path: What `convert_checkpoint` or ``save_checkpoint`` made, or another program's torch_dist directory.
+            fingerprint: Of the HF directory that it must be of; None: any.
+
+        Raises:
+            CheckpointError: If it is no checkpoint, or not complete.
+            CheckpointMismatchError: If it is of another model.
+        """
+        path = Path(path).absolute()
+        with self.phase(Phase.LOAD):
+            weights = find_megatron_weights(path)
+            weights.check_is_of(fingerprint, path=path)
+            # A training checkpoint holds more than the model.
+            self._open_loader().load(
+                lambda: model_state(self.chunks, read_content_metadata(weights.shards)),
+                weights.shards,
+                timeout=self.remaining(),
+                restore=lambda loaded: restore_model(self.chunks, self.optimizer, loaded),
+                strict=False,
+            )
+
+    def export_hf(
+        self,
+        out_dir: str | Path,
+        *,
+        source: str | Path,
+        dtype: torch.dtype | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        overwrite: bool = False,
+    ) -> Path:
+        """Writes the model's weights as an HF directory, between two steps of a training run.
+
+        Collective over: the training world, in phase ``convert``. Training rank 0 writes each weight as it is
+        gathered; besides the model a rank needs twice the largest weight at most. If rank 0 cannot write, all ranks go
+        through the rest of the gathers, so that none is left in one, and then raise.
+
+        Args:
+            out_dir: The directory to make; training rank 0 sees it.
+            source: The HF directory that the model came from, whose configuration and tokenizer are copied.
+            dtype: Of all weights; None: of each weight as in ``source``, or the model's where ``source`` has none.
+            max_shard_bytes: Bytes of weights in a file at most.
+            overwrite: Whether ``out_dir`` may replace something.
+
+        Returns:
+            The directory's path.
+
+        Raises:
+            CheckpointMismatchError: On every rank, if something is there.
+            CheckpointError: On every rank, if it cannot be written; nothing is left under its name.
+            PhaseTimeoutError: If a trainer does not arrive in time; names it.
+        """
+        final, source = Path(out_dir).absolute(), Path(source)
+        with self.phase(Phase.CONVERT):
+            dtypes = self.together(Phase.CONVERT, lambda: _prepare_export(final, source, overwrite=overwrite))
+            weights, failure = cast(ConvertHost, self).export_hf_weights(), None
+            try:
+                if self.training_rank == 0:
+                    write_hf_directory(
+                        final,
+                        weights,
+                        source=source,
+                        dtypes={name: getattr(torch, of_file) for name, of_file in dtypes.items()},
+                        dtype=dtype,
+                        max_shard_bytes=max_shard_bytes,
+                    )
+                    logger.info("exported %s", final)
+            except Exception as error:
+                failure = error
+            self.together(Phase.CONVERT, lambda: None, failure=self._drain(weights) or failure)
+        return final
+
+    def _dtype_name(self) -> str:
+        parameter = next(self.chunks[0].parameters())
+        return str(parameter.dtype).removeprefix("torch.")
+
+    def _layout(self) -> dict[str, int]:
+        return asdict(ParallelLayout.of(self.megatron, world_size=self.training_size))
+
+    @contextmanager
+    def _turn(self, final: Path, model: ConvertedModel, *, overwrite: bool) -> Iterator[bool]:
+        """Holds the place on rank 0 for the body, on every rank's behalf; yields whether the conversion is there."""
+        with ExitStack() as held:
+
+            def decide() -> bool:
+                make_parent(final)
+                patience = max(self.remaining() - timedelta(seconds=SLACK_S), self.remaining() / 2)
+                held.enter_context(
+                    exclusive(lock_path(final), timeout=patience, setting=f"rl_safe.timeouts.{Phase.CONVERT}")
+                )
+                return find_conversion(final, model, overwrite=overwrite) is not None
+
+            yield self.together(Phase.CONVERT, decide)
+
+    def _convert(self, hf_dir: Path, final: Path, model: ConvertedModel) -> None:
+        if self.training_rank == 0:
+            logger.info(
+                "conversion of %s to %s on the %d training ranks alone: fully_parallel_save=False, "
+                "validate_access_integrity=False",
+                hf_dir, final, self.training_size,
+            )  # fmt: skip
+        pending = pending_path(final)
+        with removed_on_failure(pending, what="the conversion") if self.training_rank == 0 else ExitStack():
+            cast(ConvertHost, self).load_hf_weights(str(hf_dir))
+            if self.optimizer is not None:
+                self.optimizer.reload_model_params()
+            saver = self._open_saver()
+            saver.begin(
+                model_state(self.chunks),
+                pending / SHARDS,
+                content_metadata=CONTENT_METADATA,
+                prepare=lambda: (start_pending(final) / SHARDS).mkdir(),
+                commit=lambda files, notes: self._publish(files, hf_dir, pending, final, model),
+                timeout=self.remaining(),
+                background=False,
+            )
+            saver.finish(self.remaining())
+
+    def _publish(
+        self, written: Mapping[str, WrittenFile], hf_dir: Path, pending: Path, final: Path, model: ConvertedModel
+    ) -> None:
+        (pending / HF_FILES).mkdir()
+        copy_hf_files(hf_dir, pending / HF_FILES, dtype=model.dtype)
+        files = file_records(pending, written)
+        publish_conversion(pending, final, model, layout=self._layout(), files=files)
+        logger.info("converted %s to %s", hf_dir, final)
+
+    @staticmethod
+    def _drain(weights: Iterator[Any]) -> Exception | None:
+        """Goes through what is left of an export, so that no other rank is left in its collectives."""
+        try:
+            deque(weights, maxlen=0)  # a loop would keep each item until it has the next
+        except Exception as error:
+            return error
+        return None
+
+
+def _prepare_export(final: Path, source: Path, *, overwrite: bool) -> dict[str, str]:
+    """Refuses a place that is taken; returns the name of the dtype of every weight in the source."""
+    if final.exists() and not overwrite:
+        raise CheckpointMismatchError(f"{final} is there already: choose another place, or overwrite it")
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in HfReader(source).dtypes().items()}

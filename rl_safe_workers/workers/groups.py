@@ -1,0 +1,80 @@
+"""The groups mixin: the training world and Megatron's groups in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl_safe_workers.comms.groups import init_megatron_groups
+from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.workers.base import SafeWorker
+from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.roll_call import RollCall
+from rl_safe_workers.worlds.store import connect_store, serve_store
+from rl_safe_workers.worlds.training_world import carve_training_world, init_training_world
+
+
+class GroupsMixin(SafeWorker):
+    """Brings a worker into the training world and creates Megatron's groups there."""
+
+    def serve_store(self, host: str) -> StoreAddress:
+        """Starts the run's store in this process, which must then be the last of the trainers to end."""
+        self.store, address = serve_store(host, timeout=self.timeout(Phase.WORLD))
+        return address
+
+    def init_world(self, address: StoreAddress, *, backend: str) -> None:
+        """Creates the training world as the default group: isolated mode. Collective over: all trainers.
+
+        Args:
+            address: Where the store of `serve_store` listens.
+            backend: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+        """
+        with self.lifecycle.enter(Phase.WORLD):
+            if not hasattr(self, "store"):
+                self.store = connect_store(address, timeout=self.timeout(Phase.WORLD))
+            self._open_roll_call()
+            self.roll_call.arrive(Phase.WORLD, timeout=self.timeout(Phase.WORLD))
+            self.world = init_training_world(
+                self.store,
+                training_rank=self.training_rank,
+                size=self.training_size,
+                backend=backend,
+                timeout=self.timeout(Phase.WORLD),
+            )
+
+    def carve_world(self, address: StoreAddress, *, training_joint_ranks: Sequence[int]) -> None:
+        """Makes the trainers' subgroup of the host's default group the default one: carved mode.
+
+        Collective over: the training ranks; rollout ranks are never waited for.
+
+        Args:
+            address: A store that every trainer reaches; the one under the host's default group will do.
+            training_joint_ranks: Ranks of the trainers in the host's default group, ascending.
+
+        Raises:
+            CommunicatorError: As `carve_training_world`, or if this worker was set up as another training rank.
+        """
+        with self.lifecycle.enter(Phase.WORLD):
+            if not hasattr(self, "store"):
+                self.store = connect_store(address, timeout=self.timeout(Phase.WORLD))
+            self._open_roll_call()
+            self.roll_call.arrive(Phase.WORLD, timeout=self.timeout(Phase.WORLD))
+            self.world = carve_training_world(training_joint_ranks, timeout=self.timeout(Phase.WORLD))
+            place, expected = (self.world.training_rank, self.world.size), (self.training_rank, self.training_size)
+            if place != expected:
+                raise CommunicatorError(
+                    f"this process is training rank {place[0]} of {place[1]} in {list(training_joint_ranks)}, but was "
+                    f"set up as training rank {expected[0]} of {expected[1]}: give setup_worker the former"
+                )
+
+    def _open_roll_call(self) -> None:
+        self.roll_call = RollCall(
+            self.store, world="training world", group_rank=self.training_rank, size=self.training_size
+        )
+
+    def init_groups(self, *, seed: int) -> None:
+        """Creates Megatron's groups and seeds its RNG tracker. Collective over: the training world."""
+        with self.phase(Phase.GROUPS):
+            init_megatron_groups(self.megatron, seed=seed, timeout=self.timeout(Phase.GROUPS))
+            # A rebuilt set of groups needs its own bootstrap.
+            self.lifecycle.invalidate(Phase.BOOTSTRAP)

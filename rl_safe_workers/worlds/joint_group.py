@@ -1,0 +1,100 @@
+"""The joint group: trainers and rollout ranks, for weight sync, beside every default group.
+
+It is a bare process group on its own store prefix: it has no counter-given name, is not registered with
+``torch.distributed``, and no code that uses default groups can reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.worlds.roll_call import RollCall
+
+
+class JointGroup:
+    """A communicator over trainers (joint ranks 0 to T-1) and rollout ranks (T to T+R-1)."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        joint_rank: int,
+        size: int,
+        generation: int,
+        timeout: timedelta,
+        sync_timeout: timedelta | None = None,
+    ) -> None:
+        """Joins. Collective over: all ``size`` ranks; blocks until all have joined or ``timeout`` has passed.
+
+        Args:
+            store: The run's store.
+            joint_rank: This process's rank in the joint group.
+            size: Number of trainers and rollout ranks.
+            generation: Counts rebuilds; each uses store keys of its own.
+            timeout: Longest wait for the others.
+            sync_timeout: Longest wait of one broadcast; None: the same.
+
+        Raises:
+            PhaseTimeoutError: Naming the joint ranks that did not come in time.
+            WeightSyncError: If the group cannot be connected.
+        """
+        self.joint_rank, self.size, self.generation = joint_rank, size, generation
+        # The group by itself would wait for the missing, too, but could not say who they are.
+        roll_call = RollCall(store, world=f"joint group {generation}", group_rank=joint_rank, size=size)
+        roll_call.arrive(Phase.JOINT, timeout=timeout)
+        prefix = PrefixStore(f"joint/{generation}", store)
+        # The stubs leave out what it inherits from Backend.
+        try:
+            self._group: Any = dist.ProcessGroupGloo(prefix, joint_rank, size, sync_timeout or timeout)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise WeightSyncError(f"joint rank {joint_rank} could not join the joint group: {reason}") from error
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the group can be used."""
+        return self._group is not None
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, source: int) -> None:
+        """Broadcasts contiguous tensors in order. Collective over: the joint group. Blocks until all have arrived.
+
+        Args:
+            tensors: Same number, shapes and dtypes on every rank; written in place everywhere but on ``source``.
+            source: Joint rank that sends.
+
+        Raises:
+            WeightSyncError: If a peer is gone or the timeout passed; the group is closed then. A rank can succeed
+                where another fails, so the outcome must be agreed on over the training world.
+        """
+        if self._group is None:
+            raise WeightSyncError(f"joint rank {self.joint_rank}: the joint group is closed")
+        failure = self._run_broadcasts(tensors, source)
+        if failure is not None:
+            # Whoever waits for this rank hears of it at once, and not at the timeout.
+            self.close()
+            raise WeightSyncError(f"joint rank {self.joint_rank}: broadcast over the joint group failed: {failure}")
+
+    def _run_broadcasts(self, tensors: Sequence[torch.Tensor], source: int) -> str | None:
+        """Returns what failed, not the exception: its traceback would keep the connections open."""
+        try:
+            works = [self._group.broadcast(tensor, source) for tensor in tensors]
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        return None
+
+    def close(self) -> None:
+        """Leaves the group. Not collective; idempotent."""
+        # Connections close with the last reference; shutdown alone leaves them open.
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()

@@ -1,0 +1,49 @@
+"""The rendezvous store of a run: a TCPStore owned by training rank 0."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, TCPStore
+
+from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.worlds.address import StoreAddress
+
+
+def serve_store(host: str, *, timeout: timedelta) -> tuple[TCPStore, StoreAddress]:
+    """Starts the store server in this process, on a free port of one interface only.
+
+    Args:
+        host: Address to listen on; TCPStore by itself would listen on every interface.
+        timeout: How long this client's own ``get`` and ``wait`` block by default.
+
+    Returns:
+        The server's store and its address. The server lives as long as the store object.
+    """
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    # The store takes over the descriptor, so it must not be closed with the Python socket.
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+    return store, StoreAddress(host=host, port=port)
+
+
+def connect_store(address: StoreAddress, *, timeout: timedelta) -> TCPStore:
+    """Connects to the store of another process.
+
+    Args:
+        address: Where it listens.
+        timeout: Longest wait for the connection, and how long ``get`` and ``wait`` block by default.
+
+    Raises:
+        CommunicatorError: If there is no connection within ``timeout``.
+    """
+    try:
+        return TCPStore(address.host, address.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except DistNetworkError as error:
+        raise CommunicatorError(
+            f"no store at {address.host}:{address.port} within {timeout.total_seconds():.0f} s: "
+            "training rank 0, which serves it, has ended or cannot be reached from this host"
+        ) from error

@@ -1,0 +1,125 @@
+"""The training world: the default process group of every rank that holds Megatron state, and of no other.
+
+Megatron and torch's checkpoint code use the default group freely (planning, barriers, parameter-group exchange),
+so the only way to keep their collectives away from rollout ranks is that the default group *is* the training world:
+
+- isolated mode: it is created so, by `init_training_world`;
+- carved mode: the host's default group already holds rollout ranks, and `carve_training_world` makes the training
+  ranks' subgroup the default one before Megatron initialises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+
+from rl_safe_workers.errors import CommunicatorError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingWorld:
+    """This process's place in the training world.
+
+    Attributes:
+        training_rank: Rank among the trainers, 0 to ``size`` - 1.
+        size: Number of trainers.
+        joint_ranks: Rank in the host's default group of each training rank; the identity in isolated mode.
+        host_group: The host's default group in carved mode, which is the default one again after teardown; else None.
+        host_groups: Every group that the host had before the carving.
+        host_group_count: torch's counter of groups at that time, by which it names the next one.
+    """
+
+    training_rank: int
+    size: int
+    joint_ranks: tuple[int, ...]
+    host_group: Any = None
+    host_groups: frozenset[Any] = frozenset()
+    host_group_count: int = 0
+
+
+def init_training_world(
+    store: Store, *, training_rank: int, size: int, backend: str, timeout: timedelta
+) -> TrainingWorld:
+    """Creates the training world as the default group. Collective over: all trainers.
+
+    ``device_id`` is not bound: an eager default group turns every later group into a split of it, in which all of
+    its ranks must take part (NeMo RL 3189).
+
+    Args:
+        store: The run's store; keys go under the prefix ``train``.
+        training_rank: This process's rank.
+        size: Number of trainers.
+        backend: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+        timeout: Longest wait of one collective of the default group.
+
+    Raises:
+        CommunicatorError: If the process already has a default group.
+    """
+    if dist.is_initialized():
+        raise CommunicatorError(
+            f"this process already has a default group of {dist.get_world_size()} ranks; in a host that creates it, "
+            "use carve_training_world"
+        )
+    dist.init_process_group(
+        backend, store=PrefixStore("train", store), rank=training_rank, world_size=size, timeout=timeout
+    )
+    return TrainingWorld(training_rank=training_rank, size=size, joint_ranks=tuple(range(size)))
+
+
+def carve_training_world(training_joint_ranks: Sequence[int], *, timeout: timedelta) -> TrainingWorld:
+    """Makes the trainers' subgroup the default group of this process, permanently.
+
+    Collective over: the training ranks only. Rollout ranks must not call it and are never waited for. Call it
+    before anything of Megatron is initialised, and create no other counter-named group on the host's store while
+    the training world lives, on either side: torch names groups by a per-process counter, and two groups with
+    one name on one store mix their traffic.
+
+    Args:
+        training_joint_ranks: Ranks of the trainers in the host's default group, ascending: torch numbers the
+            members of a new group in that order, whichever order it is given.
+        timeout: Longest wait of one collective of the training world.
+
+    Raises:
+        CommunicatorError: If there is no default group, this process is not among the ranks, the ranks are not
+            ascending or do not exist, or the host's group is bound to a device (its subgroups
+            would then be splits of it, which need every rank of the parent, rollout ranks included).
+    """
+    if not dist.is_initialized():
+        raise CommunicatorError("there is no default group to carve a training world out of: use init_training_world")
+    ranks, host_group = list(training_joint_ranks), dist.group.WORLD
+    joint_rank, host_size = dist.get_rank(), dist.get_world_size()
+    if ranks != sorted(set(ranks)) or not set(ranks) <= set(range(host_size)):
+        raise CommunicatorError(f"training ranks {ranks} must be distinct, ascending ranks of a group of {host_size}")
+    if joint_rank not in ranks:
+        raise CommunicatorError(f"rank {joint_rank} is not a training rank ({ranks}) and must not carve")
+    bound_device = getattr(host_group, "bound_device_id", None)
+    if bound_device is not None:
+        raise CommunicatorError(
+            f"the default group is bound to {bound_device}: every group made from it would be a split "
+            "that all of its ranks must join, rollout ranks included; drop device_id from init_process_group"
+        )
+    host_groups, host_group_count = frozenset(c10d._world.pg_map), c10d._world.group_count
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    c10d._update_default_pg(group)
+    # Without its own rank map torch translates the carved group's ranks through the host's, and ShardedTensor
+    # fails with "Global rank 0 does not exist in input process group".
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(len(ranks))}
+    training_rank = ranks.index(joint_rank)
+    logger.info("carved a training world of %d out of %d ranks; training rank %d", len(ranks), host_size, training_rank)
+    return TrainingWorld(
+        training_rank=training_rank,
+        size=len(ranks),
+        joint_ranks=tuple(ranks),
+        host_group=host_group,
+        host_groups=host_groups,
+        host_group_count=host_group_count,
+    )

@@ -1,0 +1,28 @@
+"""Marks each test with the folder that it lies in, and skips GPU tests where there is no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+KINDS = ("unit", "distributed", "integration", "gpu")
+TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest applies -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        kind = item.path.relative_to(TESTS).parts[0]
+        if kind in KINDS:
+            item.add_marker(kind)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    # Here and not above: unit tests run without torch.
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip(f"needs a CUDA device; torch {torch.__version__} finds none")

@@ -1,0 +1,88 @@
+"""Runs a function on several gloo ranks, each a real process, and brings back what each returned or raised."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PRELOAD = ["tests.distributed.preload"]
+"""Imported once, in the process that all ranks fork from, so that a test does not pay for imports again."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank did: a value, an exception, or neither because it was still running at the deadline."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    finished: bool = True
+
+
+def _child(function: Callable[..., Any], rank: int, args: tuple[Any, ...], pipe: Connection) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send(Outcome(rank=rank, value=function(rank, *args)))
+    except BaseException as error:
+        try:
+            pipe.send(Outcome(rank=rank, error=error, trace=traceback.format_exc()))
+        except Exception:
+            pipe.send(Outcome(rank=rank, error=RuntimeError(repr(error)), trace=traceback.format_exc()))
+    pipe.close()
+    # Groups that a failed rank left behind must not hold up its exit.
+    os._exit(0)
+
+
+def run_ranks(
+    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0, ranks: list[int] | None = None
+) -> list[Outcome]:
+    """Calls ``function(rank, *args)`` in ``size`` processes and returns their outcomes by rank.
+
+    A rank still running after ``timeout_s`` is killed, and its outcome says that it did not finish.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    processes, pipes = [], {}
+    for rank in ranks if ranks is not None else range(size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(function, rank, args, sender))
+        process.start()
+        sender.close()
+        processes.append(process)
+        pipes[receiver] = rank
+    outcomes: dict[int, Outcome] = {}
+    deadline = time.monotonic() + timeout_s
+    pending = dict(pipes)
+    while pending and (remaining := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(pending), timeout=remaining):
+            rank = pending.pop(pipe)
+            try:
+                outcomes[rank] = pipe.recv()
+            except EOFError:
+                outcomes[rank] = Outcome(rank=rank, error=RuntimeError("the process died"))
+    for rank in pending.values():
+        outcomes[rank] = Outcome(rank=rank, finished=False)
+    for process in processes:
+        process.join(timeout=0.5 if pending else 5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [outcomes[rank] for rank in sorted(outcomes)]
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """Returns every rank's value, or fails with the first rank's traceback that has one."""
+    for outcome in outcomes:
+        assert outcome.finished, f"rank {outcome.rank} did not finish"
+        assert outcome.error is None, f"rank {outcome.rank}:\n{outcome.trace}"
+    return [outcome.value for outcome in outcomes]

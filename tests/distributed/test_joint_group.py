@@ -1,0 +1,170 @@
+"""The joint group: weights reach rollout ranks beside the training world, and a death is everyone's failure."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.rollout.protocol import plan_buckets
+from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.joint_group import JointGroup
+from rl_safe_workers.worlds.store import connect_store
+from tests.distributed.ranks import Outcome, run_ranks, values
+from tests.distributed.worker import Worker, run_config, served_store
+
+TRAINERS, JOINT_SIZE, BUCKET_BYTES = 4, 5, 200_000
+PATIENCE = timedelta(seconds=10)
+SYNC_S = 8.0
+
+
+def _join(
+    joint_rank: int, address: StoreAddress, *, size: int = 3, generation: int = 0, timeout=PATIENCE
+) -> JointGroup:
+    store = connect_store(address, timeout=PATIENCE)
+    return JointGroup(store, joint_rank=joint_rank, size=size, generation=generation, timeout=timeout)
+
+
+def _broadcast(joint_rank: int, address: StoreAddress) -> list[Any]:
+    group = _join(joint_rank, address)
+    tensors = [torch.full((3,), float(joint_rank)), torch.tensor([joint_rank, 9])]
+    group.broadcast(tensors, source=1)
+    return [tensor.tolist() for tensor in tensors] + [torch.distributed.is_initialized()]
+
+
+def test_everyone_gets_what_the_source_holds_without_a_default_group(address: StoreAddress) -> None:
+    assert values(run_ranks(_broadcast, 3, address)) == [[[1.0, 1.0, 1.0], [1, 9], False]] * 3
+
+
+def _close_and_rejoin(joint_rank: int, address: StoreAddress) -> list[Any]:
+    first = _join(joint_rank, address)
+    was_open = first.is_open
+    first.close()
+    first.close()
+    with pytest.raises(WeightSyncError, match="the joint group is closed"):
+        first.broadcast([torch.zeros(1)], source=0)
+    second, tensor = _join(joint_rank, address, generation=1), torch.tensor([joint_rank])
+    second.broadcast([tensor], source=2)
+    return [was_open, first.is_open, second.is_open, tensor.item()]
+
+
+def test_close_is_idempotent_and_the_next_generation_works(address: StoreAddress) -> None:
+    assert values(run_ranks(_close_and_rejoin, 3, address)) == [[True, False, True, 2]] * 3
+
+
+def _join_impatiently(joint_rank: int, address: StoreAddress) -> None:
+    _join(joint_rank, address, generation=4, timeout=timedelta(seconds=1))
+
+
+def test_a_rank_that_does_not_join_is_named(address: StoreAddress) -> None:
+    for outcome in run_ranks(_join_impatiently, 3, address, ranks=[0, 2]):
+        assert isinstance(outcome.error, PhaseTimeoutError)
+        assert outcome.error.missing == (1,)
+        assert "joint group 4" in str(outcome.error)
+        assert "rl_safe.timeouts.joint" in str(outcome.error)
+
+
+def _train_and_send(worker: Worker, address: StoreAddress) -> dict[str, Any]:
+    """Sends to a rollout rank that has died, then to the one that takes its place."""
+    worker.start(address)
+    worker.convert()
+    specs = worker.weight_specs()
+    worker.store.set("specs", pickle.dumps(specs))
+    worker.join(JOINT_SIZE, generation=0)
+    worker.store.wait(["dying"])
+    time.sleep(0.5)
+    start_s = time.monotonic()
+    try:
+        worker.send_weights(specs, bucket_bytes=BUCKET_BYTES)
+    except WeightSyncError as error:
+        failure, failed_after_s = str(error), time.monotonic() - start_s
+    worker.join(JOINT_SIZE, generation=1)
+    sent = worker.send_weights(specs, bucket_bytes=BUCKET_BYTES)
+    weights = {name: tensor.numpy().copy() for name, tensor in worker.export_hf_weights()}
+    worker.teardown()
+    return {"failure": failure, "failed_after_s": failed_after_s, "sent": sent, "weights": weights}
+
+
+def _roll_out(address: StoreAddress, *, generation: int) -> dict[str, Any]:
+    store = connect_store(address, timeout=timedelta(seconds=60))
+    store.wait(["specs"])
+    group = _join(TRAINERS, address, size=JOINT_SIZE, generation=generation, timeout=timedelta(seconds=60))
+    if generation == 0:
+        store.add("dying", 1)
+        os._exit(1)
+    received = {}
+    for bucket in plan_buckets(pickle.loads(store.get("specs")), bucket_bytes=BUCKET_BYTES):
+        buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
+        group.broadcast([buffer], source=0)
+        for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
+            flat = buffer[offset : offset + spec.size_bytes].view(getattr(torch, spec.dtype))
+            received[spec.name] = flat.view(spec.shape).numpy().copy()
+    return received
+
+
+def _joint_rank(rank: int, address: StoreAddress, config: RunConfig) -> dict[str, Any]:
+    if rank >= TRAINERS:
+        return _roll_out(address, generation=rank - TRAINERS)
+    return _train_and_send(Worker(config, rank=rank, size=TRAINERS), address)
+
+
+@pytest.fixture(scope="module", params=[{"ep": 2}, {"pp": 2, "ep": 2}], ids=["tp1_ep2", "pp2_ep2"])
+def outcomes(request, seeded_models) -> list[Outcome]:
+    """Four trainers, a rollout rank that dies before the first broadcast, and one that receives the second."""
+    config = run_config(seeded_models["moe"], **request.param)
+    config.rl_safe.timeouts.sync = SYNC_S
+    with served_store() as address:
+        return run_ranks(_joint_rank, JOINT_SIZE + 1, address, config, timeout_s=40)
+
+
+def test_a_death_before_the_broadcast_fails_the_sync_on_every_trainer(outcomes: list[Outcome]) -> None:
+    for rank in values(outcomes[:TRAINERS]):
+        assert rank["failure"].startswith("weight sync failed on training rank ")
+
+
+def test_the_failure_is_known_long_before_the_timeout(outcomes: list[Outcome]) -> None:
+    assert max(rank["failed_after_s"] for rank in values(outcomes[:TRAINERS])) < SYNC_S / 2
+
+
+def test_the_next_generation_receives_every_weight_bit_for_bit(outcomes: list[Outcome]) -> None:
+    *trainers, _, received = (outcome.value for outcome in outcomes)
+    values([*outcomes[:TRAINERS], outcomes[-1]])
+    for rank in trainers:
+        assert rank["weights"].keys() == received.keys()
+        assert all(np.array_equal(rank["weights"][name], weight) for name, weight in received.items())
+        assert rank["sent"] >= sum(weight.nbytes for weight in received.values())
+
+
+def test_it_takes_several_buckets(seeded_models) -> None:
+    """So that the failures above happen in the middle of an export, which goes on for the others' sake."""
+    size = (seeded_models["moe"] / "model.safetensors").stat().st_size
+    assert size > 5 * BUCKET_BYTES
+
+
+def _send_unjoined(rank: int, address: StoreAddress, config: RunConfig) -> None:
+    worker = Worker(config, rank=rank, size=2)
+    worker.start(address)
+    worker.convert()
+    if rank == 0:
+        worker.join(2, generation=0)
+    else:
+        _join(1, address, size=2)
+        with worker.lifecycle.enter(Phase.JOINT):
+            pass
+    worker.send_weights(worker.weight_specs(), bucket_bytes=BUCKET_BYTES)
+
+
+def test_a_trainer_that_has_not_joined_fails_the_sync_for_all(address: StoreAddress, seeded_models) -> None:
+    config = run_config(seeded_models["moe"], ep=2)
+    config.rl_safe.timeouts.sync = 8.0
+    for outcome in run_ranks(_send_unjoined, 2, address, config):
+        assert isinstance(outcome.error, WeightSyncError)

@@ -1,0 +1,180 @@
+"""Whole runs as a user starts them, each in a folder of its own, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = REPOSITORY / "recipes"
+MARK = "RL_SAFE_TEST_MARK"
+"""Inherited by whatever a run starts, so that its processes are told from those of another run beside it."""
+SHARED_MEMORY = Path("/dev/shm")
+TIMEOUT_S = 200.0
+
+SMALL = (
+    "cluster.num_trainers=2",
+    "data.train_batch_size=2",
+    "data.max_response_length=8",
+    "rollout.n=2",
+    "actor.ppo_micro_batch_size_per_gpu=1",
+)
+"""The least that is still a run: half of its trainers and 4 short sequences a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    """Its working directory."""
+    code: int
+    out: str
+    err: str
+    left: list[str]
+    """Processes, shared memory and temporary files that outlive it."""
+
+    @property
+    def last_error(self) -> str:
+        """The last line of stderr."""
+        return (self.err.splitlines() or [""])[-1]
+
+    @property
+    def run_dir(self) -> Path:
+        """The one folder under ``outputs``."""
+        (run_dir,) = (self.folder / "outputs").iterdir()
+        return run_dir
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``."""
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+class Running:
+    """A command in progress, in a session of its own and with temporary files of its own."""
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._mark = folder, uuid.uuid4().hex
+        # Not under pytest's folder: the paths of Ray's sockets must stay short.
+        self._temp = Path(tempfile.mkdtemp(prefix="t"))
+        self._logs = Path(tempfile.mkdtemp(prefix="rl_safe_test_logs_"))
+        self._shared_before = set(SHARED_MEMORY.iterdir())
+        variables = {MARK: self._mark, "TMPDIR": str(self._temp), "PYTHONPATH": str(REPOSITORY)}
+        with self._log("out").open("wb") as out, self._log("err").open("wb") as err:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | variables,
+                start_new_session=True,
+            )
+
+    def _log(self, name: str) -> Path:
+        return self._logs / name
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything alive that this run started, itself included."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def has_started_a_trainer(self) -> bool:
+        """Whether some process has become a trainer, whose imports then take seconds."""
+        titles = []
+        for process in self.processes():
+            with suppress(psutil.Error):
+                titles.append(" ".join(process.cmdline()))
+        return any(title.startswith("ray::") and "Trainer" in title for title in titles)
+
+    def has_finished_a_step(self) -> bool:
+        """Whether the first line of metrics is written."""
+        return any(file.read_text() for file in self.folder.glob("outputs/*/metrics.jsonl"))
+
+    def wait_until(self, condition: Callable[[], bool], *, timeout_s: float = 120.0) -> Self:
+        """Waits for a condition while the command runs; fails if it ends before, or takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"ended too early:\n{self._log('err').read_text()}"
+            assert time.monotonic() < deadline, f"not within {timeout_s} s: {condition.__name__}"
+            time.sleep(0.1)
+        return self
+
+    def finish(self, *, timeout_s: float = TIMEOUT_S) -> Outcome:
+        """Waits for the end. What is left is looked for at once: a run ends only when all of it has."""
+        code = self.process.wait(timeout_s)
+        return Outcome(
+            folder=self.folder,
+            code=code,
+            out=self._log("out").read_text(),
+            err=self._log("err").read_text(),
+            left=[*self._processes_left(), *self._files_left()],
+        )
+
+    def _processes_left(self) -> Iterator[str]:
+        for process in self.processes():
+            with suppress(psutil.Error):
+                yield f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
+
+    def _files_left(self) -> Iterator[str]:
+        for path in sorted({*SHARED_MEMORY.iterdir()} - self._shared_before):
+            yield str(path)
+        for path in sorted(self._temp.rglob("*")):
+            # The process that makes a model imports so much of torch that it gets a cache folder, which stays empty.
+            if not (path.name.startswith("torchinductor_") and not any(path.iterdir())):
+                yield str(path)
+
+    def close(self) -> None:
+        """Ends whatever is left, so that one failed test does not slow the next one."""
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+        for folder in (self._temp, self._logs):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def running(command: Sequence[str], folder: Path) -> Iterator[Running]:
+    """Starts a command; ends it, and all it started, when the body is left."""
+    run = Running(command, folder)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def rl_safe(recipe: str | Path, *overrides: str) -> list[str]:
+    """The command line of a run; ``recipe`` is a file name in ``recipes/`` or a path."""
+    return [sys.executable, "-m", "rl_safe_workers", "run", str(RECIPES / recipe), *overrides]
+
+
+def finish(command: Sequence[str], folder: Path) -> Outcome:
+    """Runs a command to its end."""
+    with running(command, folder) as run:
+        return run.finish()
+
+
+def files_under(folder: Path) -> Mapping[str, bytes]:
+    """Every file with its contents, and every folder, by relative path."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in folder.rglob("*")}

@@ -1,0 +1,261 @@
+"""Waiting for many actors: one deadline, and of several failures the one that the others follow from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from ray.exceptions import ObjectLostError, RayActorError, RayError
+
+from rl_safe_workers.driver import actor_group
+from rl_safe_workers.driver.actor_group import GRACE_S, SLACK_S, ActorRef, PendingCalls, gather, start_calls
+from rl_safe_workers.driver.actors import Reply
+from rl_safe_workers.driver.interrupts import SLICE_S
+from rl_safe_workers.errors import Interrupted, PhaseTimeoutError, RankError, RunError
+from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
+
+TIMEOUT_S = 60.0
+NEVER_S = 1e9
+
+
+@dataclass
+class FakeRay:
+    """``ray.wait`` and ``ray.get`` over answers that come at given times of a clock of its own.
+
+    It is the clock, too: waiting is the only thing that takes time.
+    """
+
+    now_s: float = 1000.0
+    answers: list[tuple[float, Reply | RayError]] = field(default_factory=list)
+    """When each answer comes and what it is; the index is the reference."""
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def _ready(self, refs: Sequence[int]) -> list[int]:
+        return [ref for ref in refs if self.answers[ref][0] <= self.now_s]
+
+    def wait(self, refs: list[int], *, num_returns: int = 1, timeout: float) -> tuple[list[int], list[int]]:
+        assert 1 <= num_returns <= len(refs)
+        deadline_s = self.now_s + timeout
+        while len(self._ready(refs)) < num_returns and self.now_s < deadline_s:
+            later = [self.answers[ref][0] for ref in refs if self.answers[ref][0] > self.now_s]
+            self.now_s = min([*later, deadline_s])
+        done = self._ready(refs)[:num_returns]
+        return done, [ref for ref in refs if ref not in done]
+
+    def get(self, ref: int) -> Reply:
+        at_s, answer = self.answers[ref]
+        assert at_s <= self.now_s, "get would block"
+        if isinstance(answer, RayError):
+            raise answer
+        return answer
+
+    def answer(self, after_s: float, what: Reply | RayError) -> int:
+        self.answers.append((self.now_s + after_s, what))
+        return len(self.answers) - 1
+
+
+@dataclass
+class FakeHandle:
+    """An actor whose ``call`` is answered after a while."""
+
+    ray: FakeRay
+    after_s: float
+    what: Reply | RayError
+
+    @property
+    def call(self) -> FakeHandle:
+        return self
+
+    def remote(self, *args: Any) -> int:
+        self.ray.calls.append(args)
+        return self.ray.answer(self.after_s, self.what)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(actor_group, "ray", fake)
+    monkeypatch.setattr(actor_group, "time", fake)
+    return fake
+
+
+def trainers(ray: FakeRay, *answers: tuple[float, Reply | RayError]) -> list[ActorRef]:
+    return [
+        ActorRef(role=Role.TRAINER, rank=rank, handle=FakeHandle(ray, *answer)) for rank, answer in enumerate(answers)
+    ]
+
+
+def rollouts(ray: FakeRay, *answers: tuple[float, Reply | RayError]) -> list[ActorRef]:
+    return [
+        ActorRef(role=Role.ROLLOUT, rank=rank, handle=FakeHandle(ray, *answer)) for rank, answer in enumerate(answers)
+    ]
+
+
+def value(number: int) -> Reply:
+    return Reply(value=number)
+
+
+def event(rank: int, *, ok: bool = True) -> PhaseEvent:
+    return PhaseEvent(phase=Phase.TRAIN, role=Role.TRAINER, rank=rank, start_s=1.0, end_s=2.0, ok=ok)
+
+
+def failure(rank: int, cause: str, *, at_s: float, in_vain: bool = False) -> Reply:
+    error = RankError(
+        role="trainer", rank=rank, phase="train", cause=cause, trace="", raised_at=at_s, in_vain=in_vain
+    )  # fmt: skip
+    return Reply(error=error, events=[event(rank, ok=False)])
+
+
+def timed_out(*missing: int) -> Reply:
+    return Reply(error=PhaseTimeoutError(
+        phase="train", group="training world", missing=missing, waited_s=TIMEOUT_S, setting="rl_safe.timeouts.train"
+    ))  # fmt: skip
+
+
+def start(actors: list[ActorRef]) -> PendingCalls:
+    return start_calls(actors, Phase.TRAIN, "train", lambda rank: (rank, "x"))
+
+
+def wait_for(calls: PendingCalls, *, events: list[PhaseEvent] | None = None) -> list[Any]:
+    taken = [] if events is None else events
+    return gather(calls, timeout_s=TIMEOUT_S, on_events=taken.extend, check_interrupts=lambda: None)
+
+
+def error_of(actors: list[ActorRef]) -> RunError:
+    with pytest.raises(RunError) as raised:
+        wait_for(start(actors))
+    return raised.value
+
+
+def test_values_come_in_the_order_of_the_calls(ray: FakeRay) -> None:
+    actors = trainers(ray, (3.0, value(10)), (1.0, value(11)), (2.0, value(12)))
+    assert wait_for(start(actors)) == [10, 11, 12]
+
+
+def test_every_rank_gets_the_phase_the_method_and_its_own_arguments(ray: FakeRay) -> None:
+    start(trainers(ray, (0.0, value(0)), (0.0, value(1))))
+    assert ray.calls == [("train", "train", (0, "x")), ("train", "train", (1, "x"))]
+
+
+def test_no_actors_no_wait(ray: FakeRay) -> None:
+    assert wait_for(start([])) == []
+
+
+def test_two_sets_of_calls_are_waited_for_as_one(ray: FakeRay) -> None:
+    first = start(trainers(ray, (2.0, value(1))))
+    ray.now_s += 1
+    both = first.joined_with(start(rollouts(ray, (0.5, value(2)))))
+    assert both.started_s == first.started_s
+    assert wait_for(both) == [1, 2]
+
+
+def test_events_arrive_of_those_that_succeed_and_of_those_that_fail(ray: FakeRay) -> None:
+    good = Reply(value=1, events=[event(0)])
+    late = Reply(value=2, events=[event(2)])
+    calls = start(trainers(ray, (0.0, good), (1.0, failure(1, "ValueError: x", at_s=5.0)), (1.5, late)))
+    events: list[PhaseEvent] = []
+    with pytest.raises(RankError):
+        wait_for(calls, events=events)
+    assert events == [event(0), event(1, ok=False), event(2)]
+
+
+def test_the_failure_of_one_rank_does_not_wait_for_the_deadline(ray: FakeRay) -> None:
+    error = error_of(trainers(ray, (1.0, failure(0, "ValueError: x", at_s=5.0)), (NEVER_S, value(1))))
+    assert str(error) == "trainer rank 0 failed in phase train: ValueError: x"
+    assert ray.now_s <= 1000 + 1.0 + SLICE_S + GRACE_S
+
+
+def test_of_several_failures_the_earliest_is_the_culprit(ray: FakeRay) -> None:
+    first, second = failure(0, "reported first", at_s=7.0), failure(1, "raised first", at_s=6.0)
+    assert "raised first" in str(error_of(trainers(ray, (1.0, first), (2.5, second))))
+
+
+def test_a_death_wins_over_what_it_caused_however_late_it_is_noticed(ray: FakeRay) -> None:
+    consequence = failure(0, "RuntimeError: Connection closed by peer", at_s=5.0)
+    error = error_of(trainers(ray, (1.0, consequence), (1.0 + GRACE_S - 0.1, RayActorError()), (NEVER_S, value(2))))
+    assert str(error) == "trainer rank 1 failed in phase train: the process died"
+
+
+def test_once_a_death_is_known_nothing_more_is_waited_for(ray: FakeRay) -> None:
+    error_of(trainers(ray, (1.0, RayActorError()), (NEVER_S, value(1))))
+    assert ray.now_s <= 1000 + 1.0 + SLICE_S
+
+
+def test_a_lost_result_is_the_failure_of_its_rank(ray: FakeRay) -> None:
+    error = error_of(trainers(ray, (1.0, value(0)), (1.0, ObjectLostError("abc", None, ""))))
+    assert isinstance(error, RankError)
+    assert (error.rank, error.cause.partition(":")[0]) == (1, "ObjectLostError")
+    assert "\n" not in str(error)
+
+
+def test_who_raised_wins_over_who_waited_in_vain(ray: FakeRay) -> None:
+    vain = failure(0, "RuntimeError: Timed out waiting", at_s=5.0, in_vain=True)
+    error = error_of(trainers(ray, (1.0, vain), (1.0, timed_out(2)), (2.0, failure(2, "ValueError: x", at_s=9.0))))
+    assert str(error) == "trainer rank 2 failed in phase train: ValueError: x"
+
+
+def test_a_rank_that_names_who_is_missing_is_believed(ray: FakeRay) -> None:
+    error = error_of(trainers(ray, (1.0, timed_out(2)), (1.0, timed_out(2)), (NEVER_S, value(2))))
+    assert isinstance(error, PhaseTimeoutError)
+    assert (error.group, error.missing) == ("training world", (2,))
+
+
+def test_if_all_that_failed_waited_for_one_that_is_busy_it_is_named(ray: FakeRay) -> None:
+    vain = failure(0, "RuntimeError: Timed out waiting", at_s=5.0, in_vain=True)
+    error = error_of(trainers(ray, (1.0, vain), (NEVER_S, value(1))))
+    assert isinstance(error, PhaseTimeoutError)
+    assert (error.group, error.missing) == ("the trainers", (1,))
+    assert "Timed out waiting" in str(error)
+
+
+def test_if_all_waited_in_vain_the_first_of_them_is_told(ray: FakeRay) -> None:
+    replies = [failure(rank, f"RuntimeError: {rank}", at_s=9.0 - rank, in_vain=True) for rank in range(3)]
+    assert "RuntimeError: 2" in str(error_of(trainers(ray, *((1.0, reply) for reply in replies))))
+
+
+def test_at_the_deadline_the_silent_ranks_are_named_with_the_setting(ray: FakeRay) -> None:
+    error = error_of(trainers(ray, (1.0, value(0)), (NEVER_S, value(1)), (NEVER_S, value(2)), (2.0, value(3))))
+    assert isinstance(error, PhaseTimeoutError)
+    assert error.missing == (1, 2)
+    assert error.setting == "rl_safe.timeouts.train"
+    assert TIMEOUT_S + SLACK_S <= error.waited_s <= TIMEOUT_S + SLACK_S + SLICE_S
+    assert str(error).startswith("phase train: rank 1-2 of the trainers did not arrive within 65.")
+
+
+def test_at_the_deadline_silent_ranks_of_both_roles_are_named(ray: FakeRay) -> None:
+    error = error_of([*rollouts(ray, (NEVER_S, value(9))), *trainers(ray, (1.0, value(0)), (NEVER_S, value(1)))])
+    assert isinstance(error, PhaseTimeoutError)
+    assert (error.group, error.missing) == ("the trainers", (1,))
+    assert "(nor rollout rank 0)" in str(error)
+
+
+def test_the_time_runs_from_the_start_of_the_calls(ray: FakeRay) -> None:
+    calls = start(trainers(ray, (NEVER_S, value(0))))
+    ray.now_s += TIMEOUT_S
+    with pytest.raises(PhaseTimeoutError):
+        wait_for(calls)
+    assert ray.now_s <= 1000 + TIMEOUT_S + SLACK_S + SLICE_S
+
+
+def test_answers_that_lay_ready_while_the_driver_was_busy_are_in_time(ray: FakeRay) -> None:
+    calls = start(trainers(ray, (1.0, value(0)), (2.0, value(1))))
+    ray.now_s += 2 * TIMEOUT_S
+    assert wait_for(calls) == [0, 1]
+
+
+def test_an_interrupt_ends_the_wait_within_a_slice(ray: FakeRay) -> None:
+    def check() -> None:
+        if ray.now_s > 1010:
+            raise Interrupted(signum=2)
+
+    with pytest.raises(Interrupted):
+        gather(
+            start(trainers(ray, (NEVER_S, value(0)))), timeout_s=TIMEOUT_S, on_events=list[PhaseEvent]().extend,
+            check_interrupts=check,
+        )  # fmt: skip
+    assert ray.now_s <= 1010 + 2 * SLICE_S

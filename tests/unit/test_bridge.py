@@ -1,0 +1,122 @@
+"""Which bridge is opened for a model, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rl_safe_workers.errors import ModelError
+from rl_safe_workers.models import bridge, megatron_bridge
+from rl_safe_workers.models.bridge import open_bridge
+from rl_safe_workers.models.hf_reader import HfReader
+
+
+def model_of_type(path: Path, model_type: str) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return str(path)
+
+
+def test_latent_attention_is_refused_without_transformer_engine(tmp_path: Path) -> None:
+    path = model_of_type(tmp_path / "m", "deepseek_v3")
+    with pytest.raises(ModelError, match="'deepseek_v3' needs Transformer Engine.*DotProductAttention"):
+        open_bridge(path, dtype=torch.float32)
+
+
+def test_a_model_without_mapping_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no installed bridge has a weight mapping for model type 'gpt2'"):
+        open_bridge(model_of_type(tmp_path / "m", "gpt2"), dtype=torch.float32)
+
+
+class FakeAutoBridge:
+    """What is used of Megatron-Bridge's AutoBridge, with its signatures."""
+
+    events: list[Any]
+
+    @staticmethod
+    def can_handle(path: str, trust_remote_code: bool = False) -> bool:
+        return not path.endswith("unknown")
+
+    @classmethod
+    def from_hf_pretrained(cls, path: str, **options: Any) -> FakeAutoBridge:
+        made = cls()
+        made.events = [("open", path, options)]
+        return made
+
+    def to_megatron_provider(self, load_weights: bool = True) -> Any:
+        return SimpleNamespace(
+            load_weights=load_weights,
+            provide=lambda **stage: ("chunk", stage),
+            finalize=lambda: self.events.append("finalize"),
+        )
+
+    def load_hf_weights(self, model: list[Any], hf_path: str | None = None) -> None:
+        self.events.append(("load", model, hf_path))
+
+    def export_hf_weights(self, model: list[Any], cpu: bool, show_progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.ones(1)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-Bridge as the only bridge there is."""
+    module = ModuleType("megatron.bridge")
+    module.AutoBridge = FakeAutoBridge  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.bridge", module)
+    monkeypatch.setattr(bridge, "_is_installed", lambda name: name == "megatron.bridge")
+    monkeypatch.setattr(megatron_bridge, "parallel_settings", lambda: {"tensor_model_parallel_size": 2})
+
+
+@pytest.mark.usefixtures("installed")
+def test_megatron_bridge_is_used_where_it_is_installed(tmp_path: Path) -> None:
+    path = model_of_type(tmp_path / "m", "llama")
+    opened: Any = open_bridge(path, dtype=torch.bfloat16, moe_aux_loss_coeff=0.0)
+    provider = opened.config
+    assert (provider.tensor_model_parallel_size, provider.bf16, provider.moe_aux_loss_coeff) == (2, True, 0.0)
+    assert not provider.load_weights
+    assert opened._model_provider([])(pre_process=True, post_process=False) == (
+        "chunk",
+        {"pre_process": True, "post_process": False},
+    )
+    chunk = torch.nn.Linear(1, 1)
+    opened.load_weights((chunk,), "elsewhere")
+    assert [(name, tensor.item()) for name, tensor in opened.export_weights([chunk])] == [("w", 1.0)]
+    events = opened._auto_bridge.events
+    assert events == [("open", path, {"trust_remote_code": False}), "finalize", ("load", [chunk], "elsewhere")]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_model_that_megatron_bridge_cannot_handle_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no installed bridge"):
+        open_bridge(model_of_type(tmp_path / "unknown", "llama"), dtype=torch.float32)
+
+
+def test_weights_are_found_with_and_without_an_index(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(3).bfloat16()}, tmp_path / "two.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    for _ in range(2):
+        reader = HfReader(tmp_path)
+        assert torch.equal(reader.load_some_hf_weight(["a"])["a"], torch.ones(2))
+        assert reader.dtypes() == {"a": torch.float32, "b": torch.bfloat16}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    with pytest.raises(ModelError, match="has no weight lm_head.weight"):
+        HfReader(tmp_path).load_one_hf_weight("lm_head.weight")
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "one.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(ModelError, match=r"one.safetensors cannot be read: .*; download the model again"):
+        HfReader(tmp_path)

@@ -1,0 +1,65 @@
+"""The environment that actors are launched with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rl_safe_workers.env import actor_env, become_gpuless, belongs_to_run
+from rl_safe_workers.lifecycle import Role
+
+
+@pytest.fixture(autouse=True)
+def no_variables_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_every_actor_is_offline_silent_and_single_threaded() -> None:
+    for role in Role:
+        variables = actor_env(role, "run-1", 1.0)
+        assert (variables["HF_HUB_OFFLINE"], variables["TRANSFORMERS_OFFLINE"]) == ("1", "1")
+        assert (variables["RAY_USAGE_STATS_ENABLED"], variables["OMP_NUM_THREADS"]) == ("0", "1")
+
+
+def test_only_rollout_actors_get_variables_of_vllm() -> None:
+    assert not any(name.startswith("VLLM") for name in actor_env(Role.TRAINER, "run-1", 1.0))
+    assert actor_env(Role.ROLLOUT, "run-1", 1.0)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(1.0, "1"), (4, "4"), (0.25, None), (1.5, None), (0.0, None)])
+def test_the_kv_cache_is_set_in_whole_gib_or_not_at_all(gib: float, expected: str | None) -> None:
+    assert actor_env(Role.ROLLOUT, "run-1", gib).get("VLLM_CPU_KVCACHE_SPACE") == expected
+
+
+def test_gloo_stays_on_the_loopback_interface_of_one_machine() -> None:
+    assert actor_env(Role.TRAINER, "run-1", 1.0)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in actor_env(Role.TRAINER, "run-1", 1.0, loopback=False)
+
+
+def test_temporary_files_go_where_the_run_says() -> None:
+    assert actor_env(Role.ROLLOUT, "run-1", 1.0, temp_dir=Path("/x"))["TMPDIR"] == "/x"
+    assert "TMPDIR" not in actor_env(Role.ROLLOUT, "run-1", 1.0)
+
+
+def test_the_user_may_choose_threads_but_not_leave_offline_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    variables = actor_env(Role.TRAINER, "run-1", 1.0)
+    assert (variables["OMP_NUM_THREADS"], variables["HF_HUB_OFFLINE"]) == ("8", "1")
+
+
+def test_processes_are_found_by_their_run() -> None:
+    variables = actor_env(Role.TRAINER, "run-1", 1.0)
+    assert belongs_to_run(variables, "run-1")
+    assert not belongs_to_run(variables, "run-2")
+    assert not belongs_to_run({}, "run-1")
+
+
+def test_a_process_without_gpus_hides_all_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "0,1", "PATH": "/bin"})
+    become_gpuless()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert (os.environ["HF_HUB_OFFLINE"], os.environ["PATH"]) == ("1", "/bin")

@@ -1,0 +1,311 @@
+"""Recipes and overrides: what merges, and the one line that each mistake gets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rl_safe_workers.config import AdvEstimator, ResumeMode, RunConfig, SeededModelConfig
+from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.recipe import load_recipe, to_yaml
+from rl_safe_workers.schema import known_keys, nearest_key
+
+Write = Callable[..., Path]
+BASE = "model: {path: m}\ndata: {train_files: [d.parquet]}\n"
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a recipe under a temporary folder; its text defaults to the mandatory keys."""
+
+    def _write(text: str = BASE, name: str = "recipes/base.yaml") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return _write
+
+
+def complaint(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_recipe_fills_in_defaults(write: Write) -> None:
+    config = load_recipe(write())
+    assert isinstance(config, RunConfig)
+    assert (config.model.path, config.data.train_files, config.rollout.n) == ("m", ["d.parquet"], 8)
+
+
+def test_overrides_win_over_the_recipe_and_parse_as_yaml(write: Write) -> None:
+    path = write(BASE + "trainer: {seed: 1}\n")
+    overrides = ["trainer.seed=2", "trainer.logger=[console,tensorboard]", "actor.optim.lr=1e-4", "trainer.seed=3"]
+    config = load_recipe(path, overrides)
+    assert (config.trainer.seed, config.actor.optim.lr) == (3, 1e-4)
+    assert config.trainer.logger == ["console", "tensorboard"]
+
+
+def test_enums_are_read_by_name(write: Write) -> None:
+    config = load_recipe(write(), ["trainer.resume_mode=auto", "algorithm.adv_estimator=rloo"])
+    assert config.trainer.resume_mode is ResumeMode.auto
+    assert config.algorithm.adv_estimator is AdvEstimator.rloo
+
+
+def test_one_key_of_an_absent_section_brings_in_the_section(write: Write) -> None:
+    assert load_recipe(write()).model.create is None
+    assert load_recipe(write(), ["model.create.seed=5"]).model.create == SeededModelConfig(seed=5)
+    assert load_recipe(write(), ["model.create={}"]).model.create == SeededModelConfig()
+
+
+def test_a_section_can_be_taken_away(write: Write) -> None:
+    assert load_recipe(write(), ["model.create.seed=5", "model.create=null"]).model.create is None
+
+
+def test_a_child_wins_over_its_parents_and_later_parents_over_earlier(write: Write) -> None:
+    write(BASE + "trainer: {seed: 1, save_freq: 1, total_training_steps: 1}\n", "recipes/a.yaml")
+    write("trainer: {save_freq: 2, total_training_steps: 2}\n", "recipes/more/b.yaml")
+    child = write("defaults: [a.yaml, more/b.yaml]\ntrainer: {total_training_steps: 3}\n")
+    trainer = load_recipe(child).trainer
+    assert (trainer.seed, trainer.save_freq, trainer.total_training_steps) == (1, 2, 3)
+
+
+def test_a_parent_reached_twice_does_not_overrule_its_child(write: Write) -> None:
+    write(BASE + "trainer: {seed: 1}\n", "root.yaml")
+    write("defaults: root.yaml\ntrainer: {seed: 2}\n", "a.yaml")
+    write("defaults: ../x/../root.yaml\n", "x/b.yaml")
+    assert load_recipe(write("defaults: [a.yaml, x/b.yaml]\n", "child.yaml")).trainer.seed == 2
+
+
+def test_a_cycle_of_recipes_is_shown(write: Write) -> None:
+    write("defaults: b.yaml\n", "a.yaml")
+    write("defaults: c.yaml\n", "b.yaml")
+    path = write("defaults: b.yaml\n", "c.yaml")
+    b = path.with_name("b.yaml")
+    assert complaint(path) == (f"recipes start from each other: {path} -> {b} -> {path}; remove one of the defaults")
+
+
+def test_the_run_is_named_after_the_recipe_and_the_time(write: Write) -> None:
+    trainer = load_recipe(write(name="tiny.yaml")).trainer
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}", trainer.run_name or "")
+    assert trainer.default_local_dir == "checkpoints/tiny"
+
+
+def test_a_given_run_name_stays(write: Write) -> None:
+    assert load_recipe(write(), ["trainer.run_name=mine"]).trainer.run_name == "mine"
+
+
+def test_train_files_are_found_beside_the_recipes_folder(write: Write, tmp_path: Path) -> None:
+    write("", "elsewhere/recipes/d.parquet")
+    write(BASE.replace("d.parquet", "recipes/d.parquet"), "elsewhere/recipes/base.yaml")
+    child = write("defaults: ../elsewhere/recipes/base.yaml\n", "recipes/child.yaml")
+    assert load_recipe(child).data.train_files == [str(tmp_path / "elsewhere/recipes/d.parquet")]
+
+
+def test_train_files_beside_the_child_come_before_those_beside_its_parent(write: Write, tmp_path: Path) -> None:
+    write("", "far/d.parquet")
+    write("", "near/d.parquet")
+    write(name="far/recipes/base.yaml")
+    child = write("defaults: ../../far/recipes/base.yaml\n", "near/recipes/child.yaml")
+    assert load_recipe(child).data.train_files == [str(tmp_path / "near/d.parquet")]
+
+
+def test_train_files_of_the_current_directory_come_first(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("", "d.parquet")
+    write("", "here/d.parquet")
+    monkeypatch.chdir(tmp_path / "here")
+    assert load_recipe(write()).data.train_files == ["d.parquet"]
+
+
+def test_the_resolved_yaml_reads_back_equal(write: Write) -> None:
+    config = load_recipe(write(), ["model.create.seed=5", "trainer.resume_mode=auto", "actor.ppo_mini_batch_size=4"])
+    text = to_yaml(config)
+    assert "${" not in text
+    assert load_recipe(write(text, "again.yaml")) == config
+
+
+def test_a_config_built_in_code_becomes_yaml() -> None:
+    config = RunConfig()
+    config.trainer.run_name = "mine"
+    assert "run_name: mine\n" in to_yaml(config)
+
+
+def test_a_single_train_file_need_not_be_a_list(write: Write) -> None:
+    assert load_recipe(write(), ["data.train_files=a.parquet"]).data.train_files == ["a.parquet"]
+
+
+def test_an_unknown_key_of_the_file_is_named_with_the_nearest(write: Write) -> None:
+    path = write(BASE + "trainer: {totl_training_steps: 3}\n")
+    assert complaint(path) == (
+        f"{path}: unknown key trainer.totl_training_steps; the nearest known key is trainer.total_training_steps"
+    )
+
+
+def test_an_unknown_key_of_the_command_line_is_named_with_the_nearest(write: Write) -> None:
+    assert complaint(write(), "trainr.seed=1") == (
+        "command line: unknown key trainr.seed; the nearest known key is trainer.seed"
+    )
+
+
+def test_an_unknown_key_of_a_parent_is_told_of_the_parent(write: Write) -> None:
+    parent = write("nope: 1\n", "parent.yaml")
+    assert complaint(write("defaults: parent.yaml\n", "child.yaml")).startswith(f"{parent}: unknown key nope")
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("model.seed", "model.create.seed"),
+        ("rollout.save_freq", "trainer.save_freq"),
+        ("megatron.tensor_parallel_size", "megatron.tensor_model_parallel_size"),
+        ("seed", "trainer.seed"),
+        ("trainr", "trainer"),
+        ("timeouts.save", "rl_safe.timeouts.save"),
+    ],
+)
+def test_the_nearest_key_prefers_the_same_name_in_another_section(key: str, nearest: str) -> None:
+    assert nearest_key(key) == nearest
+
+
+def test_every_field_has_a_described_type() -> None:
+    assert all(spec.describe() for spec in known_keys().values())
+    assert known_keys()["actor.ppo_mini_batch_size"].describe() == "a whole number or null"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.seed=abc", "trainer.seed cannot be 'abc'; it takes a whole number"),
+        ("trainer.seed=1.5", "trainer.seed cannot be 1.5; it takes a whole number"),
+        ("trainer.seed=null", "trainer.seed cannot be null; it takes a whole number"),
+        ("trainer.seed=", "trainer.seed cannot be null; it takes a whole number"),
+        ("trainer.seed=[1]", "trainer.seed cannot be [1]; it takes a whole number"),
+        ("data.shuffle=perhaps", "data.shuffle cannot be 'perhaps'; it takes true or false"),
+        ("actor.optim.lr=fast", "actor.optim.lr cannot be 'fast'; it takes a number"),
+        ("actor.ppo_mini_batch_size=x", "actor.ppo_mini_batch_size cannot be 'x'; it takes a whole number or null"),
+        ("model.path=[a]", "model.path cannot be ['a']; it takes a string"),
+        ("trainer=3", "trainer cannot be 3; it takes a section of keys"),
+        ("trainer=null", "trainer cannot be null; it takes a section of keys"),
+        ("model.create=3", "model.create cannot be 3; it takes a section of keys or null"),
+        ("trainer.logger=console", "trainer.logger cannot be 'console'; it takes a list, e.g. [a, b]"),
+        ("trainer.logger=[[1]]", "trainer.logger cannot be [[1]]; it takes a list, e.g. [a, b]"),
+        ("trainer.logger=[null]", "trainer.logger cannot be [None]; it takes a list, e.g. [a, b]"),
+        ("data.train_files=null", "data.train_files cannot be null; it takes a list, e.g. [a, b]"),
+        (
+            "trainer.resume_mode=yes",
+            "trainer.resume_mode cannot be True; it takes one of disable, auto, resume_path",
+        ),
+        ("trainer.seed.x=1", "trainer.seed cannot be {'x': 1}; it takes a whole number"),
+        ("trainer.seed", "'trainer.seed' is not an override; write key=value, e.g. trainer.seed=1"),
+        ("=1", "'=1' is not an override; write key=value, e.g. trainer.seed=1"),
+        ("a..b=1", "'a..b=1' is not an override; write key=value, e.g. trainer.seed=1"),
+        ("data.train_files[0]=x", "'data.train_files[0]=x' is not an override; write key=value, e.g. trainer.seed=1"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_with_what_does(write: Write, override: str, message: str) -> None:
+    assert complaint(write(), override) == f"command line: {message}"
+
+
+@pytest.mark.parametrize("override", ["trainer.logger=[console", 'model.path="x', "model.path=@x", "model.path=${x"])
+def test_a_value_that_is_not_yaml_is_refused(write: Write, override: str) -> None:
+    assert complaint(write(), override).startswith(f"command line: {override!r} cannot be read: ")
+
+
+def test_a_wrong_value_of_the_file_names_the_file(write: Write) -> None:
+    path = write(BASE + "trainer: {seed: abc}\n")
+    assert complaint(path) == f"{path}: trainer.seed cannot be 'abc'; it takes a whole number"
+
+
+def test_missing_mandatory_values_are_all_named(write: Write) -> None:
+    assert complaint(write("{}")) == (
+        "data.train_files, model.path has no value; set it in the recipe or as data.train_files=VALUE"
+    )
+
+
+@pytest.mark.parametrize("override", ["model.path=${nope}", "trainer.seed=${model.path}", "model.path=${model.path}"])
+def test_an_interpolation_that_leads_nowhere_is_refused(write: Write, override: str) -> None:
+    assert "cannot be resolved" in complaint(write(), override)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "expected the node content, but found '<stream end>' at line 1, column 5"),
+        ("trainer: {seed: 1}\ntrainer: {}", "found duplicate key trainer at line 2, column 1"),
+        ("- 1", "not a list"),
+        ("3", "Invalid loaded object type: int"),
+        ("a: ${x", "a recipe is a YAML mapping"),
+        ("1: 2", "unknown key 1"),
+        ("defaults: 3", "defaults cannot be 3"),
+        ("defaults: [[a]]", "defaults cannot be [['a']]"),
+        ("defaults: gone.yaml", "No such file or directory"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused_in_one_line(write: Write, text: str, message: str) -> None:
+    assert message in complaint(write(text))
+
+
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "gone.yaml"
+    assert complaint(path) == f"cannot read recipe {path}: No such file or directory; check the path"
+
+
+def test_a_binary_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.yaml"
+    path.write_bytes(b"\x80\x02")
+    assert "not UTF-8 text at byte 0" in complaint(path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.temperature=0"], "rollout.temperature=0.0 must be a number above 0"),
+        (["data.train_batch_size=-1"], "data.train_batch_size=-1 must be a number above 0"),
+        (["rl_safe.timeouts.save=.inf"], "rl_safe.timeouts.save=inf must be a number above 0 and finite"),
+        (["actor.optim.lr=.nan"], "actor.optim.lr=nan must be"),
+        (["actor.optim.beta2=1"], "actor.optim.beta2=1.0 must be below 1"),
+        (["rollout.max_logprob_gap=-1"], "rollout.max_logprob_gap=-1.0 must be a number of at least 0"),
+        (["rollout.n=1"], "rollout.n=1 with algorithm.adv_estimator=grpo: a group needs at least 2"),
+        (["rollout.n=1", "algorithm.adv_estimator=rloo"], "rollout.n=1 with algorithm.adv_estimator=rloo"),
+        (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path=DIR"),
+        (["trainer.resume_from_path=x"], "trainer.resume_from_path=x is not read with trainer.resume_mode=disable"),
+        (["trainer.logger=[wandb]"], "trainer.logger has 'wandb': use any of console, tensorboard"),
+        (["model.dtype=float16"], "model.dtype=float16 is not supported: use float32"),
+        (["megatron.moe_token_dispatcher_type=flex"], "use alltoall or allgather"),
+        (["rollout.name=sglang"], "rollout.name=sglang is not supported: use vllm"),
+        (["trainer.save_freq=0"], "trainer.save_freq=0 must be -1 (never) or at least 1"),
+        (["actor.ppo_mini_batch_size=3"], "actor.ppo_mini_batch_size=3 does not divide data.train_batch_size=8"),
+        (["rl_safe.bootstrap.on_missing=ignore"], "use raise or bootstrap"),
+        (["rollout.tensor_model_parallel_size=2"], "on CPU each vLLM engine is one process"),
+        (["rollout.block_size=16"], "must be a multiple of 32"),
+        (["megatron.context_parallel_size=2"], "must be 1: Megatron's attention"),
+        (["data.train_files=[]"], "data.train_files is empty"),
+        (["model.create.num_key_value_heads=3"], "does not divide model.create.num_attention_heads=4"),
+        (["model.create.num_key_value_heads=0"], "model.create.num_key_value_heads=0 must be at least 1"),
+        (["model.create.head_dim=31"], "model.create.head_dim=31 must be even"),
+        (["model.create.num_experts=1"], "must be at most model.create.num_experts=1"),
+    ],
+)
+def test_contradictions_are_refused(write: Write, overrides: list[str], message: str) -> None:
+    assert message in complaint(write(), *overrides)
+
+
+def test_every_shipped_recipe_loads_and_has_its_own_seeded_model() -> None:
+    paths = [load_recipe(recipe).model.path for recipe in sorted(RECIPES.glob("*.yaml"))]
+    assert len(paths) >= 4
+    assert len(set(paths)) == len(paths)
+
+
+def test_naming_a_model_turns_the_making_of_one_off(write: Write) -> None:
+    recipe = write("model: {path: made, create: {}}\ndata: {train_files: [a.parquet]}\n")
+    assert load_recipe(recipe).model.create is not None
+    assert load_recipe(recipe, ["model.path=mine"]).model.create is None
+    assert load_recipe(recipe, ["model.path=mine", "model.create={}"]).model.create is not None

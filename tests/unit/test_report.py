@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from rl_safe_workers.driver import report
+from rl_safe_workers.driver.report import write_report
+from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
+
+VOID = {"meta", "link", "path", "rect", "br", "hr", "img", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects the text and what the page refers to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.source, self.open = text, list[str]()
+        self.text, self.references, self.tags = "", list[str](), list[str]()
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.references += [value for name, value in attrs if name in {"src", "href", "xlink:href", "data", "action"}]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+    @property
+    def hover(self):
+        return json.loads(re.search(r'id="hover">(.*?)</script>', self.source, re.DOTALL)[1])
+
+
+def event(phase=Phase.TRAIN, *, role=Role.TRAINER, rank=0, start_s=0.0, seconds=1.0, ok=True):
+    start_s += 1_763_000_000.0
+    return PhaseEvent(phase=phase, role=role, rank=rank, start_s=start_s, end_s=start_s + seconds, ok=ok)
+
+
+def step(number, reward=0.5, gap=2e-6, **others):
+    return {"step": number, "reward/mean": reward, "rollout/logprob_gap_max": gap, **others}
+
+
+@pytest.fixture
+def page(tmp_path):
+    def make(metrics=(), events=(), title="run", config_yaml="a: 1", summary=None):
+        path = tmp_path / "made" / "report.html"
+        write_report(
+            path,
+            title=title,
+            config_yaml=config_yaml,
+            metrics=metrics,
+            events=events,
+            summary=summary or {},
+            logprob_bound=1e-5,
+        )
+        return Page(path.read_text(encoding="utf-8"))
+
+    return make
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 300])
+def test_a_run_of_any_length_is_well_formed(page, steps) -> None:
+    made = page(metrics=[step(n) for n in range(1, steps + 1)], events=[event()])
+    assert ("No training step was completed." in made.text) is (steps == 0)
+    assert len(made.hover["charts"]) == (2 if steps else 0)
+
+
+def test_a_run_without_anything_is_well_formed(page) -> None:
+    assert "No phase was recorded." in page().text
+
+
+def test_the_page_refers_to_nothing_outside(page) -> None:
+    made = page(metrics=[step(1)], events=[event()])
+    assert set(made.references) == {"data:,"}
+    assert "://" not in made.source
+    assert "@import" not in made.source
+    assert set(re.findall(r"url\((.)", made.source)) == {"#"}
+
+
+def test_every_event_appears_as_a_shape_and_in_the_hover_data(page) -> None:
+    events = [event(phase, rank=rank, start_s=5.0 * index) for index, phase in enumerate(Phase) for rank in range(3)]
+    made = page(events=events)
+    for phase in Phase:
+        drawn = re.search(rf'<path class="p-{phase}" d="([^"]*)"', made.source)[1]
+        assert drawn.count("M") == 3
+    lanes = made.hover["timeline"]
+    assert [len(stays) for stays in lanes["stays"]] == [len(Phase)] * 3
+    assert lanes["stays"][2][4] == [list(Phase).index(Phase.CONVERT), 20.0, 1.0, 0]
+
+
+def test_every_phase_has_a_colour_in_light_and_dark(page) -> None:
+    source = page().source
+    for phase in Phase:
+        assert f"svg .p-{phase} {{ fill:" in source
+        assert source.count(f"--p-{phase}: ") in (1, 2)  # set-up phases borrow a colour that is defined twice
+
+
+def test_trainers_come_before_rollout_ranks_in_order_of_rank(page) -> None:
+    events = [event(role=Role.ROLLOUT, rank=0), event(rank=10), event(rank=2)]
+    assert page(events=events).hover["timeline"]["labels"] == ["trainer 2", "trainer 10", "rollout 0"]
+
+
+def test_a_failed_phase_is_marked_and_stated_with_its_ranks(page) -> None:
+    events = [event(Phase.BOOTSTRAP, rank=r, seconds=12.0, ok=r not in (1, 2)) for r in range(4)]
+    made = page(events=events)
+    assert "bootstrap failed on trainer rank 1-2 after 12.00 s" in made.text
+    assert "trainer 1: bootstrap failed after 12.00 s" in made.source
+    assert "2 failed" in made.text
+    assert [stays[0][3] for stays in made.hover["timeline"]["stays"]] == [0, 1, 1, 0]
+
+
+def test_a_run_without_failures_does_not_say_failed(page) -> None:
+    assert "This run failed" not in page(events=[event()]).text
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_breaks_the_curve_and_is_marked(page, value) -> None:
+    made = page(metrics=[step(1), step(2, reward=value), step(3)])
+    assert made.hover["charts"][0]["curves"][0] == ["mean", [0.5, None, 0.5]]
+    assert "not a finite number (1 step)" in made.text
+    assert "not finite" in made.text
+    assert not re.search(r"\b(nan|inf)\b", made.source, re.IGNORECASE)
+
+
+def test_all_values_not_finite_still_make_a_page(page) -> None:
+    made = page(metrics=[step(n, reward=None, gap=None) for n in (1, 2)])
+    assert "not a finite number (2 steps)" in made.text
+
+
+def test_text_from_outside_is_escaped(page) -> None:
+    evil = "</script><script>alert(1)</script>&'\""
+    made = page(title=evil, config_yaml=evil, summary={evil: evil}, events=[event()], metrics=[step(1)])
+    plain = page(events=[event()], metrics=[step(1)])
+    assert "<script>alert" not in made.source
+    assert made.tags.count("script") == plain.tags.count("script")
+    assert made.text.count(evil) == 4 + 1  # title twice, config, summary label and text
+
+
+def test_the_bound_is_drawn_and_values_above_it_are_marked(page) -> None:
+    made = page(metrics=[step(1, gap=2e-6), step(2, gap=4e-5)])
+    assert "bound 1e-05" in made.text
+    assert re.search(r'class="above" d="([^"]*)"', made.source)[1].count("M") == 1
+    assert 'class="above"' not in page(metrics=[step(1)]).source
+
+
+def test_the_seconds_of_a_phase_are_those_of_its_slowest_rank() -> None:
+    events = [event(rank=0, seconds=1.0), event(rank=0, start_s=2.0, seconds=1.0), event(rank=1, seconds=3.0)]
+    (row,) = report.timeline.phase_rows(events)
+    assert (row.stays, row.total_s, row.longest_s, row.longest_rank, row.ranks) == (2, 3.0, 3.0, 1, "0-1")
+    assert row.mean_s == pytest.approx(5 / 3)
+    assert row.share == pytest.approx(1.0)
+
+
+def test_sixty_four_ranks_keep_rows_that_hold_a_label(page) -> None:
+    events = [event(rank=rank, start_s=float(n)) for rank in range(64) for n in range(500)]
+    made = page(events=events)
+    assert len(made.hover["timeline"]["labels"]) == 64
+    assert made.hover["timeline"]["row"] >= 14
+    assert "min-width:2500px" in made.source
+
+
+def test_steps_are_shown_in_order_whatever_the_order_of_the_log(page) -> None:
+    assert page(metrics=[step(2), step(1)]).hover["charts"][0]["steps"] == [1, 2]
+
+
+def test_only_one_file_is_written(page, tmp_path) -> None:
+    page(metrics=[step(1)], events=[event()])
+    assert [p.name for p in Path(tmp_path).rglob("*") if p.is_file()] == ["report.html"]
