@@ -57,10 +57,11 @@ class Flight:
         self._written: Future[Written] = Future()
         self._committed: Future[Any] | None = None
         self._is_reported = self._is_logged = False
+        self._threads: list[threading.Thread] = []
 
     def write(self, work: Callable[[], Written], *, background: bool) -> None:
         """Writes, here or on a thread. What fails is kept until the end of the flight."""
-        (_in_thread if background else _fulfil)(work, self._written)
+        (self._in_thread if background else _fulfil)(work, self._written)
 
     def advance(self) -> None:
         """Moves on without waiting. Not collective.
@@ -74,7 +75,7 @@ class Flight:
         if self._rank == 0 and self._committed is None and self._agreement.all_reported():
             reports = self._agreement.reports(timedelta(seconds=1))
             self._committed = Future()
-            _in_thread(lambda: self._commit_all(reports), self._committed)
+            self._in_thread(lambda: self._commit_all(reports), self._committed)
         if self._committed is not None and self._committed.done():
             self._decide()
 
@@ -87,6 +88,7 @@ class Flight:
         if outcome[0] and not self._is_logged:
             logger.error("the save of %s has failed: %s", self._directory.parent, outcome[0])
             self._is_logged = True
+        self._join()
         return outcome
 
     def finish(self, timeout: timedelta) -> tuple[str, Any]:
@@ -107,6 +109,7 @@ class Flight:
             self._wait(self._committed, _left(deadline_s), "committed")
             self._decide()
         outcome: tuple[str, Any] = json.loads(self._agreement.decision(_left(deadline_s)))
+        self._join()
         return outcome
 
     def abandon(self, reason: str) -> None:
@@ -138,6 +141,17 @@ class Flight:
         if failure:
             raise CheckpointError(f"save of {self._directory.parent} failed: {failure}") from own
         return value
+
+    def _in_thread(self, work: Callable[[], Any], future: Future[Any]) -> None:
+        # A daemon: an exit does not wait for a save that nobody finished.
+        thread = threading.Thread(target=_fulfil, args=(work, future), name="checkpoint", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _join(self) -> None:
+        """Waits for threads that have done their work: at the end of a flight nothing of it is left."""
+        for thread in self._threads:
+            thread.join()
 
     def _wait(self, done: Future[Any], timeout: timedelta, what: str) -> None:
         try:
@@ -191,8 +205,3 @@ def _fulfil(work: Callable[[], T], future: Future[T]) -> None:
         future.set_result(work())
     except Exception as error:
         future.set_exception(error)
-
-
-def _in_thread(work: Callable[[], T], future: Future[T]) -> None:
-    # A daemon: an exit does not wait for a save that nobody finished.
-    threading.Thread(target=_fulfil, args=(work, future), name="checkpoint", daemon=True).start()
