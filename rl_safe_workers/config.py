@@ -58,7 +58,7 @@ class ModelConfig:
     create: SeededModelConfig | None = None
     """Set: make a seeded model at ``path`` if nothing is there."""
     dtype: str = "float32"
-    """Parameter dtype of trainer and rollout; ``float32`` is what the CPU platform runs."""
+    """Of the parameters of trainer and rollout: ``float32``; on GPUs also ``bfloat16``, with an optimizer in fp32."""
 
 
 @dataclass(kw_only=True)
@@ -144,7 +144,7 @@ class RolloutConfig:
     max_logprob_gap: float = 1e-5
     """Largest allowed difference, in nats, between rollout and trainer in the log-probability of a sampled token."""
     kv_cache_gib: float = 0.25
-    """KV cache of each rollout rank on CPU."""
+    """KV cache of each rollout rank."""
     block_size: int = 32
     """Tokens per KV block; the CPU backend needs a multiple of 32."""
 
@@ -181,6 +181,10 @@ class TrainerConfig:
 class ClusterConfig:
     """Processes and what each may use."""
 
+    device: str = "cpu"
+    """``cpu`` or ``cuda``; with the latter each trainer and each rollout rank has one GPU."""
+    colocated: bool = False
+    """Whether rollout rank i shares the GPU of training rank i, in turn: one sleeps while the other works."""
     num_trainers: int = 4
     num_rollouts: int = 1
     cpus_per_trainer: float = 0.25

@@ -59,7 +59,8 @@ NOT_NEGATIVE = (
 )
 """Finite and at least 0."""
 CHOICES: Mapping[str, Sequence[str]] = {
-    "model.dtype": ("float32",),
+    "model.dtype": ("float32", "bfloat16"),
+    "cluster.device": ("cpu", "cuda"),
     "megatron.moe_token_dispatcher_type": ("alltoall", "allgather"),
     "rollout.name": ("vllm",),
     "cluster.ray_address": ("local", "auto"),
@@ -153,7 +154,16 @@ def _trainer(config: RunConfig) -> Iterator[str]:
 
 
 def _platform(config: RunConfig) -> Iterator[str]:
-    megatron, rollout = config.megatron, config.rollout
+    megatron, rollout, cluster = config.megatron, config.rollout, config.cluster
+    if cluster.device == "cpu" and config.model.dtype != "float32":
+        yield f"model.dtype={config.model.dtype} must be float32 with cluster.device=cpu"
+    if cluster.colocated and cluster.device == "cpu":
+        yield "cluster.colocated=true needs cluster.device=cuda: there is no GPU to share"
+    if cluster.colocated and cluster.num_rollouts != cluster.num_trainers:
+        yield (
+            f"cluster.colocated=true with cluster.num_trainers={cluster.num_trainers} and cluster.num_rollouts="
+            f"{cluster.num_rollouts}: each trainer shares its GPU with one rollout rank, so set them equal"
+        )
     if megatron.context_parallel_size > 1:
         yield (
             f"megatron.context_parallel_size={megatron.context_parallel_size} must be 1: "
@@ -162,9 +172,9 @@ def _platform(config: RunConfig) -> Iterator[str]:
     if rollout.tensor_model_parallel_size > 1:
         yield (
             f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} must be 1: "
-            "on CPU each vLLM engine is one process; for more of them raise cluster.num_rollouts"
+            "each vLLM engine is one process; for more of them raise cluster.num_rollouts"
         )
-    if rollout.block_size % 32:
+    if cluster.device == "cpu" and rollout.block_size % 32:
         yield f"rollout.block_size={rollout.block_size} must be a multiple of 32 on CPU"
 
 

@@ -26,6 +26,12 @@ RAY_USAGE_STATS_ENABLED = "RAY_USAGE_STATS_ENABLED"
 GLOO_SOCKET_IFNAME = "GLOO_SOCKET_IFNAME"
 """``lo`` when all processes are on this machine: gloo otherwise binds to the interface of the host's name, which may
 be public, or resolve to nothing in a container."""
+NCCL_SOCKET_IFNAME = "NCCL_SOCKET_IFNAME"
+"""As ``GLOO_SOCKET_IFNAME``, for the connections over which NCCL's ranks find each other."""
+LOCAL_RANK = "LOCAL_RANK"
+"""Which of the visible GPUs is this process's, where a launcher leaves all of them visible."""
+CUBLAS_WORKSPACE_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
+"""``:4096:8``: cuBLAS gives the same bits each time."""
 VLLM_NO_USAGE_STATS = "VLLM_NO_USAGE_STATS"
 """``1``: no usage report leaves the machine."""
 VLLM_LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
@@ -57,7 +63,9 @@ ROLLOUT_ACTORS: Mapping[str, str] = {
     VLLM_ENABLE_V1_MULTIPROCESSING: "0",
 }
 """Defaults for rollout actors, beside those for all."""
-USER_MAY_SET = frozenset({OMP_NUM_THREADS, GLOO_SOCKET_IFNAME, VLLM_LOGGING_LEVEL})
+DETERMINISTIC: Mapping[str, str] = {CUBLAS_WORKSPACE_CONFIG: ":4096:8"}
+"""For processes that `platforms.cuda.make_deterministic` is called in."""
+USER_MAY_SET = frozenset({OMP_NUM_THREADS, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, VLLM_LOGGING_LEVEL})
 """Where the value in the driver's own environment wins; the rest is needed as it is."""
 
 
@@ -76,7 +84,7 @@ def actor_env(
     """
     variables = dict(ALL_ACTORS)
     if loopback:
-        variables[GLOO_SOCKET_IFNAME] = "lo"
+        variables[GLOO_SOCKET_IFNAME] = variables[NCCL_SOCKET_IFNAME] = "lo"
     if temp_dir is not None:
         variables[TMPDIR] = str(temp_dir)
     if role == "rollout":
@@ -101,6 +109,12 @@ def keep_ray_on_loopback() -> None:
 def become_gpuless() -> None:
     """Sets what an actor's environment has, and hides all GPUs; for a process that has imported no library yet."""
     os.environ.update({**ALL_ACTORS, CUDA_VISIBLE_DEVICES: ""})
+
+
+def local_rank() -> int | None:
+    """This process's place among those of its host, if a launcher has set it."""
+    value = os.environ.get(LOCAL_RANK)
+    return int(value) if value and value.isdecimal() else None
 
 
 def belongs_to_run(environ: Mapping[str, str], run_id: str) -> bool:

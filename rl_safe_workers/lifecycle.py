@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from rl_safe_workers.errors import LifecycleError
 
@@ -108,16 +109,37 @@ class PhaseEvent:
     end_s: float
     """Unix time in seconds."""
     ok: bool
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Accelerator memory at the end of the phase, by owner; empty without an accelerator."""
+
+
+class Observer(Protocol):
+    """Looks at a process at both ends of each phase.
+
+    No wider, so that this module knows nothing of devices. What it raises is logged, and changes nothing else.
+    """
+
+    def begin(self, phase: Phase) -> None:
+        """Called before the body of a phase."""
+        ...
+
+    def end(self, phase: Phase) -> Mapping[str, int]:
+        """Called after the body, also one that raised; returns the event's ``device_bytes``."""
+        ...
 
 
 class Lifecycle:
     """Tracks the phases of one process and refuses moves that the transition table does not allow.
 
     Not thread-safe: one process runs one phase at a time, on one thread.
+
+    Attributes:
+        observer: Told of the two ends of each phase entered from now on; None for no one.
     """
 
     def __init__(self, *, role: Role, rank: int) -> None:
         self.role, self.rank = role, rank
+        self.observer: Observer | None = None
         self._current: Phase | None = None
         self._completed: set[Phase] = set()
         self._events: list[PhaseEvent] = []
@@ -158,6 +180,7 @@ class Lifecycle:
         self._current = phase
         start_s, ok = since_s or time.time(), False
         try:
+            self._observe_begin(phase)
             yield
             ok = True
         finally:
@@ -166,7 +189,15 @@ class Lifecycle:
             if ok:
                 self._completed.add(phase)
             self._events.append(
-                PhaseEvent(phase=phase, role=self.role, rank=self.rank, start_s=start_s, end_s=end_s, ok=ok)
+                PhaseEvent(
+                    phase=phase,
+                    role=self.role,
+                    rank=self.rank,
+                    start_s=start_s,
+                    end_s=end_s,
+                    ok=ok,
+                    device_bytes=self._observe_end(phase),
+                )
             )
             logger.info(
                 "%s rank %d: phase %s %s in %.2f s",
@@ -176,6 +207,25 @@ class Lifecycle:
                 "done" if ok else "failed",
                 end_s - start_s,
             )
+
+    def _observe_begin(self, phase: Phase) -> None:
+        try:
+            if self.observer is not None:
+                self.observer.begin(phase)
+        except Exception:
+            self._warn_unobserved("beginning", phase)
+
+    def _observe_end(self, phase: Phase) -> dict[str, int]:
+        try:
+            return {} if self.observer is None else dict(self.observer.end(phase))
+        except Exception:
+            self._warn_unobserved("end", phase)
+            return {}
+
+    def _warn_unobserved(self, which: str, phase: Phase) -> None:
+        logger.warning(
+            "%s rank %d: the %s of phase %s could not be observed", self.role, self.rank, which, phase, exc_info=True
+        )
 
     def invalidate(self, phase: Phase) -> None:
         """Forgets that a phase completed, e.g. the bootstrap after a group was rebuilt."""

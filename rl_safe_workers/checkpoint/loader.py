@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch.distributed import Store
 
 from rl_safe_workers.checkpoint.index import ByteRange, CheckpointIndex, Chunk, read_index
-from rl_safe_workers.checkpoint.pieces import Piece, coalesce, shards_in
+from rl_safe_workers.checkpoint.pieces import Piece, Split, coalesce, split
 from rl_safe_workers.checkpoint.safe_reader import allowing_common
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
 from rl_safe_workers.lifecycle import Phase
@@ -94,9 +94,9 @@ class Loader:
         try:
             state = describe()
             index = read_index(directory)
-            shards = list(shards_in(state))
-            complaint = compare(shards, index)
-            asked = {s.unique_key if isinstance(s, ShardedObject) else s.key for s in shards}
+            parts = split(state)
+            complaint = compare(parts, index)
+            asked = {s.key for s in parts.tensors} | {s.unique_key for s in parts.objects}
         except Exception as error:
             failure = error
         self._agreement("ready").settle(
@@ -129,18 +129,17 @@ class Loader:
         return Agreement(self._store, subject, phase=Phase.LOAD, rank=self._rank, size=self._size)
 
 
-def compare(shards: Sequence[ShardedTensor | ShardedObject], index: CheckpointIndex) -> str:
+def compare(parts: Split, index: CheckpointIndex) -> str:
     """Says what of a rank's shards the checkpoint does not have, or has in another shape; empty if it has them all."""
-    missing, other = set(), set()
-    for shard in shards:
-        if isinstance(shard, ShardedObject):
-            missing |= {shard.unique_key} - index.objects.keys()
-        elif shard.key not in index.tensors:
+    missing = {shard.unique_key for shard in parts.objects} - index.objects.keys()
+    other = set()
+    for shard in parts.tensors:
+        if shard.key not in index.tensors:
             missing.add(shard.key)
         elif not shard.allow_shape_mismatch and index.tensors[shard.key].shape != tuple(shard.global_shape):
             other.add(f"{shard.key} is {list(index.tensors[shard.key].shape)} there, {list(shard.global_shape)} here")
-    parts = [f"missing: {_shorten(sorted(missing))}"] if missing else []
-    return "; ".join(parts + ([f"of another shape: {_shorten(sorted(other))}"] if other else []))
+    complaints = [f"missing: {_shorten(sorted(missing))}"] if missing else []
+    return "; ".join(complaints + ([f"of another shape: {_shorten(sorted(other))}"] if other else []))
 
 
 def _check_fit(reports: Sequence[tuple[list[str], str]], index: CheckpointIndex | None, strict: bool) -> None:
@@ -171,18 +170,16 @@ class _Strategy(TorchDistLoadShardedStrategy):
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *_: Any) -> dict[str, Any]:
         """Returns the state dict with tensors and objects in the place of sharded ones."""
-        shards = list(shards_in(sharded_state_dict))
-        tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-        for shard in tensors:
+        parts = split(sharded_state_dict)
+        for shard in parts.tensors:
             if shard.data is None:
                 shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
             elif shard.allow_shape_mismatch:
                 shard.data.detach().zero_()
         with Blobs(self._directory) as blobs:
-            read_pieces(tensors, self._index, blobs)
-            for shard in shards:
-                if isinstance(shard, ShardedObject):
-                    shard.data = blobs.load_object(self._index.objects[shard.unique_key], shard.unique_key)
+            read_pieces(parts.tensors, self._index, blobs)
+            for item in parts.objects:
+                item.data = blobs.load_object(self._index.objects[item.unique_key], item.unique_key)
         result: dict[str, Any] = _data_of(sharded_state_dict)
         return result
 

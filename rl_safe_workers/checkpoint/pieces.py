@@ -9,9 +9,10 @@ same key, so that each reads the other's checkpoints.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -119,41 +120,53 @@ def _stack(rows: list[torch.Tensor], shape: Index) -> torch.Tensor:
     return joined.view(-1, *shape)
 
 
-def shards_in(state: Any) -> Iterator[ShardedTensor | ShardedObject]:
-    """Yields what of a Megatron state dict is stored apart, factories built; order is the dict's."""
-    if isinstance(state, dict):
-        for value in state.values():
-            yield from shards_in(value)
-    elif isinstance(state, list):
-        for value in state:
-            yield from shards_in(value)
-    elif isinstance(state, (ShardedTensor, ShardedObject)):
-        yield state
-    elif isinstance(state, ShardedTensorFactory):
-        yield from shards_in(state.build())
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A Megatron state dict, taken apart."""
+
+    tensors: list[ShardedTensor]
+    objects: list[ShardedObject]
+    common: dict[str, Any]
+    """The same dict without those, and without what that leaves empty: what every rank holds alike."""
 
 
-def common_in(state: Any) -> Any:
-    """The same dict without what is stored apart, and without what that leaves empty: what every rank holds alike."""
-    if isinstance(state, dict):
-        kept = {k: common_in(v) for k, v in state.items() if not _is_apart(v)}
-        return {k: v for k, v in kept.items() if not _is_emptied(v, state[k])}
-    if isinstance(state, list):
-        return [kept for v in state if not _is_apart(v) and not _is_emptied(kept := common_in(v), v)]
-    return state
+def split(state: dict[str, Any]) -> Split:
+    """Takes apart what is stored apart, in the dict's order, factories built."""
+    found = Split([], [], {})
+    for key, value in state.items():
+        if (rest := _split(value, found)) is not _APART:
+            found.common[key] = rest
+    return found
 
 
-def _is_emptied(kept: Any, before: Any) -> bool:
-    return isinstance(before, (dict, list)) and bool(before) and not kept
+_APART = object()
+"""What is left of a value that is stored apart."""
 
 
-def _is_apart(value: Any) -> bool:
-    return isinstance(value, (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersistentObject))
+def _split(value: Any, found: Split) -> Any:
+    # The most by far: tens of thousands.
+    if type(value) is ShardedTensor:
+        found.tensors.append(value)
+        return _APART
+    if isinstance(value, dict):
+        kept = {k: rest for k, v in value.items() if (rest := _split(v, found)) is not _APART}
+        return kept if kept or not value else _APART
+    if isinstance(value, list):
+        left = [rest for v in value if (rest := _split(v, found)) is not _APART]
+        return left if left or not value else _APART
+    if isinstance(value, ShardedTensorFactory):
+        _split(value.build(), found)
+    elif isinstance(value, ShardedTensor):
+        found.tensors.append(value)
+    elif isinstance(value, ShardedObject):
+        found.objects.append(value)
+    elif not isinstance(value, LocalNonpersistentObject):
+        return value
+    return _APART
 
 
-def signature(shards: Iterable[ShardedTensor]) -> Iterator[tuple[Any, ...]]:
-    """What of sharded tensors decides how they are cut into pieces; equal signatures give equal pieces."""
-    return ((s.key, s.global_offset, s.local_shape, s.dtype, s.replica_id, s.global_shape) for s in shards)
+signature = attrgetter("key", "global_offset", "local_shape", "dtype", "replica_id", "global_shape")
+"""What of a sharded tensor decides how it becomes part of a piece; equal signatures give equal pieces."""
 
 
 def coalesce(shards: Sequence[ShardedTensor]) -> list[Piece]:

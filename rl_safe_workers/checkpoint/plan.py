@@ -55,7 +55,7 @@ class Plan:
         return (
             len(tensors) == len(self.signature)
             and object_keys == self.object_keys
-            and all(map(eq, signature(tensors), self.signature))
+            and all(map(eq, map(signature, tensors), self.signature))
         )
 
 
@@ -72,7 +72,7 @@ def make_plan(tensors: list[ShardedTensor], object_keys: list[str], replicas: Re
     sizes = [piece.size_bytes * (rows.stop - rows.start) // piece.rows for piece, rows in writes]
     catalogue = Catalogue(_entries(pieces, writes), object_keys)
     return Plan(
-        signature=list(signature(tensors)),
+        signature=list(map(signature, tensors)),
         object_keys=object_keys,
         writes=writes,
         catalogue=catalogue,

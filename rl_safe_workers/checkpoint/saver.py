@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed import Store
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.storage import WriteResult
@@ -27,7 +27,7 @@ from rl_safe_workers.checkpoint.catalogue import Catalogue, find_mismatch, place
 from rl_safe_workers.checkpoint.collector import collector_paused
 from rl_safe_workers.checkpoint.flight import Flight, Written
 from rl_safe_workers.checkpoint.megatron import serialize_objects, store_common, write_format
-from rl_safe_workers.checkpoint.pieces import common_in, shards_in
+from rl_safe_workers.checkpoint.pieces import split
 from rl_safe_workers.checkpoint.plan import Plan, Replicas, make_plan
 from rl_safe_workers.checkpoint.staging import Staging
 from rl_safe_workers.checkpoint.writer import WrittenFile, write_items
@@ -58,6 +58,7 @@ class Saver:
         """Whether there is a save to `finish`: one that is not committed, or that has failed."""
         return self._flight is not None
 
+    @collector_paused()
     def begin(
         self,
         state: dict[str, Any],
@@ -91,24 +92,22 @@ class Saver:
         self._count_save()
         subject = f"save/{self._saves}"
         failure = None
-        with collector_paused():
-            shards = list(shards_in(state))
-            objects = [shard for shard in shards if isinstance(shard, ShardedObject)]
-            tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-            try:
-                if self._rank == 0:
-                    prepare()
-                    objects += store_common(common_in(state), directory, content_metadata)
-                keys, blobs, serialized = serialize_objects(objects)
-                plan = self._planned(tensors, keys)
-            except Exception as error:
-                failure = error
+        try:
+            parts = split(state)
+            objects = parts.objects
+            if self._rank == 0:
+                prepare()
+                objects += store_common(parts.common, directory, content_metadata)
+            keys, blobs, serialized = serialize_objects(objects)
+            plan = self._planned(parts.tensors, keys)
+        except Exception as error:
+            failure = error
         size_bytes = 0 if failure else plan.size_bytes + sum(map(len, serialized))
         self._agree_to_start(subject, failure, None if failure else plan, size_bytes, directory, timeout)
         if not directory.is_dir():
             failure = CheckpointError(f"training rank {self._rank} does not see {directory}: is it shared storage?")
         self._forget_saves_before()
-        data = [shard.data for shard in tensors]
+        data = [shard.data for shard in parts.tensors]
         file = directory / f"__{self._rank}_0.distcp"
         self._flight = Flight(
             self._agreement(f"{subject}/written"),
@@ -267,6 +266,7 @@ class Saver:
         if flight is not None:
             flight.abandon(reason)
 
+    @collector_paused()
     def _commit(self, directory: Path, everyone: Sequence[Written], commit: Commit) -> Any:
         """Makes the shards a checkpoint, on rank 0."""
         files: dict[str, WrittenFile] = {}

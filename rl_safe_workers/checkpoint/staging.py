@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from rl_safe_workers.platforms.pinned import host_buffer
+
 _ALIGNMENT = 64
 """Bytes; more than any dtype needs."""
 
@@ -54,4 +56,4 @@ class Staging:
         if self._buffer.nbytes < size_bytes:
             # What has been copied so far stays in the buffer before, which lives as long as its views.
             spare = size_bytes // 16 + 2**20
-            self._buffer = torch.empty(size_bytes + spare, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffer = host_buffer(size_bytes + spare, pinned=torch.cuda.is_available())

@@ -21,7 +21,7 @@ DIGEST = "crc32"
 
 _BUFFER_BYTES = 2**20
 """torch.save writes a small tensor in some forty parts."""
-_FLUSH_BYTES = 64 * 2**20
+_FLUSH_BYTES = 8 * 2**20
 """How much is written between two syncs in the background."""
 
 

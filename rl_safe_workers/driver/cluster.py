@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_safe_workers import env
-from rl_safe_workers.config import RunConfig
+from rl_safe_workers.config import ClusterConfig, RunConfig
 from rl_safe_workers.driver.actor_group import ActorRef
 from rl_safe_workers.driver.actors import ActorShell, RolloutActor, TrainerActor
 from rl_safe_workers.driver.cleanup import attempt
@@ -32,6 +32,13 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * 2**20
 """Ray's shared memory for a local run; only token batches pass through it."""
+GPU_SHARE = 0.5
+"""Of a trainer and of the rollout rank on its GPU, as Ray counts; neither is held to it."""
+LESS_OF = {
+    "CPU": ", cluster.cpus_per_trainer or cluster.cpus_per_rollout",
+    "GPU": ", or set cluster.colocated=true",
+}
+"""How else to need less."""
 
 
 class Cluster:
@@ -72,28 +79,31 @@ class Cluster:
         self._interrupts.listen()
         self._interrupts.check()
         cluster = self._config.cluster
-        bundles = [{"CPU": cluster.cpus_per_trainer}] * cluster.num_trainers
-        bundles += [{"CPU": cluster.cpus_per_rollout}] * cluster.num_rollouts
-        needed, present = sum(b["CPU"] for b in bundles), ray.cluster_resources().get("CPU", 0.0)
-        if needed > present:
-            raise ResourceError(
-                f"the run needs {needed:g} CPUs, the cluster has {present:g}: lower cluster.num_trainers, "
-                "cluster.cpus_per_trainer or cluster.cpus_per_rollout"
-            )
+        bundles = placement(cluster)
+        needed = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in ("CPU", "GPU")}
+        for name, amount in needed.items():
+            present = ray.cluster_resources().get(name, 0.0)
+            if amount > present:
+                raise ResourceError(
+                    f"the run needs {amount:g} {name}s, the cluster has {present:g}: lower cluster.num_trainers, "
+                    f"cluster.num_rollouts{LESS_OF[name]}"
+                )
         self._group = placement_group(bundles, strategy="PACK")
         timeout_s = self._config.rl_safe.timeouts.start
         deadline = time.monotonic() + timeout_s
+        wanted = " and ".join(f"{amount:g} {name}s" for name, amount in needed.items() if amount)
         while not self._group.wait(SLICE_S):
             self._interrupts.check()
             if time.monotonic() < deadline:
                 continue
             raise PhaseTimeoutError(
                 phase=Phase.START, group="the placement group", missing=(), waited_s=timeout_s,
-                setting="rl_safe.timeouts.start", detail=f"{needed:g} CPUs are not free",
+                setting="rl_safe.timeouts.start", detail=f"{wanted} are not free",
             )  # fmt: skip
         n = cluster.num_trainers
         self.trainers = [self._create(TrainerActor, rank, rank) for rank in range(n)]
-        self.rollouts = [self._create(RolloutActor, rank, n + rank) for rank in range(cluster.num_rollouts)]
+        first = 0 if cluster.colocated else n
+        self.rollouts = [self._create(RolloutActor, rank, first + rank) for rank in range(cluster.num_rollouts)]
 
     def _start_ray(self) -> None:
         try:
@@ -143,6 +153,7 @@ class Cluster:
             ray.remote(shell)
             .options(
                 num_cpus=cluster.cpus_per_trainer if is_trainer else cluster.cpus_per_rollout,
+                num_gpus=0 if cluster.device == "cpu" else GPU_SHARE if cluster.colocated else 1,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
                 runtime_env={"env_vars": variables},
             )
@@ -171,6 +182,15 @@ class Cluster:
         """Copies Ray's logs, which hold the actors' output, out of the folder that `close` removes."""
         if self._temp_dir is not None and (logs := self._temp_dir / "session_latest" / "logs").is_dir():
             shutil.copytree(logs, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("events", "export_events"))
+
+
+def placement(cluster: ClusterConfig) -> list[dict[str, float]]:
+    """What to reserve: a bundle for each trainer, then one for each rollout rank; colocated, one for each pair."""
+    gpu = {} if cluster.device == "cpu" else {"GPU": 1.0}
+    if cluster.colocated:
+        return [{"CPU": cluster.cpus_per_trainer + cluster.cpus_per_rollout, **gpu}] * cluster.num_trainers
+    trainers = [{"CPU": cluster.cpus_per_trainer, **gpu}] * cluster.num_trainers
+    return trainers + [{"CPU": cluster.cpus_per_rollout, **gpu}] * cluster.num_rollouts
 
 
 def run_processes(run_id: str) -> list[psutil.Process]:

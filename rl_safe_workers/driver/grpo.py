@@ -127,18 +127,21 @@ class GrpoLoop:
 
     def _logprobs(self, shards: list[SequenceBatch], step: int) -> tuple[list[SequenceBatch], Metrics]:
         results = self._trainers(Phase.LOGPROB, "logprob", self._shard_of(shards))
-        filled, largest, total, tokens = list(shards), 0.0, 0.0, 0
-        for rank, (old, ref, gap) in enumerate(results):
-            if gap is None:
-                continue
-            data = self._layout.coordinates(rank).data
-            filled[data] = shards[data].with_logprobs(old=old, ref=ref)
-            largest, total, tokens = max(largest, gap.largest), total + gap.total, tokens + gap.tokens
-        bound = self._config.rollout.max_logprob_gap
+        filled = list(shards)
+        for rank, (old, ref) in enumerate(results):
+            if old is not None:
+                data = self._layout.coordinates(rank).data
+                filled[data] = shards[data].with_logprobs(old=old, ref=ref)
+        gaps = _logprob_gaps(filled)
+        largest, bound = float(gaps.max()), self._config.rollout.max_logprob_gap
         # Written so that a gap that is not a number fails too.
         if not largest <= bound:
             raise LogprobGapError(step=step, gap=largest, bound=bound)
-        return filled, {names.LOGPROB_GAP_MAX: largest, names.LOGPROB_GAP_MEAN: total / max(1, tokens)}
+        return filled, {
+            names.LOGPROB_GAP_MAX: largest,
+            names.LOGPROB_GAP_MEAN: float(gaps.mean()),
+            names.LOGPROB_GAP_MEDIAN: float(np.median(gaps)),
+        }
 
     def _update(self, shards: list[SequenceBatch], step: int) -> Metrics:
         prompts = self._config.actor.ppo_mini_batch_size or self._config.data.train_batch_size
@@ -155,6 +158,15 @@ class GrpoLoop:
     def _sync(self) -> None:
         self._on_phase(Phase.SYNC)
         self._session.sync()
+
+
+def _logprob_gaps(shards: Sequence[SequenceBatch]) -> NDArray[np.float32]:
+    """Difference between trainer and rollout, in nats, of every sampled token."""
+    gaps = []
+    for shard in shards:
+        assert shard.old_logprobs is not None, "each data-parallel rank returns log-probabilities"
+        gaps.append(abs(shard.old_logprobs - shard.rollout_logprobs)[shard.response_mask > 0])
+    return np.concatenate(gaps)
 
 
 def _reward_metrics(rewards: Rewards, samples: Sequence[Sample]) -> Metrics:

@@ -13,7 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rl_safe_workers.driver import charts, timeline
 from rl_safe_workers.driver import metrics as names
 from rl_safe_workers.driver.charts import Axis, Point
-from rl_safe_workers.lifecycle import PhaseEvent
+from rl_safe_workers.driver.console import GIB
+from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
 
 TEMPLATE = "report.html.j2"
 
@@ -25,6 +26,19 @@ _TABLE_COLUMNS = (
     ("response tokens", names.RESPONSE_LENGTH_MEAN),
     ("seconds", names.STEP_SECONDS),
 )
+
+_OWNERS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "kv_cache": "KV cache",
+    "cache": "allocator cache",
+    "communicators": "communicators",
+    "context": "context",
+    "other": "other",
+}
+"""Labels of the owners of device memory, in the order of the columns; an owner that is not here comes after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +70,27 @@ class Chart:
     bound: float | None = None
     bound_percent: float = 0.0
     """Height of the bound, from the low end of the y axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRow:
+    """Device memory at the end of a phase."""
+
+    role: Role
+    phase: Phase
+    rank: int
+    """The rank that held most."""
+    cells: tuple[str, ...]
+    """GiB, one per owner; empty where this role has no such owner."""
+    total: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTable:
+    """Device memory by owner at the end of each phase."""
+
+    owners: tuple[str, ...]
+    rows: tuple[MemoryRow, ...]
 
 
 def build_chart(
@@ -146,6 +181,38 @@ def _cell(record: Mapping[str, Any], name: str) -> str:
     return "not finite" if value is None else f"{value:.4g}"
 
 
+def memory_table(events: Sequence[PhaseEvent]) -> MemoryTable | None:
+    """Lays out device memory, trainers first, phases as they first appear; None if no event tells of any.
+
+    A row shows the rank with the largest total, each rank as its last stay in the phase left it.
+    """
+    last: dict[tuple[Role, Phase], dict[int, Mapping[str, int]]] = {}
+    for event in sorted(events, key=lambda event: event.start_s):
+        if event.device_bytes:
+            last.setdefault((event.role, event.phase), {})[event.rank] = event.device_bytes
+    if not last:
+        return None
+    found = {owner for by_rank in last.values() for held in by_rank.values() for owner in held}
+    owners = [*(owner for owner in _OWNERS if owner in found), *sorted(found - _OWNERS.keys())]
+    return MemoryTable(
+        owners=tuple(_OWNERS.get(owner, owner) for owner in owners),
+        rows=tuple(
+            _memory_row(*key, by_rank, owners) for role in Role for key, by_rank in last.items() if key[0] is role
+        ),
+    )
+
+
+def _memory_row(role: Role, phase: Phase, by_rank: Mapping[int, Mapping[str, int]], owners: Sequence[str]) -> MemoryRow:
+    rank, held = max(by_rank.items(), key=lambda item: sum(item[1].values()))
+    return MemoryRow(
+        role=role,
+        phase=phase,
+        rank=rank,
+        cells=tuple(f"{held[owner] / GIB:.2f}" if owner in held else "" for owner in owners),
+        total=f"{sum(held.values()) / GIB:.2f}",
+    )
+
+
 def _hover_data(drawn: Sequence[Chart], lanes: timeline.Timeline | None) -> dict[str, Any]:
     return {
         "charts": [
@@ -199,6 +266,7 @@ def render_report(
         box=(charts.WIDTH, charts.HEIGHT),
         timeline=lanes,
         phase_rows=timeline.phase_rows(events),
+        memory=memory_table(events),
         step_table=_step_table(records),
         config_yaml=config_yaml,
         hover=_hover_data(drawn, lanes),
@@ -218,7 +286,8 @@ def write_report(
     """Writes the report of a run, finished or failed at any point.
 
     The page refers to nothing outside itself. It holds the reward and the log-probability gap over steps, every phase
-    of every rank on a time line, the seconds per phase, the numbers of each step and the resolved configuration.
+    of every rank on a time line, the seconds per phase, device memory by owner if there is a device, the numbers of
+    each step and the resolved configuration.
 
     Args:
         path: The HTML file; its directory is made if needed.

@@ -226,8 +226,9 @@ def create_model(config: RunConfig, spec: SeededModelConfig, interrupts: Interru
         PhaseTimeoutError: If it takes longer than ``rl_safe.timeouts.start``.
     """
     timeout_s = config.rl_safe.timeouts.start
+    arguments = [config.model.path, json.dumps(asdict(spec)), config.model.dtype]
     process = subprocess.Popen(
-        [sys.executable, "-m", "rl_safe_workers.models.seeded", config.model.path, json.dumps(asdict(spec))],
+        [sys.executable, "-m", "rl_safe_workers.models.seeded", *arguments],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # a terminal's Ctrl-C is for this process to pass on

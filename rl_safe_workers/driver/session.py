@@ -155,7 +155,7 @@ class Session:
         size = trainers + len(self._cluster.rollouts)
 
         def calls() -> PendingCalls:
-            first = self.start_trainers(Phase.JOINT, "join", lambda rank: (size,))
+            first = self.start_trainers(Phase.JOINT, "meet_rollouts", lambda rank: (size,))
             second = self.start_rollouts(Phase.JOINT, "join", lambda rank: (self._address, trainers + rank, size))
             return first.joined_with(second)
 

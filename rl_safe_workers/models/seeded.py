@@ -231,10 +231,10 @@ def _publish(staging: Path, path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Makes a model from the command line: ``python -m rl_safe_workers.models.seeded PATH SPEC_AS_JSON``."""
-    path, spec = argv
+    """Makes a model from the command line: ``python -m rl_safe_workers.models.seeded PATH SPEC_AS_JSON DTYPE``."""
+    path, spec, dtype = argv
     try:
-        create_seeded_model(Path(path), SeededModelConfig(**json.loads(spec)))
+        create_seeded_model(Path(path), SeededModelConfig(**json.loads(spec)), dtype=dtype)
     except ModelError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
+BACKEND = "gloo"
+"""Of the training world."""
 _applied = False
 
 
@@ -171,6 +173,20 @@ def apply() -> None:
     _shim_token_dispatcher()
     _applied = True
     logger.info("CPU platform: Megatron runs on gloo with the shims of %s", __name__)
+
+
+def observer(owned: Callable[[], Mapping[str, int]], **options: Any) -> None:
+    """Returns None: a CPU has no memory of its own to account for."""
+
+
+def start() -> torch.device:
+    """Applies every shim and returns the device. Idempotent.
+
+    Raises:
+        ResourceError: As `apply`.
+    """
+    apply()
+    return CPU
 
 
 def use_meta_device() -> None:

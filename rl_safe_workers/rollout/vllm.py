@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
+from rl_safe_workers.platforms import cuda
 from rl_safe_workers.rollout import vllm_transfer
 from rl_safe_workers.rollout.protocol import Sample, WeightSpec
 from rl_safe_workers.rollout.tokens import ChatTokenizer
@@ -24,6 +25,10 @@ def request_seed(seed: int, step: int, prompt: int, sample: int) -> int:
     return int(np.random.SeedSequence([seed, step, prompt, sample]).generate_state(1)[0] >> 1)
 
 
+def _weight_bytes(model: torch.nn.Module) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in model.parameters())
+
+
 class VllmRollout:
     """Generates, and takes weights from the trainers through vLLM's weight-transfer interface."""
 
@@ -31,6 +36,9 @@ class VllmRollout:
         """Records the configuration; `start` builds the engine."""
         self.config, self.rollout_rank = config, rollout_rank
         self.lifecycle = Lifecycle(role=Role.ROLLOUT, rank=rollout_rank)
+        self._asleep: set[str] = set()
+        self._held: dict[str, int] = {}
+        """Bytes of device memory by owner while awake."""
 
     def start(self, launched_s: float) -> None:
         """Builds the engine with the HF weights of ``model.path``. Not collective.
@@ -38,6 +46,8 @@ class VllmRollout:
         Args:
             launched_s: Unix time at which this process was asked for, so that its imports are on record.
         """
+        if self.config.cluster.device == "cuda":
+            self.lifecycle.observer = cuda.observer(self._owned_bytes, mapped=self._mapped_bytes)
         with self.lifecycle.enter(Phase.START, since_s=launched_s):
             vllm_transfer.register()
             if current_platform.is_cpu():
@@ -56,12 +66,38 @@ class VllmRollout:
                 seed=config.trainer.seed,
                 block_size=config.rollout.block_size,
                 kv_cache_memory_bytes=int(config.rollout.kv_cache_gib * 2**30),
+                # Asked for at the start, whatever the size of the cache; beside a trainer little need be free then.
+                gpu_memory_utilization=0.05,
+                enable_sleep_mode=config.cluster.colocated,
                 max_model_len=config.data.max_prompt_length + config.data.max_response_length,
                 # Of the distribution that was sampled from, temperature included: comparable with the trainer's.
                 logprobs_mode="processed_logprobs",
                 weight_transfer_config={"backend": vllm_transfer.BACKEND},
                 disable_log_stats=True,
             )
+            (weights,) = self._llm.apply_model(_weight_bytes)
+            self._held = {"weights": weights, "kv_cache": int(config.rollout.kv_cache_gib * 2**30)}
+            # Beside a trainer that builds its model next. With the weights kept: no sync precedes the first rollout.
+            self._sleep(level=1)
+
+    def _owned_bytes(self) -> dict[str, int]:
+        return {owner: 0 if owner in self._asleep else size for owner, size in self._held.items()}
+
+    def _mapped_bytes(self) -> int:
+        """What torch has reserved, without what sleeps, of which torch does not know."""
+        return torch.cuda.memory_reserved() - sum(self._held[owner] for owner in self._asleep)
+
+    def _sleep(self, *, level: int) -> None:
+        """Gives the GPU's memory to the trainer; level 1 keeps the weights in host memory, level 2 nothing."""
+        if self.config.cluster.colocated:
+            self._llm.sleep(level=level)
+            self._asleep = {"weights", "kv_cache"}
+
+    def _wake(self, *tags: str) -> None:
+        """Takes memory back, for ``weights`` or the ``kv_cache``."""
+        if wanted := [tag for tag in tags if tag in self._asleep]:
+            self._llm.wake_up(tags=wanted)
+            self._asleep -= set(wanted)
 
     def join(self, address: StoreAddress, joint_rank: int, size: int, *, generation: int = 0) -> None:
         """Joins the joint group. Collective over: trainers and rollout ranks."""
@@ -73,11 +109,12 @@ class VllmRollout:
                 "generation": generation,
                 "join_timeout_s": self.config.rl_safe.timeouts.joint,
                 "sync_timeout_s": self.config.rl_safe.timeouts.sync,
+                "colocated": self.config.cluster.colocated,
             }
             self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def receive_weights(self, specs: Sequence[WeightSpec], bucket_bytes: int) -> None:
-        """Takes all weights from training rank 0. Collective over: the joint group.
+        """Takes all weights from the trainers. Collective over: the joint group.
 
         The prefix cache is dropped: what it holds was computed with the old weights.
         """
@@ -88,6 +125,7 @@ class VllmRollout:
                 "shapes": [list(s.shape) for s in specs],
                 "bucket_bytes": bucket_bytes,
             }
+            self._wake("weights")
             self._llm.start_weight_update()
             self._llm.update_weights({"update_info": update_info})
             self._llm.finish_weight_update()
@@ -107,6 +145,7 @@ class VllmRollout:
             The samples of each prompt side by side, in the prompts' order.
         """
         with self.lifecycle.enter(Phase.ROLLOUT):
+            self._wake("weights", "kv_cache")
             prompts, params = [], []
             for i, messages in enumerate(conversations):
                 tokens = self._tokenizer.encode(messages, where=f"prompt {first_prompt + i} of step {step}")
@@ -114,6 +153,8 @@ class VllmRollout:
                     prompts.append({"prompt_token_ids": tokens})
                     params.append(self._sampling_params(step, first_prompt + i, j))
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            # Every rollout is followed by an update, and the next one by a sync: nothing need be kept.
+            self._sleep(level=2)
             return [self._to_sample(output) for output in outputs]
 
     def _sampling_params(self, step: int, prompt: int, sample: int) -> SamplingParams:

@@ -7,10 +7,13 @@ Registered with vLLM's own factory, so that vLLM runs it inside its update life 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,6 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup
 from rl_safe_workers.worlds.store import connect_store
 
@@ -40,6 +44,7 @@ class JointInitInfo(WeightTransferInitInfo):
     generation: int
     join_timeout_s: float
     sync_timeout_s: float
+    colocated: bool
 
 
 @dataclass
@@ -57,19 +62,20 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
 
     init_info_cls = JointInitInfo
     update_info_cls = JointUpdateInfo
-    _group: JointGroup | None = None
+    _group: JointGroup | GpuPair | None = None
 
     def init_transfer_engine(self, init_info: JointInitInfo) -> None:
         """Joins the joint group. Collective over: trainers and rollout ranks."""
         self.shutdown()
         timeout = timedelta(seconds=init_info.join_timeout_s)
         store = connect_store(StoreAddress(host=init_info.host, port=init_info.port), timeout=timeout)
-        self._group = JointGroup(
+        self._group = (GpuPair if init_info.colocated else JointGroup)(
             store,
             joint_rank=init_info.joint_rank,
             size=init_info.size,
             generation=init_info.generation,
             timeout=timeout,
+            device=self.device,
             sync_timeout=timedelta(seconds=init_info.sync_timeout_s),
         )
 
@@ -79,7 +85,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """Receives all weights. Collective over: the joint group. Blocks until they are loaded."""
-        # The base class synchronises an accelerator afterwards, which a CPU build does not have.
+        # The base class synchronises an accelerator afterwards, which a CPU build does not have; `flush` does it here.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: JointUpdateInfo) -> None:
@@ -90,14 +96,17 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             WeightSpec(name=name, dtype=dtype, shape=tuple(shape))
             for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
         ]
-        for bucket in plan_buckets(specs, bucket_bytes=update_info.bucket_bytes):
-            buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=self.device)
-            self._group.broadcast([buffer], source=0)
-            self.model.load_weights(_unpack(bucket, buffer))
+        with _vllm_config(self.vllm_config):
+            for bucket in plan_buckets(specs, bucket_bytes=update_info.bucket_bytes):
+                buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=self.device)
+                self._group.broadcast([buffer], source=0)
+                self.model.load_weights(_unpack(bucket, buffer))
+            self._group.flush()
 
     def finish_weight_update(self) -> None:
         """Puts the loaded weights into the form that the kernels use."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        with _vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._prepack_experts()
 
@@ -112,11 +121,30 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             if kernel is not None and hasattr(module, "w13_weight"):
                 kernel.fused_experts.process_weights_after_loading(module)
 
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """Not for the trainers of this package, which send with `CommsMixin.send_weights`; vLLM 0.25 wants it here.
+
+        Raises:
+            WeightSyncError: Always.
+        """
+        raise WeightSyncError("trainers send with CommsMixin.send_weights")
+
     def shutdown(self) -> None:
         """Leaves the joint group. Not collective; idempotent."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
+
+
+@contextmanager
+def _vllm_config(config: VllmConfig) -> Iterator[None]:
+    """Makes the engine's configuration the current one, which some layers ask for; 0.32 has done so already.
+
+    vLLM 0.25 calls an engine without it (v1/worker/gpu_worker.py:1208).
+    """
+    with nullcontext() if get_current_vllm_config_or_none() else set_current_vllm_config(config):
+        yield
 
 
 def _unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

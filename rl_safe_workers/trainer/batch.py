@@ -50,15 +50,6 @@ class SequenceBatch:
         return batch if ref is None else replace(batch, ref_logprobs=ref)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GapStats:
-    """How far the rollout's log-probabilities of its own tokens are from the trainer's, in nats."""
-
-    largest: float
-    total: float
-    tokens: int
-
-
 def pack(samples: Sequence[Sample], advantages: Floats, *, length: int) -> SequenceBatch:
     """Packs samples into one batch.
 

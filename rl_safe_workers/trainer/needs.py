@@ -13,12 +13,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rl_safe_workers.checkpoint.index import CheckpointIndex, read_index
 from rl_safe_workers.checkpoint.loader import compare, read_content_metadata
-from rl_safe_workers.checkpoint.pieces import Piece, coalesce, shards_in
+from rl_safe_workers.checkpoint.pieces import Piece, Split, coalesce, split
 from rl_safe_workers.checkpoint.ranges import Needs, Ranges, needed_ranges
 from rl_safe_workers.checkpoint.rectangles import Index
 from rl_safe_workers.checkpoint.state import sharded_state
@@ -76,7 +75,7 @@ def find_ranges(config: RunConfig, checkpoint: Path, ranks: Sequence[int], *, rn
                 policy.chunks, policy.optimizer, training_rank=rank, size=config.cluster.num_trainers,
                 is_loading=True, metadata=metadata, rng=rng,
             )  # fmt: skip
-            found = _needs(list(shards_in(state)), index)
+            found = _needs(split(state), index)
         rectangles.update(found.rectangles)
         objects.update(found.objects)
     return needed_ranges(index, Needs(rectangles=sorted(rectangles), objects=sorted(objects)))
@@ -94,13 +93,13 @@ def _place_of(rank: int, config: RunConfig) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _needs(shards: Sequence[ShardedTensor | ShardedObject], index: CheckpointIndex) -> Needs:
-    if complaint := compare(shards, index):
+def _needs(parts: Split, index: CheckpointIndex) -> Needs:
+    if complaint := compare(parts, index):
         raise CheckpointMismatchError(f"{index.location.root} does not fit the model: {complaint}")
-    pieces = coalesce([shard for shard in shards if isinstance(shard, ShardedTensor)])
+    pieces = coalesce(parts.tensors)
     return Needs(
         rectangles=[r for piece in pieces for r in _stored_part(piece, index.tensors[piece.key].shape)],
-        objects=[shard.unique_key for shard in shards if isinstance(shard, ShardedObject)],
+        objects=[item.unique_key for item in parts.objects],
     )
 
 

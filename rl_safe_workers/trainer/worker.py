@@ -11,9 +11,10 @@ import torch
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.platforms import cpu
+from rl_safe_workers.platforms.device_memory import megatron_owned
+from rl_safe_workers.platforms.platform import Platform, open_platform
 from rl_safe_workers.rollout.protocol import WeightSpec
-from rl_safe_workers.trainer.batch import Floats, GapStats, SequenceBatch
+from rl_safe_workers.trainer.batch import Floats, SequenceBatch
 from rl_safe_workers.trainer.policy import DTYPES, MegatronPolicy
 from rl_safe_workers.workers.actor import MegatronActorMixin
 from rl_safe_workers.worlds.address import StoreAddress
@@ -21,6 +22,8 @@ from rl_safe_workers.worlds.address import StoreAddress
 
 class TrainerWorker(MegatronActorMixin, MegatronPolicy):
     """One training rank. Methods named by a phase are called by the driver on all trainers at once."""
+
+    _platform: Platform
 
     def __init__(self, config: RunConfig, *, training_rank: int) -> None:
         """Records the configuration; `start` prepares the platform."""
@@ -33,16 +36,23 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
             launched_s: Unix time at which this process was asked for, so that its imports are on record.
         """
         torch.set_num_threads(1)
-        cpu.apply()
+        self._platform = open_platform(self.config.cluster.device)
+        observer = self._platform.observer(
+            self._owned_bytes, shared={Phase.JOINT, Phase.SYNC} if self.config.cluster.colocated else ()
+        )
         self.setup_worker(
             training_rank=self._rank,
             training_size=self.config.cluster.num_trainers,
             rl_safe=self.config.rl_safe,
             megatron=self.config.megatron,
-            device=cpu.CPU,
+            device=self._platform.start(),
         )
+        self.lifecycle.observer = observer
         with self.lifecycle.enter(Phase.START, since_s=launched_s):
             torch.manual_seed(self.config.trainer.seed)
+
+    def _owned_bytes(self) -> dict[str, int]:
+        return megatron_owned(getattr(self, "chunks", ()), self.optimizer)
 
     def groups(self) -> None:
         """Creates Megatron's groups. Collective over: the training world."""
@@ -50,7 +60,11 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
 
     def enter_world(self, address: StoreAddress) -> None:
         """Joins the training world in isolated mode."""
-        self.init_world(address, backend="gloo")
+        self.init_world(address, backend=self._platform.BACKEND)
+
+    def meet_rollouts(self, size: int) -> None:
+        """Joins the joint group of ``size`` ranks. Collective over: trainers and rollout ranks."""
+        self.join(size, colocated=self.config.cluster.colocated)
 
     def convert(self) -> list[WeightSpec]:
         """Builds the model from the HF weights; returns what a weight sync will send. Collective: training world."""
@@ -79,12 +93,12 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
         """Sends all weights to the rollout ranks; returns bytes sent. Collective over: the joint group."""
         return self.send_weights(self._specs, bucket_bytes=bucket_bytes)
 
-    def logprob(self, batch: SequenceBatch) -> tuple[Floats | None, Floats | None, GapStats | None]:
-        """Old and, with a KL loss, reference log-probabilities, and the gap to the rollout's. Collective."""
+    def logprob(self, batch: SequenceBatch) -> tuple[Floats | None, Floats | None]:
+        """Old and, with a KL loss, reference log-probabilities. Collective."""
         with self.phase(Phase.LOGPROB):
             old = self.compute_logprobs(batch)
             ref = self.compute_reference_logprobs(batch) if self.config.actor.use_kl_loss else None
-            return old, ref, None if old is None else _gap(old, batch)
+            return old, ref
 
     def train(self, batch: SequenceBatch, mini_batch_size: int) -> list[dict[str, float]]:
         """Updates the policy. Collective over: the training world."""
@@ -105,10 +119,3 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
     def load(self, path: Path, layout: Mapping[str, int]) -> None:
         """Loads a checkpoint. Collective over: the training world."""
         self.load_checkpoint(path, fingerprint=model_fingerprint(self.config.model.path), layout=layout)
-
-
-def _gap(old: Floats, batch: SequenceBatch) -> GapStats:
-    difference = abs(old - batch.rollout_logprobs) * batch.response_mask
-    return GapStats(
-        largest=float(difference.max(initial=0.0)), total=float(difference.sum()), tokens=int(batch.response_mask.sum())
-    )

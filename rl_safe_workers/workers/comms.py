@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
@@ -11,6 +13,7 @@ from rl_safe_workers.errors import LifecycleError, WeightSyncError, format_ranks
 from rl_safe_workers.lifecycle import REQUIRES, Phase, Role
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.base import MegatronHost, SafeWorker
+from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup
 
 
@@ -22,7 +25,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 class CommsMixin(SafeWorker):
     """Connects communicators early and sends weights over the joint group."""
 
-    joint_group: JointGroup | None = None
+    joint_group: JointGroup | GpuPair | None = None
 
     def bootstrap(self) -> BootstrapReport:
         """Connects every communicator for every op class it will carry. Collective over: the training world."""
@@ -54,12 +57,13 @@ class CommsMixin(SafeWorker):
             "or set rl_safe.bootstrap.on_missing=bootstrap"
         )
 
-    def join(self, size: int, *, generation: int = 0) -> None:
+    def join(self, size: int, *, generation: int = 0, colocated: bool = False) -> None:
         """Joins the joint group as joint rank = training rank. Collective over: trainers and rollout ranks.
 
         Args:
             size: Number of trainers and rollout ranks.
             generation: Counts rebuilds of the group.
+            colocated: Whether each trainer shares its GPU with a rollout rank, to which alone it sends then.
 
         Raises:
             PhaseTimeoutError: If some joint rank does not arrive in time; names it.
@@ -68,12 +72,13 @@ class CommsMixin(SafeWorker):
         self.check_phase(Phase.JOINT)
         with self.lifecycle.enter(Phase.JOINT):
             self.leave()
-            self.joint_group = JointGroup(
+            self.joint_group = (GpuPair if colocated else JointGroup)(
                 self.store,
                 joint_rank=self.training_rank,
                 size=size,
                 generation=generation,
                 timeout=self.timeout(Phase.JOINT),
+                device=self.device,
                 sync_timeout=self.timeout(Phase.SYNC),
             )
 
@@ -91,7 +96,7 @@ class CommsMixin(SafeWorker):
         ]
 
     def send_weights(self, specs: list[WeightSpec], *, bucket_bytes: int) -> int:
-        """Broadcasts all HF weights from training rank 0. Collective over: the joint group.
+        """Sends all HF weights to the rollout ranks, from training rank 0. Collective over: the joint group.
 
         The trainers then agree on the outcome over the training world: when a rollout rank dies, torch reports the
         failure on some of them only.
@@ -124,14 +129,7 @@ class CommsMixin(SafeWorker):
         if self.joint_group is None:
             failure = WeightSyncError(f"training rank {self.training_rank} has not joined the joint group")
         for bucket in buckets:
-            buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=self.device)
-            for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
-                name, tensor = next(weights)
-                if (name, tuple(tensor.shape)) != (spec.name, spec.shape):
-                    raise WeightSyncError(
-                        f"weight {name} {tuple(tensor.shape)} was announced as {spec.name} {spec.shape}"
-                    )
-                buffer[offset : offset + spec.size_bytes] = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            buffer = self._pack(bucket, weights)
             if self.joint_group is not None and failure is None:
                 try:
                     self.joint_group.broadcast([buffer], source=0)
@@ -141,6 +139,25 @@ class CommsMixin(SafeWorker):
             raise WeightSyncError("the model has more weights than were announced")
         if failure is not None:
             raise failure
+        assert self.joint_group is not None, "else there is a failure"
+        self.joint_group.flush()
+
+    def _pack(self, bucket: Bucket, weights: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        """Takes a bucket's weights and copies them side by side."""
+        buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=self.device)
+        places, tensors = [], []
+        for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
+            name, tensor = next(weights)
+            if (name, tuple(tensor.shape), dtype_name(tensor)) != (spec.name, spec.shape, spec.dtype):
+                raise WeightSyncError(
+                    f"weight {name} {dtype_name(tensor)} {tuple(tensor.shape)} was announced as "
+                    f"{spec.name} {spec.dtype} {spec.shape}"
+                )
+            places.append(buffer[offset : offset + spec.size_bytes].view(tensor.dtype).view(tensor.shape))
+            tensors.append(tensor.detach())
+        # One launch for all; a copy_ for each expert costs more than the transfer.
+        torch._foreach_copy_(places, tensors)
+        return buffer
 
     def _agree(self, failure: WeightSyncError | None) -> None:
         flags = torch.zeros(self.training_size, dtype=torch.int32, device=self.device)

@@ -9,27 +9,96 @@ import torch
 
 from rl_safe_workers.errors import LifecycleError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.platforms.pinned import host_buffer
 from rl_safe_workers.workers.comms import CommsMixin
 
 USES_STATE = frozenset({Phase.CONVERT, Phase.LOAD, Phase.LOGPROB, Phase.TRAIN, Phase.SYNC, Phase.SAVE})
 """Phases that read or write parameters, gradients or optimizer state."""
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor)
+class _HostCopy:
+    """Tensors of a device with a place for them in host memory, which is pinned and kept from cycle to cycle.
+
+    The first cycle finds them scattered over many allocations. When it brings them back they become views of a single
+    one, which later cycles copy and free at once: freeing thousands costs more than copying them.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._places: list[tuple[int, int]] = []
+        """First byte and size of each."""
+        stop = 0
+        for tensor in tensors:
+            self._places.append((stop, tensor.nbytes))
+            stop += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._host = host_buffer(stop, pinned=bool(tensors) and tensors[0].is_cuda)
+        self._device = torch.empty(0, dtype=torch.uint8)
+        """What the tensors are views of; empty before the second cycle, and while they are in host memory."""
+
+    def holds(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether these are the tensors that it was made for, with the sizes that they had."""
+        sizes = [size for _, size in self._places]
+        return len(tensors) == len(sizes) and all(
+            a is b and a.nbytes == size for a, b, size in zip(tensors, self.tensors, sizes, strict=True)
+        )
+
+    def take(self) -> int:
+        """Copies the tensors to the host and frees their memory; returns its bytes."""
+        if self._is_whole():
+            self._host.copy_(self._device, non_blocking=True)
+        else:
+            for tensor, place in zip(self.tensors, self._views(self._host), strict=True):
+                place.copy_(tensor, non_blocking=True)
+        _synchronize(self.tensors)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.tensors}
+        freed = sum(storage.nbytes() for storage in storages.values())
+        for storage in storages.values():
+            storage.resize_(0)
+        return freed
+
+    def give_back(self) -> None:
+        """Brings the tensors back to the device."""
+        if not self.tensors:
+            return
+        self._device = torch.empty(self._host.nbytes, dtype=torch.uint8, device=self.tensors[0].device)
+        self._device.copy_(self._host, non_blocking=True)
+        for tensor, view in zip(self.tensors, self._views(self._device), strict=True):
+            tensor.data = view
+        _synchronize(self.tensors)
+
+    def _is_whole(self) -> bool:
+        """Whether the tensors still are where `give_back` has put them."""
+        start = self._device.data_ptr()
+        return self._device.nbytes > 0 and all(
+            tensor.data_ptr() == start + offset for tensor, (offset, _) in zip(self.tensors, self._places, strict=True)
+        )
+
+    def _views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        for tensor, (start, size) in zip(self.tensors, self._places, strict=True):
+            yield flat[start : start + size].view(tensor.dtype).view(tensor.shape)
+
+
+_ALIGNMENT = 16
+"""Bytes; enough for any dtype, and for loads of four floats at once."""
+
+
+def _synchronize(tensors: list[torch.Tensor]) -> None:
+    if tensors and tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
 
 
 class OffloadMixin(CommsMixin):
     """Moves parameters and optimizer state to host memory and frees gradients, as ``megatron.*_offload`` says.
 
-    Storage is resized in place, so every view that Megatron keeps into its buffers stays valid.
+    The storage of Megatron's buffers is resized in place, so that every view into them stays valid. Optimizer state
+    keeps its tensor objects.
     """
 
     chunks: list[Any]
     optimizer: Any
     _host_params: list[torch.Tensor]
-    _host_optimizer: list[dict[str, torch.Tensor]]
+    """Pinned copies of the parameter buffers, kept from cycle to cycle."""
+    _host_optimizer: _HostCopy | None = None
     is_offloaded: bool = False
 
     def check_phase(self, phase: Phase) -> None:
@@ -58,40 +127,46 @@ class OffloadMixin(CommsMixin):
 
     def _offload(self) -> int:
         freed = 0
-        self._host_params, self._host_optimizer = [], []
-        for buffer in self._ddp_buffers():
-            if self.megatron.grad_offload:
-                freed += self._release(buffer.grad_data)
-            if self.megatron.param_offload:
-                self._host_params.append(_to_host(buffer.param_data))
-                freed += self._release(buffer.param_data)
+        buffers, tensors = list(self._ddp_buffers()), self._optimizer_tensors()
+        if self.megatron.param_offload:
+            self._copy_params([buffer.param_data for buffer in buffers])
+            freed += sum(self._release(buffer.param_data) for buffer in buffers)
+        if self.megatron.grad_offload:
+            freed += sum(self._release(buffer.grad_data) for buffer in buffers)
         if self.megatron.optimizer_offload:
-            for state in self._optimizer_states():
-                tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
-                self._host_optimizer.append({k: _to_host(v) for k, v in tensors.items()})
-                freed += sum(self._release(v) for v in tensors.values())
+            if self._host_optimizer is None or not self._host_optimizer.holds(tensors):
+                self._host_optimizer = _HostCopy(tensors)
+            freed += self._host_optimizer.take()
         self.is_offloaded = True
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return freed
+
+    def _copy_params(self, params: list[torch.Tensor]) -> None:
+        kept = getattr(self, "_host_params", [])
+        if [(p.shape, p.dtype) for p in params] != [(p.shape, p.dtype) for p in kept]:
+            self._host_params = [host_buffer(p.nbytes, pinned=p.is_cuda).view(p.dtype).view(p.shape) for p in params]
+        for host, param in zip(self._host_params, params, strict=True):
+            host.copy_(param, non_blocking=True)
+        _synchronize(params)
 
     def onload(self) -> None:
         """Brings everything back; gradients come back as zeros. Collective over: the training world. Idempotent."""
         with self.phase(Phase.ONLOAD):
             if not self.is_offloaded:
                 return
-            params, states = iter(self._host_params), iter(self._host_optimizer)
-            for buffer in self._ddp_buffers():
-                if self.megatron.param_offload:
-                    self._restore(buffer.param_data, next(params))
-                if self.megatron.grad_offload:
+            buffers = list(self._ddp_buffers())
+            if self.megatron.param_offload:
+                for buffer, host in zip(buffers, self._host_params, strict=True):
+                    self._allocate(buffer.param_data)
+                    buffer.param_data.copy_(host, non_blocking=True)
+            if self.megatron.grad_offload:
+                for buffer in buffers:
                     self._allocate(buffer.grad_data)
                     buffer.grad_data.zero_()
-            if self.megatron.optimizer_offload:
-                for state in self._optimizer_states():
-                    for key, host in next(states).items():
-                        self._restore(state[key], host)
-            self._host_params, self._host_optimizer = [], []
+            if self.megatron.optimizer_offload and self._host_optimizer is not None:
+                self._host_optimizer.give_back()
+            _synchronize([buffer.param_data for buffer in buffers])
             self.is_offloaded = False
 
     def _ddp_buffers(self) -> Iterator[Any]:
@@ -99,9 +174,16 @@ class OffloadMixin(CommsMixin):
             yield from chunk.buffers
             yield from chunk.expert_parallel_buffers
 
-    def _optimizer_states(self) -> Iterator[dict[str, Any]]:
+    def _optimizer_tensors(self) -> list[torch.Tensor]:
+        """Main parameters and moments, except main parameters that are views of the parameter buffers, as in fp32."""
+        in_buffers = {buffer.param_data.untyped_storage().data_ptr() for buffer in self._ddp_buffers()}
+        tensors: list[torch.Tensor] = []
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            yield from part.optimizer.state.values()
+            main = [param for group in part.optimizer.param_groups for param in group["params"]]
+            tensors += [p for p in main if p.untyped_storage().data_ptr() not in in_buffers]
+            for state in part.optimizer.state.values():
+                tensors += [v for v in state.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
+        return tensors
 
     @staticmethod
     def _release(tensor: torch.Tensor) -> int:
@@ -114,8 +196,3 @@ class OffloadMixin(CommsMixin):
     def _allocate(tensor: torch.Tensor) -> None:
         needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
         tensor.untyped_storage().resize_(int(needed))
-
-    @classmethod
-    def _restore(cls, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        cls._allocate(tensor)
-        tensor.copy_(host, non_blocking=False)

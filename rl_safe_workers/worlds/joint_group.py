@@ -6,6 +6,7 @@ It is a bare process group on its own store prefix: it has no counter-given name
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,8 @@ from torch.distributed import PrefixStore, Store
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.worlds.roll_call import RollCall
+
+_ASK_S = 1e-4
 
 
 class JointGroup:
@@ -30,6 +33,7 @@ class JointGroup:
         size: int,
         generation: int,
         timeout: timedelta,
+        device: torch.device,
         sync_timeout: timedelta | None = None,
     ) -> None:
         """Joins. Collective over: all ``size`` ranks; blocks until all have joined or ``timeout`` has passed.
@@ -40,23 +44,39 @@ class JointGroup:
             size: Number of trainers and rollout ranks.
             generation: Counts rebuilds; each uses store keys of its own.
             timeout: Longest wait for the others.
-            sync_timeout: Longest wait of one broadcast; None: the same.
+            device: Where the tensors are: a CPU makes a gloo group, a GPU one of NCCL.
+            sync_timeout: Longest wait of one broadcast, or, on a GPU, of a `flush`; None: the same.
 
         Raises:
             PhaseTimeoutError: Naming the joint ranks that did not come in time.
             WeightSyncError: If the group cannot be connected.
         """
         self.joint_rank, self.size, self.generation = joint_rank, size, generation
+        self._device, self._sync_timeout = device, sync_timeout or timeout
         # The group by itself would wait for the missing, too, but could not say who they are.
         roll_call = RollCall(store, world=f"joint group {generation}", group_rank=joint_rank, size=size)
         roll_call.arrive(Phase.JOINT, timeout=timeout)
         prefix = PrefixStore(f"joint/{generation}", store)
         # The stubs leave out what it inherits from Backend.
+        self._group: Any = None
         try:
-            self._group: Any = dist.ProcessGroupGloo(prefix, joint_rank, size, sync_timeout or timeout)
+            self._group = self._connect(prefix)
         except RuntimeError as error:
+            self.close()
             reason = str(error).splitlines()[0]
             raise WeightSyncError(f"joint rank {joint_rank} could not join the joint group: {reason}") from error
+
+    def _connect(self, store: Store) -> Any:
+        if self._device.type != "cuda":
+            return dist.ProcessGroupGloo(store, self.joint_rank, self.size, self._sync_timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        # Its watchdog ends the whole process; `flush` raises before that.
+        options._timeout = 2 * self._sync_timeout + timedelta(seconds=60)
+        group: Any = dist.ProcessGroupNCCL(store, self.joint_rank, self.size, options)
+        # NCCL connects at the first collective, which would be in the middle of a run, when memory is full.
+        group.broadcast(torch.zeros(1, device=self._device), 0).wait()
+        torch.cuda.current_stream(self._device).synchronize()
+        return group
 
     @property
     def is_open(self) -> bool:
@@ -64,7 +84,9 @@ class JointGroup:
         return self._group is not None
 
     def broadcast(self, tensors: Sequence[torch.Tensor], *, source: int) -> None:
-        """Broadcasts contiguous tensors in order. Collective over: the joint group. Blocks until all have arrived.
+        """Broadcasts contiguous tensors in order. Collective over: the joint group.
+
+        On a CPU it blocks until all have arrived. On a GPU it only queues them, on the current stream; `flush` waits.
 
         Args:
             tensors: Same number, shapes and dtypes on every rank; written in place everywhere but on ``source``.
@@ -92,9 +114,41 @@ class JointGroup:
             return str(error).splitlines()[0]
         return None
 
+    def flush(self) -> None:
+        """Waits until everything broadcast so far has arrived. Collective over: the joint group.
+
+        Raises:
+            WeightSyncError: If that takes longer than ``sync_timeout``, as when a peer is gone, which NCCL does not
+                notice; the group is closed then.
+        """
+        if self._group is None:
+            raise WeightSyncError(f"joint rank {self.joint_rank}: the joint group is closed")
+        if self._device.type == "cuda" and not wait_for_stream(self._device, self._sync_timeout):
+            group, self._group = self._group, None
+            group.abort()
+            raise WeightSyncError(
+                f"joint rank {self.joint_rank}: broadcasts over the joint group did not end within "
+                f"{self._sync_timeout.total_seconds():.0f} s"
+            )
+
     def close(self) -> None:
         """Leaves the group. Not collective; idempotent."""
         # Connections close with the last reference; shutdown alone leaves them open.
         group, self._group = self._group, None
         if group is not None:
             group.shutdown()
+
+
+def wait_for_stream(device: torch.device, timeout: timedelta) -> bool:
+    """Waits for what is queued on a GPU's current stream; returns whether it ended in time.
+
+    Asks and sleeps by turns, because torch's own waits have no deadline.
+    """
+    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(device))
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    while not done.query():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_ASK_S)
+    return True

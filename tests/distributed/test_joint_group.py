@@ -31,7 +31,8 @@ def _join(
     joint_rank: int, address: StoreAddress, *, size: int = 3, generation: int = 0, timeout=PATIENCE
 ) -> JointGroup:
     store = connect_store(address, timeout=PATIENCE)
-    return JointGroup(store, joint_rank=joint_rank, size=size, generation=generation, timeout=timeout)
+    device = torch.device("cpu")
+    return JointGroup(store, joint_rank=joint_rank, size=size, generation=generation, timeout=timeout, device=device)
 
 
 def _broadcast(joint_rank: int, address: StoreAddress) -> list[Any]:

@@ -20,16 +20,24 @@ SIZE = 4
 def _storages(worker: Worker) -> dict[str, list[torch.Tensor]]:
     """The tensors that own the memory of parameters, gradients and optimizer state."""
     buffers = [b for chunk in worker.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    states = [s for part in worker.optimizer.chained_optimizers for s in part.optimizer.state.values()]
+    parts = [part.optimizer for part in worker.optimizer.chained_optimizers]
+    states = [s for part in parts for s in part.state.values()]
+    main = [p for part in parts for group in part.param_groups for p in group["params"]]
+    in_fp32 = all(b.param_data.dtype is torch.float32 for b in buffers)
     return {
         "param": [b.param_data for b in buffers],
         "grad": [b.grad_data for b in buffers],
-        "optimizer": [s[key] for s in states for key in ("exp_avg", "exp_avg_sq")],
+        "optimizer": [s[key] for s in states for key in ("exp_avg", "exp_avg_sq")] + ([] if in_fp32 else main),
     }
 
 
 def _bytes(worker: Worker) -> dict[str, int]:
-    return {kind: sum(t.untyped_storage().nbytes() for t in tensors) for kind, tensors in _storages(worker).items()}
+    found = {}
+    for kind, tensors in _storages(worker).items():
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        # Several tensors may share one.
+        found[kind] = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return found
 
 
 def _worker(rank: int, address: StoreAddress, config: RunConfig) -> Worker:
@@ -68,9 +76,16 @@ def _run(function: Any, config: RunConfig) -> list[Any]:
         return values(run_ranks(function, SIZE, address, config))
 
 
-@pytest.fixture(scope="module", params=[{"ep": 2}, {"tp": 2, "ep": 2}], ids=["tp1_ep2", "tp2_ep2"])
+LAYOUTS = {"tp1_ep2": {"ep": 2}, "tp2_ep2": {"tp": 2, "ep": 2}, "bf16": {"ep": 2}}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
 def config(request, seeded_models) -> RunConfig:
-    return run_config(seeded_models["moe"], **request.param)
+    config = run_config(seeded_models["moe"], **LAYOUTS[request.param])
+    if request.param == "bf16":
+        # The optimizer then has main parameters of its own.
+        config.model.dtype = "bfloat16"
+    return config
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from rl_safe_workers.checkpoint.loader import Loader
 from rl_safe_workers.checkpoint.optimizer_state import allocate_state, set_adam_steps
-from rl_safe_workers.checkpoint.pieces import shards_in
+from rl_safe_workers.checkpoint.pieces import split
 from rl_safe_workers.checkpoint.plan import Replicas
 from rl_safe_workers.checkpoint.rng import rng_state, set_rng_state
 from rl_safe_workers.checkpoint.saver import Saver
@@ -186,7 +186,7 @@ class Rank(MegatronPolicy):
         return self._held(self.ours(is_loading=False, rng=False))
 
     def _held(self, state: dict[str, Any]) -> Held:
-        tensors = [s for s in shards_in(state) if isinstance(s, ShardedTensor)]
+        tensors = split(state).tensors
         shards = [(s.key, s.global_shape, s.global_offset, _array(s)) for s in tensors if is_main_replica(s.replica_id)]
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return Held(shards, {float(state["step"]) for part in parts for state in part.optimizer.state.values()})
@@ -221,7 +221,7 @@ def _follows_a_moved_tensor(trainer: Rank) -> bool:
     main = part.optimizer.param_groups[0]["params"][0]
     before = part.optimizer.state[main]["exp_avg"]
     part.optimizer.state[main]["exp_avg"] = moved = before.clone()
-    storages = {s.data.untyped_storage().data_ptr() for s in shards_in(trainer.ours(is_loading=False)["optimizer"])}
+    storages = {s.data.untyped_storage().data_ptr() for s in split(trainer.ours(is_loading=False)["optimizer"]).tensors}
     part.optimizer.state[main]["exp_avg"] = before
     return moved.untyped_storage().data_ptr() in storages
 
@@ -252,7 +252,9 @@ def _save_and_reshard(rank: int, model: Path, root: Path) -> dict[str, Any]:
             state = trainer.ours(is_loading=False)
         found["collectives"] = list(collectives)
         rows = [
-            (s.local_shape[-1], s.global_shape[-1]) for s in shards_in(state["optimizer"]) if len(s.global_shape) > 1
+            (s.local_shape[-1], s.global_shape[-1])
+            for s in split(state["optimizer"]).tensors
+            if len(s.global_shape) > 1
         ]
         found["cut rows"] = sum(length < whole for length, whole in rows)
         found["follows"] = _follows_a_moved_tensor(trainer)

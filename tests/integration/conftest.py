@@ -25,7 +25,9 @@ sys.exit(code)
 def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's Qwen3-MoE."""
     path = tmp_path_factory.mktemp("models") / "moe"
-    subprocess.run([sys.executable, "-m", "rl_safe_workers.models.seeded", str(path), "{}"], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "rl_safe_workers.models.seeded", str(path), "{}", "float32"], check=True, timeout=120
+    )
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import pytest
@@ -134,6 +135,70 @@ def test_a_phase_can_have_begun_before_it_was_entered(trainer: Lifecycle) -> Non
     (event,) = trainer.drain_events()
     assert event.start_s == 1000.0
     assert event.end_s > 1000.0
+
+
+class Notes:
+    """An observer that notes what it is told, and raises what it is given."""
+
+    def __init__(self, *, begin_error: Exception | None = None, end_error: Exception | None = None) -> None:
+        self.seen: list[str] = []
+        self._begin_error, self._end_error = begin_error, end_error
+
+    def begin(self, phase: Phase) -> None:
+        self.seen.append(f"begin {phase}")
+        if self._begin_error:
+            raise self._begin_error
+
+    def end(self, phase: Phase) -> dict[str, int]:
+        self.seen.append(f"end {phase}")
+        if self._end_error:
+            raise self._end_error
+        return {"weights": len(self.seen)}
+
+
+def test_the_observer_sees_both_ends_of_a_phase_and_fills_its_event(trainer: Lifecycle) -> None:
+    trainer.observer = notes = Notes()
+    with trainer.enter(Phase.WORLD):
+        notes.seen.append("body")
+    fail_in(trainer, Phase.GROUPS)
+    assert notes.seen == ["begin world", "body", "end world", "begin groups", "end groups"]
+    world, groups = trainer.drain_events()
+    assert (world.device_bytes, groups.device_bytes) == ({"weights": 3}, {"weights": 5})
+
+
+def test_without_an_observer_an_event_holds_no_device_memory(trainer: Lifecycle) -> None:
+    pass_through(trainer, Phase.WORLD)
+    (event,) = trainer.drain_events()
+    assert event.device_bytes == {}
+
+
+def test_the_observer_is_not_told_of_a_refused_phase(trainer: Lifecycle) -> None:
+    trainer.observer = notes = Notes()
+    with pytest.raises(LifecycleError), trainer.enter(Phase.SAVE):
+        pytest.fail("the body must not run")
+    assert notes.seen == []
+
+
+def test_an_observer_that_raises_fails_no_phase(trainer: Lifecycle, caplog: pytest.LogCaptureFixture) -> None:
+    trainer.observer = notes = Notes(begin_error=OSError("no device"), end_error=OSError("still none"))
+    pass_through(trainer, Phase.WORLD)
+    assert trainer.has_completed(Phase.WORLD)
+    assert notes.seen == ["begin world", "end world"]
+    (event,) = trainer.drain_events()
+    assert (event.ok, event.device_bytes) == (True, {})
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [
+        "trainer rank 3: the beginning of phase world could not be observed",
+        "trainer rank 3: the end of phase world could not be observed",
+    ]
+
+
+def test_an_observer_that_raises_does_not_hide_why_a_phase_failed(trainer: Lifecycle) -> None:
+    trainer.observer = Notes(end_error=OSError("no device"))
+    fail_in(trainer, Phase.WORLD)
+    (event,) = trainer.drain_events()
+    assert not event.ok
+    assert trainer.current is None
 
 
 def test_no_phase_requires_itself_or_one_that_its_role_lacks() -> None:

@@ -47,7 +47,7 @@ class Disk:
         self.root, self.events = root, list[str]()
         self.fail_before: int | None = None
         self._patch = monkeypatch
-        self._wrap(module, "_fsync", lambda path: f"fsync {self.name(path)}")
+        self._wrap(module, "fsync", lambda path: f"fsync {self.name(path)}")
         self._wrap(Path, "rename", lambda path, target: f"rename {self.name(path)} -> {self.name(target)}")
         self._wrap(Path, "unlink", lambda path, **_: f"unlink {self.name(path)}")
         self._wrap(shutil, "rmtree", lambda path, *_, **__: f"rmtree {self.name(path)}")

@@ -284,7 +284,7 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
         (["trainer.save_freq=0"], "trainer.save_freq=0 must be -1 (never) or at least 1"),
         (["actor.ppo_mini_batch_size=3"], "actor.ppo_mini_batch_size=3 does not divide data.train_batch_size=8"),
         (["rl_safe.bootstrap.on_missing=ignore"], "use raise or bootstrap"),
-        (["rollout.tensor_model_parallel_size=2"], "on CPU each vLLM engine is one process"),
+        (["rollout.tensor_model_parallel_size=2"], "each vLLM engine is one process"),
         (["rollout.block_size=16"], "must be a multiple of 32"),
         (["megatron.context_parallel_size=2"], "must be 1: Megatron's attention"),
         (["data.train_files=[]"], "data.train_files is empty"),

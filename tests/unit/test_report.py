@@ -45,9 +45,12 @@ class Page(HTMLParser):
         return json.loads(re.search(r'id="hover">(.*?)</script>', self.source, re.DOTALL)[1])
 
 
-def event(phase=Phase.TRAIN, *, role=Role.TRAINER, rank=0, start_s=0.0, seconds=1.0, ok=True):
+def event(phase=Phase.TRAIN, *, role=Role.TRAINER, rank=0, start_s=0.0, seconds=1.0, ok=True, gib=None):
     start_s += 1_763_000_000.0
-    return PhaseEvent(phase=phase, role=role, rank=rank, start_s=start_s, end_s=start_s + seconds, ok=ok)
+    held = {owner: round(size * 2**30) for owner, size in (gib or {}).items()}
+    return PhaseEvent(
+        phase=phase, role=role, rank=rank, start_s=start_s, end_s=start_s + seconds, ok=ok, device_bytes=held
+    )
 
 
 def step(number, reward=0.5, gap=2e-6, **others):
@@ -175,6 +178,47 @@ def test_sixty_four_ranks_keep_rows_that_hold_a_label(page) -> None:
 
 def test_steps_are_shown_in_order_whatever_the_order_of_the_log(page) -> None:
     assert page(metrics=[step(2), step(1)]).hover["charts"][0]["steps"] == [1, 2]
+
+
+def memory_rows(made):
+    """The texts of the cells of the table of device memory, the heading first; None if there is none."""
+    section = re.search(r"<h2>Device memory.*?</section>", made.source, re.DOTALL)
+    if section is None:
+        return None
+    return [
+        [re.sub(r"<.*?>", "", cell).strip() for cell in re.findall(r"<t[hd]\b[^>]*>(.*?)</t[hd]>", row, re.DOTALL)]
+        for row in re.findall(r"<tr>(.*?)</tr>", section[0], re.DOTALL)
+    ]
+
+
+def test_a_run_without_device_memory_does_not_speak_of_it(page) -> None:
+    assert memory_rows(page(events=[event()])) is None
+    assert memory_rows(page(events=[event(gib={"weights": 1})])) is not None
+
+
+def test_device_memory_has_a_row_for_each_role_and_phase_and_a_column_for_each_owner(page) -> None:
+    events = [
+        event(Phase.ROLLOUT, role=Role.ROLLOUT, start_s=1, gib={"weights": 2, "kv_cache": 20, "thing": 0.5}),
+        event(Phase.TRAIN, start_s=3, gib={"other": 0.25, "weights": 1, "optimizer": 3.007}),
+        event(Phase.OFFLOAD, start_s=2, gib={"other": 0.25, "weights": 0, "optimizer": 0}),
+        event(Phase.TRAIN, start_s=0),
+    ]
+    assert memory_rows(page(events=events)) == [
+        ["phase", "rank", "weights", "optimizer", "KV cache", "other", "thing", "total"],
+        ["offload", "trainer 0", "0.00", "0.00", "", "0.25", "", "0.25"],
+        ["train", "trainer 0", "1.00", "3.01", "", "0.25", "", "4.26"],
+        ["rollout", "rollout 0", "2.00", "", "20.00", "", "0.50", "22.50"],
+    ]
+
+
+def test_device_memory_is_that_of_the_fullest_rank_after_its_last_stay(page) -> None:
+    events = [
+        event(rank=1, start_s=5, gib={"weights": 3, "other": 1}),
+        event(rank=0, start_s=0, gib={"weights": 9, "other": 9}),
+        event(rank=0, start_s=4, gib={"weights": 2, "other": 1.5}),
+        event(rank=2, start_s=4, gib={"weights": 3.5, "other": 0}),
+    ]
+    assert memory_rows(page(events=events))[1:] == [["train", "trainer 1", "3.00", "1.00", "4.00"]]
 
 
 def test_only_one_file_is_written(page, tmp_path) -> None:

@@ -1,0 +1,139 @@
+"""A training rank and the rollout rank on the same GPU: weights pass through memory that both have mapped.
+
+NCCL refuses two ranks on one device, and the pair needs no network: the trainer lets the rollout rank map a buffer of
+its own (CUDA IPC), and the two agree over the run's store on who may use which half of it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
+from torch.multiprocessing.reductions import reduce_tensor
+
+from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.worlds.roll_call import RollCall
+
+HALF_BYTES = 64 * 2**20
+"""One half is read while the other is filled."""
+
+
+class GpuPair:
+    """One side of a pair. Has the methods of `JointGroup` that a weight sync uses; every pair is on its own."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        joint_rank: int,
+        size: int,
+        generation: int,
+        timeout: timedelta,
+        device: torch.device,
+        sync_timeout: timedelta | None = None,
+    ) -> None:
+        """Joins. Collective over: all ``size`` ranks, for the roll call.
+
+        Args:
+            store: The run's store.
+            joint_rank: Rank among trainers (0 to ``size / 2 - 1``) and rollout ranks, which are paired in order.
+            size: Number of trainers and rollout ranks.
+            generation: Counts rebuilds; each uses store keys of its own.
+            timeout: Longest wait for the others.
+            device: The GPU.
+            sync_timeout: Longest wait for the other side in a sync; None: the same.
+
+        Raises:
+            PhaseTimeoutError: Naming the joint ranks that did not come in time.
+            WeightSyncError: If the memory cannot be shared.
+        """
+        pairs = size // 2
+        self.joint_rank, self._sends = joint_rank, joint_rank < pairs
+        self._timeout = sync_timeout or timeout
+        roll_call = RollCall(store, world=f"joint group {generation}", group_rank=joint_rank, size=size)
+        roll_call.arrive(Phase.JOINT, timeout=timeout)
+        self._store = PrefixStore(f"pair/{generation}/{joint_rank % pairs}", store)
+        self._turn = 0
+        self._shared: torch.Tensor | None = None
+        try:
+            self._shared = self._share(device) if self._sends else self._map(timeout)
+        except (DistStoreError, DistNetworkError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise WeightSyncError(f"joint rank {joint_rank} could not share memory with its pair: {reason}") from error
+
+    def _share(self, device: torch.device) -> torch.Tensor:
+        shared = torch.empty(2 * HALF_BYTES, dtype=torch.uint8, device=device)
+        handle = reduce_tensor(shared)  # type: ignore[no-untyped-call]
+        self._store.set("memory", pickle.dumps(handle).hex())
+        return shared
+
+    def _map(self, timeout: timedelta) -> torch.Tensor:
+        self._store.wait(["memory"], timeout)
+        rebuild, arguments = pickle.loads(bytes.fromhex(self._store.get("memory").decode()))
+        shared: torch.Tensor = rebuild(*arguments)
+        return shared
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the memory is still shared."""
+        return self._shared is not None
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, source: int) -> None:
+        """Passes contiguous tensors from the trainer to its rollout rank. Collective over: the pair.
+
+        Args:
+            tensors: Same number and sizes on both sides; written in place on the rollout rank.
+            source: For the signature of `JointGroup.broadcast`: the trainer of each pair sends.
+
+        Raises:
+            WeightSyncError: If the other side does not keep up; the memory is given up then.
+        """
+        if self._shared is None:
+            raise WeightSyncError(f"joint rank {self.joint_rank}: the memory of the pair is closed")
+        try:
+            for tensor in tensors:
+                flat = tensor.view(-1).view(torch.uint8)
+                for start in range(0, flat.numel(), HALF_BYTES):
+                    self._pass(flat[start : start + HALF_BYTES], self._shared)
+        except (DistStoreError, DistNetworkError) as error:
+            self.close()
+            reason = str(error).splitlines()[0]
+            raise WeightSyncError(f"joint rank {self.joint_rank}: its pair did not keep up: {reason}") from error
+
+    def _pass(self, block: torch.Tensor, shared: torch.Tensor) -> None:
+        half = shared[self._turn % 2 * HALF_BYTES :][: block.numel()]
+        filled, read = f"filled/{self._turn}", f"read/{self._turn}"
+        if self._sends:
+            # The half is free once what was in it two turns ago has been read.
+            if self._turn >= 2:
+                self._take(f"read/{self._turn - 2}")
+            half.copy_(block)
+            _synchronize(block)
+            self._store.set(filled, "")
+        else:
+            self._take(filled)
+            block.copy_(half)
+            _synchronize(block)
+            self._store.set(read, "")
+        self._turn += 1
+
+    def _take(self, key: str) -> None:
+        """Waits for a key that this side alone reads, and removes it."""
+        self._store.wait([key], self._timeout)
+        self._store.delete_key(key)
+
+    def flush(self) -> None:
+        """Does nothing: what has been passed has arrived."""
+
+    def close(self) -> None:
+        """Gives up the memory. Not collective; idempotent."""
+        self._shared = None
+
+
+def _synchronize(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
