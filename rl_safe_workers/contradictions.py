@@ -86,6 +86,7 @@ def _complaints(config: RunConfig) -> Iterator[str]:
     yield from _choices(config)
     yield from _batch(config)
     yield from _trainer(config)
+    yield from _devices(config)
     yield from _platform(config)
     yield from _checkpoint(config)
     if config.model.create is not None:
@@ -153,8 +154,8 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _platform(config: RunConfig) -> Iterator[str]:
-    megatron, rollout, cluster = config.megatron, config.rollout, config.cluster
+def _devices(config: RunConfig) -> Iterator[str]:
+    cluster = config.cluster
     if cluster.device == "cpu" and config.model.dtype != "float32":
         yield f"model.dtype={config.model.dtype} must be float32 with cluster.device=cpu"
     if cluster.colocated and cluster.device == "cpu":
@@ -164,6 +165,10 @@ def _platform(config: RunConfig) -> Iterator[str]:
             f"cluster.colocated=true with cluster.num_trainers={cluster.num_trainers} and cluster.num_rollouts="
             f"{cluster.num_rollouts}: each trainer shares its GPU with one rollout rank, so set them equal"
         )
+
+
+def _platform(config: RunConfig) -> Iterator[str]:
+    megatron, rollout, cluster = config.megatron, config.rollout, config.cluster
     if megatron.context_parallel_size > 1:
         yield (
             f"megatron.context_parallel_size={megatron.context_parallel_size} must be 1: "

@@ -108,7 +108,7 @@ class MegatronPolicy:
 
         def forward_step(data: Iterator[SequenceBatch], model: Any) -> tuple[Tensor, Any]:
             micro_batch = next(data)
-            tokens = torch.from_numpy(micro_batch.tokens).to(self.device)
+            tokens = torch.tensor(micro_batch.tokens, device=self.device)
             return self._token_logprobs(model, tokens), partial(loss_func, micro_batch)
 
         results: list[Any] = get_forward_backward_func()(
@@ -134,7 +134,7 @@ class MegatronPolicy:
         """
 
         def collect(micro_batch: SequenceBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-            mask = torch.from_numpy(micro_batch.response_mask).to(logprobs.device)
+            mask = torch.tensor(micro_batch.response_mask, device=logprobs.device)
             return logprobs.new_zeros(()), logprobs * mask
 
         for chunk in self.chunks:
@@ -164,7 +164,7 @@ class MegatronPolicy:
 
         def loss_func(micro_batch: SequenceBatch, logprobs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             def on_device(array: Floats) -> Tensor:
-                return torch.from_numpy(array).to(logprobs.device)
+                return torch.tensor(array, device=logprobs.device)
 
             assert micro_batch.old_logprobs is not None
             loss = policy_loss(

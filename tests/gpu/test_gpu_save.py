@@ -62,7 +62,7 @@ def test_what_was_on_the_gpu_when_the_save_began_comes_back(
             shard.data.fill_(-1)  # at once, on the stream that the copies were made on
         assert saver.finish(TIMEOUT) == 1
         wanted, target = _state(seed=step), _state(seed=100)
-        loaded = loader.load(target, directory, timeout=TIMEOUT)
+        loaded = loader.load(lambda target=target: target, directory, timeout=TIMEOUT)
         assert [key for key, shard in wanted.items() if not torch.equal(loaded[key], shard.data)] == []
         assert all(loaded[key].is_cuda for key in wanted)
 

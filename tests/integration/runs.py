@@ -134,7 +134,13 @@ class Running:
     def _processes_left(self) -> Iterator[str]:
         for process in self.processes():
             with suppress(psutil.Error):
-                yield f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
+                line = " ".join(process.cmdline())
+                # Python's own helper ends by itself, once its parent's end of a pipe is closed: a moment later.
+                if "multiprocessing.resource_tracker" in line:
+                    with suppress(psutil.TimeoutExpired):
+                        process.wait(5)
+                        continue
+                yield f"process {process.pid}: {line[:200]}"
 
     def _files_left(self) -> Iterator[str]:
         for path in sorted({*SHARED_MEMORY.iterdir()} - self._shared_before):
