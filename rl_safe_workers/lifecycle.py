@@ -113,6 +113,10 @@ class PhaseEvent:
     """Accelerator memory at the end of the phase, by owner; empty without an accelerator."""
 
 
+FREE_BYTES = "free"
+"""What no process holds, beside the owners in an event's ``device_bytes``."""
+
+
 class Observer(Protocol):
     """Looks at a process at both ends of each phase.
 

@@ -15,6 +15,7 @@ from rl_safe_workers.errors import ConfigError
 
 BENCHMARKS: Mapping[str, str] = {
     "quickstart": "the main job for three seeds: learning, agreement, seconds, memory",
+    "gpu": "the main job on 2 or 4 GPUs; a larger model's sync, steps, offload and saves, against plain ones",
     "save": "saves, loads and audits of a checkpoint of 6,144 experts, against megatron-core's own",
 }
 """What each measures, by name, which is also that of its module in ``rl_safe_workers.bench``."""

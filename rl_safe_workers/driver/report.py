@@ -14,7 +14,7 @@ from rl_safe_workers.driver import charts, timeline
 from rl_safe_workers.driver import metrics as names
 from rl_safe_workers.driver.charts import Axis, Point
 from rl_safe_workers.driver.console import GIB
-from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
+from rl_safe_workers.lifecycle import FREE_BYTES, Phase, PhaseEvent, Role
 
 TEMPLATE = "report.html.j2"
 
@@ -37,6 +37,7 @@ _OWNERS = {
     "communicators": "communicators",
     "context": "context",
     "other": "other",
+    FREE_BYTES: "free",
 }
 """Labels of the owners of device memory, in the order of the columns; an owner that is not here comes after them."""
 
@@ -203,14 +204,18 @@ def memory_table(events: Sequence[PhaseEvent]) -> MemoryTable | None:
 
 
 def _memory_row(role: Role, phase: Phase, by_rank: Mapping[int, Mapping[str, int]], owners: Sequence[str]) -> MemoryRow:
-    rank, held = max(by_rank.items(), key=lambda item: sum(item[1].values()))
+    rank, held = max(by_rank.items(), key=lambda item: _total(item[1]))
     return MemoryRow(
         role=role,
         phase=phase,
         rank=rank,
         cells=tuple(f"{held[owner] / GIB:.2f}" if owner in held else "" for owner in owners),
-        total=f"{sum(held.values()) / GIB:.2f}",
+        total=f"{_total(held) / GIB:.2f}",
     )
+
+
+def _total(held: Mapping[str, int]) -> int:
+    return sum(size for owner, size in held.items() if owner != FREE_BYTES)
 
 
 def _hover_data(drawn: Sequence[Chart], lanes: timeline.Timeline | None) -> dict[str, Any]:

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 def run(config: RunConfig) -> None:
     """Runs a whole training job and leaves no process behind, whatever happens.
 
-    Writes ``<output_dir>/<run_name>/``: ``config.yaml``, ``metrics.jsonl``, ``report.html``, and after a failure
-    Ray's logs.
+    Writes ``<output_dir>/<run_name>/``: ``config.yaml``, ``metrics.jsonl``, ``report.html``, on GPUs
+    ``device_memory.jsonl``, and after a failure Ray's logs.
 
     Args:
         config: A configuration that passed `preflight`.
@@ -184,7 +184,20 @@ class Job:
         self._cluster.close(kill_after_s=patience_s)
         wall_s = time.monotonic() - self._started_s
         self._console.summary(self._session.totals, wall_s, self._memory.peak_bytes, self._run_dir)
+        attempt("writing device memory", self._write_device_memory, timeout_s=patience_s)
         attempt("writing the report", lambda: self._write_report(log, failure, wall_s), timeout_s=patience_s)
+
+    def _write_device_memory(self) -> None:
+        """Writes what each rank held of its GPU at the end of each phase, one JSON object a line; nothing on a CPU."""
+        lines = [
+            json.dumps(
+                {"phase": e.phase, "role": e.role, "rank": e.rank, "end_s": e.end_s, "bytes": {**e.device_bytes}}
+            )
+            for e in self._session.events
+            if e.device_bytes
+        ]
+        if lines:
+            (self._run_dir / "device_memory.jsonl").write_text("\n".join(lines) + "\n")
 
     def _write_report(self, log: MetricsLog, failure: BaseException | None, wall_s: float) -> None:
         summary = {**self._description(), "wall": f"{wall_s:.1f} s"}

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import FREE_BYTES, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,10 @@ class Probe(Protocol):
 
     def used(self) -> int:
         """Memory of the device in use by all processes."""
+        ...
+
+    def free(self) -> int:
+        """The rest of it."""
         ...
 
     def reserved(self) -> int:
@@ -66,6 +70,10 @@ class CudaProbe:
             return int(torch.cuda.device_memory_used(self._device))
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free)
+
+    def free(self) -> int:
+        """The rest of it."""
+        return int(torch.cuda.get_device_properties(self._device).total_memory) - self.used()
 
     def reserved(self) -> int:
         """What the allocator of this process has taken from the device."""
@@ -125,12 +133,13 @@ class DeviceMemory:
             self._before = self._outside()
 
     def end(self, phase: Phase) -> dict[str, int]:
-        """Books the growth since `begin`, if that succeeded, and returns bytes by owner, none negative."""
+        """Books the growth since `begin`, if that succeeded; returns bytes by owner, at least 0, and what is free."""
         before, self._before = self._before, None
         if before is not None and phase not in self._shared:
             self._grown[GROWS.get(phase, OTHER)] += self._outside() - before
         inside = self._inside()
-        return inside | {owner: inside.get(owner, 0) + max(0, grown) for owner, grown in self._grown.items()}
+        held = inside | {owner: inside.get(owner, 0) + max(0, grown) for owner, grown in self._grown.items()}
+        return held | {FREE_BYTES: self._probe.free()}
 
     def _outside(self) -> int:
         return self._probe.used() - self._mapped()
