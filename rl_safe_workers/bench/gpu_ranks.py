@@ -13,6 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from omegaconf import OmegaConf
 
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
 from rl_safe_workers.config import RunConfig
+from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.driver.session import SYNC_BUCKET_BYTES
 from rl_safe_workers.platforms.pinned import host_buffer
 from rl_safe_workers.rollout.protocol import WeightSpec
@@ -88,6 +90,7 @@ class Trainer(Ranks):
         self.rank, self.worker = rank, TrainerWorker(config, training_rank=rank)
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.values: dict[str, Any] = {}
+        self.layout = asdict(layout_of(config))
 
     def start(self) -> None:
         """Goes as far as a model with its HF weights."""
@@ -166,7 +169,8 @@ class Trainer(Ranks):
 
     def _save(self) -> None:
         root = Path(self.config.trainer.default_local_dir or "")
-        save = partial(self.worker.save_checkpoint, root, fingerprint="bench", layout={}, driver_state={})
+        fingerprint = model_fingerprint(self.config.model.path)
+        save = partial(self.worker.save_checkpoint, root, fingerprint=fingerprint, layout=self.layout, driver_state={})
         path = self.timed("save", lambda: save(step=1))
         files = [f.stat().st_size for f in path.rglob("*.distcp")]
         self.values["checkpoint_bytes"] = sum(files)
@@ -180,13 +184,10 @@ class Trainer(Ranks):
         """Loads a checkpoint and prints a digest of the whole model as HF weights."""
         self.start()
         path = Path(os.environ["RL_SAFE_BENCH_CHECKPOINT"])
-        self.worker.load_checkpoint(path, fingerprint=model_fingerprint(self.config.model.path), layout={})
-        total = hashlib.sha256()
-        for name, tensor in self.worker.export_hf_weights():
-            total.update(
-                name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            )
-        self.values["digest"] = total.hexdigest()
+        self.worker.load_checkpoint(path, fingerprint=model_fingerprint(self.config.model.path), layout=self.layout)
+        # Under another layout the weights come in another order.
+        digests = {name: _digest(tensor) for name, tensor in self.worker.export_hf_weights()}
+        self.values["digest"] = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
     def end(self) -> None:
         """Takes the worlds down; training rank 0 prints what was found."""
@@ -195,6 +196,11 @@ class Trainer(Ranks):
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
         self.worker.teardown()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def _plain(spec: WeightSpec) -> dict[str, Any]:
