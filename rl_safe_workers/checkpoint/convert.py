@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from rl_safe_workers.checkpoint.manifest import (
 )
 from rl_safe_workers.checkpoint.publish import publish
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
+from rl_safe_workers.versions import WRITERS, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def publish_conversion(
         model_fingerprint=model.fingerprint,
         layout=dict(layout),
         saved_at=time.time(),
-        versions={name: version(name) for name in ("torch", "megatron-core", "rl-safe-workers")},
+        versions={name: version_of(name) for name in WRITERS},
         files=files,
         driver_state={KEY: {"dtype": model.dtype}},
         digests={},

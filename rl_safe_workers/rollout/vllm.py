@@ -182,5 +182,7 @@ class VllmRollout:
         with self.lifecycle.enter(Phase.TEARDOWN):
             llm = self.__dict__.pop("_llm", None)
             if llm is not None:
-                llm.shutdown_weight_transfer_engine()
+                # vLLM 0.25 has no call for it; its engine's own shutdown, next, does the same.
+                if hasattr(llm, "shutdown_weight_transfer_engine"):
+                    llm.shutdown_weight_transfer_engine()
                 llm.llm_engine.engine_core.shutdown()

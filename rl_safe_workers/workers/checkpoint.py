@@ -6,7 +6,6 @@ import copy
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from rl_safe_workers.checkpoint.stock import save_with_megatron
 from rl_safe_workers.checkpoint.writer import WrittenFile, file_records
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase
+from rl_safe_workers.versions import WRITERS, version_of
 from rl_safe_workers.workers.shards import ShardsMixin
 
 logger = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ def _manifest(
         model_fingerprint=fingerprint,
         layout=dict(layout),
         saved_at=time.time(),
-        versions={name: version(name) for name in ("torch", "megatron-core", "rl-safe-workers")},
+        versions={name: version_of(name) for name in WRITERS},
         files=file_records(pending, files),
         driver_state=driver_state,
         digests={str(rank): digest for rank, digest in enumerate(digests) if digest},

@@ -7,11 +7,12 @@ its own (CUDA IPC), and the two agree over the run's store on who may use which 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rl_safe_workers.errors import WeightSyncError
@@ -58,10 +59,12 @@ class GpuPair:
         roll_call.arrive(Phase.JOINT, timeout=timeout)
         self._store = PrefixStore(f"pair/{generation}/{joint_rank % pairs}", store)
         self._turn = 0
+        self._unread: list[str] = []
+        """Keys that the reader sets, of the last turns."""
         self._shared: torch.Tensor | None = None
         try:
             self._shared = self._share(device) if self._sends else self._map(timeout)
-        except (DistStoreError, DistNetworkError, RuntimeError) as error:
+        except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise WeightSyncError(f"joint rank {joint_rank} could not share memory with its pair: {reason}") from error
 
@@ -92,14 +95,20 @@ class GpuPair:
         Raises:
             WeightSyncError: If the other side does not keep up; the memory is given up then.
         """
-        if self._shared is None:
-            raise WeightSyncError(f"joint rank {self.joint_rank}: the memory of the pair is closed")
-        try:
+        with self._working() as shared:
             for tensor in tensors:
                 flat = tensor.view(-1).view(torch.uint8)
                 for start in range(0, flat.numel(), HALF_BYTES):
-                    self._pass(flat[start : start + HALF_BYTES], self._shared)
-        except (DistStoreError, DistNetworkError) as error:
+                    self._pass(flat[start : start + HALF_BYTES], shared)
+
+    @contextmanager
+    def _working(self) -> Iterator[torch.Tensor]:
+        """Yields the memory; gives it up if the other side does not keep up, or the device fails."""
+        if self._shared is None:
+            raise WeightSyncError(f"joint rank {self.joint_rank}: the memory of the pair is closed")
+        try:
+            yield self._shared
+        except RuntimeError as error:  # the store's errors are such, too
             self.close()
             reason = str(error).splitlines()[0]
             raise WeightSyncError(f"joint rank {self.joint_rank}: its pair did not keep up: {reason}") from error
@@ -109,11 +118,11 @@ class GpuPair:
         filled, read = f"filled/{self._turn}", f"read/{self._turn}"
         if self._sends:
             # The half is free once what was in it two turns ago has been read.
-            if self._turn >= 2:
-                self._take(f"read/{self._turn - 2}")
+            self._wait_for_reader(behind=1)
             half.copy_(block)
             _synchronize(block)
             self._store.set(filled, "")
+            self._unread.append(read)
         else:
             self._take(filled)
             block.copy_(half)
@@ -126,8 +135,20 @@ class GpuPair:
         self._store.wait([key], self._timeout)
         self._store.delete_key(key)
 
+    def _wait_for_reader(self, *, behind: int) -> None:
+        """Waits until no more than ``behind`` turns are left to read."""
+        while len(self._unread) > behind:
+            self._take(self._unread[0])
+            del self._unread[0]
+
     def flush(self) -> None:
-        """Does nothing: what has been passed has arrived."""
+        """Waits until everything passed so far has been read.
+
+        Raises:
+            WeightSyncError: If the other side does not keep up; the memory is given up then.
+        """
+        with self._working():
+            self._wait_for_reader(behind=0)
 
     def close(self) -> None:
         """Gives up the memory. Not collective; idempotent."""

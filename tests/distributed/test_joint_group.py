@@ -62,6 +62,22 @@ def test_close_is_idempotent_and_the_next_generation_works(address: StoreAddress
     assert values(run_ranks(_close_and_rejoin, 3, address)) == [[True, False, True, 2]] * 3
 
 
+def _flush(joint_rank: int, address: StoreAddress) -> list[Any]:
+    group, tensor = _join(joint_rank, address), torch.tensor([joint_rank])
+    group.flush()
+    group.broadcast([tensor], source=1)
+    group.flush()
+    was_open = group.is_open
+    group.close()
+    with pytest.raises(WeightSyncError, match=f"joint rank {joint_rank}: the joint group is closed"):
+        group.flush()
+    return [tensor.item(), was_open, group.is_open]
+
+
+def test_flush_returns_on_gloo_and_refuses_a_closed_group(address: StoreAddress) -> None:
+    assert values(run_ranks(_flush, 3, address)) == [[1, True, False]] * 3
+
+
 def _join_impatiently(joint_rank: int, address: StoreAddress) -> None:
     _join(joint_rank, address, generation=4, timeout=timedelta(seconds=1))
 

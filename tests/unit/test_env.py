@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.env import actor_env, become_gpuless, belongs_to_run
+from rl_safe_workers.env import actor_env, become_gpuless, belongs_to_run, local_rank
 from rl_safe_workers.lifecycle import Role
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @pytest.fixture(autouse=True)
 def no_variables_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE"):
+    for name in ("OMP_NUM_THREADS", *INTERFACES, "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -34,9 +36,18 @@ def test_the_kv_cache_is_set_in_whole_gib_or_not_at_all(gib: float, expected: st
     assert actor_env(Role.ROLLOUT, "run-1", gib).get("VLLM_CPU_KVCACHE_SPACE") == expected
 
 
-def test_gloo_stays_on_the_loopback_interface_of_one_machine() -> None:
-    assert actor_env(Role.TRAINER, "run-1", 1.0)["GLOO_SOCKET_IFNAME"] == "lo"
-    assert "GLOO_SOCKET_IFNAME" not in actor_env(Role.TRAINER, "run-1", 1.0, loopback=False)
+@pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.parametrize("role", list(Role))
+def test_gloo_and_nccl_stay_on_the_loopback_interface_of_one_machine(role: Role, interface: str) -> None:
+    assert actor_env(role, "run-1", 1.0)[interface] == "lo"
+    assert interface not in actor_env(role, "run-1", 1.0, loopback=False)
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_the_user_may_choose_an_interface(monkeypatch: pytest.MonkeyPatch, interface: str) -> None:
+    monkeypatch.setenv(interface, "eth3")
+    variables = actor_env(Role.TRAINER, "run-1", 1.0)
+    assert {name: variables[name] for name in INTERFACES} == dict.fromkeys(INTERFACES, "lo") | {interface: "eth3"}
 
 
 def test_temporary_files_go_where_the_run_says() -> None:
@@ -63,3 +74,14 @@ def test_a_process_without_gpus_hides_all_that_there_are(monkeypatch: pytest.Mon
     become_gpuless()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert (os.environ["HF_HUB_OFFLINE"], os.environ["PATH"]) == ("1", "/bin")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("0", 0), ("11", 11), (None, None), ("", None), ("-1", None), ("1.5", None), ("x", None)]
+)
+def test_the_local_rank_is_a_whole_number_or_not_set(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, expected: int | None
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("LOCAL_RANK", value)
+    assert local_rank() == expected

@@ -287,6 +287,15 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
         (["rollout.tensor_model_parallel_size=2"], "each vLLM engine is one process"),
         (["rollout.block_size=16"], "must be a multiple of 32"),
         (["megatron.context_parallel_size=2"], "must be 1: Megatron's attention"),
+        (["cluster.device=tpu"], "cluster.device=tpu is not supported: use cpu or cuda"),
+        (["model.dtype=bfloat16"], "model.dtype=bfloat16 must be float32 with cluster.device=cpu"),
+        (["cluster.colocated=true"], "cluster.colocated=true needs cluster.device=cuda"),
+        (
+            ["cluster.colocated=true", "cluster.device=cuda", "cluster.num_trainers=2", "cluster.num_rollouts=3"],
+            "cluster.num_trainers=2 and cluster.num_rollouts=3: each trainer shares its GPU with one rollout rank",
+        ),
+        (["cluster.device=cuda", "rollout.tensor_model_parallel_size=2"], "each vLLM engine is one process"),
+        (["cluster.device=cuda", "megatron.context_parallel_size=2"], "must be 1: Megatron's attention"),
         (["data.train_files=[]"], "data.train_files is empty"),
         (["model.create.num_key_value_heads=3"], "does not divide model.create.num_attention_heads=4"),
         (["model.create.num_key_value_heads=0"], "model.create.num_key_value_heads=0 must be at least 1"),
@@ -296,6 +305,20 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
 )
 def test_contradictions_are_refused(write: Write, overrides: list[str], message: str) -> None:
     assert message in complaint(write(), *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.dtype=bfloat16"],
+        ["model.dtype=float32"],
+        ["rollout.block_size=16"],
+        ["cluster.num_trainers=2", "cluster.num_rollouts=3"],
+        ["cluster.colocated=true", "cluster.num_trainers=2", "cluster.num_rollouts=2"],
+    ],
+)
+def test_gpus_take_what_a_cpu_does_not(write: Write, overrides: list[str]) -> None:
+    assert load_recipe(write(), ["cluster.device=cuda", *overrides]).cluster.device == "cuda"
 
 
 def test_every_shipped_recipe_loads_and_has_its_own_seeded_model() -> None:

@@ -1,0 +1,220 @@
+"""Colocated pairs: weights pass from a trainer to the rollout rank on its GPU, here through a file that both map."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import Store
+
+from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError
+from rl_safe_workers.worlds import gpu_pair
+from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.gpu_pair import GpuPair
+from rl_safe_workers.worlds.store import connect_store
+from tests.distributed.ranks import run_ranks, values
+from tests.distributed.worker import served_store
+
+HALF_BYTES, PAIRS, SIZE = 1024, 2, 4
+ROUNDS = 6
+PATIENCE = timedelta(seconds=60)
+SHORT = timedelta(seconds=1)
+SHAPES = (((5,), torch.float32), ((), torch.int64), ((0, 3), torch.float32), ((HALF_BYTES,), torch.uint8),
+          ((HALF_BYTES + 1,), torch.bool), ((7, 331), torch.bfloat16), ((1,), torch.bfloat16))  # fmt: skip
+"""Nothing; less than a half, one, and a byte more; 4.5 halves."""
+
+
+class FilePair(GpuPair):
+    """A pair whose shared memory is a file: CUDA IPC cannot share a CPU tensor."""
+
+    folder: Path
+
+    def _share(self, device: torch.device) -> torch.Tensor:
+        file = self.folder / f"of_{self.joint_rank}"
+        shared = self._open(file)
+        self._store.set("memory", str(file))
+        return shared
+
+    def _map(self, timeout: timedelta) -> torch.Tensor:
+        self._store.wait(["memory"], timeout)
+        return self._open(Path(self._store.get("memory").decode()))
+
+    def _open(self, file: Path) -> torch.Tensor:
+        return torch.from_file(str(file), shared=True, size=2 * HALF_BYTES, dtype=torch.uint8)
+
+
+def _join(
+    joint_rank: int,
+    store: Store,
+    folder: Path,
+    *,
+    size: int = SIZE,
+    generation: int = 0,
+    timeout: timedelta = PATIENCE,
+    sync_timeout: timedelta | None = None,
+    pair: type[FilePair] = FilePair,
+) -> FilePair:
+    gpu_pair.HALF_BYTES, pair.folder = HALF_BYTES, folder
+    return pair(
+        store, joint_rank=joint_rank, size=size, generation=generation, timeout=timeout,
+        device=torch.device("cpu"), sync_timeout=sync_timeout,
+    )  # fmt: skip
+
+
+def _contents(pair: int, turn: int) -> list[torch.Tensor]:
+    """Random bits, NaNs among them, that no other pair or turn has."""
+    random = torch.Generator().manual_seed(100 * pair + turn)
+    return [
+        torch.randint(2 if dtype is torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=random)
+        .view(dtype)
+        .view(shape)
+        for shape, dtype in SHAPES
+    ]
+
+
+def _bits(tensors: list[torch.Tensor]) -> list[bytes]:
+    return [tensor.view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+def _meet(store: Store, name: str, times: int) -> None:
+    """Waits until every rank has come here as often. One key, whatever the number of times."""
+    store.add(name, 1)
+    deadline = time.monotonic() + PATIENCE.total_seconds()
+    while store.add(name, 0) < times * SIZE:
+        assert time.monotonic() < deadline, f"not everyone came to {name}"
+        time.sleep(0.005)
+
+
+def _pass_on(joint_rank: int, address: StoreAddress, folder: Path) -> dict[str, Any]:
+    """Passes several rounds on; between them, while everyone waits, each rank counts the store's keys."""
+    store = connect_store(address, timeout=PATIENCE)
+    group = _join(joint_rank, store, folder)
+    received, keys = [], []
+    for name in ("counting", "counted"):
+        _meet(store, name, 1)
+    for turn in range(ROUNDS):
+        keys.append(store.num_keys())
+        _meet(store, "counted", 2 + turn)
+        tensors = _contents(joint_rank % PAIRS, turn)
+        if joint_rank >= PAIRS:
+            tensors = [torch.zeros_like(tensor) for tensor in tensors]
+        group.broadcast(tensors, source=0)
+        group.flush()
+        received.append(_bits(tensors))
+        _meet(store, "counting", 2 + turn)
+    return {"received": received, "keys": [*keys, store.num_keys()], "is_open": group.is_open}
+
+
+@pytest.fixture(scope="module")
+def passed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Two pairs after several rounds, by joint rank."""
+    with served_store() as address:
+        return values(run_ranks(_pass_on, SIZE, address, tmp_path_factory.mktemp("pairs")))
+
+
+@pytest.mark.parametrize("pair", range(PAIRS))
+def test_every_tensor_arrives_bit_for_bit_round_after_round(passed: list[dict[str, Any]], pair: int) -> None:
+    expected = [_bits(_contents(pair, turn)) for turn in range(ROUNDS)]
+    assert passed[pair + PAIRS]["received"] == expected
+    assert passed[pair + PAIRS]["is_open"]
+
+
+@pytest.mark.parametrize("pair", range(PAIRS))
+def test_what_the_trainer_sends_stays_as_it_was(passed: list[dict[str, Any]], pair: int) -> None:
+    assert passed[pair]["received"] == [_bits(_contents(pair, turn)) for turn in range(ROUNDS)]
+
+
+def test_the_rounds_go_through_both_halves_and_differ_from_each_other() -> None:
+    sizes = [len(bits) for bits in _bits(_contents(0, 0))]
+    assert min(sizes) == 0
+    assert HALF_BYTES in sizes
+    assert max(sizes) > 4 * HALF_BYTES
+    longest = [_bits(_contents(pair, turn))[5] for pair in range(PAIRS) for turn in range(ROUNDS)]
+    assert len(set(longest)) == PAIRS * ROUNDS
+
+
+def test_nothing_is_left_in_the_store_once_it_is_flushed(passed: list[dict[str, Any]]) -> None:
+    for rank in passed:
+        before, *after = rank["keys"]
+        assert after == [before] * ROUNDS
+
+
+def _pass_alone(joint_rank: int, address: StoreAddress, folder: Path, absent: int) -> list[Any]:
+    """One of the pair leaves after joining; the other has more to pass than fits into two halves."""
+    store = connect_store(address, timeout=PATIENCE)
+    group = _join(joint_rank, store, folder, size=2, sync_timeout=SHORT)
+    if joint_rank == absent:
+        return []
+    start_s = time.monotonic()
+    with pytest.raises(WeightSyncError) as caught:
+        group.broadcast([torch.ones(3 * HALF_BYTES, dtype=torch.uint8)], source=0)
+    waited_s = time.monotonic() - start_s
+    with pytest.raises(WeightSyncError, match="the memory of the pair is closed"):
+        group.broadcast([], source=0)
+    return [str(caught.value), waited_s, group.is_open]
+
+
+@pytest.mark.parametrize("absent", [1, 0], ids=["no_reader", "no_sender"])
+def test_a_side_that_never_comes_fails_the_other_within_the_sync_timeout(
+    address: StoreAddress, tmp_path: Path, absent: int
+) -> None:
+    outcomes = values(run_ranks(_pass_alone, 2, address, tmp_path, absent))
+    message, waited_s, is_open = outcomes[1 - absent]
+    assert message.startswith(f"joint rank {1 - absent}: its pair did not keep up: ")
+    assert SHORT.total_seconds() * 0.9 < waited_s < PATIENCE.total_seconds() / 2
+    assert not is_open
+
+
+def _join_impatiently(joint_rank: int, address: StoreAddress, folder: Path) -> None:
+    _join(joint_rank, connect_store(address, timeout=PATIENCE), folder, generation=4, timeout=4 * SHORT)
+
+
+def test_a_rank_that_does_not_join_is_named(address: StoreAddress, tmp_path: Path) -> None:
+    for outcome in run_ranks(_join_impatiently, SIZE, address, tmp_path, ranks=[0, 1, 3]):
+        assert isinstance(outcome.error, PhaseTimeoutError), outcome.trace
+        assert outcome.error.missing == (2,)
+        assert "joint group 4" in str(outcome.error)
+        assert "rl_safe.timeouts.joint" in str(outcome.error)
+
+
+class UnsharedPair(FilePair):
+    """A trainer whose device does not share memory."""
+
+    def _share(self, device: torch.device) -> torch.Tensor:
+        raise RuntimeError("CUDA error: not supported\nmore about it")
+
+
+def _join_unshared(joint_rank: int, address: StoreAddress, folder: Path) -> None:
+    _join(joint_rank, connect_store(address, timeout=PATIENCE), folder, size=2, timeout=4 * SHORT, pair=UnsharedPair)
+
+
+def test_memory_that_cannot_be_shared_fails_both_sides(address: StoreAddress, tmp_path: Path) -> None:
+    trainer, rollout = run_ranks(_join_unshared, 2, address, tmp_path)
+    assert isinstance(trainer.error, WeightSyncError), trainer.trace
+    assert isinstance(rollout.error, WeightSyncError), rollout.trace
+    assert str(trainer.error) == "joint rank 0 could not share memory with its pair: CUDA error: not supported"
+    assert str(rollout.error).startswith("joint rank 1 could not share memory with its pair: ")
+
+
+def _close_and_rejoin(joint_rank: int, address: StoreAddress, folder: Path) -> list[Any]:
+    """The reader leaves before the first broadcast, of which keys stay behind."""
+    store, tensor = connect_store(address, timeout=PATIENCE), torch.full((3 * HALF_BYTES,), joint_rank + 1).byte()
+    first = _join(joint_rank, store, folder, size=2, sync_timeout=SHORT)
+    if joint_rank == 0:
+        with pytest.raises(WeightSyncError, match="did not keep up"):
+            first.broadcast([torch.zeros_like(tensor)], source=0)
+    first.close()
+    first.close()
+    with pytest.raises(WeightSyncError, match=f"joint rank {joint_rank}: the memory of the pair is closed"):
+        first.broadcast([tensor], source=0)
+    second = _join(joint_rank, store, folder, size=2, generation=1)
+    second.broadcast([tensor], source=0)
+    return [first.is_open, second.is_open, tensor.unique().tolist()]
+
+
+def test_close_is_idempotent_and_the_next_generation_works(address: StoreAddress, tmp_path: Path) -> None:
+    assert values(run_ranks(_close_and_rejoin, 2, address, tmp_path)) == [[False, True, [1]]] * 2
