@@ -38,8 +38,13 @@ from rl_safe_workers.versions import installed_versions
 from rl_safe_workers.worlds.store import serve_store
 
 RECIPE = Path(rl_safe_workers.__file__).parents[1] / "recipes" / "quickstart_gpu.yaml"
-SPLIT = ("cluster.num_trainers=2", "cluster.num_rollouts=2", "megatron.expert_model_parallel_size=2")
-COLOCATED = ("cluster.colocated=true", *SPLIT)
+_SPLIT = ("cluster.num_trainers=2", "cluster.num_rollouts=2", "megatron.expert_model_parallel_size=2")
+PLACEMENTS: Mapping[str, Sequence[str]] = {
+    "2_GPUs": (),
+    "2_GPUs_colocated": ("cluster.colocated=true", *_SPLIT),
+    "4_GPUs": _SPLIT,
+}
+"""Overrides of the recipe, by name; the first character is the number of GPUs."""
 LARGE = SeededModelConfig(
     num_hidden_layers=10, hidden_size=2048, intermediate_size=4096, moe_intermediate_size=768,
     num_attention_heads=32, num_key_value_heads=4, head_dim=64, num_experts=64, num_experts_per_tok=4,
@@ -73,9 +78,15 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     if gpus < 2:
         raise ResourceError(f"bench gpu: needs 2 or 4 GPUs, there are {gpus}")
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
-        rows = main_job(Path(folder), gpus, report)
-        rows += larger_model(Path(folder), gpus, report)
-    return rows
+        rows = [row for placement in placements(gpus) for row in main_job(Path(folder), placement, report)]
+        if gpus >= 4:
+            rows.append(resume(Path(folder), report))
+        return rows + larger_model(Path(folder), gpus, report)
+
+
+def placements(gpus: int) -> list[str]:
+    """Those of `PLACEMENTS` that fit."""
+    return [name for name in PLACEMENTS if int(name[0]) <= gpus]
 
 
 def count_gpus() -> int:
@@ -85,28 +96,25 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def main_job(folder: Path, gpus: int, report: Callable[[str], None]) -> list[Row]:
-    """The recipe in each placement that fits, and a resume under another layout."""
-    placements: dict[str, Sequence[str]] = {"2 GPUs": (), "2 GPUs, colocated": COLOCATED}
-    if gpus >= 4:
-        placements["4 GPUs"] = SPLIT
-    rows: list[Row] = []
-    for name, overrides in placements.items():
-        found = run_recipe(folder / name.replace(" ", "_").replace(",", ""), overrides)
-        report(f"{name}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())}")
-        rows += [
-            _row(f"{name}: reward gain", "", found["gain"], _at_least(2)),
-            _row(f"{name}: logprob gap, median of the worst step", "nat", found["median_gap"], _at_most(0.005)),
-            _row(f"{name}: logprob gap, largest of all steps", "nat", found["largest_gap"], _at_most(0.03)),
-            _row(f"{name}: exit", "s", found["exit_s"], _at_most(8)),
-            _row(f"{name}: processes left", "", found["processes"], _at_most(0)),
-            _row(f"{name}: GPU memory left", "MiB", found["gpu_mib"], _at_most(0)),
-        ]
-        if "free_share" in found:
-            rows.append(_row(f"{name}: free before rollout / should be free", "", found["free_share"], _at_least(0.97)))
-    if gpus >= 4:
-        rows.append(_resume(folder / "2_GPUs_colocated", report))
-    return rows
+def main_job(folder: Path, placement: str, report: Callable[[str], None]) -> list[Row]:
+    """The recipe in one placement, under ``folder``."""
+    overrides = PLACEMENTS[placement]
+    found = run_recipe(folder / placement, overrides)
+    report(f"{placement}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())}")
+    figures = [
+        ("reward gain", "", "gain", _at_least(2)),
+        ("logprob gap, median of the worst step", "nat", "median_gap", _at_most(0.005)),
+        ("logprob gap, largest of all steps", "nat", "largest_gap", _at_most(0.03)),
+        ("exit", "s", "exit_s", _at_most(8)),
+        ("processes left", "", "processes", _at_most(0)),
+        ("GPU memory left", "MiB", "gpu_mib", _at_most(0)),
+        ("free before rollout, of what should be", "", "free_share", _at_least(0.97)),
+    ]
+    return [
+        _row(f"{placement.replace('_', ' ')}: {name}", unit, found[key], goal)
+        for name, unit, key, goal in figures
+        if key in found
+    ]
 
 
 def run_recipe(folder: Path, overrides: Sequence[str]) -> dict[str, float]:
@@ -176,8 +184,9 @@ def gpu_memory_mib() -> int:
     return sum(map(int, subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()))
 
 
-def _resume(folder: Path, report: Callable[[str], None]) -> Row:
-    """Whether four ranks have the parameters that two have saved."""
+def resume(folder: Path, report: Callable[[str], None]) -> Row:
+    """Whether four ranks have the parameters that two have saved, in the colocated run under ``folder``."""
+    folder = folder / "2_GPUs_colocated"
     (checkpoint,) = folder.rglob("global_step_20")
     digests = set()
     for ranks in (2, 4):
@@ -204,7 +213,12 @@ def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list
     ]  # fmt: skip
     found = run_ranks("figures", overrides, rollouts=min(gpus, 4) - 2)
     report(json.dumps(found))
-    rows = [_row("3 B: training step", "s", found["step"], _at_most(1.05), found["bare_step"])]
+    offloaded = found["device_bytes"][Phase.OFFLOAD]
+    free = offloaded[FREE_BYTES] / (_gpu_bytes() - sum(offloaded[owner] for owner in NEEDED))
+    rows = [
+        _row("3 B: training step", "s", found["step"], _at_most(1.05), found["bare_step"]),
+        _row("3 B: free after offload, of what should be", "", free, _at_least(0.97)),
+    ]
     speeds = [
         ("offload against a pinned copy", "moved_bytes", "offload", "to_host", 0.8),
         ("onload against a pinned copy", "moved_bytes", "onload", "to_device", 0.8),

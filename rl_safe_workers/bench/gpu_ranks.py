@@ -154,15 +154,13 @@ class Trainer(Ranks):
             self.timed("bare_step", partial(_bare_step, self.worker, batch))
 
     def _offload(self) -> None:
-        moved = host_copied = 0
+        size_bytes = _copied_bytes(self.worker)
         for _ in range(ROUNDS):
-            before = _held_bytes(self.worker)
             self.timed("offload", self.worker.offload)
             self.timed("onload", self.worker.onload)
-            moved, host_copied = before
-        self.values["offloaded_bytes"], self.values["moved_bytes"] = moved, host_copied
-        device = torch.empty(host_copied, dtype=torch.uint8, device=self.worker.device)
-        host = host_buffer(host_copied, pinned=device.is_cuda)
+        self.values["moved_bytes"] = size_bytes
+        device = torch.empty(size_bytes, dtype=torch.uint8, device=self.worker.device)
+        host = host_buffer(size_bytes, pinned=device.is_cuda)
         for _ in range(ROUNDS):
             self.timed("to_host", lambda: host.copy_(device, non_blocking=True))
             self.timed("to_device", lambda: device.copy_(host, non_blocking=True))
@@ -260,12 +258,12 @@ def _bare_step(worker: Any, batch: Any) -> None:
     worker.optimizer.step()
 
 
-def _held_bytes(worker: Any) -> tuple[int, int]:
-    """Bytes that an offload frees on the device, and those of them that it copies: all but the gradients."""
+def _copied_bytes(worker: Any) -> int:
+    """Bytes that an offload copies; it only frees the gradients."""
     from rl_safe_workers.platforms.device_memory import megatron_owned
 
     held = megatron_owned(worker.chunks, worker.optimizer, device_type=worker.device.type)
-    return sum(held.values()), held["weights"] + held["optimizer"]
+    return held["weights"] + held["optimizer"]
 
 
 def _write_plainly(path: Path, size_bytes: int) -> None:

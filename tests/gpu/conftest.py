@@ -1,0 +1,21 @@
+"""The figures that the tests have measured, printed last."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from rl_safe_workers.bench.table import Row, print_table
+
+_ROWS = pytest.StashKey[list[Row]]()
+
+
+@pytest.fixture(scope="session")
+def rows(pytestconfig: pytest.Config) -> list[Row]:
+    """What to add figures to."""
+    return pytestconfig.stash.setdefault(_ROWS, [])
+
+
+def pytest_terminal_summary(config: pytest.Config) -> None:
+    if found := config.stash.get(_ROWS, None):
+        print_table(found, Console(width=140))
