@@ -211,8 +211,10 @@ def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list
         "actor.ppo_micro_batch_size_per_gpu=2", "data.max_response_length=448",
         f"trainer.default_local_dir={folder / 'large_checkpoints'}",
     ]  # fmt: skip
-    found = run_ranks("figures", overrides, rollouts=min(gpus, 4) - 2)
-    report(json.dumps(found))
+    found = run_ranks("speeds", overrides, rollouts=min(gpus, 4) - 2)
+    report(f"large model: {json.dumps(found)}")
+    found |= run_ranks("saves", overrides)
+    report(f"large model, saved: {json.dumps(found)}")
     offloaded = found["device_bytes"][Phase.OFFLOAD]
     free = offloaded[FREE_BYTES] / (_gpu_bytes() - sum(offloaded[owner] for owner in NEEDED))
     rows = [

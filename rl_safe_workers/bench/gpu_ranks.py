@@ -68,7 +68,7 @@ class Rollout(Ranks):
         super().__init__(config, address)
         self.rank, self.worker = rank, VllmRollout(config, rollout_rank=rank)
 
-    def figures(self) -> None:
+    def receive(self) -> None:
         """Takes the weights as often as the trainers send them."""
         self.worker.start(time.time())
         self.worker.join(self.address, self.trainers + self.rank, self.trainers + self.rollouts)
@@ -118,15 +118,13 @@ class Trainer(Ranks):
         if self.worker.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def figures(self) -> None:
-        """Everything that one start can tell."""
+    def speeds(self) -> None:
+        """Syncs, steps, offloads."""
         self.start()
         if self.rollouts:
             self._sync()
-        batch = _batch(self.rank)
-        self._steps(batch)
+        self._steps(_batch(self.rank))
         self._offload()
-        self._save()
         self.values["device_bytes"] = {e.phase: dict(e.device_bytes) for e in self.worker.lifecycle.drain_events()}
 
     def _sync(self) -> None:
@@ -165,7 +163,11 @@ class Trainer(Ranks):
             self.timed("to_host", lambda: host.copy_(device, non_blocking=True))
             self.timed("to_device", lambda: device.copy_(host, non_blocking=True))
 
-    def _save(self) -> None:
+    def saves(self) -> None:
+        """Saves, sync and async, of a model with an optimizer that has taken a step, and plain writes."""
+        self.start()
+        batch = _batch(self.rank)
+        self.worker.train(batch, len(batch))
         root = Path(self.config.trainer.default_local_dir or "")
         fingerprint = model_fingerprint(self.config.model.path)
         save = partial(self.worker.save_checkpoint, root, fingerprint=fingerprint, layout=self.layout, driver_state={})
@@ -282,7 +284,7 @@ def main() -> None:
     assert isinstance(config, RunConfig)
     address = StoreAddress(host="127.0.0.1", port=int(port))
     if role == "rollout":
-        Rollout(config, address, int(rank)).figures()
+        Rollout(config, address, int(rank)).receive()
         return
     trainer = Trainer(config, address, int(rank))
     getattr(trainer, job)()

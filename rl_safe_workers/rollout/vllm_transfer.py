@@ -6,7 +6,8 @@ Registered with vLLM's own factory, so that vLLM runs it inside its update life 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,11 +24,14 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.rollout.direct_load import DirectLoad, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup
 from rl_safe_workers.worlds.store import connect_store
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "rl_safe_joint"
 """Name of the engine, for ``weight_transfer_config``."""
@@ -58,11 +62,17 @@ class JointUpdateInfo(WeightTransferUpdateInfo):
 
 
 class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateInfo]):
-    """Receives flat buckets from training rank 0 and loads them into the model layer by layer."""
+    """Receives flat buckets from training rank 0, and loads them layer by layer, or by a plan once that is proven."""
 
     init_info_cls = JointInitInfo
     update_info_cls = JointUpdateInfo
     _group: JointGroup | GpuPair | None = None
+    _buckets: Sequence[Bucket] = ()
+    """Of the last update, or of the one in progress."""
+    _plan: DirectLoad | None = None
+    """How to load them without the model's loaders; None if that is known not to work."""
+    _is_proven = False
+    """Whether the plan has been; updates then follow it."""
 
     def init_transfer_engine(self, init_info: JointInitInfo) -> None:
         """Joins the joint group. Collective over: trainers and rollout ranks."""
@@ -80,8 +90,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         )
 
     def start_weight_update(self) -> None:
-        """Prepares every layer to take weights in checkpoint form."""
-        initialize_layerwise_reload(self.model)
+        """Does nothing yet: what is to be prepared depends on the weights that are coming."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """Receives all weights. Collective over: the joint group. Blocks until they are loaded."""
@@ -97,18 +106,43 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
         ]
         with _vllm_config(self.vllm_config):
-            for bucket in plan_buckets(specs, bucket_bytes=update_info.bucket_bytes):
+            buckets = plan_buckets(specs, bucket_bytes=update_info.bucket_bytes)
+            self._prepare(buckets)
+            for number, bucket in enumerate(buckets):
                 buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=self.device)
                 self._group.broadcast([buffer], source=0)
-                self.model.load_weights(_unpack(bucket, buffer))
+                self._load(number, bucket, buffer)
             self._group.flush()
 
+    def _prepare(self, buckets: list[Bucket]) -> None:
+        if buckets != self._buckets:
+            self._buckets, self._is_proven, self._plan = buckets, False, None
+            if _only_copies(self.model):
+                self._plan = DirectLoad(buckets, self.model.load_weights, device=self.device)
+        if not self._is_proven:
+            # Every layer now takes weights in checkpoint form.
+            initialize_layerwise_reload(self.model)
+
+    def _load(self, number: int, bucket: Bucket, buffer: torch.Tensor) -> None:
+        if self._is_proven and self._plan is not None:
+            self._plan.load(number, buffer)
+            return
+        if self._plan is not None:
+            self._plan.note(number, buffer)
+        self.model.load_weights(unpack(bucket, buffer))
+
     def finish_weight_update(self) -> None:
-        """Puts the loaded weights into the form that the kernels use."""
+        """Puts the loaded weights into the form that the kernels use, unless they are there already."""
+        if self._is_proven:
+            return
         with _vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._prepack_experts()
+        if self._plan is not None and not self._plan.is_proven():
+            self._plan = None
+        self._is_proven = self._plan is not None
+        logger.info("weight updates go %s", "straight into the model" if self._is_proven else "through vLLM's loaders")
 
     def _prepack_experts(self) -> None:
         """Repacks expert weights, which vLLM's CPU backend does on the first load only.
@@ -147,10 +181,15 @@ def _vllm_config(config: VllmConfig) -> Iterator[None]:
         yield
 
 
-def _unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
-        flat = buffer[offset : offset + spec.size_bytes].view(getattr(torch, spec.dtype))
-        yield spec.name, flat.view(spec.shape)
+def _only_copies(model: torch.nn.Module) -> bool:
+    """Whether nothing of a model is computed from its weights: no quantisation, no latent attention."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and not type(method).__name__.startswith("Unquantized"):
+            return False
+        if "MLA" in type(module).__name__:
+            return False
+    return True
 
 
 def register() -> None:

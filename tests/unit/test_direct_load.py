@@ -1,0 +1,168 @@
+"""Weights straight into a model: only where its loaders do nothing but copy, and only once that is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rl_safe_workers.rollout.direct_load import DirectLoad, unpack
+from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+
+HIDDEN, EXPERTS = 4, 3
+CPU = torch.device("cpu")
+
+
+class Model:
+    """Loads as vLLM's models do: halves of a projection side by side, experts in one tensor."""
+
+    def __init__(self) -> None:
+        self.joined = torch.zeros(2 * HIDDEN, HIDDEN)
+        self.experts = torch.zeros(EXPERTS, HIDDEN, HIDDEN, dtype=torch.bfloat16)
+        self.norm = torch.zeros(HIDDEN)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.joined, self.experts, self.norm]
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.place(name).copy_(tensor)
+
+    def place(self, name: str) -> torch.Tensor:
+        if name in ("first", "second"):
+            return self.joined.narrow(0, HIDDEN * (name == "second"), HIDDEN)
+        return self.norm if name == "norm" else self.experts[int(name.removeprefix("expert."))]
+
+
+class Transposes(Model):
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.place(name).copy_(tensor.t().contiguous() if tensor.dim() == 2 else tensor)
+
+
+class Scales(Model):
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.place(name).copy_(tensor).mul_(2)
+
+
+class Casts(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = self.norm.bfloat16()
+
+
+class Forgets(Model):
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((name, tensor) for name, tensor in weights if name != "norm")
+
+
+class Refuses(Model):
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        raise AssertionError("Attempted to load weight into parameter (torch.Size([0]))")
+
+
+SPECS = [
+    WeightSpec(name="first", dtype="float32", shape=(HIDDEN, HIDDEN)),
+    WeightSpec(name="second", dtype="float32", shape=(HIDDEN, HIDDEN)),
+    *(WeightSpec(name=f"expert.{i}", dtype="bfloat16", shape=(HIDDEN, HIDDEN)) for i in range(EXPERTS)),
+    WeightSpec(name="norm", dtype="float32", shape=(HIDDEN,)),
+]
+BUCKETS = plan_buckets(SPECS, bucket_bytes=100)
+
+
+def sent(seed: int) -> list[torch.Tensor]:
+    """The buffers of an update."""
+    generator = torch.Generator().manual_seed(seed)
+    buffers = []
+    for bucket in BUCKETS:
+        buffer = torch.zeros(bucket.size_bytes, dtype=torch.uint8)
+        for _, weight in unpack(bucket, buffer):
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+        buffers.append(buffer)
+    return buffers
+
+
+def update(model: Model, plan: DirectLoad, seed: int) -> None:
+    """An update through the loaders."""
+    for number, (bucket, buffer) in enumerate(zip(BUCKETS, sent(seed), strict=True)):
+        plan.note(number, buffer)
+        model.load_weights(unpack(bucket, buffer))
+
+
+def learned(model: Model) -> DirectLoad:
+    return DirectLoad(BUCKETS, model.load_weights, device=CPU)
+
+
+def test_the_weights_take_several_buckets() -> None:
+    assert len(BUCKETS) > 2
+
+
+@pytest.mark.parametrize("kind", [Model, Transposes, Scales, Casts, Forgets, Refuses])
+def test_watching_the_loaders_writes_nothing(kind: type[Model]) -> None:
+    model = kind()
+    learned(model)
+    assert [int(tensor.count_nonzero()) for tensor in model.tensors()] == [0, 0, 0]
+
+
+def test_an_update_by_the_plan_is_bit_for_bit_one_through_the_loaders() -> None:
+    model, other = Model(), Model()
+    plan = learned(model)
+    update(model, plan, seed=0)
+    assert plan.is_proven()
+    for number, buffer in enumerate(sent(1)):
+        plan.load(number, buffer)
+    update(other, learned(other), seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(model.tensors(), other.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("kind", [Transposes, Scales, Casts, Forgets])
+def test_loaders_that_do_more_or_less_than_copy_are_not_replaced(kind: type[Model]) -> None:
+    model = kind()
+    plan = learned(model)
+    update(model, plan, seed=0)
+    assert not plan.is_proven()
+
+
+def _swap_experts(model: Model) -> None:
+    model.experts.copy_(model.experts.flip(0))
+
+
+def _transpose_an_expert(model: Model) -> None:
+    model.experts[0].copy_(model.experts[0].t().clone())
+
+
+def _flip_a_bit(model: Model) -> None:
+    model.joined.view(torch.int32)[0, 0] ^= 1
+
+
+@pytest.mark.parametrize("change", [_swap_experts, _transpose_an_expert, _flip_a_bit])
+def test_a_model_that_changes_its_weights_after_loading_is_not_proven(change) -> None:
+    model = Model()
+    plan = learned(model)
+    update(model, plan, seed=0)
+    change(model)
+    assert not plan.is_proven()
+
+
+def test_loaders_that_refuse_to_work_in_place_are_not_replaced() -> None:
+    model = Refuses()
+    plan = learned(model)
+    for number, buffer in enumerate(sent(0)):
+        plan.note(number, buffer)
+    assert not plan.is_proven()
+
+
+def test_without_an_update_nothing_is_proven() -> None:
+    assert not learned(Model()).is_proven()
+
+
+def test_a_bucket_that_is_not_used_up_is_not_plain() -> None:
+    model = Model()
+    extra = [Bucket(specs=(SPECS[0],), offsets=(0,), size_bytes=SPECS[0].slot_bytes)]
+    plan = DirectLoad(extra, lambda weights: None, device=CPU)
+    plan.note(0, torch.zeros(SPECS[0].slot_bytes, dtype=torch.uint8))
+    assert not plan.is_proven()
+    assert int(model.joined.count_nonzero()) == 0
