@@ -54,6 +54,9 @@ NEEDED = ("context", "communicators", "other")
 """What outlives an offload and a sleep."""
 LAST_STEPS = 5
 JOB_S, RUN_S = 500.0, 240.0
+RANKS = "rl_safe_workers.bench.gpu_ranks"
+CHECKPOINT = "RL_SAFE_BENCH_CHECKPOINT"
+"""Environment variable: what a job is to load."""
 
 
 def _at_most(bound: float) -> Goal:
@@ -194,7 +197,7 @@ def resume(folder: Path, report: Callable[[str], None]) -> Row:
             f"model.path={next(folder.glob('models/*'))}", f"cluster.num_trainers={ranks}",
             f"megatron.expert_model_parallel_size={ranks}",
         ]  # fmt: skip
-        digests.add(run_ranks("digest", overrides, checkpoint=checkpoint)["digest"])
+        digests.add(run_ranks("digest", overrides, variables={CHECKPOINT: str(checkpoint)})["digest"])
     report(f"resume on 4 GPUs: {len(digests)} digest(s)")
     return _row("saved on 2 (EP2), loaded on 4 (EP4): digests of all parameters", "", len(digests), _at_most(1))
 
@@ -238,9 +241,16 @@ def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list
 
 
 def run_ranks(
-    job: str, overrides: Sequence[str], *, rollouts: int = 0, checkpoint: Path | None = None
+    job: str, overrides: Sequence[str], *, rollouts: int = 0, variables: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Runs a job of ``gpu_ranks`` with a GPU for each rank, trainers first; returns what training rank 0 found."""
+    """Runs a job of ``gpu_ranks`` with a GPU for each rank, trainers first; returns what training rank 0 found.
+
+    Args:
+        job: Name of a method of `gpu_ranks.Trainer`.
+        overrides: Of the recipe.
+        rollouts: How many rollout ranks take part.
+        variables: For the ranks' environment.
+    """
     config = with_absolute_paths(load_recipe(RECIPE, overrides))
     config.cluster.num_rollouts = rollouts
     text, run_id = json.dumps(asdict(config)), uuid.uuid4().hex
@@ -249,24 +259,11 @@ def run_ranks(
     store, address = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
     processes = []
     for gpu, (role, rank) in enumerate(roles):
-        variables = env.actor_env(role, run_id, config.rollout.kv_cache_gib) | {env.CUDA_VISIBLE_DEVICES: str(gpu)}
-        if checkpoint is not None:
-            variables["RL_SAFE_BENCH_CHECKPOINT"] = str(checkpoint)
-        command = [
-            sys.executable,
-            "-m",
-            "rl_safe_workers.bench.gpu_ranks",
-            role,
-            str(rank),
-            str(address.port),
-            job,
-            text,
-        ]
-        processes.append(
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | variables
-            )
-        )
+        own = env.actor_env(role, run_id, config.rollout.kv_cache_gib) | {env.CUDA_VISIBLE_DEVICES: str(gpu)}
+        command = [sys.executable, "-m", RANKS, role, str(rank), str(address.port), job, text]
+        environment = {**os.environ, **own, **(variables or {})}
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
     try:
         outputs = _outputs(processes, roles, job)
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import sys
 import time
 from collections import defaultdict
@@ -25,10 +26,13 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from rl_safe_workers.bench.gpu import CHECKPOINT
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
+from rl_safe_workers.checkpoint.state import state_digest
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.driver.session import SYNC_BUCKET_BYTES
+from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.pinned import host_buffer
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.worlds.address import StoreAddress
@@ -180,10 +184,22 @@ class Trainer(Ranks):
             self.timed("blocked", partial(save, step=step, background=True))
             self.worker.finalize_checkpoint()
 
+    def repeatable_steps(self) -> None:
+        """Takes steps with deterministic settings and prints a digest of every bit of the state."""
+        cuda.make_deterministic()
+        # Part of the state, and new in every process.
+        random.seed(0)
+        np.random.seed(0)
+        self.start()
+        batch = _batch(self.rank)
+        for _ in range(2):
+            self.worker.train(batch, len(batch))
+        self.values["digest"] = state_digest(self.worker.chunks, self.worker.optimizer)
+
     def digest(self) -> None:
         """Loads a checkpoint and prints a digest of the whole model as HF weights."""
         self.start()
-        path = Path(os.environ["RL_SAFE_BENCH_CHECKPOINT"])
+        path = Path(os.environ[CHECKPOINT])
         self.worker.load_checkpoint(path, fingerprint=model_fingerprint(self.config.model.path), layout=self.layout)
         # Under another layout the weights come in another order.
         digests = {name: _digest(tensor) for name, tensor in self.worker.export_hf_weights()}
@@ -216,14 +232,14 @@ def _on_rank_0(number: int) -> int:
 def _batch(rank: int) -> Any:
     from rl_safe_workers.trainer.batch import SequenceBatch
 
-    random = np.random.default_rng(rank)
+    generator = np.random.default_rng(rank)
     shape = (ROWS, TOKENS)
     mask = np.zeros(shape, np.float32)
     mask[:, TOKENS // 4 :] = 1
     logprobs = np.full(shape, -4.8, np.float32) * mask
     return SequenceBatch(
-        tokens=random.integers(7, 100, shape), response_mask=mask, rollout_logprobs=logprobs, old_logprobs=logprobs,
-        advantages=random.standard_normal(shape[0]).astype(np.float32),
+        tokens=generator.integers(7, 100, shape), response_mask=mask, rollout_logprobs=logprobs, old_logprobs=logprobs,
+        advantages=generator.standard_normal(shape[0]).astype(np.float32),
     )  # fmt: skip
 
 
