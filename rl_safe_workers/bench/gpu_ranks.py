@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -81,6 +81,8 @@ class Rollout(Ranks):
             self.meet()
             self.worker.receive_weights(specs, SYNC_BUCKET_BYTES)
             self.meet()
+        self.store.set(f"bench/direct/{self.rank}", str(self.worker.loads_directly()))
+        self.meet()
         self.worker.teardown()
 
 
@@ -141,6 +143,11 @@ class Trainer(Ranks):
             self.seconds["sent"].append(time.perf_counter() - started_s)
             self.meet()
             self.seconds["sync"].append(time.perf_counter() - started_s)
+        self.meet()
+        places = [self.store.get(f"bench/direct/{rank}").decode() for rank in range(self.rollouts)]
+        self.values["loads_directly"] = places
+        for _ in range(ROUNDS):
+            self.timed("export", lambda: deque(self.worker.export_hf_weights(), maxlen=0))
         if self.trainers < 2:
             return
         whole = torch.empty(

@@ -29,6 +29,10 @@ def _weight_bytes(model: torch.nn.Module) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in model.parameters())
 
 
+def _is_direct(worker: Any) -> bool:
+    return bool(worker.weight_transfer_engine.is_direct)
+
+
 class VllmRollout:
     """Generates, and takes weights from the trainers through vLLM's weight-transfer interface."""
 
@@ -130,6 +134,11 @@ class VllmRollout:
             self._llm.update_weights({"update_info": update_info})
             self._llm.finish_weight_update()
             self._llm.reset_prefix_cache()
+
+    def loads_directly(self) -> bool:
+        """Whether weight updates go straight into the model; known after the first. Not collective."""
+        (is_direct,) = self._llm.collective_rpc(_is_direct)
+        return bool(is_direct)
 
     def generate(
         self, conversations: Sequence[Sequence[Mapping[str, str]]], first_prompt: int, step: int

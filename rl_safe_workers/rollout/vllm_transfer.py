@@ -74,6 +74,11 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     _is_proven = False
     """Whether the plan has been; updates then follow it."""
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether updates go straight into the model; known after the first."""
+        return self._is_proven
+
     def init_transfer_engine(self, init_info: JointInitInfo) -> None:
         """Joins the joint group. Collective over: trainers and rollout ranks."""
         self.shutdown()
