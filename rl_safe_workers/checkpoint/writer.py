@@ -15,6 +15,7 @@ from typing import IO, Any, cast
 import torch
 
 from rl_safe_workers.checkpoint.archives import crc32_of
+from rl_safe_workers.errors import CheckpointError
 
 DIGEST = "crc32"
 """Enough against damage by hardware; a stronger one would cost more than the disk on a fast machine."""
@@ -147,10 +148,18 @@ def file_records(directory: Path, written: Mapping[str, WrittenFile]) -> dict[st
     Args:
         directory: The directory.
         written: Files that ranks have reported, by name; the others, few and small, are read.
+
+    Raises:
+        CheckpointError: If a file that a rank has written is gone, or of another size.
     """
     records: dict[str, dict[str, Any]] = {}
+    missing = dict(written)
     for path in sorted(p for p in directory.rglob("*") if p.is_file()):
-        file = written.get(path.name)
-        size, digest = (file.size_bytes, file.digest) if file else (path.stat().st_size, crc32_of(path))
+        file, size = missing.pop(path.name, None), path.stat().st_size
+        if file is not None and file.size_bytes != size:
+            raise CheckpointError(f"{path} has {size} bytes, {file.size_bytes} were written: something else changed it")
+        digest = crc32_of(path) if file is None else file.digest
         records[str(path.relative_to(directory))] = {"bytes": size, "digest": digest}
+    if missing:
+        raise CheckpointError(f"{', '.join(sorted(missing))} of {directory} were written, and are gone")
     return records
