@@ -6,7 +6,7 @@ Only what the configuration alone can tell. Whether it fits the model, the data 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 
@@ -77,7 +77,7 @@ def check_config(config: RunConfig) -> None:
 
 def check_settings(config: RunConfig) -> None:
     """Raises ConfigError for the first value out of range, or that the platform cannot do; for what trains nothing."""
-    for complaint in (*_ranges(config), *_platform(config)):
+    for complaint in (*_ranges(config), *_choices(config, ["cluster.device"]), *_devices(config), *_platform(config)):
         raise ConfigError(complaint)
 
 
@@ -87,6 +87,8 @@ def _complaints(config: RunConfig) -> Iterator[str]:
     yield from _batch(config)
     yield from _trainer(config)
     yield from _devices(config)
+    if config.cluster.device == "cpu" and config.model.dtype != "float32":
+        yield f"model.dtype={config.model.dtype} must be float32 with cluster.device=cpu"
     yield from _platform(config)
     yield from _checkpoint(config)
     if config.model.create is not None:
@@ -117,11 +119,11 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             yield f"{key}={attrgetter(key)(config)} must be below 1"
 
 
-def _choices(config: RunConfig) -> Iterator[str]:
-    for key, allowed in CHOICES.items():
+def _choices(config: RunConfig, keys: Iterable[str] = CHOICES) -> Iterator[str]:
+    for key in keys:
         value = attrgetter(key)(config)
-        if value not in allowed:
-            yield f"{key}={value} is not supported: use {' or '.join(allowed)}"
+        if value not in CHOICES[key]:
+            yield f"{key}={value} is not supported: use {' or '.join(CHOICES[key])}"
     for name in config.trainer.logger:
         if name not in LOGGERS:
             yield f"trainer.logger has {name!r}: use any of {', '.join(LOGGERS)}"
@@ -156,8 +158,6 @@ def _trainer(config: RunConfig) -> Iterator[str]:
 
 def _devices(config: RunConfig) -> Iterator[str]:
     cluster = config.cluster
-    if cluster.device == "cpu" and config.model.dtype != "float32":
-        yield f"model.dtype={config.model.dtype} must be float32 with cluster.device=cpu"
     if cluster.colocated and cluster.device == "cpu":
         yield "cluster.colocated=true needs cluster.device=cuda: there is no GPU to share"
     if cluster.colocated and cluster.num_rollouts != cluster.num_trainers:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,7 @@ LARGE = SeededModelConfig(
 NEEDED = ("context", "communicators", "other")
 """What outlives an offload and a sleep."""
 LAST_STEPS = 5
-JOB_S, RUN_S = 500.0, 240.0
+JOB_S, RUN_S, INTERRUPTED_S = 500.0, 240.0, 60.0
 RANKS = "rl_safe_workers.bench.gpu_ranks"
 CHECKPOINT = "RL_SAFE_BENCH_CHECKPOINT"
 """Environment variable: what a job is to load."""
@@ -126,12 +127,12 @@ def run_recipe(folder: Path, overrides: Sequence[str]) -> dict[str, float]:
     command = [sys.executable, "-m", "rl_safe_workers", "run", str(RECIPE), "trainer.run_name=bench", *overrides]
     before_mib = gpu_memory_mib()
     bystanders = _processes_of(folder)
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=RUN_S)
+    code, complaint = _run(command, folder)
     ended_s = time.time()
     left, left_mib = _processes_of(folder) - bystanders, max(0, gpu_memory_mib() - before_mib)
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        raise RunError(f"bench gpu: {' '.join(overrides)} ended with exit code {done.returncode}: {reason}")
+    if code != 0:
+        reason = (complaint.strip().splitlines() or ["it says nothing"])[-1]
+        raise RunError(f"bench gpu: {' '.join(overrides)} ended with exit code {code}: {reason}")
     run_dir = folder / "outputs" / "bench"
     records = _read_lines(run_dir / "metrics.jsonl")
     (tracker,) = folder.rglob(TRACKER)
@@ -147,6 +148,19 @@ def run_recipe(folder: Path, overrides: Sequence[str]) -> dict[str, float]:
     if "cluster.colocated=true" in overrides:
         found["free_share"] = free_share(_read_lines(run_dir / "device_memory.jsonl"), total_bytes=_gpu_bytes())
     return found
+
+
+def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Runs a command in a folder; returns its exit code and what it wrote to stderr."""
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        _, complaint = process.communicate(timeout=RUN_S)
+    except subprocess.TimeoutExpired:
+        # Killed, it could not take its own processes along.
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=INTERRUPTED_S)
+        raise RunError(f"bench gpu: a run did not end within {RUN_S:.0f} s") from None
+    return process.returncode, complaint
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
@@ -184,7 +198,7 @@ def _last(events: Sequence[Mapping[str, Any]], role: Role, phase: Phase) -> list
 def gpu_memory_mib() -> int:
     """Memory in use on all GPUs together, in MiB."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return sum(map(int, subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()))
+    return sum(map(int, subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split()))
 
 
 def resume(folder: Path, report: Callable[[str], None]) -> Row:
@@ -207,7 +221,8 @@ def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list
     model = folder / "large"
     started_s = time.monotonic()
     spec = json.dumps(asdict(LARGE))
-    subprocess.run([sys.executable, "-m", "rl_safe_workers.models.seeded", model, spec, "bfloat16"], check=True)
+    make = [sys.executable, "-m", "rl_safe_workers.models.seeded", str(model), spec, "bfloat16"]
+    subprocess.run(make, check=True, timeout=RUN_S)
     report(f"large model made in {time.monotonic() - started_s:.0f} s")
     overrides = [
         f"model.path={model}", "cluster.num_trainers=2", "megatron.expert_model_parallel_size=2",

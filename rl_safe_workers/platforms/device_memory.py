@@ -27,6 +27,10 @@ GROWS: Mapping[Phase, str] = {
 and goes to ``other``."""
 
 
+SHARED_PHASES = frozenset({Phase.START, Phase.JOINT, Phase.SYNC})
+"""Phases in which a trainer and the rollout rank on its GPU do not take turns."""
+
+
 class Probe(Protocol):
     """The numbers that a device and torch's caching allocator tell, in bytes: what a test without a device fakes."""
 

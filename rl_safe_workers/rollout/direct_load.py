@@ -2,14 +2,14 @@
 
 A model of vLLM takes weights one by one through Python loaders, some 0.2 ms each: seconds for thousands of experts. All
 that the loaders of an unquantised model do is copy. So they are watched once, without being let to write anything, and
-what they would have copied where becomes a plan. The first update goes through the loaders; if afterwards the bits
-of every destination are those that were sent, later updates follow the plan, some launches for each bucket.
+what they would have copied where becomes a plan. The first update goes through the loaders; if afterwards every
+destination holds what was sent, later updates follow the plan, some launches for each bucket.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +110,19 @@ class DirectLoad:
         if self._is_plain:
             self._sent += [_digest(copy.source(buffer)) for copy in self._copies[number]]
 
-    def is_proven(self) -> bool:
-        """Whether, after an update through the loaders, every destination holds the bits that were sent."""
-        targets = [copy.target for copies in self._copies for copy in copies]
-        if not self._is_plain or len(targets) != len(self._sent):
-            return False
+    def is_proven(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether, after an update through the loaders, every destination holds what was sent, by a checksum.
+
+        Args:
+            parameters: Of the model, as they are now: a destination must still be part of one.
+        """
         sent, self._sent = self._sent, []
+        if not self._is_plain or len(sent) != sum(map(len, self._copies)):
+            return False
+        targets = [copy.target for copies in self._copies for copy in copies]
+        alive = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        if any(target.untyped_storage().data_ptr() not in alive for target in targets):
+            return False
         held = [_digest(target) for target in targets]
         return not targets or bool(torch.equal(torch.stack(sent), torch.stack(held)))
 

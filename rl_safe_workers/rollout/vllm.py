@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
 from rl_safe_workers.platforms import cuda
+from rl_safe_workers.platforms.device_memory import SHARED_PHASES
 from rl_safe_workers.rollout import vllm_transfer
 from rl_safe_workers.rollout.protocol import Sample, WeightSpec
 from rl_safe_workers.rollout.tokens import ChatTokenizer
@@ -23,6 +24,10 @@ from rl_safe_workers.worlds.address import StoreAddress
 def request_seed(seed: int, step: int, prompt: int, sample: int) -> int:
     """Seed of one request: the same for the same place in a run, whatever engine or batch it is generated in."""
     return int(np.random.SeedSequence([seed, step, prompt, sample]).generate_state(1)[0] >> 1)
+
+
+FREE_AT_START = 0.05
+"""Share of a GPU's memory that vLLM wants free before it starts."""
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:
@@ -51,7 +56,11 @@ class VllmRollout:
             launched_s: Unix time at which this process was asked for, so that its imports are on record.
         """
         if self.config.cluster.device == "cuda":
-            self.lifecycle.observer = cuda.observer(self._owned_bytes, mapped=self._mapped_bytes)
+            self.lifecycle.observer = cuda.observer(
+                self._owned_bytes,
+                mapped=self._mapped_bytes,
+                shared=SHARED_PHASES if self.config.cluster.colocated else (),
+            )
         with self.lifecycle.enter(Phase.START, since_s=launched_s):
             vllm_transfer.register()
             if current_platform.is_cpu():
@@ -71,7 +80,7 @@ class VllmRollout:
                 block_size=config.rollout.block_size,
                 kv_cache_memory_bytes=int(config.rollout.kv_cache_gib * 2**30),
                 # Asked for at the start, whatever the size of the cache; beside a trainer little need be free then.
-                gpu_memory_utilization=0.05,
+                gpu_memory_utilization=FREE_AT_START,
                 enable_sleep_mode=config.cluster.colocated,
                 max_model_len=config.data.max_prompt_length + config.data.max_response_length,
                 # Of the distribution that was sampled from, temperature included: comparable with the trainer's.

@@ -71,6 +71,8 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     """Of the last update, or of the one in progress."""
     _plan: DirectLoad | None = None
     """How to load them without the model's loaders; None if that is known not to work."""
+    _is_broken = False
+    """Whether an update through vLLM's loaders has failed half-way, which leaves layers that wait for the rest."""
     _is_proven = False
     """Whether the plan has been; updates then follow it."""
 
@@ -110,9 +112,13 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             WeightSpec(name=name, dtype=dtype, shape=tuple(shape))
             for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
         ]
+        if self._is_broken:
+            raise WeightSyncError("an earlier update of this rollout rank has failed half-way: start it anew")
         with _vllm_config(self.vllm_config):
             buckets = plan_buckets(specs, bucket_bytes=update_info.bucket_bytes)
             self._prepare(buckets)
+            # Until `finish_weight_update`; an update by the plan may be repeated whatever became of the last one.
+            self._is_broken = not self._is_proven
             for number, bucket in enumerate(buckets):
                 buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=self.device)
                 self._group.broadcast([buffer], source=0)
@@ -140,11 +146,12 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         """Puts the loaded weights into the form that the kernels use, unless they are there already."""
         if self._is_proven:
             return
+        self._is_broken = False
         with _vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._prepack_experts()
-        if self._plan is not None and not self._plan.is_proven():
+        if self._plan is not None and not self._plan.is_proven(self.model.parameters()):
             self._plan = None
         self._is_proven = self._plan is not None
         logger.info("weight updates go %s", "straight into the model" if self._is_proven else "through vLLM's loaders")

@@ -10,8 +10,8 @@ import torch
 
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.platforms.device_memory import megatron_owned
+from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
+from rl_safe_workers.platforms.device_memory import SHARED_PHASES, megatron_owned
 from rl_safe_workers.platforms.platform import Platform, open_platform
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.trainer.batch import Floats, SequenceBatch
@@ -28,6 +28,8 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
     def __init__(self, config: RunConfig, *, training_rank: int) -> None:
         """Records the configuration; `start` prepares the platform."""
         self.config, self._rank = config, training_rank
+        # `start` may fail before it has set the worker up.
+        self._lifecycle = Lifecycle(role=Role.TRAINER, rank=training_rank)
 
     def start(self, launched_s: float) -> None:
         """Prepares the platform. Not collective.
@@ -38,7 +40,7 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
         torch.set_num_threads(1)
         self._platform = open_platform(self.config.cluster.device)
         observer = self._platform.observer(
-            self._owned_bytes, shared={Phase.JOINT, Phase.SYNC} if self.config.cluster.colocated else ()
+            self._owned_bytes, shared=SHARED_PHASES if self.config.cluster.colocated else ()
         )
         self.setup_worker(
             training_rank=self._rank,

@@ -22,6 +22,10 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+_FLUSH_SHARE = 0.8
+"""Of the time that is left of a sync; the rest is for the trainers to agree on how it went."""
+
+
 class CommsMixin(SafeWorker):
     """Connects communicators early and sends weights over the joint group."""
 
@@ -140,7 +144,7 @@ class CommsMixin(SafeWorker):
         if failure is not None:
             raise failure
         assert self.joint_group is not None, "else there is a failure"
-        self.joint_group.flush()
+        self.joint_group.flush(_FLUSH_SHARE * self.remaining())
 
     def _pack(self, bucket: Bucket, weights: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
         """Takes a bucket's weights and copies them side by side."""

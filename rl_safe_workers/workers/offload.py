@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,16 @@ USES_STATE = frozenset({Phase.CONVERT, Phase.LOAD, Phase.LOGPROB, Phase.TRAIN, P
 """Phases that read or write parameters, gradients or optimizer state."""
 
 
+_ALIGNMENT = 16
+"""Bytes; enough for any dtype, and for loads of four floats at once."""
+
+
 class _HostCopy:
     """Tensors of a device with a place for them in host memory, which is pinned and kept from cycle to cycle.
 
-    The first cycle finds them scattered over many allocations. When it brings them back they become views of a single
-    one, which later cycles copy and free at once: freeing thousands costs more than copying them.
+    At first they are scattered over many allocations. When they are brought back they become views of a single one,
+    which later cycles copy and free at once, as long as the tensors are the same: freeing thousands costs more than
+    copying them.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -33,7 +38,7 @@ class _HostCopy:
             stop += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._host = host_buffer(stop, pinned=bool(tensors) and tensors[0].is_cuda)
         self._device = torch.empty(0, dtype=torch.uint8)
-        """What the tensors are views of; empty before the second cycle, and while they are in host memory."""
+        """What the tensors are views of, once they have been brought back."""
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors that it was made for, with the sizes that they had."""
@@ -42,14 +47,17 @@ class _HostCopy:
             a is b and a.nbytes == size for a, b, size in zip(tensors, self.tensors, sizes, strict=True)
         )
 
-    def take(self) -> int:
-        """Copies the tensors to the host and frees their memory; returns its bytes."""
+    def copy(self) -> None:
+        """Copies the tensors to the host."""
         if self._is_whole():
             self._host.copy_(self._device, non_blocking=True)
         else:
             for tensor, place in zip(self.tensors, self._views(self._host), strict=True):
                 place.copy_(tensor, non_blocking=True)
         _synchronize(self.tensors)
+
+    def release(self) -> int:
+        """Frees the tensors' memory; returns its bytes."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.tensors}
         freed = sum(storage.nbytes() for storage in storages.values())
         for storage in storages.values():
@@ -78,10 +86,6 @@ class _HostCopy:
             yield flat[start : start + size].view(tensor.dtype).view(tensor.shape)
 
 
-_ALIGNMENT = 16
-"""Bytes; enough for any dtype, and for loads of four floats at once."""
-
-
 def _synchronize(tensors: list[torch.Tensor]) -> None:
     if tensors and tensors[0].is_cuda:
         torch.cuda.current_stream(tensors[0].device).synchronize()
@@ -96,7 +100,7 @@ class OffloadMixin(CommsMixin):
 
     chunks: list[Any]
     optimizer: Any
-    _host_params: list[torch.Tensor]
+    _host_params: Sequence[torch.Tensor] = ()
     """Pinned copies of the parameter buffers, kept from cycle to cycle."""
     _host_optimizer: _HostCopy | None = None
     is_offloaded: bool = False
@@ -127,26 +131,34 @@ class OffloadMixin(CommsMixin):
 
     def _offload(self) -> int:
         freed = 0
-        buffers, tensors = list(self._ddp_buffers()), self._optimizer_tensors()
+        buffers = list(self._ddp_buffers())
+        # All copies first: if there is no host memory for them, nothing has been given up.
         if self.megatron.param_offload:
             self._copy_params([buffer.param_data for buffer in buffers])
+        if self.megatron.optimizer_offload:
+            self._copy_optimizer()
+        self.is_offloaded = True
+        if self.megatron.param_offload:
             freed += sum(self._release(buffer.param_data) for buffer in buffers)
         if self.megatron.grad_offload:
             freed += sum(self._release(buffer.grad_data) for buffer in buffers)
-        if self.megatron.optimizer_offload:
-            if self._host_optimizer is None or not self._host_optimizer.holds(tensors):
-                self._host_optimizer = _HostCopy(tensors)
-            freed += self._host_optimizer.take()
-        self.is_offloaded = True
+        if self.megatron.optimizer_offload and self._host_optimizer is not None:
+            freed += self._host_optimizer.release()
         if self.device.type == "cuda":
             # Of 32 MiB each, cut out of large free blocks in the middle of a step: one holds gigabytes back.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         return freed
 
+    def _copy_optimizer(self) -> None:
+        tensors = self._optimizer_tensors()
+        if self._host_optimizer is None or not self._host_optimizer.holds(tensors):
+            self._host_optimizer = None  # before its memory is needed again
+            self._host_optimizer = _HostCopy(tensors)
+        self._host_optimizer.copy()
+
     def _copy_params(self, params: list[torch.Tensor]) -> None:
-        kept = getattr(self, "_host_params", [])
-        if [(p.shape, p.dtype) for p in params] != [(p.shape, p.dtype) for p in kept]:
+        if [(p.shape, p.dtype) for p in params] != [(p.shape, p.dtype) for p in self._host_params]:
             self._host_params = [host_buffer(p.nbytes, pinned=p.is_cuda).view(p.dtype).view(p.shape) for p in params]
         for host, param in zip(self._host_params, params, strict=True):
             host.copy_(param, non_blocking=True)
@@ -181,6 +193,8 @@ class OffloadMixin(CommsMixin):
         in_buffers = {buffer.param_data.untyped_storage().data_ptr() for buffer in self._ddp_buffers()}
         tensors: list[torch.Tensor] = []
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if part.optimizer is None:
+                continue  # Megatron's stub, on a rank without parameters of a kind
             main = [param for group in part.optimizer.param_groups for param in group["params"]]
             tensors += [p for p in main if p.untyped_storage().data_ptr() not in in_buffers]
             for state in part.optimizer.state.values():

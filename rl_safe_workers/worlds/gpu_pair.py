@@ -52,6 +52,8 @@ class GpuPair:
             PhaseTimeoutError: Naming the joint ranks that did not come in time.
             WeightSyncError: If the memory cannot be shared.
         """
+        if size % 2:
+            raise WeightSyncError(f"{size} joint ranks do not make pairs: give each trainer one rollout rank")
         pairs = size // 2
         self.joint_rank, self._sends = joint_rank, joint_rank < pairs
         self._timeout = sync_timeout or timeout
@@ -69,6 +71,9 @@ class GpuPair:
             raise WeightSyncError(f"joint rank {joint_rank} could not share memory with its pair: {reason}") from error
 
     def _share(self, device: torch.device) -> torch.Tensor:
+        if device.type == "cuda":
+            # Not out of a large block that is free just now, which could then never be given back.
+            torch.cuda.empty_cache()
         shared = torch.empty(2 * HALF_BYTES, dtype=torch.uint8, device=device)
         handle = reduce_tensor(shared)  # type: ignore[no-untyped-call]
         self._store.set("memory", pickle.dumps(handle).hex())
@@ -130,25 +135,28 @@ class GpuPair:
             self._store.set(read, "")
         self._turn += 1
 
-    def _take(self, key: str) -> None:
+    def _take(self, key: str, timeout: timedelta | None = None) -> None:
         """Waits for a key that this side alone reads, and removes it."""
-        self._store.wait([key], self._timeout)
+        self._store.wait([key], timeout or self._timeout)
         self._store.delete_key(key)
 
-    def _wait_for_reader(self, *, behind: int) -> None:
+    def _wait_for_reader(self, *, behind: int, timeout: timedelta | None = None) -> None:
         """Waits until no more than ``behind`` turns are left to read."""
         while len(self._unread) > behind:
-            self._take(self._unread[0])
+            self._take(self._unread[0], timeout)
             del self._unread[0]
 
-    def flush(self) -> None:
+    def flush(self, timeout: timedelta | None = None) -> None:
         """Waits until everything passed so far has been read.
+
+        Args:
+            timeout: Longest wait for each of at most two turns; None: ``sync_timeout``.
 
         Raises:
             WeightSyncError: If the other side does not keep up; the memory is given up then.
         """
         with self._working():
-            self._wait_for_reader(behind=0)
+            self._wait_for_reader(behind=0, timeout=timeout)
 
     def close(self) -> None:
         """Gives up the memory. Not collective; idempotent."""

@@ -20,6 +20,7 @@ from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.worlds.roll_call import RollCall
 
 _ASK_S = 1e-4
+_SHARE = 0.8
 
 
 class JointGroup:
@@ -59,24 +60,26 @@ class JointGroup:
         prefix = PrefixStore(f"joint/{generation}", store)
         # The stubs leave out what it inherits from Backend.
         self._group: Any = None
-        try:
-            self._group = self._connect(prefix)
-        except RuntimeError as error:
+        failure = self._connect(prefix, timeout)
+        if failure is not None:
             self.close()
-            reason = str(error).splitlines()[0]
-            raise WeightSyncError(f"joint rank {joint_rank} could not join the joint group: {reason}") from error
+            raise WeightSyncError(f"joint rank {joint_rank} could not join the joint group: {failure}")
 
-    def _connect(self, store: Store) -> Any:
-        if self._device.type != "cuda":
-            return dist.ProcessGroupGloo(store, self.joint_rank, self.size, self._sync_timeout)
-        options = dist.ProcessGroupNCCL.Options()
-        # Its watchdog ends the whole process; `flush` raises before that.
-        options._timeout = 2 * self._sync_timeout + timedelta(seconds=60)
-        group: Any = dist.ProcessGroupNCCL(store, self.joint_rank, self.size, options)
-        # NCCL connects at the first collective, which would be in the middle of a run, when memory is full.
-        group.broadcast(torch.zeros(1, device=self._device), 0).wait()
-        torch.cuda.current_stream(self._device).synchronize()
-        return group
+    def _connect(self, store: Store, timeout: timedelta) -> str | None:
+        """Returns what failed, not the exception: its traceback would keep the group."""
+        try:
+            if self._device.type != "cuda":
+                self._group = dist.ProcessGroupGloo(store, self.joint_rank, self.size, self._sync_timeout)
+                return None
+            options = dist.ProcessGroupNCCL.Options()
+            # Its watchdog ends the whole process; `flush` raises before that.
+            options._timeout = 2 * max(timeout, self._sync_timeout) + timedelta(seconds=60)
+            self._group = dist.ProcessGroupNCCL(store, self.joint_rank, self.size, options)
+            # NCCL connects at the first collective, which would be in the middle of a run, when memory is full.
+            self._group.broadcast(torch.zeros(1, device=self._device), 0).wait()
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        return self._wait(timeout)
 
     @property
     def is_open(self) -> bool:
@@ -114,22 +117,33 @@ class JointGroup:
             return str(error).splitlines()[0]
         return None
 
-    def flush(self) -> None:
+    def flush(self, timeout: timedelta | None = None) -> None:
         """Waits until everything broadcast so far has arrived. Collective over: the joint group.
 
+        Args:
+            timeout: Longest wait; None: most of ``sync_timeout``, so that this ends before any group of the training
+                world gives up what hangs behind these broadcasts on the same stream.
+
         Raises:
-            WeightSyncError: If that takes longer than ``sync_timeout``, as when a peer is gone, which NCCL does not
-                notice; the group is closed then.
+            WeightSyncError: If that takes longer, as when a peer is gone, which NCCL does not notice; the group is
+                closed then.
         """
         if self._group is None:
             raise WeightSyncError(f"joint rank {self.joint_rank}: the joint group is closed")
-        if self._device.type == "cuda" and not wait_for_stream(self._device, self._sync_timeout):
-            group, self._group = self._group, None
-            group.abort()
-            raise WeightSyncError(
-                f"joint rank {self.joint_rank}: broadcasts over the joint group did not end within "
-                f"{self._sync_timeout.total_seconds():.0f} s"
-            )
+        if self._device.type == "cuda" and (failure := self._wait(timeout or _SHARE * self._sync_timeout)):
+            raise WeightSyncError(f"joint rank {self.joint_rank}: broadcasts over the joint group {failure}")
+
+    def _wait(self, timeout: timedelta) -> str | None:
+        """Waits for the current stream; gives the group up and says what failed if it does not end well."""
+        try:
+            if wait_for_stream(self._device, timeout):
+                return None
+            failure = f"timed out after {timeout.total_seconds():.1f} s: a peer is gone, or raise rl_safe.timeouts.sync"
+        except RuntimeError as error:
+            failure = str(error).splitlines()[0]
+        group, self._group = self._group, None
+        group.abort()
+        return failure
 
     def close(self) -> None:
         """Leaves the group. Not collective; idempotent."""
@@ -142,7 +156,7 @@ class JointGroup:
 def wait_for_stream(device: torch.device, timeout: timedelta) -> bool:
     """Waits for what is queued on a GPU's current stream; returns whether it ended in time.
 
-    Asks and sleeps by turns, because torch's own waits have no deadline.
+    Raises RuntimeError if the device has failed. Asks and sleeps by turns, because torch's own waits have no deadline.
     """
     done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record(torch.cuda.current_stream(device))

@@ -111,7 +111,7 @@ def test_an_update_by_the_plan_is_bit_for_bit_one_through_the_loaders() -> None:
     model, other = Model(), Model()
     plan = learned(model)
     update(model, plan, seed=0)
-    assert plan.is_proven()
+    assert plan.is_proven(model.tensors())
     for number, buffer in enumerate(sent(1)):
         plan.load(number, buffer)
     update(other, learned(other), seed=1)
@@ -123,7 +123,7 @@ def test_loaders_that_do_more_or_less_than_copy_are_not_replaced(kind: type[Mode
     model = kind()
     plan = learned(model)
     update(model, plan, seed=0)
-    assert not plan.is_proven()
+    assert not plan.is_proven(model.tensors())
 
 
 def _swap_experts(model: Model) -> None:
@@ -144,7 +144,7 @@ def test_a_model_that_changes_its_weights_after_loading_is_not_proven(change) ->
     plan = learned(model)
     update(model, plan, seed=0)
     change(model)
-    assert not plan.is_proven()
+    assert not plan.is_proven(model.tensors())
 
 
 def test_loaders_that_refuse_to_work_in_place_are_not_replaced() -> None:
@@ -152,11 +152,20 @@ def test_loaders_that_refuse_to_work_in_place_are_not_replaced() -> None:
     plan = learned(model)
     for number, buffer in enumerate(sent(0)):
         plan.note(number, buffer)
-    assert not plan.is_proven()
+    assert not plan.is_proven(model.tensors())
+
+
+def test_a_destination_that_is_part_of_the_model_no_more_is_not_proven() -> None:
+    model = Model()
+    plan = learned(model)
+    update(model, plan, seed=0)
+    model.joined = model.joined.clone()
+    assert not plan.is_proven(model.tensors())
 
 
 def test_without_an_update_nothing_is_proven() -> None:
-    assert not learned(Model()).is_proven()
+    model = Model()
+    assert not learned(model).is_proven(model.tensors())
 
 
 def test_a_bucket_that_is_not_used_up_is_not_plain() -> None:
@@ -164,5 +173,5 @@ def test_a_bucket_that_is_not_used_up_is_not_plain() -> None:
     extra = [Bucket(specs=(SPECS[0],), offsets=(0,), size_bytes=SPECS[0].slot_bytes)]
     plan = DirectLoad(extra, lambda weights: None, device=CPU)
     plan.note(0, torch.zeros(SPECS[0].slot_bytes, dtype=torch.uint8))
-    assert not plan.is_proven()
+    assert not plan.is_proven(model.tensors())
     assert int(model.joined.count_nonzero()) == 0
