@@ -147,6 +147,13 @@ class RolloutConfig:
     """KV cache of each rollout rank."""
     block_size: int = 32
     """Tokens per KV block; the CPU backend needs a multiple of 32."""
+    update_weights_bucket_megabytes: int = 256
+    """MiB per broadcast of a weight sync at most; a larger weight travels alone. Every rank needs room for two."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """``update_weights_bucket_megabytes`` in bytes."""
+        return self.update_weights_bucket_megabytes * 2**20
 
 
 @dataclass(kw_only=True)

@@ -31,7 +31,6 @@ from rl_safe_workers.checkpoint.manifest import model_fingerprint
 from rl_safe_workers.checkpoint.state import state_digest
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.preflight import layout_of
-from rl_safe_workers.driver.session import SYNC_BUCKET_BYTES
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.pinned import host_buffer
 from rl_safe_workers.rollout.protocol import WeightSpec
@@ -75,13 +74,13 @@ class Rollout(Ranks):
     def receive(self) -> None:
         """Takes the weights as often as the trainers send them."""
         self.worker.start(time.time())
-        self.worker.join(self.address, self.trainers + self.rank, self.trainers + self.rollouts)
         specs = [WeightSpec(**{**s, "shape": tuple(s["shape"])}) for s in json.loads(self.store.get("bench/specs"))]
+        self.worker.join(self.address, self.trainers + self.rank, self.trainers + self.rollouts, specs)
         for _ in range(ROUNDS):
             self.meet()
-            self.worker.receive_weights(specs, SYNC_BUCKET_BYTES)
+            self.worker.receive_weights()
             self.meet()
-        self.store.set(f"bench/direct/{self.rank}", str(self.worker.loads_directly()))
+        self.store.set(f"bench/obstacle/{self.rank}", str(self.worker.loads_through()))
         self.meet()
         self.worker.teardown()
 
@@ -106,7 +105,7 @@ class Trainer(Ranks):
         self.worker.bootstrap()
         specs = self.worker.convert()
         if self.rank == 0:
-            self.store.set("bench/specs", json.dumps([_plain(spec) for spec in specs]))
+            self.store.set("bench/specs", json.dumps([asdict(spec) for spec in specs]))
             self.values["weight_bytes"] = sum(spec.size_bytes for spec in specs)
 
     def timed(self, name: str, work: Callable[[], Any]) -> Any:
@@ -139,13 +138,12 @@ class Trainer(Ranks):
         for _ in range(ROUNDS):
             self.meet()
             started_s = time.perf_counter()
-            self.worker.sync(SYNC_BUCKET_BYTES)
+            self.worker.sync()
             self.seconds["sent"].append(time.perf_counter() - started_s)
             self.meet()
             self.seconds["sync"].append(time.perf_counter() - started_s)
         self.meet()
-        places = [self.store.get(f"bench/direct/{rank}").decode() for rank in range(self.rollouts)]
-        self.values["loads_directly"] = places
+        self.values["obstacles"] = [self.store.get(f"bench/obstacle/{rank}").decode() for rank in range(self.rollouts)]
         for _ in range(ROUNDS):
             self.timed("export", lambda: deque(self.worker.export_hf_weights(), maxlen=0))
         if self.trainers < 2:
@@ -224,10 +222,6 @@ class Trainer(Ranks):
 def _digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-
-
-def _plain(spec: WeightSpec) -> dict[str, Any]:
-    return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
 
 
 def _on_rank_0(number: int) -> int:

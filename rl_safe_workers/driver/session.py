@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar, cast
 
@@ -23,9 +23,6 @@ from rl_safe_workers.worlds.address import StoreAddress
 T = TypeVar("T")
 Arguments = Callable[[int], tuple[Any, ...]]
 
-SYNC_BUCKET_BYTES = 64 * 2**20
-"""Bytes per broadcast of a weight sync."""
-
 
 def _no_arguments(rank: int) -> tuple[Any, ...]:
     return ()
@@ -42,7 +39,7 @@ class Session:
     def __init__(self, config: RunConfig, cluster: Cluster, console: RunConsole, interrupts: Interrupts) -> None:
         """Starts nothing yet."""
         self._config, self._cluster, self._console, self._interrupts = config, cluster, console, interrupts
-        self._specs: list[WeightSpec] = []
+        self._specs: Sequence[WeightSpec] = ()
         self.events: list[PhaseEvent] = []
         self.totals: dict[str, PhaseTotal] = {}
 
@@ -156,15 +153,17 @@ class Session:
 
         def calls() -> PendingCalls:
             first = self.start_trainers(Phase.JOINT, "meet_rollouts", lambda rank: (size,))
-            second = self.start_rollouts(Phase.JOINT, "join", lambda rank: (self._address, trainers + rank, size))
+            second = self.start_rollouts(
+                Phase.JOINT, "join", lambda rank: (self._address, trainers + rank, size, self._specs)
+            )
             return first.joined_with(second)
 
         self._shown(calls, Phase.JOINT)
 
     def sync(self) -> None:
         """Sends the trainers' weights to every rollout rank over the joint group."""
-        receivers = self.start_rollouts(Phase.SYNC, "receive_weights", lambda rank: (self._specs, SYNC_BUCKET_BYTES))
-        self.finish(self.start_trainers(Phase.SYNC, "sync", lambda rank: (SYNC_BUCKET_BYTES,)).joined_with(receivers))
+        receivers = self.start_rollouts(Phase.SYNC, "receive_weights")
+        self.finish(self.start_trainers(Phase.SYNC, "sync").joined_with(receivers))
 
     def load(self, path: str, layout: dict[str, int]) -> None:
         """Loads a checkpoint into the trainers."""

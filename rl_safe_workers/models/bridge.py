@@ -14,6 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from rl_safe_workers.errors import ModelError
 from rl_safe_workers.models.local_spec import has_transformer_engine
+from rl_safe_workers.models.own_weights import OwnWeight
 
 NEEDS_TRANSFORMER_ENGINE = {
     # multi_latent_attention.py:155 gives it k_channels, which only Transformer Engine's takes, as of 0.19.2.
@@ -38,6 +39,13 @@ class WeightBridge(Protocol):
 
     def export_weights(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields every HF weight, whole, on every rank, in the same order. Collective over: the training world."""
+        ...
+
+    def own_weights(self, models: Sequence[torch.nn.Module]) -> list[OwnWeight] | None:
+        """Lists the HF weights that this rank takes part in making alone; None if the library cannot tell.
+
+        Collective over: tensor and expert-tensor groups.
+        """
         ...
 
 

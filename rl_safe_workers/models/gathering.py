@@ -38,15 +38,17 @@ class Shard:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, and the routers' expert biases, which are buffers."""
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns a model's parameters, and the routers' expert biases, which are buffers."""
     biases = {name: value for name, value in model.state_dict().items() if name.endswith("expert_bias")}
     return {**dict(model.named_parameters()), **biases}
 
 
-def _announce(tensors: Sequence[dict[str, torch.Tensor]], names: Sequence[Mapping[str, str]], mpu: Any) -> list[Shard]:
-    """Lists all parameters of all pipeline stages. Collective over: the pipeline group."""
-    mine = [
+def local_shards(
+    tensors: Sequence[dict[str, torch.Tensor]], names: Sequence[Mapping[str, str]], mpu: Any
+) -> list[Shard]:
+    """Lists the parameters of this rank's chunks."""
+    return [
         Shard(
             stage=mpu.pp_rank,
             chunk=chunk,
@@ -60,6 +62,10 @@ def _announce(tensors: Sequence[dict[str, torch.Tensor]], names: Sequence[Mappin
         for chunk, of_chunk in enumerate(tensors)
         for local_name, tensor in of_chunk.items()
     ]
+
+
+def _announce(mine: list[Shard], mpu: Any) -> list[Shard]:
+    """Lists the parameters of all pipeline stages. Collective over: the pipeline group."""
     if mpu.pp_size == 1:
         return mine
     stages: list[list[Shard]] = [[]] * mpu.pp_size
@@ -81,8 +87,8 @@ def export_shards(
         mpu: mbridge's ParallelStates.
         num_experts: Experts of a layer; 0 for a dense model.
     """
-    tensors = [_tensors(model) for model in models]
-    plan = _announce(tensors, names, mpu)
+    tensors = [named_tensors(model) for model in models]
+    plan = _announce(local_shards(tensors, names, mpu), mpu)
     largest = max((shard.nbytes for shard in plan), default=0)
     for shard in plan:
         is_here = shard.stage == mpu.pp_rank
@@ -91,7 +97,7 @@ def export_shards(
         if mpu.pp_size > 1:
             dist.broadcast(tensor, src=dist.get_global_rank(mpu.pp_group, shard.stage), group=mpu.pp_group)
         if EXPERT_WEIGHT not in shard.name:
-            shards = _gather(tensor, mpu.tp_group, mpu.tp_size if shard.tensor_model_parallel else 1)
+            shards = gather(tensor, mpu.tp_group, mpu.tp_size if shard.tensor_model_parallel else 1)
             del tensor
             yield shard.name, shards, shard
             continue
@@ -99,7 +105,7 @@ def export_shards(
         at_once = mpu.ep_size * shard.nbytes <= largest
         for ep_rank, expert in enumerate(_experts(tensor, mpu, at_once=at_once)):
             number = int(index) + ep_rank * (num_experts // mpu.ep_size)
-            shards = _gather(expert, mpu.etp_group, mpu.etp_size)
+            shards = gather(expert, mpu.etp_group, mpu.etp_size)
             del expert
             yield f"{prefix}.weight{number}", shards, shard
         del tensor  # if it is another stage's, it would be in memory beside the next
@@ -115,7 +121,7 @@ def _experts(tensor: torch.Tensor, mpu: Any, *, at_once: bool) -> Iterator[torch
     if mpu.ep_size == 1:
         yield tensor
     elif at_once:
-        yield from _gather(tensor, mpu.ep_group, mpu.ep_size)
+        yield from gather(tensor, mpu.ep_group, mpu.ep_size)
     else:
         for ep_rank in range(mpu.ep_size):
             expert = tensor.clone() if ep_rank == mpu.ep_rank else torch.empty_like(tensor)
@@ -123,7 +129,8 @@ def _experts(tensor: torch.Tensor, mpu: Any, *, at_once: bool) -> Iterator[torch
             yield expert
 
 
-def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None, size: int) -> list[torch.Tensor]:
+def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None, size: int) -> list[torch.Tensor]:
+    """Returns the shards of ``size`` ranks; the tensor itself if it is the only one. Collective over: the group."""
     if size == 1:
         return [tensor]
     shards = [torch.empty_like(tensor) for _ in range(size)]

@@ -19,6 +19,7 @@ from rl_safe_workers.errors import ModelError
 from rl_safe_workers.models.gathering import EXPERT_WEIGHT, export_shards
 from rl_safe_workers.models.hf_reader import HfReader
 from rl_safe_workers.models.local_spec import FusedNameView, decoder_block_spec, has_transformer_engine
+from rl_safe_workers.models.own_weights import OwnWeight, own_weights
 
 LOCAL_LAYER_SETTINGS: dict[str, Any] = {
     "persist_layer_norm": False,  # transformer/torch_norm.py:30 refuses it
@@ -82,17 +83,38 @@ class _AnyLayout:
 
     def export_weights(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
         views = self._views(models)
-        names = [self._weight_name_mapping_mcore_local_to_global(view, consider_ep=False) for view in views]  # type: ignore[attr-defined]
         num_experts = self.config.num_moe_experts or 0
-        for name, shards, announced in export_shards(views, names, self.mpu, num_experts=num_experts):
-            if self._is_tied and name == "output_layer.weight":
-                continue  # the embedding once more, on the last pipeline stage; HF files hold it once
-            whole = self._weight_merge_across_tp(name, shards, announced)
-            shards.clear()  # their contents are in the merged tensor
-            hf_names, hf_weights = self._weight_to_hf_format(name, whole)  # type: ignore[attr-defined]
-            del whole
+        for name, shards, announced in export_shards(views, self._names(views), self.mpu, num_experts=num_experts):
+            if self._is_left_out(name):
+                continue
+            hf_names, hf_weights = self._to_hf(name, shards, announced)
             yield from zip(hf_names, hf_weights, strict=True)
             del hf_weights
+
+    def own_weights(self, models: Sequence[torch.nn.Module]) -> list[OwnWeight]:
+        views = self._views(models)
+        return own_weights(
+            views,
+            self._names(views),
+            self.mpu,
+            self._to_hf,
+            num_experts=self.config.num_moe_experts or 0,
+            leave_out=self._is_left_out,
+        )
+
+    def _names(self, views: Sequence[torch.nn.Module]) -> list[dict[str, str]]:
+        return [self._weight_name_mapping_mcore_local_to_global(view, consider_ep=False) for view in views]  # type: ignore[attr-defined]
+
+    def _is_left_out(self, name: str) -> bool:
+        """Whether it is the embedding once more, on the last pipeline stage; HF files hold it once."""
+        return self._is_tied and name == "output_layer.weight"
+
+    def _to_hf(self, name: str, shards: list[torch.Tensor], announced: Any) -> tuple[list[str], list[torch.Tensor]]:
+        """Makes the HF weights of a parameter's shards, and clears their list."""
+        whole = self._weight_merge_across_tp(name, shards, announced)
+        shards.clear()  # their contents are in the merged tensor
+        hf: tuple[list[str], list[torch.Tensor]] = self._weight_to_hf_format(name, whole)  # type: ignore[attr-defined]
+        return hf
 
     def _weight_merge_across_tp(self, name: str, shards: list[torch.Tensor], param: Any) -> torch.Tensor:
         """Merges shards as mbridge does, in one copy.

@@ -50,6 +50,9 @@ class MegatronBridge:
         """Yields every HF weight, whole, on every rank. Collective over: the training world, at each item."""
         yield from self._auto_bridge.export_hf_weights(list(models), cpu=False, show_progress=False)
 
+    def own_weights(self, models: Sequence[torch.nn.Module]) -> None:
+        """Returns None: the library gathers every weight on every rank."""
+
 
 def open_megatron_bridge(hf_path: str, *, dtype: torch.dtype, settings: dict[str, Any]) -> MegatronBridge | None:
     """Opens an HF directory with Megatron-Bridge; None if it has no mapping for the model.

@@ -8,29 +8,21 @@ destination holds what was sent, later updates follow the plan, some launches fo
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-logger = logging.getLogger(__name__)
 
 _AT_ONCE = 2**24
 """Elements whose bits are widened to 64 at a time."""
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def unpack(bucket: Bucket, buffer: torch.Tensor) -> Weights:
-    """Yields the weights that lie in a bucket's buffer, ``[bucket.size_bytes]`` of uint8, as views."""
-    for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
-        flat = buffer[offset : offset + spec.size_bytes].view(getattr(torch, spec.dtype))
-        yield spec.name, flat.view(spec.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +40,39 @@ class Copy:
         """The part of a bucket's buffer that it copies."""
         return buffer.view(self.target.dtype).as_strided(self.target.shape, self.stride, self.offset)
 
+    def joined(self, following: Copy) -> Copy | None:
+        """This copy and the one after it as one, if what they read and what they write lies side by side."""
+        target, other = self.target, following.target
+        if not (
+            target.dtype == other.dtype
+            and target.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+            and other.storage_offset() == target.storage_offset() + target.numel()
+            and following.offset == self.offset + target.numel()
+            and self.stride == target.stride()
+            and following.stride == other.stride()
+            and target.is_contiguous()
+            and other.is_contiguous()
+        ):
+            return None
+        both = target.as_strided((target.numel() + other.numel(),), (1,), target.storage_offset())
+        return Copy(both, (1,), self.offset)
+
+
+def joined(copies: Iterable[Copy]) -> list[Copy]:
+    """Fewer copies that do the same: all experts of a layer come side by side, and vLLM holds them in one tensor."""
+    found: list[Copy] = []
+    for copy in copies:
+        both = found[-1].joined(copy) if found else None
+        if both is None:
+            found.append(copy)
+        else:
+            found[-1] = both
+    return found
+
+
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+"""Such as of rows that only pad a vocabulary. What a loader fills and copies besides is found out by the checksums."""
+
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is copied out of a buffer, and lets nothing be written."""
@@ -56,8 +81,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._storage = buffer.untyped_storage().data_ptr()
         self.copies: list[Copy] = []
-        self.is_plain = True
-        """Whether nothing was written but copies of the same dtype and shape."""
+        self.other: str | None = None
+        """What was written besides copies of the same dtype and shape, and constants."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func._schema.is_mutable:
@@ -70,15 +95,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and (source.dtype, source.shape) == (target.dtype, target.shape)
         ):
             self.copies.append(Copy(target, tuple(map(int, source.stride())), int(source.storage_offset())))
-        else:
-            self.is_plain = False
+        elif func not in _FILLS:
+            self.other = f"{func} of {tuple(target.shape)} {target.dtype}"
         return target
 
 
 class DirectLoad:
     """The plan for a model's weights: first learned, then proven, then followed."""
 
-    def __init__(self, buckets: list[Bucket], load: Callable[[Weights], Any], *, device: torch.device) -> None:
+    def __init__(self, buckets: Sequence[Bucket], load: Callable[[Weights], Any], *, device: torch.device) -> None:
         """Watches the model's loaders. Nothing is written.
 
         Args:
@@ -86,11 +111,16 @@ class DirectLoad:
             load: The model's ``load_weights``.
             device: Of the model.
         """
-        self._copies: list[list[Copy]] = []
+        self.copies: list[list[Copy]] = []
+        """Of each bucket."""
         self._sent: list[torch.Tensor] = []
-        self._is_plain = all(self._learn(bucket, load, device) for bucket in buckets)
+        self.obstacle: str | None = None
+        """Why the plan is of no use; None while it may be."""
+        for bucket in buckets:
+            self.obstacle = self.obstacle or self._learn(bucket, load, device)
 
-    def _learn(self, bucket: Bucket, load: Callable[[Weights], Any], device: torch.device) -> bool:
+    def _learn(self, bucket: Bucket, load: Callable[[Weights], Any], device: torch.device) -> str | None:
+        """Learns what to copy out of a bucket; returns what stands in the way."""
         buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=device)
         weights = list(unpack(bucket, buffer))
         watch = _Watch(buffer)
@@ -99,37 +129,46 @@ class DirectLoad:
                 load(iter(weights))
         except Exception as error:
             # As where weights were packed and their own tensors are empty since: loaders refuse those.
-            logger.info("the model's loaders do not work in place: %s: %s", type(error).__name__, error)
-            return False
-        self._copies.append(watch.copies)
-        copied = sum(copy.target.nbytes for copy in watch.copies)
-        return bool(watch.is_plain and copied == sum(spec.size_bytes for spec in bucket.specs))
+            return f"the model's loaders do not work in place: {type(error).__name__}: {error}"
+        if watch.other is not None:
+            return f"the model's loaders do more than copy: {watch.other}"
+        self.copies.append(joined(watch.copies))
+        copied, sent = sum(copy.target.nbytes for copy in watch.copies), sum(spec.size_bytes for spec in bucket.specs)
+        return None if copied == sent else f"the model's loaders copy {copied} of {sent} bytes"
 
     def note(self, number: int, buffer: torch.Tensor) -> None:
-        """Remembers what a bucket held that goes through the loaders; for `is_proven`."""
-        if self._is_plain:
-            self._sent += [_digest(copy.source(buffer)) for copy in self._copies[number]]
+        """Remembers what a bucket held that goes through the loaders; for `check`."""
+        if self.obstacle is None:
+            self._sent += [_digest(copy.source(buffer)) for copy in self.copies[number]]
 
-    def is_proven(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether, after an update through the loaders, every destination holds what was sent, by a checksum.
+    def check(self, parameters: Iterable[torch.Tensor]) -> str | None:
+        """Compares checksums of what was sent with those of every destination, after an update through the loaders.
 
         Args:
             parameters: Of the model, as they are now: a destination must still be part of one.
+
+        Returns:
+            Why the plan is of no use; None if it is proven.
         """
         sent, self._sent = self._sent, []
-        if not self._is_plain or len(sent) != sum(map(len, self._copies)):
-            return False
-        targets = [copy.target for copies in self._copies for copy in copies]
-        alive = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-        if any(target.untyped_storage().data_ptr() not in alive for target in targets):
-            return False
-        held = [_digest(target) for target in targets]
-        return not targets or bool(torch.equal(torch.stack(sent), torch.stack(held)))
+        if self.obstacle is None:
+            self.obstacle = self._difference(sent, {p.untyped_storage().data_ptr() for p in parameters})
+        return self.obstacle
+
+    def _difference(self, sent: list[torch.Tensor], alive: set[int]) -> str | None:
+        targets = [copy.target for copies in self.copies for copy in copies]
+        if len(sent) != len(targets):
+            return f"{len(sent)} parts were sent, of {len(targets)}"
+        moved = sum(target.untyped_storage().data_ptr() not in alive for target in targets)
+        if moved:
+            return f"{moved} of {len(targets)} parts are no longer the model's after an update"
+        changed = sum(int(before.ne(_digest(target))) for before, target in zip(sent, targets, strict=True))
+        return f"{changed} of {len(targets)} parts are held in another form than sent" if changed else None
 
     @torch.no_grad()
     def load(self, number: int, buffer: torch.Tensor) -> None:
         """Copies a bucket into the model."""
-        copies = self._copies[number]
+        copies = self.copies[number]
         if copies:
             torch._foreach_copy_([c.target for c in copies], [c.source(buffer) for c in copies])
 

@@ -38,6 +38,8 @@ class WeightSpec:
     dtype: str
     """torch's name without the prefix."""
     shape: tuple[int, ...]
+    source: int = 0
+    """Training rank that sends it."""
 
     @property
     def size_bytes(self) -> int:
@@ -52,16 +54,23 @@ class WeightSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Consecutive weights that travel in one broadcast."""
+    """Consecutive weights of one source that travel in one broadcast."""
 
     specs: tuple[WeightSpec, ...]
     offsets: tuple[int, ...]
     """Byte offset of each weight."""
     size_bytes: int
 
+    @property
+    def source(self) -> int:
+        """Training rank that sends it."""
+        return self.specs[0].source
+
 
 def plan_buckets(specs: Sequence[WeightSpec], *, bucket_bytes: int) -> list[Bucket]:
-    """Cuts weights into buckets of at most ``bucket_bytes``, in order; a larger weight gets a bucket of its own.
+    """Cuts weights into buckets of at most ``bucket_bytes``, in order, and wherever the source changes.
+
+    A larger weight gets a bucket of its own.
 
     Both sides compute the same buckets from the same specs, so only the specs travel.
     """
@@ -70,7 +79,7 @@ def plan_buckets(specs: Sequence[WeightSpec], *, bucket_bytes: int) -> list[Buck
     offsets: list[int] = []
     used = 0
     for spec in specs:
-        if current and used + spec.slot_bytes > bucket_bytes:
+        if current and (used + spec.slot_bytes > bucket_bytes or spec.source != current[0].source):
             buckets.append(Bucket(specs=tuple(current), offsets=tuple(offsets), size_bytes=used))
             current, offsets, used = [], [], 0
         current.append(spec)

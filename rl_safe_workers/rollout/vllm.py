@@ -34,8 +34,9 @@ def _weight_bytes(model: torch.nn.Module) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in model.parameters())
 
 
-def _is_direct(worker: Any) -> bool:
-    return bool(worker.weight_transfer_engine.is_direct)
+def _obstacle(worker: Any) -> str | None:
+    obstacle: str | None = worker.weight_transfer_engine.obstacle
+    return obstacle
 
 
 class VllmRollout:
@@ -112,8 +113,18 @@ class VllmRollout:
             self._llm.wake_up(tags=wanted)
             self._asleep -= set(wanted)
 
-    def join(self, address: StoreAddress, joint_rank: int, size: int, *, generation: int = 0) -> None:
-        """Joins the joint group. Collective over: trainers and rollout ranks."""
+    def join(
+        self, address: StoreAddress, joint_rank: int, size: int, specs: Sequence[WeightSpec], *, generation: int = 0
+    ) -> None:
+        """Joins the joint group. Collective over: trainers and rollout ranks.
+
+        Args:
+            address: Of the run's store.
+            joint_rank: Of this rank.
+            size: Number of trainers and rollout ranks.
+            specs: What every weight sync will bring, in order.
+            generation: Counts rebuilds of the group.
+        """
         with self.lifecycle.enter(Phase.JOINT):
             init_info = {
                 **asdict(address),
@@ -123,31 +134,27 @@ class VllmRollout:
                 "join_timeout_s": self.config.rl_safe.timeouts.joint,
                 "sync_timeout_s": self.config.rl_safe.timeouts.sync,
                 "colocated": self.config.cluster.colocated,
+                "specs": [asdict(spec) for spec in specs],
+                "bucket_bytes": self.config.rollout.bucket_bytes,
             }
             self._llm.init_weight_transfer_engine({"init_info": init_info})
 
-    def receive_weights(self, specs: Sequence[WeightSpec], bucket_bytes: int) -> None:
+    def receive_weights(self) -> None:
         """Takes all weights from the trainers. Collective over: the joint group.
 
         The prefix cache is dropped: what it holds was computed with the old weights.
         """
         with self.lifecycle.enter(Phase.SYNC):
-            update_info = {
-                "names": [s.name for s in specs],
-                "dtypes": [s.dtype for s in specs],
-                "shapes": [list(s.shape) for s in specs],
-                "bucket_bytes": bucket_bytes,
-            }
             self._wake("weights")
             self._llm.start_weight_update()
-            self._llm.update_weights({"update_info": update_info})
+            self._llm.update_weights({"update_info": {}})
             self._llm.finish_weight_update()
             self._llm.reset_prefix_cache()
 
-    def loads_directly(self) -> bool:
-        """Whether weight updates go straight into the model; known after the first. Not collective."""
-        (is_direct,) = self._llm.collective_rpc(_is_direct)
-        return bool(is_direct)
+    def loads_through(self) -> str | None:
+        """Why weight updates go through the model's loaders; None if straight into the model. Not collective."""
+        (obstacle,) = self._llm.collective_rpc(_obstacle)
+        return None if obstacle is None else str(obstacle)
 
     def generate(
         self, conversations: Sequence[Sequence[Mapping[str, str]]], first_prompt: int, step: int

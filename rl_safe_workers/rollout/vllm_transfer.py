@@ -7,7 +7,7 @@ Registered with vLLM's own factory, so that vLLM runs it inside its update life 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +24,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rl_safe_workers.errors import WeightSyncError
-from rl_safe_workers.rollout.direct_load import DirectLoad, unpack
+from rl_safe_workers.rollout.direct_load import DirectLoad
+from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.gpu_pair import GpuPair
@@ -33,6 +34,7 @@ from rl_safe_workers.worlds.store import connect_store
 
 logger = logging.getLogger(__name__)
 
+_NOT_TRIED, _NOT_PROVEN = "no update so far", "one update must go through them"
 BACKEND = "rl_safe_joint"
 """Name of the engine, for ``weight_transfer_config``."""
 
@@ -49,37 +51,30 @@ class JointInitInfo(WeightTransferInitInfo):
     join_timeout_s: float
     sync_timeout_s: float
     colocated: bool
+    specs: list[dict[str, Any]]
+    """Fields of each `WeightSpec` in sending order."""
+    bucket_bytes: int
+    """Both sides cut by it."""
 
 
 @dataclass
 class JointUpdateInfo(WeightTransferUpdateInfo):
-    """What is about to be sent: parallel lists in sending order, and the bucket size that both sides cut by."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    bucket_bytes: int
+    """Nothing: every update is of the weights that were announced when the joint group was joined."""
 
 
 class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateInfo]):
-    """Receives flat buckets from training rank 0, and loads them layer by layer, or by a plan once that is proven."""
+    """Receives flat buckets from the trainers, and loads them layer by layer, or by a plan once that is proven."""
 
     init_info_cls = JointInitInfo
     update_info_cls = JointUpdateInfo
     _group: JointGroup | GpuPair | None = None
     _buckets: Sequence[Bucket] = ()
-    """Of the last update, or of the one in progress."""
     _plan: DirectLoad | None = None
-    """How to load them without the model's loaders; None if that is known not to work."""
+    """How to load them without the model's loaders; None before the first update, or if that does not work."""
+    obstacle: str | None = _NOT_TRIED
+    """Why updates go through the model's loaders; None if they go straight into the model."""
     _is_broken = False
     """Whether an update through vLLM's loaders has failed half-way, which leaves layers that wait for the rest."""
-    _is_proven = False
-    """Whether the plan has been; updates then follow it."""
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether updates go straight into the model; known after the first."""
-        return self._is_proven
 
     def init_transfer_engine(self, init_info: JointInitInfo) -> None:
         """Joins the joint group. Collective over: trainers and rollout ranks."""
@@ -95,6 +90,10 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             device=self.device,
             sync_timeout=timedelta(seconds=init_info.sync_timeout_s),
         )
+        specs = [WeightSpec(**{**fields, "shape": tuple(fields["shape"])}) for fields in init_info.specs]
+        buckets = plan_buckets(specs, bucket_bytes=init_info.bucket_bytes)
+        if buckets != self._buckets:
+            self._buckets, self.obstacle, self._plan = buckets, _NOT_TRIED, None
 
     def start_weight_update(self) -> None:
         """Does nothing yet: what is to be prepared depends on the weights that are coming."""
@@ -102,40 +101,45 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     def update_weights(self, update_info: dict[str, object]) -> None:
         """Receives all weights. Collective over: the joint group. Blocks until they are loaded."""
         # The base class synchronises an accelerator afterwards, which a CPU build does not have; `flush` does it here.
-        self.receive_weights(self.parse_update_info(update_info))
+        self.parse_update_info(update_info)
+        self.receive_weights(JointUpdateInfo())
 
     def receive_weights(self, update_info: JointUpdateInfo) -> None:
         """Receives the buckets and loads each as it arrives."""
         if self._group is None:
             raise WeightSyncError("this rollout rank has not joined the joint group")
-        specs = [
-            WeightSpec(name=name, dtype=dtype, shape=tuple(shape))
-            for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
-        ]
         if self._is_broken:
             raise WeightSyncError("an earlier update of this rollout rank has failed half-way: start it anew")
         with _vllm_config(self.vllm_config):
-            buckets = plan_buckets(specs, bucket_bytes=update_info.bucket_bytes)
-            self._prepare(buckets)
+            self._prepare()
             # Until `finish_weight_update`; an update by the plan may be repeated whatever became of the last one.
-            self._is_broken = not self._is_proven
-            for number, bucket in enumerate(buckets):
+            self._is_broken = self.obstacle is not None
+            arriving: tuple[int, Bucket, torch.Tensor, Callable[[], None]] | None = None
+            for number, bucket in enumerate(self._buckets):
                 buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=self.device)
-                self._group.broadcast([buffer], source=0)
-                self._load(number, bucket, buffer)
+                wait = self._group.broadcast(buffer, source=bucket.source)
+                # Only now, so that one bucket is loaded while the next one arrives.
+                if arriving is not None:
+                    self._load(*arriving)
+                arriving = (number, bucket, buffer, wait)
+            if arriving is not None:
+                self._load(*arriving)
             self._group.flush()
 
-    def _prepare(self, buckets: list[Bucket]) -> None:
-        if buckets != self._buckets:
-            self._buckets, self._is_proven, self._plan = buckets, False, None
-            if _only_copies(self.model):
-                self._plan = DirectLoad(buckets, self.model.load_weights, device=self.device)
-        if not self._is_proven:
-            # Every layer now takes weights in checkpoint form.
-            initialize_layerwise_reload(self.model)
+    def _prepare(self) -> None:
+        if self.obstacle is None:
+            return
+        if self.obstacle == _NOT_TRIED:
+            self.obstacle = _computes(self.model)
+            if self.obstacle is None:
+                self._plan = DirectLoad(self._buckets, self.model.load_weights, device=self.device)
+                self.obstacle = self._plan.obstacle or _NOT_PROVEN
+        # Every layer now takes weights in checkpoint form.
+        initialize_layerwise_reload(self.model)
 
-    def _load(self, number: int, bucket: Bucket, buffer: torch.Tensor) -> None:
-        if self._is_proven and self._plan is not None:
+    def _load(self, number: int, bucket: Bucket, buffer: torch.Tensor, wait: Callable[[], None]) -> None:
+        wait()
+        if self._plan is not None and self.obstacle is None:
             self._plan.load(number, buffer)
             return
         if self._plan is not None:
@@ -144,17 +148,21 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
 
     def finish_weight_update(self) -> None:
         """Puts the loaded weights into the form that the kernels use, unless they are there already."""
-        if self._is_proven:
+        if self.obstacle is None:
             return
         self._is_broken = False
         with _vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._prepack_experts()
-        if self._plan is not None and not self._plan.is_proven(self.model.parameters()):
-            self._plan = None
-        self._is_proven = self._plan is not None
-        logger.info("weight updates go %s", "straight into the model" if self._is_proven else "through vLLM's loaders")
+        if self._plan is not None:
+            self.obstacle = self._plan.check(self.model.parameters())
+            if self.obstacle is not None:
+                self._plan = None
+            logger.info(
+                "weight updates go %s",
+                "straight into the model" if self.obstacle is None else f"through the model's loaders: {self.obstacle}",
+            )
 
     def _prepack_experts(self) -> None:
         """Repacks expert weights, which vLLM's CPU backend does on the first load only.
@@ -193,15 +201,15 @@ def _vllm_config(config: VllmConfig) -> Iterator[None]:
         yield
 
 
-def _only_copies(model: torch.nn.Module) -> bool:
-    """Whether nothing of a model is computed from its weights: no quantisation, no latent attention."""
+def _computes(model: torch.nn.Module) -> str | None:
+    """What in a model is computed from its weights, as under quantisation or in latent attention; None if nothing."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None and not type(method).__name__.startswith("Unquantized"):
-            return False
+        method = type(getattr(module, "quant_method", None)).__name__
+        if method != "NoneType" and not method.startswith("Unquantized"):
+            return f"{method} computes from the weights"
         if "MLA" in type(module).__name__:
-            return False
-    return True
+            return f"{type(module).__name__} computes from the weights"
+    return None
 
 
 def register() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.models.bridge import WeightBridge, open_bridge
 from rl_safe_workers.models.build import build_chunks, build_optimizer, wrap_data_parallel
+from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.trainer.batch import Floats, SequenceBatch
 from rl_safe_workers.trainer.loss import policy_loss
 
@@ -218,3 +219,7 @@ class MegatronPolicy:
         for name, tensor in self.bridge.export_weights(self.chunks):
             yield name, tensor.detach()
             del tensor  # or it would be in memory beside the next
+
+    def own_hf_weights(self) -> list[OwnWeight] | None:
+        """Lists the HF weights that this rank takes part in making alone; None if the bridge cannot tell."""
+        return self.bridge.own_weights(self.chunks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,12 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
         """Joins the joint group of ``size`` ranks. Collective over: trainers and rollout ranks."""
         self.join(size, colocated=self.config.cluster.colocated)
 
-    def convert(self) -> list[WeightSpec]:
+    def convert(self) -> Sequence[WeightSpec]:
         """Builds the model from the HF weights; returns what a weight sync will send. Collective: training world."""
         with self.phase(Phase.CONVERT):
             self.build()
-            self._specs = self.weight_specs()
-            return self._specs if self.training_rank == 0 else []
+            specs = self.weight_specs()
+            return specs if self.training_rank == 0 else ()
 
     def convert_to_megatron(self, hf_dir: Path, out_dir: Path, overwrite: bool) -> str:
         """Converts HF weights, without an optimizer; returns the conversion's path. Collective: training world."""
@@ -91,9 +91,9 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
         )
         return str(exported)
 
-    def sync(self, bucket_bytes: int) -> int:
+    def sync(self) -> int:
         """Sends all weights to the rollout ranks; returns bytes sent. Collective over: the joint group."""
-        return self.send_weights(self._specs, bucket_bytes=bucket_bytes)
+        return self.send_weights(bucket_bytes=self.config.rollout.bucket_bytes)
 
     def logprob(self, batch: SequenceBatch) -> tuple[Floats | None, Floats | None]:
         """Old and, with a KL loss, reference log-probabilities. Collective."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -11,25 +12,35 @@ from rl_safe_workers.comms.bootstrap import bootstrap_groups
 from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.errors import LifecycleError, WeightSyncError, format_ranks
 from rl_safe_workers.lifecycle import REQUIRES, Phase, Role
+from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.base import MegatronHost, SafeWorker
+from rl_safe_workers.workers.outgoing import Outgoing
 from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup
 
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Torch's name of a tensor's dtype without the prefix, e.g. ``"float32"``."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 _FLUSH_SHARE = 0.8
 """Of the time that is left of a sync; the rest is for the trainers to agree on how it went."""
+
+
+class SyncHost(MegatronHost, Protocol):
+    """What a weight sync needs of the class that the mixin is mixed over."""
+
+    def own_hf_weights(self) -> Sequence[OwnWeight] | None:
+        """Lists the HF weights that this rank takes part in making alone; None if the host cannot tell.
+
+        Then `export_hf_weights` gathers them all on training rank 0.
+        """
+        ...
 
 
 class CommsMixin(SafeWorker):
     """Connects communicators early and sends weights over the joint group."""
 
     joint_group: JointGroup | GpuPair | None = None
+    _outgoing: Outgoing | None = None
+    _buckets: dict[int, list[Bucket]]
+    """By ``bucket_bytes``."""
 
     def bootstrap(self) -> BootstrapReport:
         """Connects every communicator for every op class it will carry. Collective over: the training world."""
@@ -92,76 +103,82 @@ class CommsMixin(SafeWorker):
         if group is not None:
             group.close()
 
-    def weight_specs(self: MegatronHost) -> list[WeightSpec]:
-        """Describes all HF weights in the order they are sent. Collective over: the training world."""
-        return [
-            WeightSpec(name=name, dtype=dtype_name(tensor), shape=tuple(tensor.shape))
-            for name, tensor in self.export_hf_weights()
-        ]
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        """Describes all HF weights in the order they are sent. Collective over: the training world.
 
-    def send_weights(self, specs: list[WeightSpec], *, bucket_bytes: int) -> int:
-        """Sends all HF weights to the rollout ranks, from training rank 0. Collective over: the joint group.
+        Call it once the model is built, and again if it is built anew.
+        """
+        host = cast(SyncHost, self)
+        own = host.own_hf_weights()
+        if own is None:
+            self._outgoing = Outgoing.of_all(host.export_hf_weights)
+        else:
+            self._outgoing = Outgoing.of_own(own, training_rank=self.training_rank, training_size=self.training_size)
+        self._buckets = {}
+        return self._outgoing.specs
+
+    def send_weights(self, *, bucket_bytes: int) -> int:
+        """Sends all HF weights to the rollout ranks, each from one rank that has it. Collective over: the joint group.
 
         The trainers then agree on the outcome over the training world: when a rollout rank dies, torch reports the
         failure on some of them only.
 
         Args:
-            specs: What `weight_specs` returned.
-            bucket_bytes: Bytes per broadcast at most; a larger weight travels alone.
+            bucket_bytes: Bytes per broadcast at most; a larger weight travels alone. Two are in memory at a time.
 
         Returns:
             Bytes sent.
 
         Raises:
+            LifecycleError: If `weight_specs` has not been called.
             WeightSyncError: On every trainer, if it failed on any. The joint group is of no more use then: join its
                 next generation.
         """
+        if self._outgoing is None:
+            raise LifecycleError(f"training rank {self.training_rank}: call weight_specs() before send_weights()")
         with self.phase(Phase.SYNC):
             failure: WeightSyncError | None = None
-            buckets = plan_buckets(specs, bucket_bytes=bucket_bytes)
+            if bucket_bytes not in self._buckets:
+                self._buckets[bucket_bytes] = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
+            buckets = self._buckets[bucket_bytes]
             try:
-                self._broadcast_buckets(buckets)
+                self._send(buckets, self._outgoing)
             except WeightSyncError as error:
                 failure = error
             self._agree(failure)
             return sum(bucket.size_bytes for bucket in buckets)
 
-    def _broadcast_buckets(self, buckets: list[Bucket]) -> None:
-        weights = self.export_hf_weights()  # type: ignore[attr-defined]
-        # The export is collective over the training world: whatever fails, go on with it, so that the others can too.
+    def _send(self, buckets: list[Bucket], outgoing: Outgoing) -> None:
+        weights = outgoing.weights()
+        # Making weights may be collective over the training world: whatever fails, go on with it, so that the others
+        # can too.
         failure: WeightSyncError | None = None
         if self.joint_group is None:
             failure = WeightSyncError(f"training rank {self.training_rank} has not joined the joint group")
+        on_its_way: Callable[[], None] | None = None
         for bucket in buckets:
-            buffer = self._pack(bucket, weights)
-            if self.joint_group is not None and failure is None:
-                try:
-                    self.joint_group.broadcast([buffer], source=0)
-                except WeightSyncError as error:
-                    failure = error
+            buffer = outgoing.pack(bucket, weights, training_rank=self.training_rank, device=self.device)
+            if isinstance(self.joint_group, GpuPair) and self.training_size > 1:
+                # Each trainer passes everything on to the rollout rank beside it.
+                dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
+            if self.joint_group is None or failure is not None:
+                continue
+            try:
+                started = self.joint_group.broadcast(buffer, source=bucket.source)
+                # Only now, so that one bucket is packed while the one before it is sent.
+                if on_its_way is not None:
+                    on_its_way()
+                on_its_way = started
+            except WeightSyncError as error:
+                failure = error
         for _ in weights:
             raise WeightSyncError("the model has more weights than were announced")
         if failure is not None:
             raise failure
         assert self.joint_group is not None, "else there is a failure"
+        if on_its_way is not None:
+            on_its_way()
         self.joint_group.flush(_FLUSH_SHARE * self.remaining())
-
-    def _pack(self, bucket: Bucket, weights: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
-        """Takes a bucket's weights and copies them side by side."""
-        buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=self.device)
-        places, tensors = [], []
-        for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
-            name, tensor = next(weights)
-            if (name, tuple(tensor.shape), dtype_name(tensor)) != (spec.name, spec.shape, spec.dtype):
-                raise WeightSyncError(
-                    f"weight {name} {dtype_name(tensor)} {tuple(tensor.shape)} was announced as "
-                    f"{spec.name} {spec.dtype} {spec.shape}"
-                )
-            places.append(buffer[offset : offset + spec.size_bytes].view(tensor.dtype).view(tensor.shape))
-            tensors.append(tensor.detach())
-        # One launch for all; a copy_ for each expert costs more than the transfer.
-        torch._foreach_copy_(places, tensors)
-        return buffer
 
     def _agree(self, failure: WeightSyncError | None) -> None:
         flags = torch.zeros(self.training_size, dtype=torch.int32, device=self.device)

@@ -7,7 +7,7 @@ its own (CUDA IPC), and the two agree over the run's store on who may use which 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -90,21 +90,24 @@ class GpuPair:
         """Whether the memory is still shared."""
         return self._shared is not None
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], *, source: int) -> None:
-        """Passes contiguous tensors from the trainer to its rollout rank. Collective over: the pair.
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> Callable[[], None]:
+        """Passes a contiguous tensor from the trainer to its rollout rank. Collective over: the pair.
 
         Args:
-            tensors: Same number and sizes on both sides; written in place on the rollout rank.
+            tensor: Same size on both sides; written in place on the rollout rank.
             source: For the signature of `JointGroup.broadcast`: the trainer of each pair sends.
+
+        Returns:
+            For that signature, too: there is nothing more to wait for before the tensor is used.
 
         Raises:
             WeightSyncError: If the other side does not keep up; the memory is given up then.
         """
         with self._working() as shared:
-            for tensor in tensors:
-                flat = tensor.view(-1).view(torch.uint8)
-                for start in range(0, flat.numel(), HALF_BYTES):
-                    self._pass(flat[start : start + HALF_BYTES], shared)
+            flat = tensor.view(-1).view(torch.uint8)
+            for start in range(0, flat.numel(), HALF_BYTES):
+                self._pass(flat[start : start + HALF_BYTES], shared)
+        return _nothing
 
     @contextmanager
     def _working(self) -> Iterator[torch.Tensor]:
@@ -161,6 +164,10 @@ class GpuPair:
     def close(self) -> None:
         """Gives up the memory. Not collective; idempotent."""
         self._shared = None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _synchronize(tensor: torch.Tensor) -> None:

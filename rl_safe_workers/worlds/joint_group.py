@@ -7,8 +7,10 @@ It is a bare process group on its own store prefix: it has no counter-given name
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +62,9 @@ class JointGroup:
         prefix = PrefixStore(f"joint/{generation}", store)
         # The stubs leave out what it inherits from Backend.
         self._group: Any = None
+        self._works: deque[Any] = deque()
+        """Broadcasts that nobody has waited for. Each keeps the connections open, so nobody else may hold one."""
+        self._started = 0
         failure = self._connect(prefix, timeout)
         if failure is not None:
             self.close()
@@ -86,36 +91,53 @@ class JointGroup:
         """Whether the group can be used."""
         return self._group is not None
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], *, source: int) -> None:
-        """Broadcasts contiguous tensors in order. Collective over: the joint group.
-
-        On a CPU it blocks until all have arrived. On a GPU it only queues them, on the current stream; `flush` waits.
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> Callable[[], None]:
+        """Starts to broadcast a contiguous tensor. Collective over: the joint group, in the same order on all ranks.
 
         Args:
-            tensors: Same number, shapes and dtypes on every rank; written in place everywhere but on ``source``.
+            tensor: Same shape and dtype on every rank; written in place everywhere but on ``source``.
             source: Joint rank that sends.
 
+        Returns:
+            What waits for it, to be called before the tensor is used or freed: on a CPU it blocks until the tensor has
+            arrived; on a GPU it makes the current stream wait, and `flush` blocks.
+
         Raises:
-            WeightSyncError: If a peer is gone or the timeout passed; the group is closed then. A rank can succeed
-                where another fails, so the outcome must be agreed on over the training world.
+            WeightSyncError: As what is returned does, too: if a peer is gone or the timeout passed; the group is
+                closed then. A rank can succeed where another fails, so the outcome must be agreed on over the training
+                world.
         """
+        self._check_open()
+        try:
+            self._works.append(self._group.broadcast(tensor, source))
+        except RuntimeError as error:
+            failure = str(error).splitlines()[0]
+        else:
+            self._started += 1
+            return partial(self._finish, self._started)
+        raise self._failed(failure)
+
+    def _finish(self, number: int) -> None:
+        """Waits for the first ``number`` broadcasts."""
+        self._check_open()
+        failure = None
+        while failure is None and len(self._works) > self._started - number:
+            try:
+                self._works.popleft().wait()
+            except RuntimeError as error:
+                failure = str(error).splitlines()[0]
+        # Outside of the exception, whose traceback would keep the connections open.
+        if failure is not None:
+            raise self._failed(failure)
+
+    def _check_open(self) -> None:
         if self._group is None:
             raise WeightSyncError(f"joint rank {self.joint_rank}: the joint group is closed")
-        failure = self._run_broadcasts(tensors, source)
-        if failure is not None:
-            # Whoever waits for this rank hears of it at once, and not at the timeout.
-            self.close()
-            raise WeightSyncError(f"joint rank {self.joint_rank}: broadcast over the joint group failed: {failure}")
 
-    def _run_broadcasts(self, tensors: Sequence[torch.Tensor], source: int) -> str | None:
-        """Returns what failed, not the exception: its traceback would keep the connections open."""
-        try:
-            works = [self._group.broadcast(tensor, source) for tensor in tensors]
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
-        return None
+    def _failed(self, failure: str) -> WeightSyncError:
+        # Whoever waits for this rank hears of it at once, and not at the timeout.
+        self.close()
+        return WeightSyncError(f"joint rank {self.joint_rank}: broadcast over the joint group failed: {failure}")
 
     def flush(self, timeout: timedelta | None = None) -> None:
         """Waits until everything broadcast so far has arrived. Collective over: the joint group.
@@ -128,8 +150,7 @@ class JointGroup:
             WeightSyncError: If that takes longer, as when a peer is gone, which NCCL does not notice; the group is
                 closed then.
         """
-        if self._group is None:
-            raise WeightSyncError(f"joint rank {self.joint_rank}: the joint group is closed")
+        self._check_open()
         if self._device.type == "cuda" and (failure := self._wait(timeout or _SHARE * self._sync_timeout)):
             raise WeightSyncError(f"joint rank {self.joint_rank}: broadcasts over the joint group {failure}")
 
@@ -142,6 +163,7 @@ class JointGroup:
         except RuntimeError as error:
             failure = str(error).splitlines()[0]
         group, self._group = self._group, None
+        self._works.clear()
         group.abort()
         return failure
 
@@ -149,6 +171,7 @@ class JointGroup:
         """Leaves the group. Not collective; idempotent."""
         # Connections close with the last reference; shutdown alone leaves them open.
         group, self._group = self._group, None
+        self._works.clear()
         if group is not None:
             group.shutdown()
 

@@ -102,7 +102,8 @@ def _pass_on(joint_rank: int, address: StoreAddress, folder: Path) -> dict[str, 
         tensors = _contents(joint_rank % PAIRS, turn)
         if joint_rank >= PAIRS:
             tensors = [torch.zeros_like(tensor) for tensor in tensors]
-        group.broadcast(tensors, source=0)
+        for tensor in tensors:
+            group.broadcast(tensor, source=0)()
         group.flush()
         received.append(_bits(tensors))
         _meet(store, "counting", 2 + turn)
@@ -151,10 +152,10 @@ def _pass_alone(joint_rank: int, address: StoreAddress, folder: Path, absent: in
         return []
     start_s = time.monotonic()
     with pytest.raises(WeightSyncError) as caught:
-        group.broadcast([torch.ones(3 * HALF_BYTES, dtype=torch.uint8)], source=0)
+        group.broadcast(torch.ones(3 * HALF_BYTES, dtype=torch.uint8), source=0)
     waited_s = time.monotonic() - start_s
     with pytest.raises(WeightSyncError, match="the memory of the pair is closed"):
-        group.broadcast([], source=0)
+        group.broadcast(torch.ones(1), source=0)
     return [str(caught.value), waited_s, group.is_open]
 
 
@@ -206,13 +207,13 @@ def _close_and_rejoin(joint_rank: int, address: StoreAddress, folder: Path) -> l
     first = _join(joint_rank, store, folder, size=2, sync_timeout=SHORT)
     if joint_rank == 0:
         with pytest.raises(WeightSyncError, match="did not keep up"):
-            first.broadcast([torch.zeros_like(tensor)], source=0)
+            first.broadcast(torch.zeros_like(tensor), source=0)
     first.close()
     first.close()
     with pytest.raises(WeightSyncError, match=f"joint rank {joint_rank}: the memory of the pair is closed"):
-        first.broadcast([tensor], source=0)
+        first.broadcast(tensor, source=0)
     second = _join(joint_rank, store, folder, size=2, generation=1)
-    second.broadcast([tensor], source=0)
+    second.broadcast(tensor, source=0)
     return [first.is_open, second.is_open, tensor.unique().tolist()]
 
 

@@ -38,7 +38,8 @@ def _join(
 def _broadcast(joint_rank: int, address: StoreAddress) -> list[Any]:
     group = _join(joint_rank, address)
     tensors = [torch.full((3,), float(joint_rank)), torch.tensor([joint_rank, 9])]
-    group.broadcast(tensors, source=1)
+    waits = [group.broadcast(tensor, source=1) for tensor in tensors]
+    waits[-1]()
     return [tensor.tolist() for tensor in tensors] + [torch.distributed.is_initialized()]
 
 
@@ -52,9 +53,9 @@ def _close_and_rejoin(joint_rank: int, address: StoreAddress) -> list[Any]:
     first.close()
     first.close()
     with pytest.raises(WeightSyncError, match="the joint group is closed"):
-        first.broadcast([torch.zeros(1)], source=0)
+        first.broadcast(torch.zeros(1), source=0)
     second, tensor = _join(joint_rank, address, generation=1), torch.tensor([joint_rank])
-    second.broadcast([tensor], source=2)
+    second.broadcast(tensor, source=2)()
     return [was_open, first.is_open, second.is_open, tensor.item()]
 
 
@@ -65,7 +66,7 @@ def test_close_is_idempotent_and_the_next_generation_works(address: StoreAddress
 def _flush(joint_rank: int, address: StoreAddress) -> list[Any]:
     group, tensor = _join(joint_rank, address), torch.tensor([joint_rank])
     group.flush()
-    group.broadcast([tensor], source=1)
+    group.broadcast(tensor, source=1)()
     group.flush()
     was_open = group.is_open
     group.close()
@@ -101,11 +102,11 @@ def _train_and_send(worker: Worker, address: StoreAddress) -> dict[str, Any]:
     time.sleep(0.5)
     start_s = time.monotonic()
     try:
-        worker.send_weights(specs, bucket_bytes=BUCKET_BYTES)
+        worker.send_weights(bucket_bytes=BUCKET_BYTES)
     except WeightSyncError as error:
         failure, failed_after_s = str(error), time.monotonic() - start_s
     worker.join(JOINT_SIZE, generation=1)
-    sent = worker.send_weights(specs, bucket_bytes=BUCKET_BYTES)
+    sent = worker.send_weights(bucket_bytes=BUCKET_BYTES)
     weights = {name: tensor.numpy().copy() for name, tensor in worker.export_hf_weights()}
     worker.teardown()
     return {"failure": failure, "failed_after_s": failed_after_s, "sent": sent, "weights": weights}
@@ -121,7 +122,7 @@ def _roll_out(address: StoreAddress, *, generation: int) -> dict[str, Any]:
     received = {}
     for bucket in plan_buckets(pickle.loads(store.get("specs")), bucket_bytes=BUCKET_BYTES):
         buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
-        group.broadcast([buffer], source=0)
+        group.broadcast(buffer, source=bucket.source)()
         for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
             flat = buffer[offset : offset + spec.size_bytes].view(getattr(torch, spec.dtype))
             received[spec.name] = flat.view(spec.shape).numpy().copy()
@@ -177,7 +178,8 @@ def _send_unjoined(rank: int, address: StoreAddress, config: RunConfig) -> None:
         _join(1, address, size=2)
         with worker.lifecycle.enter(Phase.JOINT):
             pass
-    worker.send_weights(worker.weight_specs(), bucket_bytes=BUCKET_BYTES)
+    worker.weight_specs()
+    worker.send_weights(bucket_bytes=BUCKET_BYTES)
 
 
 def test_a_trainer_that_has_not_joined_fails_the_sync_for_all(address: StoreAddress, seeded_models) -> None:

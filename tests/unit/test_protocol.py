@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rl_safe_workers.rollout.protocol import ALIGNMENT_BYTES, ITEM_BYTES, Bucket, WeightSpec, plan_buckets
@@ -64,6 +66,13 @@ def test_every_weight_travels_once_and_in_order() -> None:
     buckets = plan_buckets(weights, bucket_bytes=500)
     assert [spec for bucket in buckets for spec in bucket.specs] == weights
     assert all(bucket.specs for bucket in buckets)
+
+
+def test_a_bucket_has_one_source() -> None:
+    weights = [replace(weight(name, 4), source=source) for name, source in zip("abcd", (0, 0, 1, 0), strict=True)]
+    buckets = plan_buckets(weights, bucket_bytes=1000)
+    assert names(buckets) == [["a", "b"], ["c"], ["d"]]
+    assert [bucket.source for bucket in buckets] == [0, 1, 0]
 
 
 def test_no_weights_make_no_buckets() -> None:
