@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -167,13 +168,23 @@ def megatron_owned(chunks: Sequence[Any], optimizer: Any, *, device_type: str = 
         device_type: Where the memory that counts is.
     """
     buffers = [buffer for chunk in chunks for buffer in _ddp_buffers(chunk)]
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    parameters = [parameter for chunk in chunks for parameter in _parameters(chunk)]
     counted: set[int] = set()
     return {
         "weights": _new_bytes([*(b.param_data for b in buffers), *parameters], counted, device_type),
         "gradients": _new_bytes((b.grad_data for b in buffers), counted, device_type),
         "optimizer": _new_bytes(_optimizer_values(optimizer), counted, device_type),
     }
+
+
+_PARAMETERS: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]] = WeakKeyDictionary()
+"""Of each chunk: to go through a thousand modules takes as long as to send their weights."""
+
+
+def _parameters(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
+    if chunk not in _PARAMETERS:
+        _PARAMETERS[chunk] = list(chunk.parameters())
+    return _PARAMETERS[chunk]
 
 
 def _ddp_buffers(chunk: Any) -> list[Any]:

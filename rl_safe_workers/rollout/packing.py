@@ -8,6 +8,9 @@ import torch
 
 from rl_safe_workers.rollout.protocol import ITEM_BYTES, Bucket
 
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+"""By their names in a `WeightSpec`."""
+
 
 def places(bucket: Bucket, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields each weight's place, a view of its shape and dtype.
@@ -16,11 +19,11 @@ def places(bucket: Bucket, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         bucket: What lies in ``buffer``.
         buffer: ``[bucket.size_bytes]`` of uint8.
     """
-    typed = {dtype: buffer.view(getattr(torch, dtype)) for dtype in {spec.dtype for spec in bucket.specs}}
-    for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
-        item_bytes = ITEM_BYTES[spec.dtype]
-        flat = typed[spec.dtype].narrow(0, offset // item_bytes, spec.size_bytes // item_bytes)
-        yield flat.view(spec.shape)
+    # Few calls for each weight, for there may be thousands.
+    slots = buffer.split_with_sizes([spec.slot_bytes for spec in bucket.specs])
+    for spec, slot in zip(bucket.specs, slots, strict=True):
+        flat = slot if spec.size_bytes == spec.slot_bytes else slot[: spec.size_bytes]
+        yield flat.view(DTYPES[spec.dtype]).view(spec.shape)
 
 
 def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

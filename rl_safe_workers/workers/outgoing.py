@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
-from rl_safe_workers.rollout.packing import places
+from rl_safe_workers.rollout.packing import DTYPES, places
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -88,19 +88,18 @@ class Outgoing:
             WeightSyncError: If a weight is not what was announced.
         """
         buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=device)
-        targets, tensors = [], []
-        for spec, place in zip(bucket.specs, places(bucket, buffer), strict=True):
-            if spec.name not in self.mine:
-                continue
-            name, tensor = next(weights, ("nothing", buffer))
-            if name != spec.name or tensor.shape != place.shape or tensor.dtype != place.dtype:
-                raise WeightSyncError(
-                    f"weight {name} {dtype_name(tensor.dtype)} {tuple(tensor.shape)} was announced as "
-                    f"{spec.name} {spec.dtype} {spec.shape}"
-                )
-            targets.append(place)
-            tensors.append(tensor)
-        if bucket.source == training_rank and targets:
+        tensors = [self._take(spec, weights) for spec in bucket.specs if spec.name in self.mine]
+        if bucket.source == training_rank and tensors:
             # One launch for all; a copy_ for each expert costs more than the transfer.
-            torch._foreach_copy_(targets, tensors)
+            torch._foreach_copy_(list(places(bucket, buffer)), tensors)
         return buffer
+
+    @staticmethod
+    def _take(spec: WeightSpec, weights: Weights) -> torch.Tensor:
+        name, tensor = next(weights, ("nothing", torch.empty(0)))
+        if name != spec.name or tensor.shape != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
+            raise WeightSyncError(
+                f"weight {name} {dtype_name(tensor.dtype)} {tuple(tensor.shape)} was announced as "
+                f"{spec.name} {spec.dtype} {spec.shape}"
+            )
+        return tensor
