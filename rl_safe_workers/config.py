@@ -147,6 +147,8 @@ class RolloutConfig:
     """KV cache of each rollout rank."""
     block_size: int = 32
     """Tokens per KV block; the CPU backend needs a multiple of 32."""
+    enable_rollout_routing_replay: bool = False
+    """Let the trainers send each token to the experts that the rollout has sent it to; for MoE models on GPUs."""
     update_weights_bucket_megabytes: int = 256
     """MiB per broadcast of a weight sync at most; a larger weight travels alone. Every rank needs room for two."""
 

@@ -38,6 +38,7 @@ POSITIVE = (
     "rollout.temperature",
     "rollout.kv_cache_gib",
     "rollout.block_size",
+    "rollout.update_weights_bucket_megabytes",
     "trainer.total_training_steps",
     "cluster.num_trainers",
     "cluster.num_rollouts",
@@ -178,6 +179,11 @@ def _platform(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} must be 1: "
             "each vLLM engine is one process; for more of them raise cluster.num_rollouts"
+        )
+    if cluster.device == "cpu" and rollout.enable_rollout_routing_replay:
+        yield (
+            "rollout.enable_rollout_routing_replay=true needs cluster.device=cuda: vLLM's CPU build does not tell "
+            "which experts it has chosen"
         )
     if cluster.device == "cpu" and rollout.block_size % 32:
         yield f"rollout.block_size={rollout.block_size} must be a multiple of 32 on CPU"

@@ -169,6 +169,10 @@ class WeightSyncError(RunError):
     """A weight sync that did not complete on every rank of the joint group."""
 
 
+class RolloutError(RunError):
+    """The rollout returned something that the run cannot use."""
+
+
 class DivergedError(RunError):
     """An update whose loss or gradient is not finite; raised before it is synced or saved.
 

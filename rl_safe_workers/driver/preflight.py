@@ -46,6 +46,8 @@ def preflight(config: RunConfig, *, cpus: float) -> None:
     shape = read_model_shape(config.model)
     check_model(layout, shape)
     check_trainable(layout, shape)
+    if config.rollout.enable_rollout_routing_replay and not shape.num_experts:
+        raise ConfigError(f"rollout.enable_rollout_routing_replay=true: {config.model.path} has no experts to route to")
     _check_lengths(config, shape)
     _check_batch(config, layout)
     _check_files(config)

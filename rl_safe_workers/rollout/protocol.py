@@ -1,6 +1,6 @@
 """What passes between rollout ranks and the rest of a run: samples, and weights cut into buckets.
 
-Pure Python, so that the driver can read it without torch or vLLM.
+Without torch or vLLM, so that the driver can read it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
 ALIGNMENT_BYTES = 16
@@ -28,6 +32,9 @@ class Sample:
     """The rollout's log-probability, in nats, of each response token."""
     text: str
     """The response without special tokens."""
+    routed_experts: NDArray[np.unsignedinteger[Any]] | None = None
+    """``[prompt + response - 1, layers, top_k]``: the experts of every token but the last, which was only sampled; None
+    unless ``rollout.enable_rollout_routing_replay`` asks for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

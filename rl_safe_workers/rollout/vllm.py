@@ -12,6 +12,7 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from rl_safe_workers.config import RunConfig
+from rl_safe_workers.errors import RolloutError
 from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.device_memory import SHARED_PHASES
@@ -86,6 +87,7 @@ class VllmRollout:
                 max_model_len=config.data.max_prompt_length + config.data.max_response_length,
                 # Of the distribution that was sampled from, temperature included: comparable with the trainer's.
                 logprobs_mode="processed_logprobs",
+                enable_return_routed_experts=config.rollout.enable_rollout_routing_replay,
                 weight_transfer_config={"backend": vllm_transfer.BACKEND},
                 disable_log_stats=True,
             )
@@ -195,11 +197,21 @@ class VllmRollout:
     def _to_sample(self, output: Any) -> Sample:
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
+        experts = None
+        if self.config.rollout.enable_rollout_routing_replay:
+            experts = completion.routed_experts
+            if experts is None or len(experts) != len(output.prompt_token_ids) + len(token_ids) - 1:
+                raise RolloutError(
+                    f"vLLM returned the experts of {0 if experts is None else len(experts)} tokens, for a prompt of "
+                    f"{len(output.prompt_token_ids)} and a response of {len(token_ids)}: it is none of the versions "
+                    "that rollout.enable_rollout_routing_replay works with"
+                )
         return Sample(
             prompt_ids=list(output.prompt_token_ids),
             response_ids=token_ids,
             logprobs=[at[token].logprob for at, token in zip(completion.logprobs, token_ids, strict=True)],
             text=self._tokenizer.decode(token_ids),
+            routed_experts=experts,
         )
 
     def teardown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from rl_safe_workers.rollout.protocol import Sample
 
 Floats = NDArray[np.float32]
+Experts = NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,8 @@ class SequenceBatch:
     """``[n, length]``, nats: under the weights before the update."""
     ref_logprobs: Floats | None = None
     """``[n, length]``, nats: under the starting weights; only with a KL loss."""
+    routed_experts: Experts | None = None
+    """``[n, length, layers, top_k]``: where the rollout has sent each token; only with routing replay."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -42,6 +46,7 @@ class SequenceBatch:
             advantages=self.advantages[rows],
             old_logprobs=None if self.old_logprobs is None else self.old_logprobs[rows],
             ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[rows],
+            routed_experts=None if self.routed_experts is None else self.routed_experts[rows],
         )
 
     def with_logprobs(self, *, old: Floats | None = None, ref: Floats | None = None) -> SequenceBatch:
@@ -68,5 +73,21 @@ def pack(samples: Sequence[Sample], advantages: Floats, *, length: int) -> Seque
         mask[row, start:stop] = 1
         logprobs[row, start:stop] = sample.logprobs
     return SequenceBatch(
-        tokens=tokens, response_mask=mask, rollout_logprobs=logprobs, advantages=advantages.astype(np.float32)
+        tokens=tokens,
+        response_mask=mask,
+        rollout_logprobs=logprobs,
+        advantages=advantages.astype(np.float32),
+        routed_experts=_pack_experts(samples, length=length),
     )
+
+
+def _pack_experts(samples: Sequence[Sample], *, length: int) -> Experts | None:
+    """Pads with the experts of the last token that has any: whatever padding is sent to, nothing depends on it."""
+    if not samples or samples[0].routed_experts is None:
+        return None
+    rows = []
+    for sample in samples:
+        assert sample.routed_experts is not None, "the rollout returns all samples' experts or none's"
+        missing = length - len(sample.routed_experts)
+        rows.append(np.pad(sample.routed_experts, ((0, missing), (0, 0), (0, 0)), mode="edge"))
+    return np.stack(rows)

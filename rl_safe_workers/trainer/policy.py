@@ -23,6 +23,7 @@ from rl_safe_workers.models.build import build_chunks, build_optimizer, wrap_dat
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.trainer.batch import Floats, SequenceBatch
 from rl_safe_workers.trainer.loss import policy_loss
+from rl_safe_workers.trainer.routing import Routing, forget_routers
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class MegatronPolicy:
     chunks: list[Any]
     optimizer: Any = None
     _reference: list[Tensor] | None
+    _routing: Routing
 
     def build_model(self) -> None:
         """Builds this rank's model chunks, not yet any weights to speak of. Needs Megatron's groups."""
@@ -66,7 +68,9 @@ class MegatronPolicy:
             moe_aux_loss_coeff=0.0,
             # Sums of token losses, divided by the token count of the whole mini-batch once, at the end.
             calculate_per_token_loss=True,
+            moe_enable_routing_replay=self.config.rollout.enable_rollout_routing_replay,
         )
+        forget_routers()
         self.chunks = build_chunks(self.bridge)
 
     def build(self) -> None:
@@ -75,6 +79,7 @@ class MegatronPolicy:
         self.load_hf_weights(self.config.model.path)
         self.chunks = wrap_data_parallel(self.chunks, self.bridge.config)
         dtype = DTYPES[self.config.model.dtype]
+        self._routing = Routing(self.chunks, sequence_parallel=self.bridge.config.sequence_parallel)
         self.optimizer = build_optimizer(self.chunks, self.config.actor.optim, dtype=dtype)
         self.bridge.config.grad_scale_func = self.optimizer.scale_loss
         self.bridge.config.finalize_model_grads_func = finalize_model_grads
@@ -110,6 +115,7 @@ class MegatronPolicy:
         def forward_step(data: Iterator[SequenceBatch], model: Any) -> tuple[Tensor, Any]:
             micro_batch = next(data)
             tokens = torch.tensor(micro_batch.tokens, device=self.device)
+            self._routing.replay(model, micro_batch.routed_experts, device=self.device)
             return self._token_logprobs(model, tokens), partial(loss_func, micro_batch)
 
         results: list[Any] = get_forward_backward_func()(

@@ -125,6 +125,15 @@ def test_experts_that_do_not_divide_are_refused(config: RunConfig, model_dir: Pa
     assert "3 experts do not divide by megatron.expert_model_parallel_size=2" in complaint(config, LayoutError)
 
 
+def test_routing_replay_is_refused_where_there_is_nothing_to_replay(config: RunConfig, model_dir: Path) -> None:
+    config.rollout.enable_rollout_routing_replay = True
+    assert "needs cluster.device=cuda" in complaint(config, ConfigError)
+    config.cluster.device = "cuda"
+    config.megatron.expert_model_parallel_size = 1
+    (model_dir / "config.json").write_text(json.dumps({**HF_CONFIG, "model_type": "qwen3", "num_experts": 0}))
+    assert "has no experts to route to" in complaint(config, ConfigError)
+
+
 def test_context_parallelism_is_refused(config: RunConfig) -> None:
     config.megatron.context_parallel_size = 2
     assert "megatron.context_parallel_size=2 must be 1" in complaint(config, ConfigError)

@@ -1,0 +1,73 @@
+"""Rollout routing replay: the trainer sends each token to the experts that the rollout has sent it to.
+
+Where two experts are nearly tied, bf16 in two implementations picks different ones, and such a token's log-probability
+is off by some 0.05 nat. With the rollout's choice replayed, the weights of the chosen experts are still the trainer's
+own, and have gradients. The method is that of "Stabilizing MoE Reinforcement Learning by Aligning Training and
+Inference Routers" (arXiv 2510.11370); what holds the choice is Megatron's RouterReplay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import Tensor
+
+from rl_safe_workers.trainer.batch import Experts
+
+
+def forget_routers() -> None:
+    """Drops the routers of models built before, which Megatron would keep alive in a list of its own."""
+    RouterReplay.clear_global_router_replay_instances()
+
+
+class Routing:
+    """The routers of this rank's model chunks, which must be built with ``moe_enable_routing_replay``."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], *, sequence_parallel: bool) -> None:
+        """Looks for the routers.
+
+        Args:
+            chunks: As the pipeline schedule passes them to its forward steps.
+            sequence_parallel: Whether each tensor-parallel rank has its part of the sequence alone.
+        """
+        self._sequence_parallel = sequence_parallel
+        self._routers = {id(chunk): list(_routers(chunk)) for chunk in chunks}
+
+    def replay(self, chunk: Any, experts: Experts | None, *, device: torch.device) -> None:
+        """Fixes the experts of the next forward pass of a chunk, or leaves the choice to the routers.
+
+        Args:
+            chunk: One of those that were given.
+            experts: ``[b, s, layers, top_k]`` of the micro-batch, of all layers of the model; None: no replay.
+            device: Of the model.
+        """
+        if experts is None:
+            for _, router in self._routers[id(chunk)]:
+                router.router_replay_action = None
+            return
+        # Megatron's order of tokens is sequence first.
+        whole = torch.tensor(experts, dtype=torch.int64, device=device).transpose(0, 1)
+        mine = self._part(whole)
+        for layer, router in self._routers[id(chunk)]:
+            # Not by its setter, which also keeps every one of them for activation recomputation.
+            router.target_topk_idx = mine[:, :, layer].reshape(-1, mine.shape[-1])
+            router.router_replay_action = RouterReplayAction.REPLAY_FORWARD
+
+    def _part(self, whole: Tensor) -> Tensor:
+        if not self._sequence_parallel:
+            return whole
+        part = len(whole) // parallel_state.get_tensor_model_parallel_world_size()
+        start = part * parallel_state.get_tensor_model_parallel_rank()
+        return whole[start : start + part]
+
+
+def _routers(chunk: torch.nn.Module) -> Iterator[tuple[int, Any]]:
+    """Yields each router's layer, counted from 0 over the whole model, and what replays in it."""
+    for module in chunk.modules():
+        router: Any = module
+        if getattr(router, "router_replay", None) is not None:
+            yield int(router.layer_number) - 1, router.router_replay

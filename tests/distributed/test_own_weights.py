@@ -1,0 +1,292 @@
+"""Each HF weight is sent by one rank that has it, bit for bit as the export to all ranks has it, in every layout."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, groupby
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file, save_file
+
+from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.models.seeded import create_seeded_model
+from rl_safe_workers.rollout.packing import unpack
+from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.workers.outgoing import Outgoing, dtype_name
+from rl_safe_workers.worlds.address import StoreAddress
+from tests.distributed.ranks import run_ranks, values
+from tests.distributed.worker import Worker, run_config, served_store
+
+SIZE, BUCKET_BYTES, NUM_EXPERTS = 4, 20_000, 8
+QKV, TENSOR_PARALLEL = ("q_proj", "k_proj", "v_proj"), ("o_proj", "embed_tokens", "lm_head")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A model and parallel sizes over four trainers."""
+
+    model: str = "moe"
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    stages: int | None = None
+    """Virtual ones of each pipeline rank."""
+
+
+LAYOUTS = {
+    "ep2": Layout(ep=2),
+    "ep4": Layout(ep=4),
+    "pp2_ep2": Layout(pp=2, ep=2),
+    "tp2_ep2": Layout(tp=2, ep=2),
+    "tp2_etp2": Layout(tp=2, etp=2),
+    "tp2_etp2_ep2": Layout(tp=2, etp=2, ep=2),
+    "etp2_ep2": Layout(etp=2, ep=2),
+    "tp2_pp2_etp2": Layout(tp=2, pp=2, etp=2),
+    "pp2_vpp2_ep2": Layout(pp=2, ep=2, stages=2),
+    "dense_tp2": Layout(model="dense", tp=2),
+    "tied_pp2": Layout(model="tied", pp=2),
+    "tied_tp2": Layout(model="tied", tp=2),
+}
+WITHOUT_TENSOR_PARALLELISM = {name: layout for name, layout in LAYOUTS.items() if layout.tp == layout.etp == 1}
+WITH_EXPERTS_SPREAD = {name: layout for name, layout in LAYOUTS.items() if layout.ep > 1}
+
+Prints = dict[str, tuple[str, tuple[int, ...], str]]
+"""Dtype, shape, and digest of every bit, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one rank saw."""
+
+    specs: tuple[WeightSpec, ...]
+    buckets: list[Bucket]
+    mine: frozenset[str]
+    exported: Prints
+    made: Prints
+    """Of the weights that this rank takes part in making."""
+    views: set[str]
+    """Those of them that share their storage with a parameter."""
+    received: Prints
+    """Through buckets, of which each came from its source."""
+    left_over: int
+    """Weights that were in no bucket."""
+    moved_exported: Prints
+    moved_made: Prints
+    """After the parameters were doubled."""
+    onloaded_made: Prints
+    ep_rank: int
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All weights are random, norms too, so that no two are equal by chance."""
+    root = tmp_path_factory.mktemp("models")
+    sizes = {"num_hidden_layers": 4, "hidden_size": 48, "head_dim": 12}
+    create_seeded_model(root / "moe", SeededModelConfig(num_experts=NUM_EXPERTS, **sizes))
+    create_seeded_model(root / "dense", SeededModelConfig(num_experts=0, **sizes))
+    create_seeded_model(root / "tied", SeededModelConfig(num_experts=0, **sizes), is_tied=True)
+    for file in root.glob("*/model.safetensors"):
+        generator = torch.Generator().manual_seed(1)
+        weights = {n: torch.randn(w.shape, generator=generator) for n, w in sorted(load_file(file).items())}
+        save_file(weights, file, metadata={"format": "pt"})
+    return root
+
+
+def _worker(rank: int, address: StoreAddress, models: Path, layout: Layout) -> Worker:
+    if layout.stages is not None:
+        # The configuration has no key for them.
+        parallel_state.initialize_model_parallel = partial(
+            parallel_state.initialize_model_parallel, virtual_pipeline_model_parallel_size=layout.stages
+        )
+    config = run_config(models / layout.model, tp=layout.tp, pp=layout.pp, ep=layout.ep)
+    config.megatron.expert_tensor_parallel_size = layout.etp
+    worker = Worker(config, rank=rank, size=SIZE)
+    worker.start(address)
+    worker.convert()
+    return worker
+
+
+def _print(weight: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
+    # Of a clone, for storage that numpy has seen cannot be offloaded.
+    whole = weight.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return dtype_name(weight.dtype), tuple(weight.shape), hashlib.sha256(whole.numpy()).hexdigest()
+
+
+def _prints(weights: Iterable[tuple[str, torch.Tensor]]) -> Prints:
+    return {name: _print(weight) for name, weight in weights}
+
+
+def _views(worker: Worker, outgoing: Outgoing) -> set[str]:
+    storages = {p.untyped_storage().data_ptr() for chunk in worker.chunks for p in chunk.parameters()}
+    return {name for name, weight in outgoing.weights() if weight.untyped_storage().data_ptr() in storages}
+
+
+def _send(outgoing: Outgoing, buckets: list[Bucket], rank: int) -> tuple[Prints, int]:
+    """Sends all buckets to all trainers; returns what arrived, and how many weights were not sent."""
+    weights, received = outgoing.weights(), []
+    for bucket in buckets:
+        buffer = outgoing.pack(bucket, weights, training_rank=rank, device=torch.device("cpu"))
+        dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
+        received.append(_prints(unpack(bucket, buffer)))
+    assert sum(map(len, received)) == len(outgoing.specs)
+    return dict(chain.from_iterable(of_bucket.items() for of_bucket in received)), sum(1 for _ in weights)
+
+
+@torch.no_grad()
+def _double(worker: Worker) -> None:
+    for chunk in worker.chunks:
+        for parameter in chunk.parameters():
+            parameter.mul_(2)
+
+
+def _see(rank: int, address: StoreAddress, models: Path, layout: Layout) -> Seen:
+    worker = _worker(rank, address, models, layout)
+    own = worker.own_hf_weights()
+    assert own is not None
+    outgoing = Outgoing.of_own(own, training_rank=rank, training_size=SIZE)
+    buckets = plan_buckets(outgoing.specs, bucket_bytes=BUCKET_BYTES)
+    exported, made, views = _prints(worker.export_hf_weights()), _prints(outgoing.weights()), _views(worker, outgoing)
+    received, left_over = _send(outgoing, buckets, rank)
+    _double(worker)
+    moved_exported, moved_made = _prints(worker.export_hf_weights()), _prints(outgoing.weights())
+    worker.offload()
+    worker.onload()
+    onloaded_made, ep_rank = _prints(outgoing.weights()), parallel_state.get_expert_model_parallel_rank()
+    assert worker.teardown() == {}
+    return Seen(
+        specs=outgoing.specs, buckets=buckets, mine=outgoing.mine, exported=exported, made=made, views=views,
+        received=received, left_over=left_over, moved_exported=moved_exported, moved_made=moved_made,
+        onloaded_made=onloaded_made, ep_rank=ep_rank,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def seen_in(models: Path) -> dict[str, list[Seen]]:
+    """What the ranks of the layouts that were asked for so far saw."""
+    return _SeenIn(models)
+
+
+class _SeenIn(dict[str, list[Seen]]):
+    def __init__(self, models: Path) -> None:
+        self.models = models
+
+    def __missing__(self, name: str) -> list[Seen]:
+        with served_store() as address:
+            self[name] = values(run_ranks(_see, SIZE, address, self.models, LAYOUTS[name]))
+        return self[name]
+
+
+def _sent(ranks: list[Seen], prints: list[Prints]) -> Prints:
+    """What the sources send, each weight from its own."""
+    return {spec.name: prints[spec.source][spec.name] for spec in ranks[0].specs}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_weight_has_one_source_and_all_ranks_agree_on_it(name: str, seen_in: dict[str, list[Seen]]) -> None:
+    ranks = seen_in[name]
+    names = [spec.name for spec in ranks[0].specs]
+    assert len(set(names)) == len(names)
+    assert all(rank.specs == ranks[0].specs for rank in ranks)
+    announced = {spec.name: (spec.dtype, spec.shape) for spec in ranks[0].specs}
+    assert announced == {name: print_[:2] for name, print_ in ranks[0].exported.items()}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_sources_together_send_what_the_export_yields_bit_for_bit(
+    name: str, seen_in: dict[str, list[Seen]]
+) -> None:
+    ranks = seen_in[name]
+    assert all(rank.made.keys() == rank.mine for rank in ranks)
+    assert _sent(ranks, [rank.made for rank in ranks]) == ranks[0].exported
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_that_help_to_make_a_weight_make_the_same(name: str, seen_in: dict[str, list[Seen]]) -> None:
+    for rank in seen_in[name]:
+        assert rank.made == {weight: rank.exported[weight] for weight in rank.mine}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parameters_that_changed_in_place_are_sent_as_they_are_now(name: str, seen_in: dict[str, list[Seen]]) -> None:
+    ranks = seen_in[name]
+    moved = ranks[0].moved_exported
+    assert _sent(ranks, [rank.moved_made for rank in ranks]) == moved
+    assert all(moved[weight] != before for weight, before in ranks[0].exported.items())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parameters_that_were_offloaded_are_sent_once_they_are_back(name: str, seen_in: dict[str, list[Seen]]) -> None:
+    assert all(rank.onloaded_made == rank.moved_made for rank in seen_in[name])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_small_buckets_bring_every_weight_to_every_rank_bit_for_bit(name: str, seen_in: dict[str, list[Seen]]) -> None:
+    ranks = seen_in[name]
+    assert all(rank.received == ranks[0].exported for rank in ranks)
+    assert [rank.left_over for rank in ranks] == [0] * SIZE
+    # Else it was no test of cutting, or of packing several together.
+    assert len({spec.source for spec in ranks[0].specs}) < len(ranks[0].buckets) < len(ranks[0].specs)
+
+
+@pytest.mark.parametrize("name", WITHOUT_TENSOR_PARALLELISM)
+def test_without_tensor_parallelism_only_fused_projections_are_copied(
+    name: str, seen_in: dict[str, list[Seen]]
+) -> None:
+    for rank in seen_in[name]:
+        assert rank.mine - rank.views == {weight for weight in rank.mine if any(part in weight for part in QKV)}
+
+
+def test_tensor_parallelism_gathers_nothing_that_it_does_not_split(seen_in: dict[str, list[Seen]]) -> None:
+    for rank in seen_in["tp2_ep2"]:
+        copied = {weight for weight in rank.mine if any(part in weight for part in (*QKV, *TENSOR_PARALLEL))}
+        assert rank.mine - rank.views == copied - {weight for weight in copied if "norm" in weight}
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS_SPREAD)
+def test_a_source_sends_only_experts_that_it_holds(name: str, seen_in: dict[str, list[Seen]]) -> None:
+    ranks, per_rank = seen_in[name], NUM_EXPERTS // LAYOUTS[name].ep
+    held = {(spec.source, int(match[1]) // per_rank) for spec in ranks[0].specs if (match := EXPERT.search(spec.name))}
+    assert len(held) == LAYOUTS[name].ep * LAYOUTS[name].pp
+    assert all(ranks[source].ep_rank == ep_rank for source, ep_rank in held)
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.pp > 1])
+def test_every_pipeline_rank_sends_something(name: str, seen_in: dict[str, list[Seen]]) -> None:
+    assert len({spec.source // (SIZE // 2) for spec in seen_in[name][0].specs}) == 2
+
+
+def _kind(spec: WeightSpec) -> str:
+    """Name of the Megatron matrix; the first one of an expert makes two HF weights, which stay together."""
+    return EXPERT.sub(".experts.", spec.name).replace("up_proj", "gate_proj")
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS_SPREAD)
+def test_a_matrix_of_all_experts_of_a_layer_is_sent_in_one_run(name: str, seen_in: dict[str, list[Seen]]) -> None:
+    runs = [(kind, list(run)) for kind, run in groupby(seen_in[name][0].specs, key=_kind) if ".experts." in kind]
+    assert len(runs) == len({kind for kind, _ in runs}) == 4 * 2
+    for _, run in runs:
+        numbers = [int(match[1]) for spec in run if (match := EXPERT.search(spec.name))]
+        assert numbers == sorted(numbers)
+        assert set(numbers) == set(range(NUM_EXPERTS))
+        assert len(list(groupby(run, key=lambda spec: spec.source))) == LAYOUTS[name].ep
+
+
+def test_virtual_stages_are_in_use(seen_in: dict[str, list[Seen]]) -> None:
+    """Else their layout would be that of the pipeline alone: layers 0 and 2 are on the first rank."""
+    assert LAYOUTS["pp2_vpp2_ep2"].stages == 2
+    sources = {
+        int(match[1]): spec.source // 2
+        for spec in seen_in["pp2_vpp2_ep2"][0].specs
+        if (match := re.search(r"layers\.(\d+)\.input_layernorm", spec.name))
+    }
+    assert sources == {0: 0, 1: 1, 2: 0, 3: 1}
