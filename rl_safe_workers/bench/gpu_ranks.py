@@ -39,6 +39,8 @@ from rl_safe_workers.worlds.store import connect_store
 
 ROUNDS = 4
 """How often each thing is timed; the first, which allocates, is not counted."""
+STEP_ROUNDS = 11
+"""Of steps, whose time is the host's to launch thousands of kernels and varies by some 10 %."""
 ROWS, TOKENS = 8, 512
 """Of a training step, on each data-parallel rank."""
 PATIENCE = timedelta(minutes=5)
@@ -156,7 +158,7 @@ class Trainer(Ranks):
 
     def _steps(self, batch: Any) -> None:
         """Training steps, ours and those of a loop over Megatron alone, by turns."""
-        for _ in range(ROUNDS):
+        for _ in range(STEP_ROUNDS):
             self.timed("step", partial(self.worker.train, batch, len(batch)))
             self.timed("bare_step", partial(_bare_step, self.worker, batch))
 

@@ -20,9 +20,10 @@ def places(bucket: Bucket, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         buffer: ``[bucket.size_bytes]`` of uint8.
     """
     # Few calls for each weight, for there may be thousands.
-    slots = buffer.split_with_sizes([spec.slot_bytes for spec in bucket.specs])
-    for spec, slot in zip(bucket.specs, slots, strict=True):
-        flat = slot if spec.size_bytes == spec.slot_bytes else slot[: spec.size_bytes]
+    ends = (*bucket.offsets[1:], bucket.size_bytes)
+    slots = [end - start for start, end in zip(bucket.offsets, ends, strict=True)]
+    for spec, size, slot in zip(bucket.specs, bucket.sizes, buffer.split_with_sizes(slots), strict=True):
+        flat = slot if len(slot) == size else slot[:size]
         yield flat.view(DTYPES[spec.dtype]).view(spec.shape)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,8 @@ class Bucket:
     specs: tuple[WeightSpec, ...]
     offsets: tuple[int, ...]
     """Byte offset of each weight."""
+    sizes: tuple[int, ...]
+    """Bytes of each weight, without the padding behind it."""
     size_bytes: int
 
     @property
@@ -83,15 +86,19 @@ def plan_buckets(specs: Sequence[WeightSpec], *, bucket_bytes: int) -> list[Buck
     """
     buckets: list[Bucket] = []
     current: list[WeightSpec] = []
-    offsets: list[int] = []
     used = 0
     for spec in specs:
         if current and (used + spec.slot_bytes > bucket_bytes or spec.source != current[0].source):
-            buckets.append(Bucket(specs=tuple(current), offsets=tuple(offsets), size_bytes=used))
-            current, offsets, used = [], [], 0
+            buckets.append(_bucket(current))
+            current, used = [], 0
         current.append(spec)
-        offsets.append(used)
         used += spec.slot_bytes
     if current:
-        buckets.append(Bucket(specs=tuple(current), offsets=tuple(offsets), size_bytes=used))
+        buckets.append(_bucket(current))
     return buckets
+
+
+def _bucket(specs: Sequence[WeightSpec]) -> Bucket:
+    *offsets, end = accumulate((spec.slot_bytes for spec in specs), initial=0)
+    sizes = tuple(spec.size_bytes for spec in specs)
+    return Bucket(specs=tuple(specs), offsets=tuple(offsets), sizes=sizes, size_bytes=end)

@@ -18,6 +18,9 @@ from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
+_NOTHING = ("nothing", torch.empty(0))
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Torch's name of a dtype without the prefix, e.g. ``"float32"``."""
     return str(dtype).removeprefix("torch.")
@@ -96,7 +99,7 @@ class Outgoing:
 
     @staticmethod
     def _take(spec: WeightSpec, weights: Weights) -> torch.Tensor:
-        name, tensor = next(weights, ("nothing", torch.empty(0)))
+        name, tensor = next(weights, _NOTHING)
         if name != spec.name or tensor.shape != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
             raise WeightSyncError(
                 f"weight {name} {dtype_name(tensor.dtype)} {tuple(tensor.shape)} was announced as "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +46,53 @@ def _broadcast(joint_rank: int, address: StoreAddress) -> list[Any]:
 
 def test_everyone_gets_what_the_source_holds_without_a_default_group(address: StoreAddress) -> None:
     assert values(run_ranks(_broadcast, 3, address)) == [[[1.0, 1.0, 1.0], [1, 9], False]] * 3
+
+
+def _wait_for_the_last(joint_rank: int, address: StoreAddress) -> list[Any]:
+    """Joint rank 0 sends first and comes last; the others have three broadcasts in flight by then."""
+    store, group = connect_store(address, timeout=PATIENCE), _join(joint_rank, address)
+    tensors = [torch.tensor([joint_rank, number]) for number in range(3)]
+    if joint_rank == 0:
+        store.wait(["started/1", "started/2"])
+        # What rank 1 sends arrives now, if that is all that anyone waits for.
+        time.sleep(0.5)
+    waits = [group.broadcast(tensor, source=source) for tensor, source in zip(tensors, (0, 1, 1), strict=True)]
+    store.set(f"started/{joint_rank}", "")
+    waits[-1]()
+    arrived = [tensor.tolist() for tensor in tensors]
+    for wait in waits:
+        wait()
+    return [*arrived, group.is_open]
+
+
+def test_several_broadcasts_are_in_flight_and_to_wait_for_the_last_is_to_wait_for_all(address: StoreAddress) -> None:
+    assert values(run_ranks(_wait_for_the_last, 3, address)) == [[[0, 0], [1, 1], [1, 2], True]] * 3
+
+
+def _message(call: Callable[[], object]) -> str:
+    with pytest.raises(WeightSyncError) as caught:
+        call()
+    return str(caught.value)
+
+
+def _lose_the_source(joint_rank: int, address: StoreAddress) -> dict[str, Any]:
+    """Joint rank 2 dies once the others wait for three broadcasts of its own."""
+    store, group = connect_store(address, timeout=PATIENCE), _join(joint_rank, address)
+    if joint_rank == 2:
+        store.wait(["started/0", "started/1"])
+        os._exit(1)
+    waits = [group.broadcast(torch.zeros(2), source=2) for _ in range(3)]
+    store.set(f"started/{joint_rank}", "")
+    return {"second": _message(waits[1]), "others": [_message(waits[0]), _message(waits[2])], "open": group.is_open}
+
+
+def test_after_a_failure_all_that_was_started_before_is_refused(address: StoreAddress) -> None:
+    for outcome in run_ranks(_lose_the_source, 3, address)[:2]:
+        (seen,) = values([outcome])
+        name = f"joint rank {outcome.rank}"
+        assert seen["second"].startswith(f"{name}: broadcast over the joint group failed: ")
+        assert seen["others"] == [f"{name}: the joint group is closed"] * 2
+        assert not seen["open"]
 
 
 def _close_and_rejoin(joint_rank: int, address: StoreAddress) -> list[Any]:
@@ -135,7 +183,10 @@ def _joint_rank(rank: int, address: StoreAddress, config: RunConfig) -> dict[str
     return _train_and_send(Worker(config, rank=rank, size=TRAINERS), address)
 
 
-@pytest.fixture(scope="module", params=[{"ep": 2}, {"pp": 2, "ep": 2}], ids=["tp1_ep2", "pp2_ep2"])
+LAYOUTS = {"tp1_ep2": {"ep": 2}, "pp2_ep2": {"pp": 2, "ep": 2}, "tp2_ep2": {"tp": 2, "ep": 2}}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
 def outcomes(request, seeded_models) -> list[Outcome]:
     """Four trainers, a rollout rank that dies before the first broadcast, and one that receives the second."""
     config = run_config(seeded_models["moe"], **request.param)

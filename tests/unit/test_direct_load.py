@@ -9,7 +9,7 @@ import torch
 
 from rl_safe_workers.rollout.direct_load import DirectLoad
 from rl_safe_workers.rollout.packing import unpack
-from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.rollout.protocol import WeightSpec, plan_buckets
 
 HIDDEN, EXPERTS = 4, 3
 CPU = torch.device("cpu")
@@ -195,7 +195,7 @@ def test_without_an_update_nothing_is_proven() -> None:
 
 def test_a_bucket_that_is_not_used_up_is_not_plain() -> None:
     model = Model()
-    extra = [Bucket(specs=(SPECS[0],), offsets=(0,), size_bytes=SPECS[0].slot_bytes)]
+    extra = plan_buckets(SPECS[:1], bucket_bytes=100)
     plan = DirectLoad(extra, lambda weights: None, device=CPU)
     plan.note(0, torch.zeros(SPECS[0].slot_bytes, dtype=torch.uint8))
     assert plan.check(model.tensors()) is not None

@@ -1,0 +1,190 @@
+"""Outgoing: every weight once, in one order, as announced; only its source writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.models.own_weights import OwnWeight
+from rl_safe_workers.rollout.packing import unpack
+from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.workers.outgoing import Outgoing, dtype_name
+
+CPU = torch.device("cpu")
+MARK = 7
+"""Of each byte of a buffer that nobody has written."""
+
+Weights = dict[str, torch.Tensor]
+Tell = Callable[[int, Sequence[OwnWeight]], Outgoing]
+
+
+def spec(name: str, tensor: torch.Tensor, *, source: int = 0) -> WeightSpec:
+    return WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), source=source)
+
+
+def outgoing(weights: Weights, *, source: int = 0) -> Outgoing:
+    specs = tuple(spec(name, tensor, source=source) for name, tensor in weights.items())
+    return Outgoing(specs=specs, mine=frozenset(weights), weights=lambda: iter(weights.items()))
+
+
+def only_bucket(made: Outgoing) -> Bucket:
+    (bucket,) = plan_buckets(made.specs, bucket_bytes=10**6)
+    return bucket
+
+
+def own(place: tuple[int, ...], weights: Weights, *, is_source: bool = True) -> OwnWeight:
+    tensors = list(weights.values())
+    return OwnWeight(
+        place=place,
+        names=tuple(weights),
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        dtype=tensors[0].dtype,
+        is_source=is_source,
+        make=lambda: tensors,
+    )
+
+
+def ones(*names: str) -> Weights:
+    return {name: torch.ones(2) for name in names}
+
+
+@pytest.fixture
+def marked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills new memory, which may hold anything, with `MARK`."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(MARK))
+
+
+def test_the_source_writes_every_weight_bit_for_bit() -> None:
+    weights = {
+        "nan": torch.tensor([0x7FC00001, -1], dtype=torch.int32).view(torch.float32),
+        "transposed": torch.arange(6.0).view(2, 3).T,
+        "half": torch.tensor([1.5, -0.0, 3.0], dtype=torch.bfloat16),
+        "empty": torch.ones(0, 4),
+        "scalar": torch.tensor(2**53 + 1, dtype=torch.int64),
+    }
+    made = outgoing(weights)
+    buffer = made.pack(only_bucket(made), made.weights(), training_rank=0, device=CPU)
+    for name, tensor in unpack(only_bucket(made), buffer):
+        expected = weights[name].contiguous()
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(tensor.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
+
+
+def test_buckets_take_the_weights_one_after_the_other() -> None:
+    weights = {name: torch.full((4,), float(number)) for number, name in enumerate("abc")}
+    made = outgoing(weights)
+    left, received = made.weights(), {}
+    for bucket in plan_buckets(made.specs, bucket_bytes=16):
+        received.update(unpack(bucket, made.pack(bucket, left, training_rank=0, device=CPU)))
+    assert {name: tensor[0].item() for name, tensor in received.items()} == {"a": 0.0, "b": 1.0, "c": 2.0}
+    assert next(left, None) is None
+
+
+@pytest.mark.usefixtures("marked_memory")
+def test_a_rank_that_helps_the_source_takes_its_weights_but_leaves_the_buffer() -> None:
+    made = outgoing(ones("a", "b"), source=1)
+    left = made.weights()
+    buffer = made.pack(only_bucket(made), left, training_rank=0, device=CPU)
+    assert buffer.eq(MARK).all()
+    assert next(left, None) is None
+
+
+@pytest.mark.usefixtures("marked_memory")
+def test_a_rank_without_the_weights_of_a_bucket_makes_room_and_takes_none() -> None:
+    made, theirs = outgoing(ones("a")), outgoing(ones("b", "c"), source=1)
+    left = made.weights()
+    buffer = made.pack(only_bucket(theirs), left, training_rank=0, device=CPU)
+    assert (buffer.dtype, len(buffer)) == (torch.uint8, 32)
+    assert buffer.eq(MARK).all()
+    assert next(left)[0] == "a"
+
+
+@pytest.mark.parametrize("training_rank", [0, 1], ids=["source", "helper"])
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"b": torch.ones(2)}, "weight b float32 (2,) was announced as a float32 (2,)"),
+        ({"a": torch.ones(1, 2)}, "weight a float32 (1, 2) was announced as a float32 (2,)"),
+        ({"a": torch.ones(2).bfloat16()}, "weight a bfloat16 (2,) was announced as a float32 (2,)"),
+        ({}, "weight nothing float32 (0,) was announced as a float32 (2,)"),
+    ],
+    ids=["name", "shape", "dtype", "too_few"],
+)
+def test_a_weight_that_is_not_what_was_announced_is_refused(weights: Weights, message: str, training_rank: int) -> None:
+    made = outgoing(ones("a"))
+    with pytest.raises(WeightSyncError) as caught:
+        made.pack(only_bucket(made), iter(weights.items()), training_rank=training_rank, device=CPU)
+    assert str(caught.value) == message
+
+
+def test_the_second_weight_may_be_the_one_that_is_missing() -> None:
+    made = outgoing(ones("a", "b"))
+    with pytest.raises(WeightSyncError, match="^weight nothing .* was announced as b "):
+        made.pack(only_bucket(made), iter(ones("a").items()), training_rank=0, device=CPU)
+
+
+def test_an_export_that_brings_all_to_all_is_sent_by_rank_0() -> None:
+    weights = {"a": torch.ones(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    made = Outgoing.of_all(lambda: iter(weights.items()))
+    assert made.specs == (spec("a", weights["a"]), spec("b", weights["b"]))
+    assert made.mine == {"a", "b"}
+    assert [name for _ in range(2) for name, _ in made.weights()] == ["a", "b", "a", "b"]
+
+
+@pytest.fixture
+def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
+    """Returns what makes a rank's `Outgoing`; the ranks are told of each other in the order of the calls."""
+    told: dict[int, Any] = {}
+
+    def gather(everyone: list[Any], mine: Any, group: Any) -> None:
+        told[len(told)] = mine
+        everyone[: len(told)] = told.values()
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    return lambda rank, weights: Outgoing.of_own(weights, training_rank=rank, training_size=rank + 1)
+
+
+def test_each_rank_sends_its_own_in_the_order_of_places_then_of_ranks(tell: Tell) -> None:
+    tell(0, [own((0, 0, 5), ones("last")), own((0, 0, 1), ones("gate.0", "up.0"))])
+    made = tell(
+        1, [own((0, 0, 1), ones("gate.1", "up.1")), own((1, 0, 0), ones("next stage")), own((0, 0, 0), ones("first"))]
+    )
+    assert [(spec.name, spec.source) for spec in made.specs] == [
+        ("first", 1), ("gate.0", 0), ("up.0", 0), ("gate.1", 1), ("up.1", 1), ("last", 0), ("next stage", 1),
+    ]  # fmt: skip
+    assert made.mine == {"first", "gate.1", "up.1", "next stage"}
+
+
+def test_a_rank_yields_its_own_in_the_order_in_which_they_are_sent(tell: Tell) -> None:
+    weights = [
+        own((0, 1, 0), ones("c")),
+        own((0, 0, 3), ones("b.0", "b.1")),
+        own((0, 0, 3), ones("b.2")),
+        own((0, 0, 2), ones("a")),
+    ]
+    made = tell(0, weights)
+    for _ in range(2):
+        assert (
+            [name for name, _ in made.weights()]
+            == [spec.name for spec in made.specs]
+            == ["a", "b.0", "b.1", "b.2", "c"]
+        )
+
+
+def test_a_helper_makes_a_weight_that_another_sends(tell: Tell) -> None:
+    tell(0, [own((0, 0, 0), ones("split"))])
+    made = tell(1, [own((0, 0, 0), ones("split"), is_source=False)])
+    assert made.specs == (spec("split", torch.ones(2)),)
+    assert made.mine == {"split"}
+
+
+def test_two_sources_of_one_weight_are_refused(tell: Tell) -> None:
+    tell(0, [own((0, 0, 0), ones("a", "b"))])
+    with pytest.raises(WeightSyncError, match="^two training ranks would send the same weight$"):
+        tell(1, [own((1, 0, 0), ones("b"))])
