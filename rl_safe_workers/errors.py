@@ -18,6 +18,7 @@
         ├── CheckpointError           a checkpoint that is incomplete or could not be written
         │   └── UnsafeCheckpointError   one that asks for code that no checkpoint needs
         ├── DivergedError             an update whose loss or gradient is not finite
+        ├── RolloutError              a rollout that returned what the run cannot use
         ├── WeightSyncError           a weight sync that did not complete on every rank
         ├── LogprobGapError           trainer and rollout disagree about the sampled tokens
         └── Interrupted               Ctrl-C, SIGTERM, SIGHUP; exit code 128 + signal number

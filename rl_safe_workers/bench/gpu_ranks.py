@@ -39,7 +39,7 @@ from rl_safe_workers.worlds.store import connect_store
 
 ROUNDS = 4
 """How often each thing is timed; the first, which allocates, is not counted."""
-STEP_ROUNDS = 11
+STEP_ROUNDS = 9
 """Of steps, whose time is the host's to launch thousands of kernels and varies by some 10 %."""
 ROWS, TOKENS = 8, 512
 """Of a training step, on each data-parallel rank."""

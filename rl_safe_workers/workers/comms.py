@@ -145,6 +145,8 @@ class CommsMixin(SafeWorker):
                 self._send(buckets, self._outgoing)
             except WeightSyncError as error:
                 failure = error
+                # Whoever waits for this rank in the joint group hears of it at once.
+                self.leave()
             self._agree(failure)
             return sum(bucket.size_bytes for bucket in buckets)
 

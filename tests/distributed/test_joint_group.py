@@ -49,14 +49,14 @@ def test_everyone_gets_what_the_source_holds_without_a_default_group(address: St
 
 
 def _wait_for_the_last(joint_rank: int, address: StoreAddress) -> list[Any]:
-    """Joint rank 0 sends first and comes last; the others have three broadcasts in flight by then."""
+    """Joint rank 0 sends first and comes last; the others have both broadcasts in flight by then."""
     store, group = connect_store(address, timeout=PATIENCE), _join(joint_rank, address)
-    tensors = [torch.tensor([joint_rank, number]) for number in range(3)]
+    tensors = [torch.tensor([joint_rank, number]) for number in range(2)]
     if joint_rank == 0:
         store.wait(["started/1", "started/2"])
-        # What rank 1 sends arrives now, if that is all that anyone waits for.
+        # What rank 1 sends reaches rank 2 now. gloo works on two broadcasts at a time, so a third would show nothing.
         time.sleep(0.5)
-    waits = [group.broadcast(tensor, source=source) for tensor, source in zip(tensors, (0, 1, 1), strict=True)]
+    waits = [group.broadcast(tensor, source=source) for source, tensor in enumerate(tensors)]
     store.set(f"started/{joint_rank}", "")
     waits[-1]()
     arrived = [tensor.tolist() for tensor in tensors]
@@ -66,7 +66,7 @@ def _wait_for_the_last(joint_rank: int, address: StoreAddress) -> list[Any]:
 
 
 def test_several_broadcasts_are_in_flight_and_to_wait_for_the_last_is_to_wait_for_all(address: StoreAddress) -> None:
-    assert values(run_ranks(_wait_for_the_last, 3, address)) == [[[0, 0], [1, 1], [1, 2], True]] * 3
+    assert values(run_ranks(_wait_for_the_last, 3, address)) == [[[0, 0], [1, 1], True]] * 3
 
 
 def _message(call: Callable[[], object]) -> str:
