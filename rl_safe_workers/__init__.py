@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from rl_safe_workers.lifecycle import Lifecycle, Phase
     from rl_safe_workers.recipe import load_recipe
+    from rl_safe_workers.standalone import bootstrap, guard, teardown
     from rl_safe_workers.workers.actor import MegatronActorMixin
 
 __all__ = [
@@ -68,7 +69,10 @@ __all__ = [
     "UsageError",
     "WeightSyncError",
     "__version__",
+    "bootstrap",
+    "guard",
     "load_recipe",
+    "teardown",
 ]
 
 _OUTSIDE_ERRORS = {
@@ -76,7 +80,10 @@ _OUTSIDE_ERRORS = {
     "MegatronActorMixin": "workers.actor",
     "Phase": "lifecycle",
     "RunConfig": "config",
+    "bootstrap": "standalone",
+    "guard": "standalone",
     "load_recipe": "recipe",
+    "teardown": "standalone",
 }
 """The module of each public name that is not an error class."""
 

@@ -6,7 +6,7 @@ Each part of the program is given its own node, never the whole run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from omegaconf import MISSING
@@ -122,6 +122,8 @@ class MegatronConfig:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     context_parallel_size: int = 1
+    num_distributed_optimizer_instances: int = 1
+    """Data-parallel ranks are split into so many sets, each with an optimizer state of its own."""
     moe_token_dispatcher_type: str = "alltoall"
     """``alltoall`` or ``allgather``."""
     param_offload: bool = True
@@ -225,11 +227,50 @@ class TimeoutsConfig:
 
 
 @dataclass(kw_only=True)
+class MaxCtasConfig:
+    """NCCL's channels at most, by Megatron's name of a group in ``nccl_communicator_config_path``.
+
+    Null: 1 where a group carries only scalars, NCCL's own number elsewhere. ``world`` is the default group.
+    """
+
+    world: int | None = None
+    dp_cp: int | None = None
+    intra_dp_cp: int | None = None
+    dp: int | None = None
+    cp: int | None = None
+    mp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    embd: int | None = None
+    pos_embd: int | None = None
+    tp_dp_cp: int | None = None
+    tp_dp: int | None = None
+    tp_cp: int | None = None
+    ep: int | None = None
+    ep_tp: int | None = None
+    tp_ep_mp: int | None = None
+    tp_ep_pp: int | None = None
+    ep_dp: int | None = None
+    intra_ep_dp: int | None = None
+    inter_ep_dp: int | None = None
+    intra_dist_opt_instance: int | None = None
+
+    def limits(self) -> dict[str, int]:
+        """Those that are set."""
+        return {key.name: limit for key in fields(self) if (limit := getattr(self, key.name)) is not None}
+
+
+@dataclass(kw_only=True)
 class BootstrapConfig:
     """Connecting communicators before memory fills."""
 
     on_missing: str = "raise"
     """What offload and rollout do if the bootstrap has not run: ``raise``, or ``bootstrap`` first."""
+    max_ctas: MaxCtasConfig = field(default_factory=MaxCtasConfig)
+    watch_steps: int = 3
+    """In how many first training steps each collective is looked at for device memory that it takes late; 0: never."""
+    on_late: str = "warn"
+    """What to do about it: ``warn`` or ``raise``."""
 
 
 @dataclass(kw_only=True)

@@ -33,6 +33,7 @@ POSITIVE = (
     "megatron.expert_model_parallel_size",
     "megatron.expert_tensor_parallel_size",
     "megatron.context_parallel_size",
+    "megatron.num_distributed_optimizer_instances",
     "rollout.tensor_model_parallel_size",
     "rollout.n",
     "rollout.temperature",
@@ -57,6 +58,7 @@ NOT_NEGATIVE = (
     "rollout.max_logprob_gap",
     "trainer.seed",
     "rl_safe.checkpoint.keep_last",
+    "rl_safe.bootstrap.watch_steps",
 )
 """Finite and at least 0."""
 CHOICES: Mapping[str, Sequence[str]] = {
@@ -66,6 +68,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "rollout.name": ("vllm",),
     "cluster.ray_address": ("local", "auto"),
     "rl_safe.bootstrap.on_missing": ("raise", "bootstrap"),
+    "rl_safe.bootstrap.on_late": ("warn", "raise"),
 }
 LOGGERS = ("console", "tensorboard")
 

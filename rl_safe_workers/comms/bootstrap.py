@@ -11,19 +11,28 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistStoreError, PrefixStore, Store
+from torch.distributed import Store
 
-from rl_safe_workers.comms.catalog import EXPERT_DATA_PARALLEL, LiveGroup, OpClass, live_groups, op_classes
-from rl_safe_workers.comms.report import BootstrapReport
-from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.comms.catalog import LiveGroup, live_groups
+from rl_safe_workers.comms.report import BootstrapReport, LedgerEntry
+from rl_safe_workers.comms.supervision import Supervision
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.topology.groups import Classes, Features, OpClass, connected_classes
+from rl_safe_workers.topology.layout import ParallelLayout
+from rl_safe_workers.topology.memory import class_bytes
 
 logger = logging.getLogger(__name__)
+
+Probe = Callable[[], int]
+"""Bytes of device memory outside torch's allocator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +40,32 @@ class BootstrapStep:
     """One group and the op classes to connect on it."""
 
     group: LiveGroup
-    classes: tuple[OpClass, ...]
+    classes: Classes
+    max_ctas: int | None
+    """The group's limit of channels; None for NCCL's own."""
 
 
-def plan_bootstrap(groups: Sequence[LiveGroup], *, moe_dispatcher: str) -> list[BootstrapStep]:
-    """Orders the groups: expert data-parallel first, then as Megatron created them; groups of one rank are left out.
+def plan_bootstrap(
+    groups: Sequence[LiveGroup], layout: ParallelLayout, features: Features, limits: Mapping[str, int]
+) -> list[BootstrapStep]:
+    """Orders the groups that carry something: expert data-parallel first, then as Megatron created them.
 
-    Every member of a group creates its groups in the same order, so this order agrees between all ranks.
+    Every member of a group creates its groups in the same order, so this order agrees between all ranks. A group of
+    Megatron's that the catalog does not know is connected for reductions.
     """
-    steps = [
-        BootstrapStep(group=g, classes=op_classes(g.description, moe_dispatcher=moe_dispatcher))
-        for g in groups
-        if g.size > 1
-    ]
-    return sorted(steps, key=lambda step: step.group.description != EXPERT_DATA_PARALLEL)
+    steps = []
+    for group in groups:
+        kind = group.kind
+        if kind is not None:
+            classes = connected_classes(kind, group.size, layout, features)
+            steps.append(BootstrapStep(group=group, classes=classes, max_ctas=limits.get(kind.key)))
+        elif group.is_megatrons and group.size > 1:
+            steps.append(BootstrapStep(group=group, classes=(OpClass.REDUCE,), max_ctas=None))
+    return sorted((step for step in steps if step.classes), key=lambda step: not _is_expert_data_parallel(step.group))
+
+
+def _is_expert_data_parallel(group: LiveGroup) -> bool:
+    return "EXPERT_DATA_PARALLEL" in group.description
 
 
 def _reduce(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
@@ -61,18 +82,19 @@ def _all_to_all(group: dist.ProcessGroup, size: int, device: torch.device) -> No
     dist.all_to_all_single(torch.zeros(size, device=device), torch.zeros(size, device=device), group=group)
 
 
-def _p2p(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
+def _batched_p2p(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
     rank, sent, received = dist.get_rank(group), torch.zeros(1, device=device), torch.zeros(1, device=device)
-    ops = [
-        dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
-    ]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    _send_one_by_one(group, size, device)
+    # Both ways round: a stage sends activations to the next and gradients to the one before.
+    for step in (1, -1):
+        ops = [
+            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + step) % size),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - step) % size),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
 
 
-def _send_one_by_one(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
+def _unbatched_p2p(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
     """Passes a message down the pipeline and back; each pair of neighbours connects on its own."""
     # At two stages Megatron sends one of the directions over the default group (p2p_communication.py:67).
     backward = dist.group.WORLD if size == 2 else group
@@ -90,103 +112,121 @@ _COLLECTIVES: Mapping[OpClass, Callable[[dist.ProcessGroup, int, torch.device], 
     OpClass.REDUCE: _reduce,
     OpClass.GATHER_SCATTER: _gather_scatter,
     OpClass.ALL_TO_ALL: _all_to_all,
-    OpClass.P2P: _p2p,
+    OpClass.BATCHED_P2P: _batched_p2p,
+    OpClass.UNBATCHED_P2P: _unbatched_p2p,
 }
-
-
-def _find_difference(
-    steps: Sequence[BootstrapStep], store: Store, *, training_rank: int, timeout: timedelta
-) -> str | None:
-    """Publishes this rank's plan and compares it with that of its next neighbour in every group."""
-    plan = {f"{s.group.description}{list(s.group.ranks)}": [str(c) for c in s.classes] for s in steps}
-    store.set(f"plan/{training_rank}", json.dumps(plan))
-    for key, step in zip(plan, steps, strict=True):
-        ranks = step.group.ranks
-        neighbour = ranks[(ranks.index(training_rank) + 1) % step.group.size]
-        try:
-            store.wait([f"plan/{neighbour}"], timeout)
-        except DistStoreError:
-            return (
-                f"training rank {neighbour} published no plan within {timeout.total_seconds():.0f} s; "
-                "to wait longer raise rl_safe.timeouts.bootstrap"
-            )
-        theirs = json.loads(store.get(f"plan/{neighbour}")).get(key)
-        if theirs != plan[key]:
-            return (
-                f"group {key} carries {plan[key]} on training rank {training_rank} "
-                f"but {theirs} on rank {neighbour}: their configurations differ"
-            )
-    return None
-
-
-def agree_on_plan(
-    steps: Sequence[BootstrapStep], store: Store, *, training_rank: int, size: int, timeout: timedelta
-) -> None:
-    """Makes sure that all plans agree, over the store, before any collective. Collective over: the training world.
-
-    Around each group the comparisons of neighbours close a ring, so equal neighbours mean that all members agree.
-    Whoever finds a difference tells all ranks, also those whose own neighbours agree with them.
-
-    Raises:
-        CommunicatorError: On every rank, if a rank plans other op classes for a shared group than its neighbour,
-            or published no plan in time.
-    """
-    # Numbered by call: after groups were rebuilt, the plans of the bootstrap before are still in the store.
-    call = store.add(f"bootstrap/calls/{training_rank}", 1)
-    store = PrefixStore(f"bootstrap/{call}", store)
-    difference = _find_difference(steps, store, training_rank=training_rank, timeout=timeout)
-    if difference is not None:
-        store.set("outcome", difference)
-    elif store.add("agreed", 1) == size:
-        store.set("outcome", "")
-    try:
-        # A little longer than the wait for a plan, whose end is what a missing plan is found out by.
-        store.wait(["outcome"], timeout + timedelta(seconds=2))
-    except DistStoreError:
-        raise CommunicatorError(
-            f"bootstrap: training rank {training_rank} heard of no agreement within {timeout.total_seconds():.0f} s; "
-            "to wait longer raise rl_safe.timeouts.bootstrap"
-        ) from None
-    outcome = difference or store.get("outcome").decode()
-    if outcome:
-        raise CommunicatorError(f"bootstrap: {outcome}")
 
 
 def plan_digest(steps: Sequence[BootstrapStep]) -> str:
     """A short digest of a plan, for logs: equal plans have equal digests."""
-    text = json.dumps([[s.group.description, s.group.ranks, s.classes] for s in steps])
+    text = json.dumps([[str(s.group), s.classes, s.max_ctas] for s in steps])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def bootstrap_groups(
-    store: Store, *, training_rank: int, moe_dispatcher: str, device: torch.device, timeout: timedelta
-) -> BootstrapReport:
-    """Connects every live communicator of this rank. Collective over: the training world. Idempotent.
+class Bootstrap:
+    """Connects the communicators of one training rank, as often as they are built anew.
 
-    Args:
-        store: The run's store.
-        training_rank: This process's rank in the training world.
-        moe_dispatcher: ``"alltoall"`` or ``"allgather"``; decides whether expert groups carry all_to_all.
-        device: Where the one-element tensors live.
-        timeout: Longest wait for a neighbour's plan.
-
-    Raises:
-        CommunicatorError: On every rank, if the ranks' plans differ; no collective has been entered then.
+    Attributes:
+        connected: The op classes that each group was connected for, by torch's name of the group.
     """
-    start_s, groups = time.monotonic(), live_groups()
-    steps = plan_bootstrap(groups, moe_dispatcher=moe_dispatcher)
-    agree_on_plan(steps, store, training_rank=training_rank, size=groups[0].size, timeout=timeout)
-    for step in steps:
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        training_rank: int,
+        layout: ParallelLayout,
+        features: Features,
+        limits: Mapping[str, int],
+        device: torch.device,
+        probe: Probe | None = None,
+    ) -> None:
+        """Records what it needs.
+
+        Args:
+            store: The run's store.
+            training_rank: This process's rank in the training world.
+            layout: Sizes of the training world's axes.
+            features: What decides which collectives the groups carry.
+            limits: CTAs by key, as `topology.budget.plan_limits` returned them.
+            device: Where the one-element tensors live.
+            probe: Tells the device memory that is not torch's; None where there is no device to ask.
+        """
+        self._store, self._rank, self._layout, self._features = store, training_rank, layout, features
+        self._limits, self._device, self._probe = limits, device, probe
+        self.connected: dict[str, frozenset[OpClass]] = {}
+
+    def run(self, *, timeout: timedelta, elsewhere: Collection[Any] = ()) -> BootstrapReport:
+        """Connects every live communicator of this rank. Collective over: the training world. Idempotent.
+
+        Args:
+            timeout: Longest time for all of it.
+            elsewhere: Groups of the process that are not of the training world.
+
+        Raises:
+            CommunicatorError: On every rank, before any collective, if the ranks' plans differ; or if a rank fails in
+                one, which is named.
+            PhaseTimeoutError: On every rank, if a rank does not come to a group in time; names group and rank.
+        """
+        started_s, groups = time.monotonic(), live_groups(elsewhere=elsewhere)
+        steps = plan_bootstrap(groups, self._layout, self._features, self._limits)
+        unknown = tuple(str(group) for group in groups if group.kind is None)
+        # Numbered by call: after groups were rebuilt, the keys of the bootstrap before are still in the store.
+        call = self._store.add(f"bootstrap/calls/{self._rank}", 1)
+        work = Supervision(
+            self._store, f"bootstrap/{call}", phase=Phase.BOOTSTRAP, training_rank=self._rank,
+            size=self._layout.world_size, timeout=timeout,
+        )  # fmt: skip
+        work.compare("plan", {str(s.group): [*s.classes, s.max_ctas] for s in steps}, [s.group.ranks for s in steps])
+        entries = [entry for step in steps for entry in self._connect(step, work)]
+        work.finish()
+        self.connected = {step.group.group.group_name: frozenset(step.classes) for step in steps}
+        report = BootstrapReport(
+            entries=tuple(entries), skipped=len(groups) - len(steps), unknown=unknown,
+            seconds=time.monotonic() - started_s,
+        )  # fmt: skip
+        self._log(report, plan_digest(steps))
+        return report
+
+    def _connect(self, step: BootstrapStep, work: Supervision) -> Iterator[LedgerEntry]:
+        group, rings = step.group, False
         for op_class in step.classes:
-            logger.debug("bootstrap: %s %s on %s", step.group.description, op_class, step.group.ranks)
-            _COLLECTIVES[op_class](step.group.group, step.group.size, device)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    report = BootstrapReport(
-        groups=len(steps),
-        collectives=sum(len(s.classes) for s in steps),
-        skipped_single_rank=len(groups) - len(steps),
-        seconds=time.monotonic() - start_s,
-    )
-    logger.info("bootstrap: %s, plan %s", report, plan_digest(steps))
-    return report
+            logger.debug("bootstrap: %s on %s", op_class, group)
+            seconds, taken = work.part(f"{group} {op_class}", group.ranks, partial(self._issue, op_class, group))
+            is_ring = op_class in (OpClass.REDUCE, OpClass.GATHER_SCATTER)
+            yield LedgerEntry(
+                group=group.description,
+                ranks=group.ranks,
+                op_class=op_class,
+                seconds=seconds,
+                bytes=taken,
+                predicted_bytes=0
+                if (is_ring and rings) or self._probe is None
+                else class_bytes(op_class, size=group.size, max_ctas=step.max_ctas, pairs=self._pairs(group)),
+            )
+            rings = rings or is_ring
+
+    def _pairs(self, group: LiveGroup) -> int:
+        return 2 if 0 < group.ranks.index(self._rank) < group.size - 1 else 1
+
+    def _issue(self, op_class: OpClass, group: LiveGroup) -> tuple[float, int | None]:
+        """Issues a class's collective; returns its seconds and the device memory that it took. Runs in a thread."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        before = None if self._probe is None else self._probe()
+        started_s = time.monotonic()
+        _COLLECTIVES[op_class](group.group, group.size, self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds = time.monotonic() - started_s
+        return seconds, None if self._probe is None or before is None else self._probe() - before
+
+    def _log(self, report: BootstrapReport, digest: str) -> None:
+        logger.info(
+            "bootstrap: %d groups, %d op classes in %.2f s, %s of device memory (%.0f MiB predicted), plan %s",
+            report.groups, len(report.entries), report.seconds,
+            "no count" if report.bytes is None else f"{report.bytes / 2**20:.0f} MiB",
+            report.predicted_bytes / 2**20, digest,
+        )  # fmt: skip
+        if report.unknown:
+            logger.warning("bootstrap: the catalog does not know %s", ", ".join(report.unknown))

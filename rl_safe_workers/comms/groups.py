@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from tempfile import NamedTemporaryFile
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -11,7 +16,27 @@ from torch.distributed import distributed_c10d as c10d
 from rl_safe_workers.config import MegatronConfig
 
 
-def init_megatron_groups(config: MegatronConfig, *, seed: int, timeout: timedelta) -> None:
+def world_options(limits: Mapping[str, int]) -> Any:
+    """Returns NCCL's options for the default group, of which Megatron's file says nothing; None for its own."""
+    if "world" not in limits:
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = limits["world"]
+    return options
+
+
+@contextmanager
+def _nccl_config(limits: Mapping[str, int]) -> Iterator[str]:
+    """Writes Megatron's ``nccl_communicator_config_path`` file for the body; JSON is YAML too."""
+    with NamedTemporaryFile("w", suffix=".yaml", prefix="rl_safe_nccl_") as file:
+        json.dump({key: {"max_ctas": limit} for key, limit in limits.items() if key != "world"}, file)
+        file.flush()
+        yield file.name
+
+
+def init_megatron_groups(
+    config: MegatronConfig, *, seed: int, timeout: timedelta, limits: Mapping[str, int] | None = None
+) -> None:
     """Creates every Megatron group and seeds its RNG tracker. Collective over: the training world.
 
     Gloo twins of the data-parallel groups are not created: nothing here uses them, and each costs a connection.
@@ -20,18 +45,26 @@ def init_megatron_groups(config: MegatronConfig, *, seed: int, timeout: timedelt
         config: The parallel sizes.
         seed: Base seed; Megatron offsets it by tensor, pipeline and expert rank.
         timeout: Longest wait of one collective of these groups. New groups do not inherit the default group's.
+        limits: CTAs at most by key, as `topology.budget.plan_limits` returned them; None where no group is NCCL's.
     """
+    with nullcontext(None) if limits is None else _nccl_config(limits) as nccl_config:
+        _initialize(config, timeout=timeout, nccl_config=nccl_config)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _initialize(config: MegatronConfig, *, timeout: timedelta, nccl_config: str | None) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
+        nccl_communicator_config_path=nccl_config,
         # Annotated as an int; Megatron makes a timedelta of it, which takes a fraction.
         distributed_timeout_minutes=timeout.total_seconds() / 60,
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def set_group_timeouts(timeout: timedelta) -> None:

@@ -4,15 +4,76 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rl_safe_workers.topology.groups import OpClass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerEntry:
+    """What connecting one op class of one group has cost a rank.
+
+    Example: ``LedgerEntry(group="EXPERT_DATA_PARALLEL_GROUP", ranks=(0, 2), op_class="reduce", seconds=0.31,
+    bytes=507510784, predicted_bytes=507510784)``
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    op_class: OpClass
+    seconds: float
+    bytes: int | None
+    """Growth of device memory outside torch's allocator; None where there is no device to ask."""
+    predicted_bytes: int
+    """What the model of ``topology.memory`` expects on NVLink."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapReport:
     """What a bootstrap did on this rank.
 
-    Example: ``BootstrapReport(groups=9, collectives=21, skipped_single_rank=7, seconds=0.04)``
+    Example: ``BootstrapReport(entries=(…), skipped=7, unknown=(), seconds=0.04)``
     """
 
-    groups: int
-    collectives: int
-    skipped_single_rank: int
+    entries: tuple[LedgerEntry, ...]
+    """In the order of connecting."""
+    skipped: int
+    """Groups that carry nothing under this configuration."""
+    unknown: tuple[str, ...]
+    """Groups that the catalog does not know, with their ranks: what they carry is connected late."""
     seconds: float
+
+    @property
+    def groups(self) -> int:
+        """Number of groups that were connected."""
+        return len({(entry.group, entry.ranks) for entry in self.entries})
+
+    @property
+    def bytes(self) -> int | None:
+        """Device memory of all of them; None where there is no device to ask."""
+        measured = [entry.bytes for entry in self.entries if entry.bytes is not None]
+        return sum(measured) if measured else None
+
+    @property
+    def predicted_bytes(self) -> int:
+        """What the model expects of all of them."""
+        return sum(entry.predicted_bytes for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateAllocation:
+    """A collective that took device memory, or could have, after the bootstrap.
+
+    Example: ``LateAllocation(group="EXPERT_MODEL_PARALLEL_GROUP", ranks=(0, 1), op_class="all_to_all",
+    operation="alltoall_base_", phase="train", bytes=402653184)``
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    op_class: OpClass | None
+    operation: str
+    """torch's name of the collective."""
+    phase: str
+    bytes: int | None
+    """Growth of device memory outside torch's allocator; None where there is no device to ask."""
+
+    def __str__(self) -> str:
+        taken = "" if self.bytes is None else f" took {self.bytes / 2**20:.0f} MiB of device memory"
+        return f"{self.operation} ({self.op_class}) on {self.group} {list(self.ranks)} in phase {self.phase}{taken}"

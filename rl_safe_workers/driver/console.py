@@ -135,6 +135,11 @@ class RunConsole:
         finite = all(math.isfinite(metrics[key]) for _, key, _ in _STEP_COLUMNS if key in metrics)
         self._print(Text(format_step(step, self._total, metrics), style="default" if finite else "red"))
 
+    def warn(self, *lines: str) -> None:
+        """Prints lines that a person should see, above the bars."""
+        for line in lines:
+            self._print(Text(line, style="yellow"))
+
     def summary(self, phases: Mapping[str, PhaseTotal], wall_s: float, peak_bytes: int, run_dir: Path) -> None:
         """Prints the table of phases and a closing line.
 

@@ -15,8 +15,10 @@ from typing import Any
 from rl_safe_workers.config import ModelConfig, RunConfig, SeededModelConfig
 from rl_safe_workers.contradictions import check_config
 from rl_safe_workers.driver.rewards import resolve_reward
-from rl_safe_workers.errors import ConfigError, DataError, ModelError, ResourceError
+from rl_safe_workers.errors import ConfigError, DataError, LayoutError, ModelError, ResourceError
 from rl_safe_workers.models.seeded import MAX_POSITIONS, VOCAB_SIZE
+from rl_safe_workers.topology.budget import plan_limits
+from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.topology.layout import (
     ModelShape,
     ParallelLayout,
@@ -50,6 +52,8 @@ def preflight(config: RunConfig, *, cpus: float) -> None:
         raise ConfigError(f"rollout.enable_rollout_routing_replay=true: {config.model.path} has no experts to route to")
     _check_lengths(config, shape)
     _check_batch(config, layout)
+    _check_instances(config, layout)
+    plan_limits(layout, Features.of(config.megatron), config.rl_safe.bootstrap.max_ctas.limits())
     _check_files(config)
     resolve_reward(config.reward.function)
     if "tensorboard" in config.trainer.logger and importlib.util.find_spec("tensorboard") is None:
@@ -189,6 +193,20 @@ def _check_batch(config: RunConfig, layout: ParallelLayout) -> None:
         raise ConfigError(
             f"actor.ppo_micro_batch_size_per_gpu={micro_batch} does not divide the {per_rank} sequences of each of "
             f"{layout.data} data-parallel ranks ({product}); use one of {fitting}"
+        )
+
+
+def _check_instances(config: RunConfig, layout: ParallelLayout) -> None:
+    key, instances = "megatron.num_distributed_optimizer_instances", config.megatron.num_distributed_optimizer_instances
+    for size, name in ((layout.data * layout.context, "data-parallel"), (layout.expert_data, "expert-data-parallel")):
+        if size % instances:
+            raise LayoutError(
+                f"{key}={instances} does not divide the {name} size {size}: set it to "
+                f"{' or '.join(map(str, divisors(size)))}"
+            )
+    if instances > 1 and config.trainer.save_freq > 0:
+        raise ConfigError(
+            f"{key}={instances} with trainer.save_freq={config.trainer.save_freq}: saves know one instance only"
         )
 
 

@@ -25,6 +25,7 @@ from rl_safe_workers.driver.console import GIB, RunConsole
 from rl_safe_workers.driver.data import PromptDataset, PromptLoader
 from rl_safe_workers.driver.grpo import GrpoLoop
 from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
+from rl_safe_workers.driver.ledger import export_ledger, late_metrics, ledger_metrics, ledger_table, write_ledger
 from rl_safe_workers.driver.memory import MemorySampler
 from rl_safe_workers.driver.metrics import MetricsLog
 from rl_safe_workers.driver.preflight import layout_of
@@ -140,6 +141,7 @@ class Job:
             if self._resume is not None:
                 check_resume_point(self._resume, self._config)
         self._session.set_up()
+        self._report_bootstrap()
         loop = GrpoLoop(
             self._config,
             self._session,
@@ -155,7 +157,7 @@ class Job:
         total = self._config.trainer.total_training_steps
         with self._console.steps(total, first):
             for step in range(first + 1, total + 1):
-                metrics = loop.step(step)
+                metrics = loop.step(step) | self._comms_metrics(step - first)
                 metrics[names.PEAK_MEMORY_GIB] = self._memory.peak_bytes / GIB
                 log.log(step, metrics)
                 self._console.step_done(step, metrics)
@@ -163,6 +165,23 @@ class Job:
         disagreed = self._session.teardown()
         if disagreed:
             raise RunError("; ".join(f"training rank {rank} at teardown: {text}" for rank, text in disagreed.items()))
+
+    def _report_bootstrap(self) -> None:
+        ledgers = self._session.ledgers
+        write_ledger(self._run_dir / "comms.json", ledgers)
+        export_ledger(ledgers)
+        if ledgers[0].bytes is not None:
+            self._console.console.print(ledger_table(ledgers[0]))
+
+    def _comms_metrics(self, steps: int) -> dict[str, float]:
+        """The bootstrap's figures with the first step, and what it has missed once nobody looks for that any more."""
+        found = ledger_metrics(self._session.ledgers) if steps == 1 else {}
+        if steps == max(1, self._config.rl_safe.bootstrap.watch_steps):
+            late = self._session.late_allocations()
+            found |= late_metrics(late)
+            for rank, of_rank in enumerate(late):
+                self._console.warn(*(f"training rank {rank}: the bootstrap has missed {item}" for item in of_rank))
+        return found
 
     def _restore(self) -> int:
         if self._resume is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar, cast
 
+from rl_safe_workers.comms.report import BootstrapReport, LateAllocation
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.actor_group import ActorRef, PendingCalls, gather, start_calls
 from rl_safe_workers.driver.actors import NODE_IP
@@ -34,12 +35,14 @@ class Session:
     Attributes:
         events: Phase events of all ranks so far.
         totals: Count and seconds of each phase as the driver saw it, in order of first entry.
+        ledgers: What the bootstrap has cost each trainer, by rank.
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, console: RunConsole, interrupts: Interrupts) -> None:
         """Starts nothing yet."""
         self._config, self._cluster, self._console, self._interrupts = config, cluster, console, interrupts
         self._specs: Sequence[WeightSpec] = ()
+        self.ledgers: list[BootstrapReport] = []
         self.events: list[PhaseEvent] = []
         self.totals: dict[str, PhaseTotal] = {}
 
@@ -127,7 +130,7 @@ class Session:
             self._address = self._serve_store()
             self.finish(self.start_trainers(Phase.WORLD, "enter_world", lambda rank: (self._address,)))
         self._shown(lambda: self.start_trainers(Phase.GROUPS, "groups"), Phase.GROUPS)
-        self._shown(lambda: self.start_trainers(Phase.BOOTSTRAP, "bootstrap"), Phase.BOOTSTRAP)
+        self.ledgers = self._shown(lambda: self.start_trainers(Phase.BOOTSTRAP, "bootstrap"), Phase.BOOTSTRAP)
 
     def convert(self, method: str, *arguments: Any) -> Any:
         """Runs a conversion on every trainer; returns what training rank 0 does.
@@ -164,6 +167,10 @@ class Session:
         """Sends the trainers' weights to every rollout rank over the joint group."""
         receivers = self.start_rollouts(Phase.SYNC, "receive_weights")
         self.finish(self.start_trainers(Phase.SYNC, "sync").joined_with(receivers))
+
+    def late_allocations(self) -> list[list[LateAllocation]]:
+        """What the first training steps showed that the bootstrap had missed, by training rank."""
+        return self._gather(self.start_trainers(Phase.TRAIN, "late_allocations"))
 
     def load(self, path: str, layout: dict[str, int]) -> None:
         """Loads a checkpoint into the trainers."""

@@ -34,7 +34,7 @@ class WeightBridge(Protocol):
         ...
 
     def load_weights(self, models: Sequence[torch.nn.Module], weights_path: str) -> None:
-        """Reads HF weights into model chunks, one at a time. Collective over: each TP and expert-TP group."""
+        """Reads HF weights into model chunks, one at a time. Not collective with mbridge; Megatron-Bridge scatters."""
         ...
 
     def export_weights(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -41,12 +41,18 @@ def _build_chunk(bridge: Any, vp_stage: int | None) -> torch.nn.Module:
     return model
 
 
-def wrap_data_parallel(chunks: list[torch.nn.Module], config: Any) -> list[DistributedDataParallel]:
+def wrap_data_parallel(
+    chunks: list[torch.nn.Module], config: Any, *, optimizer_instances: int = 1
+) -> list[DistributedDataParallel]:
     """Wraps model chunks for the distributed optimizer. Collective over each data-parallel group.
 
     Gradients are accumulated and reduced in fp32; parameters move into one contiguous buffer per dtype.
     """
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=optimizer_instances,
+    )
     return [DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk) for chunk in chunks]
 
 

@@ -75,11 +75,29 @@ class _AnyLayout:
     def _views(self, models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         return [self._view(unwrap_model(model)) for model in models]
 
-    def _get_safetensor_io(self, weights_path: str) -> HfReader:
-        return HfReader(weights_path)
-
     def load_weights(self, models: Sequence[torch.nn.Module], weights_path: str) -> None:
-        super().load_weights(self._views(models), weights_path, memory_efficient=True)  # type: ignore[misc]
+        """Every rank reads its shards for itself.
+
+        mbridge scatters them from the first rank of each group (core/bridge.py:227, 246), also where that is the only
+        one; NCCL makes sends of a scatter, and takes a channel to every peer for them.
+        """
+        reader = HfReader(weights_path)
+        for view in self._views(models):
+            state = view.state_dict()
+            for local_name, name in self._weight_name_mapping_mcore_local_to_global(view).items():  # type: ignore[attr-defined]
+                hf_names = self._weight_name_mapping_mcore_to_hf(name)  # type: ignore[attr-defined]
+                whole = self._weight_to_mcore_format(  # type: ignore[attr-defined]
+                    local_name, [reader.load_one_hf_weight(hf_name) for hf_name in hf_names]
+                )
+                self._load_shard(local_name, state[local_name], whole)
+
+    def _load_shard(self, local_name: str, parameter: torch.Tensor, whole: torch.Tensor) -> None:
+        is_value_head = parameter.shape[:1] == (1,) and whole.shape[:1] != (1,)
+        if is_value_head and local_name.endswith(("output_layer.weight", "word_embeddings.weight")):
+            return  # of a critic, which is not in the files; mbridge skips it, too
+        is_expert = EXPERT_WEIGHT in local_name
+        size, rank = (self.mpu.etp_size, self.mpu.etp_rank) if is_expert else (self.mpu.tp_size, self.mpu.tp_rank)
+        parameter.copy_(self._weight_split_across_tp(local_name, whole, parameter, size)[rank])  # type: ignore[attr-defined]
 
     def export_weights(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
         views = self._views(models)

@@ -28,6 +28,8 @@ class OwnWeight:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    is_split: bool
+    """Whether to make them is collective."""
     is_source: bool
     """Whether this rank is the one of its group that sends them."""
     make: Callable[[], Sequence[torch.Tensor]]
@@ -119,6 +121,7 @@ def _own_weight(
         names=tuple(hf_names),
         shapes=tuple(tuple(weight.shape) for weight in weights),
         dtype=shard.dtype,
+        is_split=parts > 1,
         is_source=rank == 0,
         make=converted if views is None else lambda: [view.of(parameter.detach()) for view in views],
     )

@@ -89,6 +89,26 @@ class CudaProbe:
         return int(torch.cuda.memory_allocated(self._device))
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device that nobody uses."""
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def outside_torch(device: torch.device) -> Callable[[], int] | None:
+    """Returns what tells the used memory of a device that is not torch's; None for a CPU.
+
+    That of another process on the device counts, so it tells growth only while the other rests.
+    """
+    if device.type != "cuda":
+        return None
+
+    def outside() -> int:
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total - free - torch.cuda.memory_reserved(device))
+
+    return outside
+
+
 class DeviceMemory:
     """Accounts for the memory that one process holds on one device; observes a Lifecycle.
 

@@ -71,7 +71,7 @@ def joined(copies: Iterable[Copy]) -> list[Copy]:
 
 
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-"""Such as of rows that only pad a vocabulary. What a loader fills and copies besides is found out by the checksums."""
+"""Such as of rows that only pad a vocabulary."""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -81,6 +81,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._storage = buffer.untyped_storage().data_ptr()
         self.copies: list[Copy] = []
+        self.fills: list[tuple[torch.Tensor, float]] = []
+        """Views of the model's tensors and the constants that they get."""
         self.other: str | None = None
         """What was written besides copies of the same dtype and shape, and constants."""
 
@@ -95,7 +97,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and (source.dtype, source.shape) == (target.dtype, target.shape)
         ):
             self.copies.append(Copy(target, tuple(map(int, source.stride())), int(source.storage_offset())))
-        elif func not in _FILLS:
+        elif func in _FILLS:
+            self.fills.append((target, args[1] if len(args) > 1 else 0))
+        else:
             self.other = f"{func} of {tuple(target.shape)} {target.dtype}"
         return target
 
@@ -113,6 +117,7 @@ class DirectLoad:
         """
         self.copies: list[list[Copy]] = []
         """Of each bucket."""
+        self._fills: list[list[tuple[torch.Tensor, float]]] = []
         self._sent: list[torch.Tensor] = []
         self.obstacle: str | None = None
         """Why the plan is of no use; None while it may be."""
@@ -133,6 +138,7 @@ class DirectLoad:
         if watch.other is not None:
             return f"the model's loaders do more than copy: {watch.other}"
         self.copies.append(joined(watch.copies))
+        self._fills.append([(target, value) for target, value in watch.fills if target.numel()])
         copied, sent = sum(copy.target.nbytes for copy in watch.copies), sum(spec.size_bytes for spec in bucket.specs)
         return None if copied == sent else f"the model's loaders copy {copied} of {sent} bytes"
 
@@ -168,6 +174,9 @@ class DirectLoad:
     @torch.no_grad()
     def load(self, number: int, buffer: torch.Tensor) -> None:
         """Copies a bucket into the model."""
+        # A fill after a copy of the same elements would have shown in the checksums, so these may come first.
+        for target, value in self._fills[number]:
+            target.fill_(value)
         copies = self.copies[number]
         if copies:
             torch._foreach_copy_([c.target for c in copies], [c.source(buffer) for c in copies])

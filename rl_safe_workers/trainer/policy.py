@@ -77,9 +77,10 @@ class MegatronPolicy:
         """Builds model and optimizer and loads the HF weights into them. Needs Megatron's groups."""
         self.build_model()
         self.load_hf_weights(self.config.model.path)
-        self.chunks = wrap_data_parallel(self.chunks, self.bridge.config)
+        instances = self.config.megatron.num_distributed_optimizer_instances
+        self.chunks = wrap_data_parallel(self.chunks, self.bridge.config, optimizer_instances=instances)
         dtype = DTYPES[self.config.model.dtype]
-        self._routing = Routing(self.chunks, sequence_parallel=self.bridge.config.sequence_parallel)
+        self._routing = Routing(self.chunks, self.bridge.config)
         self.optimizer = build_optimizer(self.chunks, self.config.actor.optim, dtype=dtype)
         self.bridge.config.grad_scale_func = self.optimizer.scale_loss
         self.bridge.config.finalize_model_grads_func = finalize_model_grads

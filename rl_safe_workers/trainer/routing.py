@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
+from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.trainer.batch import Experts
 
 
@@ -27,14 +28,22 @@ def forget_routers() -> None:
 class Routing:
     """The routers of this rank's model chunks, which must be built with ``moe_enable_routing_replay``."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], *, sequence_parallel: bool) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], config: Any) -> None:
         """Looks for the routers.
 
         Args:
             chunks: As the pipeline schedule passes them to its forward steps.
-            sequence_parallel: Whether each tensor-parallel rank has its part of the sequence alone.
+            config: Megatron's TransformerConfig.
+
+        Raises:
+            ConfigError: If activations are recomputed: a backward pass would take another micro-batch's choice.
         """
-        self._sequence_parallel = sequence_parallel
+        if config.moe_enable_routing_replay and config.recompute_granularity is not None:
+            raise ConfigError(
+                f"rollout.enable_rollout_routing_replay=true does not go with recompute_granularity="
+                f"{config.recompute_granularity}"
+            )
+        self._sequence_parallel = bool(config.sequence_parallel)
         self._routers = {id(chunk): list(_routers(chunk)) for chunk in chunks}
 
     def replay(self, chunk: Any, experts: Experts | None, *, device: torch.device) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,15 @@ from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
 from rl_safe_workers.platforms.device_memory import SHARED_PHASES, megatron_owned
 from rl_safe_workers.platforms.platform import Platform, open_platform
 from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.trainer.batch import Floats, SequenceBatch
 from rl_safe_workers.trainer.policy import DTYPES, MegatronPolicy
 from rl_safe_workers.workers.actor import MegatronActorMixin
 from rl_safe_workers.worlds.address import StoreAddress
+
+
+def _ties_embeddings(model: str) -> bool:
+    return bool(json.loads((Path(model) / "config.json").read_text()).get("tie_word_embeddings", True))
 
 
 class TrainerWorker(MegatronActorMixin, MegatronPolicy):
@@ -48,6 +55,10 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
             rl_safe=self.config.rl_safe,
             megatron=self.config.megatron,
             device=self._platform.start(),
+            features=replace(
+                Features.of(self.config.megatron, colocated=self.config.cluster.colocated),
+                tied_embeddings=_ties_embeddings(self.config.model.path),
+            ),
         )
         self.lifecycle.observer = observer
         with self.lifecycle.enter(Phase.START, since_s=launched_s):

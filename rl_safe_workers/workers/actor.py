@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from rl_safe_workers.workers.checkpoint import CheckpointMixin
 from rl_safe_workers.workers.convert import ConvertMixin
-from rl_safe_workers.workers.groups import GroupsMixin
 from rl_safe_workers.workers.offload import OffloadMixin
 from rl_safe_workers.workers.teardown import TeardownMixin
 
 
-class MegatronActorMixin(GroupsMixin, OffloadMixin, ConvertMixin, CheckpointMixin, TeardownMixin):
+class MegatronActorMixin(OffloadMixin, ConvertMixin, CheckpointMixin, TeardownMixin):
     """Mix over a class that has ``chunks``, ``optimizer``, ``device`` and ``export_hf_weights`` (see MegatronHost).
 
     To convert it needs ``load_hf_weights`` too (see convert.ConvertHost).

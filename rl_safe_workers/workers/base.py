@@ -15,6 +15,7 @@ from rl_safe_workers.comms.groups import set_group_timeouts
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.errors import LifecycleError
 from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
+from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.worlds.agreement import Agreement
 from rl_safe_workers.worlds.roll_call import RollCall
 from rl_safe_workers.worlds.training_world import TrainingWorld
@@ -42,6 +43,8 @@ class SafeWorker:
     rl_safe: RlSafeConfig
     megatron: MegatronConfig
     device: torch.device
+    features: Features | None = None
+    """What the host knows of its model that decides about collectives; None: taken from ``megatron``."""
     training_rank: int
     training_size: int
     store: Store
@@ -58,8 +61,10 @@ class SafeWorker:
         rl_safe: RlSafeConfig,
         megatron: MegatronConfig,
         device: torch.device,
+        features: Features | None = None,
     ) -> None:
         """Records this worker's place and configuration. Touches no device and no network."""
+        self.features = features
         self.training_rank, self.training_size = training_rank, training_size
         self.rl_safe, self.megatron, self.device = rl_safe, megatron, device
         self._lifecycle = Lifecycle(role=Role.TRAINER, rank=training_rank)

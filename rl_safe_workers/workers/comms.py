@@ -2,56 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from rl_safe_workers.comms.bootstrap import bootstrap_groups
-from rl_safe_workers.comms.report import BootstrapReport
+from rl_safe_workers.comms.bootstrap import Bootstrap
+from rl_safe_workers.comms.late import LateWatch
+from rl_safe_workers.comms.report import BootstrapReport, LateAllocation
 from rl_safe_workers.errors import LifecycleError, WeightSyncError, format_ranks
 from rl_safe_workers.lifecycle import REQUIRES, Phase, Role
 from rl_safe_workers.models.own_weights import OwnWeight
+from rl_safe_workers.platforms.device_memory import outside_torch
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
-from rl_safe_workers.workers.base import MegatronHost, SafeWorker
+from rl_safe_workers.workers.base import MegatronHost
+from rl_safe_workers.workers.groups import GroupsMixin
 from rl_safe_workers.workers.outgoing import Outgoing
 from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup
 
-_FLUSH_SHARE = 0.8
-"""Of the time that is left of a sync; the rest is for the trainers to agree on how it went."""
+_WATCHED = (Phase.LOGPROB, Phase.TRAIN)
+_PAIR_SHARE, _FLUSH_SHARE = 0.5, 0.8
+"""Of the time that is left of a sync, for rollout ranks that do not read: before the other trainers, who wait in the
+world's broadcasts meanwhile, give up; the rest is to agree on how it went."""
 
 
-class SyncHost(MegatronHost, Protocol):
-    """What a weight sync needs of the class that the mixin is mixed over."""
-
-    def own_hf_weights(self) -> Sequence[OwnWeight] | None:
-        """Lists the HF weights that this rank takes part in making alone; None if the host cannot tell.
-
-        Then `export_hf_weights` gathers them all on training rank 0.
-        """
-        ...
-
-
-class CommsMixin(SafeWorker):
+class CommsMixin(GroupsMixin):
     """Connects communicators early and sends weights over the joint group."""
 
     joint_group: JointGroup | GpuPair | None = None
+    _colocated = False
+    _late: LateWatch | None = None
+    _watched: Counter[Phase]
     _outgoing: Outgoing | None = None
     _buckets: dict[int, list[Bucket]]
     """By ``bucket_bytes``."""
 
     def bootstrap(self) -> BootstrapReport:
-        """Connects every communicator for every op class it will carry. Collective over: the training world."""
+        """Connects every communicator for every op class it will carry. Collective over: the training world.
+
+        Idempotent; call it again after groups were built anew.
+
+        Returns:
+            What each op class of each group has cost this rank.
+
+        Raises:
+            CommunicatorError: On every rank, if plans differ or a rank fails; names it.
+            PhaseTimeoutError: On every rank, if one does not come to a group within ``rl_safe.timeouts.bootstrap``.
+        """
         with self.phase(Phase.BOOTSTRAP):
-            return bootstrap_groups(
+            plan = self.plan_comms()
+            probe = outside_torch(self.device)
+            bootstrap = Bootstrap(
                 self.store,
                 training_rank=self.training_rank,
-                moe_dispatcher=self.megatron.moe_token_dispatcher_type,
+                layout=plan.layout,
+                features=plan.features,
+                limits=plan.limits if probe is not None else {},
                 device=self.device,
-                timeout=self.remaining(),
+                probe=probe,
             )
+            report = bootstrap.run(timeout=self.remaining(), elsewhere=self.world.host_groups)
+            self._watched = Counter()
+            self._late = LateWatch(bootstrap.connected, probe=probe)
+            return report
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """As `SafeWorker.phase`; in the first training steps it also looks for memory that collectives take late.
+
+        Raises:
+            CommunicatorError: If one does, and ``rl_safe.bootstrap.on_late`` is ``raise``.
+        """
+        with super().phase(phase):
+            watch = (
+                self._late if phase in _WATCHED and self._watched[phase] < self.rl_safe.bootstrap.watch_steps else None
+            )
+            if watch is None:
+                yield
+                return
+            self._watched[phase] += 1
+            with watch.watching(phase) as found:
+                yield
+            watch.report(
+                found, who=f"training rank {self.training_rank}", refuse=self.rl_safe.bootstrap.on_late == "raise"
+            )
+
+    def late_allocations(self) -> list[LateAllocation]:
+        """What the bootstrap has missed, as the first training steps showed. Not collective."""
+        return [] if self._late is None else list(self._late.found)
 
     def check_phase(self, phase: Phase) -> None:
         """Holds every phase that needs connected communicators back until the bootstrap has run.
@@ -87,6 +129,7 @@ class CommsMixin(SafeWorker):
         self.check_phase(Phase.JOINT)
         with self.lifecycle.enter(Phase.JOINT):
             self.leave()
+            self._colocated = colocated
             self.joint_group = (GpuPair if colocated else JointGroup)(
                 self.store,
                 joint_rank=self.training_rank,
@@ -97,21 +140,26 @@ class CommsMixin(SafeWorker):
                 sync_timeout=self.timeout(Phase.SYNC),
             )
 
-    def leave(self) -> None:
-        """Leaves the joint group. Not collective; idempotent."""
+    def leave(self, *, failed: bool = False) -> None:
+        """Leaves the joint group. Not collective; idempotent.
+
+        Args:
+            failed: Whether something in it may never end; it is given up then, without waiting.
+        """
         group, self.joint_group = self.joint_group, None
         if group is not None:
-            group.close()
+            (group.abort if failed else group.close)()
 
     def weight_specs(self) -> tuple[WeightSpec, ...]:
         """Describes all HF weights in the order they are sent. Collective over: the training world.
 
-        Call it once the model is built, and again if it is built anew.
+        Call it once the model is built, and again if it is built anew. A host that has ``own_hf_weights``, as
+        `MegatronPolicy` does, sends each weight from a rank that holds it; of any other, ``export_hf_weights`` brings
+        them all to training rank 0.
         """
-        host = cast(SyncHost, self)
-        own = host.own_hf_weights()
+        own: Sequence[OwnWeight] | None = getattr(self, "own_hf_weights", lambda: None)()
         if own is None:
-            self._outgoing = Outgoing.of_all(host.export_hf_weights)
+            self._outgoing = Outgoing.of_all(cast(MegatronHost, self).export_hf_weights)
         else:
             self._outgoing = Outgoing.of_own(own, training_rank=self.training_rank, training_size=self.training_size)
         self._buckets = {}
@@ -124,7 +172,8 @@ class CommsMixin(SafeWorker):
         failure on some of them only.
 
         Args:
-            bucket_bytes: Bytes per broadcast at most; a larger weight travels alone. Two are in memory at a time.
+            bucket_bytes: Bytes per broadcast at most; a larger weight travels alone. Two are in memory at a time, and
+                some 64 MiB of weights that tensor parallelism splits.
 
         Returns:
             Bytes sent.
@@ -137,58 +186,81 @@ class CommsMixin(SafeWorker):
         if self._outgoing is None:
             raise LifecycleError(f"training rank {self.training_rank}: call weight_specs() before send_weights()")
         with self.phase(Phase.SYNC):
-            failure: WeightSyncError | None = None
             if bucket_bytes not in self._buckets:
                 self._buckets[bucket_bytes] = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
             buckets = self._buckets[bucket_bytes]
-            try:
-                self._send(buckets, self._outgoing)
-            except WeightSyncError as error:
-                failure = error
-                # Whoever waits for this rank in the joint group hears of it at once.
-                self.leave()
+            failure, buffers = self._bucket_buffers(max((bucket.size_bytes for bucket in buckets), default=0))
+            if self._colocated or self._outgoing.is_collective:
+                # Collectives of the training world follow, which a rank without room would leave the others in.
+                self._agree(failure)
+            failure = self._send(buckets, self._outgoing, buffers, failure)
             self._agree(failure)
             return sum(bucket.size_bytes for bucket in buckets)
 
-    def _send(self, buckets: list[Bucket], outgoing: Outgoing) -> None:
+    def _bucket_buffers(self, size_bytes: int) -> tuple[str | None, list[torch.Tensor]]:
+        """Returns room for two buckets, or why there is none."""
+        try:
+            return None, [torch.empty(size_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        except RuntimeError as error:
+            return f"there is no room for two buckets of {size_bytes} bytes: {str(error).splitlines()[0]}", []
+
+    def _send(
+        self, buckets: list[Bucket], outgoing: Outgoing, buffers: list[torch.Tensor], failure: str | None
+    ) -> str | None:
+        """Sends all buckets; returns what has failed. Goes on to the end for the sake of the others' collectives."""
+        group = self.joint_group
+        if failure is None and group is None:
+            failure = "has not joined the joint group"
+        if group is not None:
+            group.limit(_PAIR_SHARE * self.remaining())
         weights = outgoing.weights()
-        # Making weights may be collective over the training world: whatever fails, go on with it, so that the others
-        # can too.
-        failure: WeightSyncError | None = None
-        if self.joint_group is None:
-            failure = WeightSyncError(f"training rank {self.training_rank} has not joined the joint group")
         on_its_way: Callable[[], None] | None = None
-        for bucket in buckets:
-            buffer = outgoing.pack(bucket, weights, training_rank=self.training_rank, device=self.device)
-            if isinstance(self.joint_group, GpuPair) and self.training_size > 1:
-                # Each trainer passes everything on to the rollout rank beside it.
-                dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
-            if self.joint_group is None or failure is not None:
-                continue
+        for number, bucket in enumerate(buckets):
+            buffer = buffers[number % len(buffers)][: bucket.size_bytes] if buffers else torch.empty(0)
             try:
-                started = self.joint_group.broadcast(buffer, source=bucket.source)
+                if buffers:
+                    outgoing.pack(bucket, weights, buffer, training_rank=self.training_rank)
+                if self._colocated and self.training_size > 1:
+                    # Each trainer passes everything on to the rollout rank beside it.
+                    dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
+                if failure is not None or group is None:
+                    continue
+                started = group.broadcast(buffer, source=bucket.source)
                 # Only now, so that one bucket is packed while the one before it is sent.
                 if on_its_way is not None:
                     on_its_way()
                 on_its_way = started
-            except WeightSyncError as error:
-                failure = error
-        for _ in weights:
-            raise WeightSyncError("the model has more weights than were announced")
-        if failure is not None:
-            raise failure
-        assert self.joint_group is not None, "else there is a failure"
-        if on_its_way is not None:
-            on_its_way()
-        self.joint_group.flush(_FLUSH_SHARE * self.remaining())
+            except Exception as error:
+                failure, on_its_way = failure or _first_line(error), None
+                # Whoever waits for this rank in the joint group hears of it at once.
+                self.leave(failed=True)
+        if failure is None and next(weights, None) is not None:
+            failure = "the model has more weights than were announced"
+        if failure is None and group is not None:
+            failure = self._flush(group, on_its_way)
+        return failure
 
-    def _agree(self, failure: WeightSyncError | None) -> None:
-        flags = torch.zeros(self.training_size, dtype=torch.int32, device=self.device)
-        mine = torch.tensor([int(failure is not None)], dtype=torch.int32, device=self.device)
-        dist.all_gather_into_tensor(flags, mine, group=dist.group.WORLD)
-        failed = [rank for rank, flag in enumerate(flags.tolist()) if flag]
+    def _flush(self, group: JointGroup | GpuPair, on_its_way: Callable[[], None] | None) -> str | None:
+        try:
+            if on_its_way is not None:
+                on_its_way()
+            group.flush(_FLUSH_SHARE * self.remaining())
+        except WeightSyncError as error:
+            return str(error)
+        return None
+
+    def _agree(self, failure: str | None) -> None:
+        """Raises on every trainer if one has failed. Over the store: the world's own groups may be what has failed."""
+        number = self.store.add(f"together/{Phase.SYNC}/{self.training_rank}", 1)
+        reports = self._agreement(Phase.SYNC, number).settle(self.remaining(), report=failure, decide=list)
+        self._agreement(Phase.SYNC, number - 1).forget()
+        failed = {rank: text for rank, text in enumerate(reports) if text is not None}
         if failed:
-            raise WeightSyncError(
-                f"weight sync failed on training rank {format_ranks(failed)}"
-                + (f": {failure}" if failure else "; the rollout's weights are not usable")
-            ) from failure
+            self.leave(failed=True)
+            reason = failed.get(self.training_rank) or next(iter(failed.values()))
+            raise WeightSyncError(f"weight sync failed on training rank {format_ranks(list(failed))}: {reason}")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+    return (text.splitlines() or [type(error).__name__])[0]

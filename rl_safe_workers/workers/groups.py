@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_safe_workers.comms.groups import init_megatron_groups
+from rl_safe_workers.comms.groups import init_megatron_groups, world_options
 from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.platforms.device_memory import free_bytes
+from rl_safe_workers.topology.comms_plan import CommsPlan
+from rl_safe_workers.topology.groups import Features
+from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.workers.base import SafeWorker
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.roll_call import RollCall
@@ -16,6 +20,16 @@ from rl_safe_workers.worlds.training_world import carve_training_world, init_tra
 
 class GroupsMixin(SafeWorker):
     """Brings a worker into the training world and creates Megatron's groups there."""
+
+    def plan_comms(self) -> CommsPlan:
+        """Returns what the communicators will be, from the configuration alone. Not collective.
+
+        Raises:
+            ConfigError: If ``rl_safe.bootstrap.max_ctas`` limits a group that there is not, or to no number of CTAs.
+        """
+        layout = ParallelLayout.of(self.megatron, world_size=self.training_size)
+        features = self.features or Features.of(self.megatron)
+        return CommsPlan.of(layout, features, self.rl_safe.bootstrap.max_ctas.limits())
 
     def serve_store(self, host: str) -> StoreAddress:
         """Starts the run's store in this process, which must then be the last of the trainers to end."""
@@ -40,6 +54,7 @@ class GroupsMixin(SafeWorker):
                 size=self.training_size,
                 backend=backend,
                 timeout=self.timeout(Phase.WORLD),
+                options=world_options(self.plan_comms().limits) if self._has_nccl else None,
             )
 
     def carve_world(self, address: StoreAddress, *, training_joint_ranks: Sequence[int]) -> None:
@@ -67,14 +82,31 @@ class GroupsMixin(SafeWorker):
                     f"set up as training rank {expected[0]} of {expected[1]}: give setup_worker the former"
                 )
 
+    @property
+    def _has_nccl(self) -> bool:
+        return self.device.type == "cuda"
+
     def _open_roll_call(self) -> None:
         self.roll_call = RollCall(
             self.store, world="training world", group_rank=self.training_rank, size=self.training_size
         )
 
     def init_groups(self, *, seed: int) -> None:
-        """Creates Megatron's groups and seeds its RNG tracker. Collective over: the training world."""
+        """Creates Megatron's groups and seeds its RNG tracker. Collective over: the training world.
+
+        Raises:
+            ConfigError: As `plan_comms`, before any group is made.
+            CommunicatorError: If the device has less memory free than the groups will take, before any is made.
+        """
+        plan = self.plan_comms()
+        if self._has_nccl:
+            plan.check_fits(free_bytes=free_bytes(self.device))
         with self.phase(Phase.GROUPS):
-            init_megatron_groups(self.megatron, seed=seed, timeout=self.timeout(Phase.GROUPS))
+            init_megatron_groups(
+                self.megatron,
+                seed=seed,
+                timeout=self.timeout(Phase.GROUPS),
+                limits=plan.limits if self._has_nccl else None,
+            )
             # A rebuilt set of groups needs its own bootstrap.
             self.lifecycle.invalidate(Phase.BOOTSTRAP)

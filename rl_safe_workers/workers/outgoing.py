@@ -18,6 +18,8 @@ from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
+_AT_ONCE_BYTES = 64 * 2**20
+"""Bytes of weights that are held while they wait to be copied; views take none, merged shards do."""
 _NOTHING = ("nothing", torch.empty(0))
 
 
@@ -32,6 +34,8 @@ class Outgoing:
 
     specs: tuple[WeightSpec, ...]
     mine: frozenset[str]
+    is_collective: bool
+    """Whether to make weights takes collectives of the training world, on some rank."""
     weights: Callable[[], Weights]
     """Starts over: yields those of this rank, in the order of ``specs``. May be collective at each item."""
 
@@ -42,7 +46,7 @@ class Outgoing:
             WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
             for name, tensor in export()
         )
-        return cls(specs=specs, mine=frozenset(spec.name for spec in specs), weights=export)
+        return cls(specs=specs, mine=frozenset(spec.name for spec in specs), is_collective=True, weights=export)
 
     @classmethod
     def of_own(cls, own: Sequence[OwnWeight], *, training_rank: int, training_size: int) -> Outgoing:
@@ -60,10 +64,10 @@ class Outgoing:
             if weight.is_source
             for name, shape in zip(weight.names, weight.shapes, strict=True)
         ]
-        everyone: list[list[Any]] = [[]] * training_size
-        dist.all_gather_object(everyone, mine, group=dist.group.WORLD)
+        everyone: list[tuple[list[Any], bool]] = [([], False)] * training_size
+        dist.all_gather_object(everyone, (mine, any(weight.is_split for weight in own)), group=dist.group.WORLD)
         # Stable: the weights of one parameter stay in their order.
-        entries = sorted(chain.from_iterable(everyone), key=lambda entry: entry[:3])
+        entries = sorted(chain.from_iterable(entries for entries, _ in everyone), key=lambda entry: entry[:3])
         specs = tuple(
             WeightSpec(name=name, dtype=dtype, shape=shape, source=source)
             for _, source, _, name, shape, dtype in entries
@@ -76,26 +80,41 @@ class Outgoing:
             for weight in in_order:
                 yield from zip(weight.names, weight.make(), strict=True)
 
-        return cls(specs=specs, mine=frozenset(name for weight in own for name in weight.names), weights=weights)
+        return cls(
+            specs=specs,
+            mine=frozenset(name for weight in own for name in weight.names),
+            is_collective=any(is_split for _, is_split in everyone),
+            weights=weights,
+        )
 
-    def pack(self, bucket: Bucket, weights: Weights, *, training_rank: int, device: torch.device) -> torch.Tensor:
-        """Returns room for a bucket, ``[bucket.size_bytes]`` of uint8; with the weights in it on its source.
+    def pack(self, bucket: Bucket, weights: Weights, buffer: torch.Tensor, *, training_rank: int) -> None:
+        """Takes a bucket's weights, and on the rank that sends them copies them side by side.
 
         Args:
             bucket: The next one.
             weights: Of this rank, as `weights` yields them; those of the bucket are taken.
+            buffer: ``[bucket.size_bytes]`` of uint8; written on the bucket's source alone.
             training_rank: This rank.
-            device: Where the room is.
 
         Raises:
             WeightSyncError: If a weight is not what was announced.
         """
-        buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=device)
-        tensors = [self._take(spec, weights) for spec in bucket.specs if spec.name in self.mine]
-        if bucket.source == training_rank and tensors:
-            # One launch for all; a copy_ for each expert costs more than the transfer.
-            torch._foreach_copy_(list(places(bucket, buffer)), tensors)
-        return buffer
+        if bucket.source != training_rank:
+            for spec in bucket.specs:
+                if spec.name in self.mine:
+                    self._take(spec, weights)
+            return
+        targets: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
+        waiting_bytes = 0
+        for spec, size, place in zip(bucket.specs, bucket.sizes, places(bucket, buffer), strict=True):
+            targets.append(place)
+            tensors.append(self._take(spec, weights))
+            waiting_bytes += size
+            if waiting_bytes > _AT_ONCE_BYTES:
+                _copy(targets, tensors)
+                waiting_bytes = 0
+        _copy(targets, tensors)
 
     @staticmethod
     def _take(spec: WeightSpec, weights: Weights) -> torch.Tensor:
@@ -106,3 +125,11 @@ class Outgoing:
                 f"{spec.name} {spec.dtype} {spec.shape}"
             )
         return tensor
+
+
+def _copy(targets: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    """Copies all in one launch, for one for each expert costs more than the transfer; empties both lists."""
+    if targets:
+        torch._foreach_copy_(targets, tensors)
+    targets.clear()
+    tensors.clear()

@@ -6,7 +6,9 @@ its own (CUDA IPC), and the two agree over the run's store on who may use which 
 
 from __future__ import annotations
 
+import math
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -60,7 +62,7 @@ class GpuPair:
         roll_call = RollCall(store, world=f"joint group {generation}", group_rank=joint_rank, size=size)
         roll_call.arrive(Phase.JOINT, timeout=timeout)
         self._store = PrefixStore(f"pair/{generation}/{joint_rank % pairs}", store)
-        self._turn = 0
+        self._turn, self._deadline_s = 0, math.inf
         self._unread: list[str] = []
         """Keys that the reader sets, of the last turns."""
         self._shared: torch.Tensor | None = None
@@ -140,7 +142,8 @@ class GpuPair:
 
     def _take(self, key: str, timeout: timedelta | None = None) -> None:
         """Waits for a key that this side alone reads, and removes it."""
-        self._store.wait([key], timeout or self._timeout)
+        left_s = min(self._deadline_s - time.monotonic(), (timeout or self._timeout).total_seconds())
+        self._store.wait([key], timedelta(seconds=max(0.001, left_s)))
         self._store.delete_key(key)
 
     def _wait_for_reader(self, *, behind: int, timeout: timedelta | None = None) -> None:
@@ -149,11 +152,18 @@ class GpuPair:
             self._take(self._unread[0], timeout)
             del self._unread[0]
 
+    def limit(self, timeout: timedelta) -> None:
+        """Bounds all waits from now on together, until it is called again.
+
+        Each turn alone may wait for ``sync_timeout``, and there may be many.
+        """
+        self._deadline_s = time.monotonic() + timeout.total_seconds()
+
     def flush(self, timeout: timedelta | None = None) -> None:
         """Waits until everything passed so far has been read.
 
         Args:
-            timeout: Longest wait for each of at most two turns; None: ``sync_timeout``.
+            timeout: Longest wait for each of at most two turns; None: ``sync_timeout``. That of `limit` counts, too.
 
         Raises:
             WeightSyncError: If the other side does not keep up; the memory is given up then.
@@ -164,6 +174,8 @@ class GpuPair:
     def close(self) -> None:
         """Gives up the memory. Not collective; idempotent."""
         self._shared = None
+
+    abort = close
 
 
 def _nothing() -> None:

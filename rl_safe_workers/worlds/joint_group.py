@@ -136,7 +136,7 @@ class JointGroup:
 
     def _failed(self, failure: str) -> WeightSyncError:
         # Whoever waits for this rank hears of it at once, and not at the timeout.
-        self.close()
+        self.abort()
         return WeightSyncError(f"joint rank {self.joint_rank}: broadcast over the joint group failed: {failure}")
 
     def flush(self, timeout: timedelta | None = None) -> None:
@@ -162,10 +162,21 @@ class JointGroup:
             failure = f"timed out after {timeout.total_seconds():.1f} s: a peer is gone, or raise rl_safe.timeouts.sync"
         except RuntimeError as error:
             failure = str(error).splitlines()[0]
+        self.abort()
+        return failure
+
+    def limit(self, timeout: timedelta) -> None:
+        """Bounds the next broadcasts together, where each waits for a reader; here `flush` does."""
+
+    def abort(self) -> None:
+        """Gives the group up, with whatever is under way in it. Not collective, does not wait; idempotent."""
+        if self._device.type != "cuda":
+            self.close()
+            return
         group, self._group = self._group, None
         self._works.clear()
-        group.abort()
-        return failure
+        if group is not None:
+            group.abort()
 
     def close(self) -> None:
         """Leaves the group. Not collective; idempotent."""

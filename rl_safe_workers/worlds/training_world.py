@@ -47,7 +47,7 @@ class TrainingWorld:
 
 
 def init_training_world(
-    store: Store, *, training_rank: int, size: int, backend: str, timeout: timedelta
+    store: Store, *, training_rank: int, size: int, backend: str, timeout: timedelta, options: Any = None
 ) -> TrainingWorld:
     """Creates the training world as the default group. Collective over: all trainers.
 
@@ -60,6 +60,7 @@ def init_training_world(
         size: Number of trainers.
         backend: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
         timeout: Longest wait of one collective of the default group.
+        options: The backend's, such as ``ProcessGroupNCCL.Options``; None for its own.
 
     Raises:
         CommunicatorError: If the process already has a default group.
@@ -70,8 +71,9 @@ def init_training_world(
             "use carve_training_world"
         )
     dist.init_process_group(
-        backend, store=PrefixStore("train", store), rank=training_rank, world_size=size, timeout=timeout
-    )
+        backend, store=PrefixStore("train", store), rank=training_rank, world_size=size, timeout=timeout,
+        pg_options=options,
+    )  # fmt: skip
     return TrainingWorld(training_rank=training_rank, size=size, joint_ranks=tuple(range(size)))
 
 

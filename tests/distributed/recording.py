@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_safe_workers.comms.catalog import OpClass
-
-OP_CLASSES = {
-    "allreduce_": OpClass.REDUCE,
-    "broadcast_": OpClass.REDUCE,
-    "barrier": OpClass.REDUCE,
-    "allgather_": OpClass.GATHER_SCATTER,
-    "_allgather_base_": OpClass.GATHER_SCATTER,
-    "allgather_into_tensor_coalesced_": OpClass.GATHER_SCATTER,
-    "gather_": OpClass.GATHER_SCATTER,
-    "scatter_": OpClass.GATHER_SCATTER,
-    "_reduce_scatter_base_": OpClass.GATHER_SCATTER,
-    "reduce_scatter_tensor_coalesced_": OpClass.GATHER_SCATTER,
-    "alltoall_": OpClass.ALL_TO_ALL,
-    "alltoall_base_": OpClass.ALL_TO_ALL,
-    "send": OpClass.P2P,
-    "recv_": OpClass.P2P,
-}
-"""The kind of connection that each c10d operator needs."""
+from rl_safe_workers.comms.trace import CollectiveTrace, op_class
+from rl_safe_workers.topology.groups import OpClass
 
 
 @dataclass(frozen=True)
@@ -43,27 +24,22 @@ class Collective:
     @property
     def connection(self) -> tuple[str, tuple[int, ...], OpClass]:
         """What must be connected for it."""
-        return self.group, self.ranks, OP_CLASSES[self.op]
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.collectives: list[Collective] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
-            ranks = tuple(dist.get_process_group_ranks(group))
-            self.collectives.append(Collective(func._opname, group.group_desc, ranks))
-        return func(*args, **(kwargs or {}))
+        found = op_class(self.op)
+        assert found is not None, f"{self.op} has no class"
+        return self.group, self.ranks, found
 
 
 @contextmanager
 def recorded_collectives() -> Iterator[list[Collective]]:
-    """Yields a list that fills with the collectives of the body."""
-    with _Recorder() as recorder:
-        yield recorder.collectives
+    """Yields a list that fills with the collectives of the body's thread."""
+    collectives: list[Collective] = []
+
+    def issue(group: dist.ProcessGroup, op: str, call: Callable[[], Any]) -> Any:
+        collectives.append(Collective(op, group.group_desc, tuple(dist.get_process_group_ranks(group))))
+        return call()
+
+    with CollectiveTrace(issue):
+        yield collectives
 
 
 def is_connected(group: dist.ProcessGroup) -> bool:

@@ -1,27 +1,50 @@
-"""The bootstrap connects everything that a run uses, expert data-parallel groups first, or nothing at all."""
+"""The bootstrap connects everything that a run uses, expert data-parallel groups first, and names who does not come."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from megatron.core import parallel_state
+from megatron.core.transformer import dot_product_attention
 
-from rl_safe_workers.comms.catalog import EXPERT_DATA_PARALLEL, OpClass, live_groups, op_classes
+from rl_safe_workers.comms.bootstrap import Bootstrap
+from rl_safe_workers.comms.catalog import live_groups
+from rl_safe_workers.comms.supervision import Supervision
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.errors import CommunicatorError, LifecycleError
+from rl_safe_workers.errors import CommunicatorError, ConfigError, LifecycleError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.topology.groups import EXPERT_DATA_PARALLEL, OpClass
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed import reference
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.recording import Collective, is_connected, recorded_collectives
 from tests.distributed.worker import Worker, run_config, served_store
 
-SIZE = 4
-LAYOUTS = {"tp1_ep2": {"ep": 2}, "tp2_ep2": {"tp": 2, "ep": 2}, "pp2_ep2": {"pp": 2, "ep": 2}}
-REDUCE, GATHER, ALL_TO_ALL, P2P = OpClass.REDUCE, OpClass.GATHER_SCATTER, OpClass.ALL_TO_ALL, OpClass.P2P
+SIZE, STEPS = 4, 3
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp1_ep2": {"ep": 2},
+    "tp2_ep2": {"tp": 2, "ep": 2},
+    "pp2_ep2": {"pp": 2, "ep": 2},
+    "cp2_ep2": {"cp": 2, "ep": 2},
+    "ep2_instances2": {"ep": 2, "instances": 2},
+}
+REDUCE, GATHER, ALL_TO_ALL = OpClass.REDUCE, OpClass.GATHER_SCATTER, OpClass.ALL_TO_ALL
+WORLD = "default_pg"
+
+
+def _config(model: Path, *, cp: int = 1, instances: int = 1, **sizes: int) -> RunConfig:
+    config = run_config(model, **sizes, ppo_micro_batch_size_per_gpu=1)
+    config.megatron.context_parallel_size = cp
+    config.megatron.num_distributed_optimizer_instances = instances
+    return config
 
 
 def _worker(rank: int, address: StoreAddress, config: RunConfig) -> Worker:
@@ -31,28 +54,68 @@ def _worker(rank: int, address: StoreAddress, config: RunConfig) -> Worker:
     return worker
 
 
+@contextmanager
+def _recorded_bootstrap() -> Iterator[list[Collective]]:
+    """As `recorded_collectives`, for those of a bootstrap, which issues them in threads."""
+    collectives: list[Collective] = []
+    issue = Bootstrap._issue
+
+    def recorded(self: Bootstrap, *args: Any) -> Any:
+        with recorded_collectives() as found:
+            value = issue(self, *args)
+        collectives.extend(found)
+        return value
+
+    Bootstrap._issue = recorded
+    try:
+        yield collectives
+    finally:
+        Bootstrap._issue = issue
+
+
+def _let_local_layers_stand_in_for_context_parallelism() -> None:
+    """Megatron refuses it without Transformer Engine, and pins memory for it.
+
+    What the attention itself would do over the context-parallel group is in the table only.
+    """
+    init, tensor = dot_product_attention.DotProductAttention.__init__, torch.tensor
+
+    def without_context(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        size, config.context_parallel_size = config.context_parallel_size, 1
+        init(self, config, *args, **kwargs)
+        config.context_parallel_size = size
+
+    dot_product_attention.DotProductAttention.__init__ = without_context
+    torch.tensor = lambda *args, pin_memory=False, **kwargs: tensor(*args, **kwargs)
+
+
 def _use_everything(rank: int, address: StoreAddress, config: RunConfig, root: Path) -> dict[str, Any]:
+    if config.megatron.context_parallel_size > 1:
+        _let_local_layers_stand_in_for_context_parallelism()
     worker = _worker(rank, address, config)
-    groups = [(g.description, g.ranks) for g in live_groups() if g.size > 1]
-    with recorded_collectives() as bootstrap:
+    groups = [(g.description, g.ranks) for g in live_groups()]
+    with _recorded_bootstrap() as bootstrap:
         reports = [worker.bootstrap()]
-    with recorded_collectives() as again:
+    with _recorded_bootstrap() as again:
         reports.append(worker.bootstrap())
     with recorded_collectives() as used:
         worker.convert()
         worker.compute_logprobs(worker.shard(reference.random_batch(rows=8)))
-        worker.step(reference.random_batch(rows=8))
+        for _ in range(STEPS):
+            worker.step(reference.random_batch(rows=8))
         worker.weight_specs()
         worker.offload()
         worker.onload()
-        worker.save_checkpoint(root, step=1, fingerprint="", layout={}, driver_state={})
+        if config.megatron.num_distributed_optimizer_instances == 1:
+            worker.save_checkpoint(root, step=1, fingerprint="", layout={}, driver_state={})
+    late = worker.late_allocations()
     worker.teardown()
-    return {"groups": groups, "bootstrap": bootstrap, "again": again, "used": used, "reports": reports}
+    return {"groups": groups, "bootstrap": bootstrap, "again": again, "used": used, "reports": reports, "late": late}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def ranks(request, seeded_models, tmp_path_factory) -> list[dict[str, Any]]:
-    config = run_config(seeded_models["moe"], **LAYOUTS[request.param])
+    config = _config(seeded_models["moe"], **LAYOUTS[request.param])
     with served_store() as address:
         return values(run_ranks(_use_everything, SIZE, address, config, tmp_path_factory.mktemp("checkpoints")))
 
@@ -61,63 +124,67 @@ def _connections(collectives: list[Collective]) -> set[tuple[str, tuple[int, ...
     return {collective.connection for collective in collectives}
 
 
-def _without_world(connections: set[Any]) -> set[Any]:
-    return {c for c in connections if c[0] != "default_pg"}
-
-
-def test_the_first_collective_is_on_the_expert_data_parallel_group(ranks) -> None:
-    # PP2 EP2 on four ranks leaves one rank to each of these groups.
-    held = [r for r in ranks if any(name == EXPERT_DATA_PARALLEL for name, _ in r["groups"])]
-    assert {r["bootstrap"][0].group for r in held} <= {EXPERT_DATA_PARALLEL}
-    assert len(held) == (0 if any("PIPELINE_MODEL_PARALLEL_GROUP" in dict(r["groups"]) for r in ranks) else SIZE)
-
-
-def test_every_group_of_several_ranks_gets_each_of_its_op_classes(ranks) -> None:
+def test_the_first_collective_is_on_an_expert_data_parallel_group(ranks) -> None:
     for r in ranks:
-        expected = {
-            (name.replace("WORLD", "default_pg"), members, op_class)
-            for name, members in r["groups"]
-            for op_class in op_classes(name, moe_dispatcher="alltoall")
-        }
-        if "PIPELINE_MODEL_PARALLEL_GROUP" in dict(r["groups"]):
-            # At two stages Megatron sends one of the directions over the default group.
-            expected.add(("default_pg", tuple(range(SIZE)), P2P))
-        assert _connections(r["bootstrap"]) == expected
+        assert EXPERT_DATA_PARALLEL in r["bootstrap"][0].group
+
+
+def test_each_op_class_is_issued_once_for_each_group(ranks) -> None:
+    for r in ranks:
+        entries = [(e.group, e.ranks, e.op_class) for e in r["reports"][0].entries]
+        assert max(Counter(entries).values()) == 1
+        issued = _connections(r["bootstrap"])
+        # A send does not tell whether it is part of a batch.
+        classes = {OpClass.BATCHED_P2P: OpClass.UNBATCHED_P2P}
+        assert {(g.replace("WORLD", WORLD), members, classes.get(c, c)) for g, members, c in entries} <= issued
 
 
 def test_nothing_that_a_run_uses_was_left_unconnected(ranks) -> None:
     for r in ranks:
-        several = {c for c in _connections(r["used"]) if len(c[1]) > 1}
-        assert several - _connections(r["bootstrap"]) == set()
-        assert len(_without_world(several)) >= 3
+        used = {c for c in _connections(r["used"]) if len(c[1]) > 1}
+        assert used - _connections(r["bootstrap"]) == set()
+        assert len({c for c in used if c[0] != WORLD}) >= 3
+
+
+def test_groups_of_one_rank_that_megatron_fires_are_connected_too(ranks) -> None:
+    for r in ranks:
+        alone = {c[:2] for c in _connections(r["used"]) if len(c[1]) == 1}
+        assert alone <= {c[:2] for c in _connections(r["bootstrap"])}
+        assert alone
+
+
+def test_nothing_is_connected_that_a_run_does_not_use(ranks) -> None:
+    for r in ranks:
+        fired = {c[:2] for c in _connections(r["used"])}
+        # What is not known of the model may be: tied embeddings. Context parallelism works in Transformer Engine only.
+        # Of several optimizer instances a host may use the whole group.
+        may_be = {"EMBEDDING_GROUP", "CONTEXT_PARALLEL_GROUP", EXPERT_DATA_PARALLEL}
+        several = {c[:2] for c in _connections(r["bootstrap"]) if len(c[1]) > 1}
+        assert {c for c in several if c[0] not in may_be} <= fired
+        assert r["reports"][0].skipped > 3
+
+
+def test_the_catalog_knows_every_group(ranks) -> None:
+    for r in ranks:
+        assert r["reports"][0].unknown == ()
+
+
+def test_the_first_steps_find_nothing_late(ranks) -> None:
+    for r in ranks:
+        assert r["late"] == []
 
 
 def test_a_second_bootstrap_repeats_the_first(ranks) -> None:
     for r in ranks:
         assert r["again"] == r["bootstrap"]
-        assert r["reports"][0].groups == r["reports"][1].groups == len(r["groups"])
-
-
-@pytest.mark.parametrize(
-    ("description", "dispatcher", "expected"),
-    [
-        ("WORLD", "alltoall", {REDUCE, GATHER}),
-        (EXPERT_DATA_PARALLEL, "alltoall", {REDUCE, GATHER}),
-        ("EXPERT_MODEL_PARALLEL_GROUP", "alltoall", {REDUCE, GATHER, ALL_TO_ALL}),
-        ("EXPERT_MODEL_PARALLEL_GROUP", "allgather", {REDUCE, GATHER}),
-        ("TENSOR_MODEL_PARALLEL_GROUP", "alltoall", {REDUCE, GATHER}),
-        ("PIPELINE_MODEL_PARALLEL_GROUP", "alltoall", {REDUCE, GATHER, P2P}),
-    ],
-)
-def test_op_classes_follow_from_what_a_group_is_for(description, dispatcher, expected) -> None:
-    assert set(op_classes(description, moe_dispatcher=dispatcher)) == expected
+        assert r["reports"][0].groups == r["reports"][1].groups
 
 
 def _disagree(rank: int, address: StoreAddress, config: RunConfig) -> tuple[str, int]:
     if rank == 1:
         config.megatron.moe_token_dispatcher_type = "allgather"
     worker = _worker(rank, address, config)
-    with recorded_collectives() as collectives:
+    with _recorded_bootstrap() as collectives:
         try:
             worker.bootstrap()
         except CommunicatorError as error:
@@ -126,11 +193,141 @@ def _disagree(rank: int, address: StoreAddress, config: RunConfig) -> tuple[str,
 
 
 def test_plans_that_differ_are_refused_on_every_rank_before_any_collective(address, seeded_models) -> None:
-    config = run_config(seeded_models["moe"], ep=2)
-    outcomes = values(run_ranks(_disagree, SIZE, address, config, timeout_s=30))
+    outcomes = values(run_ranks(_disagree, SIZE, address, _config(seeded_models["moe"], ep=2), timeout_s=30))
     for message, collectives in outcomes:
         assert "EXPERT_MODEL_PARALLEL_GROUP" in message
+        assert "their configurations differ" in message
         assert collectives == 0
+
+
+TIMEOUT_S = 1.0
+CULPRIT = 2
+
+
+class _LeftError(Exception):
+    """Ends a bootstrap without a word to the others."""
+
+
+@contextmanager
+def _patched(part: Callable[..., Any]) -> Iterator[None]:
+    original = Supervision.part
+    Supervision.part = part
+    try:
+        yield
+    finally:
+        Supervision.part = original
+
+
+def _stray(rank: int, address: StoreAddress, config: RunConfig, late: bool) -> list[tuple[str, Any, float]]:
+    """For each part in turn the culprit does not come to it, or only after the timeout."""
+    worker = _worker(rank, address, config)
+    mine = _parts_of(worker)
+    if rank == CULPRIT:
+        worker.store.set("parts", "\n".join(mine))
+    parts = worker.store.get("parts").decode()
+    config.rl_safe.timeouts.bootstrap = TIMEOUT_S
+    found, part = [], Supervision.part
+    for number, absent in enumerate(parts.split("\n")):
+
+        def stray(self: Supervision, name: str, *args: Any, absent: str = absent) -> Any:
+            if rank == CULPRIT and name == absent:
+                if not late:
+                    raise _LeftError
+                time.sleep(TIMEOUT_S + 0.5)
+            return part(self, name, *args)
+
+        started_s, error = time.monotonic(), None
+        with _patched(stray):
+            try:
+                worker.bootstrap()
+            except (PhaseTimeoutError, _LeftError) as raised:
+                error = raised
+        found.append((absent, error, time.monotonic() - started_s))
+        if worker.store.add(f"met/{number}", 1) == SIZE:
+            worker.store.set(f"all/{number}", "")
+        worker.store.wait([f"all/{number}"])
+    return found
+
+
+def _parts_of(worker: Worker) -> list[str]:
+    names: list[str] = []
+    part = Supervision.part
+
+    def noting(self: Supervision, name: str, *args: Any) -> Any:
+        names.append(name)
+        return part(self, name, *args)
+
+    with _patched(noting):
+        worker.bootstrap()
+    return names
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["never", "late"])
+def test_a_rank_that_does_not_come_in_time_is_named_at_every_group(late: bool, address, seeded_models) -> None:
+    config = _config(seeded_models["moe"], pp=2, ep=2)
+    outcomes = values(run_ranks(_stray, SIZE, address, config, late, timeout_s=90))
+    for rank, found in enumerate(outcomes):
+        assert len(found) >= 8
+        for part, error, seconds in found:
+            if rank == CULPRIT and not late:
+                continue
+            assert isinstance(error, PhaseTimeoutError), (rank, part)
+            assert error.missing == (CULPRIT,)
+            # One of those where it is waited for; where it would have been alone, one after it.
+            assert str(CULPRIT) in error.group
+            assert error.setting == "rl_safe.timeouts.bootstrap"
+            assert seconds < TIMEOUT_S + 2
+
+
+def _fail(rank: int, address: StoreAddress, config: RunConfig, number: int) -> tuple[str, str, float]:
+    """The culprit's collective of a part raises; returns the part, this rank's error, and after how long."""
+    worker = _worker(rank, address, config)
+    issue, issued = Bootstrap._issue, []
+
+    def failing(self: Bootstrap, op_class: OpClass, group: Any) -> Any:
+        issued.append(f"{group} {op_class}")
+        if rank == CULPRIT and len(issued) == number + 1:
+            raise ValueError("no such device")
+        return issue(self, op_class, group)
+
+    Bootstrap._issue = failing
+    started_s = time.monotonic()
+    try:
+        worker.bootstrap()
+    except CommunicatorError as error:
+        return (issued or [""])[-1], str(error), time.monotonic() - started_s
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_a_rank_that_fails_inside_a_group_is_named_by_all_others(number: int, address, seeded_models) -> None:
+    config = _config(seeded_models["moe"], pp=2, ep=2)
+    config.rl_safe.timeouts.bootstrap = 20.0
+    outcomes = values(run_ranks(_fail, SIZE, address, config, number, timeout_s=60))
+    part = outcomes[CULPRIT][0]
+    for _, message, seconds in outcomes:
+        assert f"training rank {CULPRIT} failed in {part}: ValueError: no such device" in message
+        assert seconds < 4
+
+
+def _stall(rank: int, address: StoreAddress, config: RunConfig) -> str:
+    """The culprit's collective never ends, though all have come."""
+    worker = _worker(rank, address, config)
+    if rank == CULPRIT:
+        Bootstrap._issue = lambda self, op_class, group: threading.Event().wait()
+    try:
+        worker.bootstrap()
+    except PhaseTimeoutError as error:
+        return str(error)
+    return ""
+
+
+def test_a_collective_that_does_not_end_fails_all_within_the_timeout(address, seeded_models) -> None:
+    config = _config(seeded_models["moe"], ep=2)
+    config.rl_safe.timeouts.bootstrap = 2.0
+    for message in values(run_ranks(_stall, SIZE, address, config, timeout_s=30)):
+        assert "phase bootstrap: rank" in message
+        assert str(CULPRIT) in message
 
 
 def _rebuild(rank: int, address: StoreAddress, config: RunConfig) -> bool:
@@ -152,24 +349,33 @@ def _rebuild(rank: int, address: StoreAddress, config: RunConfig) -> bool:
 
 
 def test_rebuilt_groups_need_a_bootstrap_and_its_plans_are_not_taken_for_the_old_ones(address, seeded_models) -> None:
-    config = run_config(seeded_models["moe"], ep=2)
-    assert values(run_ranks(_rebuild, SIZE, address, config)) == [False] * SIZE
+    assert values(run_ranks(_rebuild, SIZE, address, _config(seeded_models["moe"], ep=2))) == [False] * SIZE
 
 
-def _lag(rank: int, address: StoreAddress, config: RunConfig) -> None:
-    worker = _worker(rank, address, config)
-    if rank == 2:
-        worker.roll_call.arrive(Phase.BOOTSTRAP, timeout=worker.timeout(Phase.BOOTSTRAP))
-        time.sleep(1.5)
-    worker.bootstrap()
+def _limit(rank: int, address: StoreAddress, config: RunConfig, limits: dict[str, int]) -> tuple[str, bool]:
+    for key, limit in limits.items():
+        setattr(config.rl_safe.bootstrap.max_ctas, key, limit)
+    worker = Worker(config, rank=rank, size=SIZE)
+    worker.init_world(address, backend="gloo")
+    try:
+        worker.init_groups(seed=0)
+    except ConfigError as error:
+        return str(error), parallel_state.model_parallel_is_initialized()
+    return "", parallel_state.model_parallel_is_initialized()
 
 
-def test_a_rank_without_a_plan_is_named(address, seeded_models) -> None:
-    config = run_config(seeded_models["moe"], ep=2)
-    config.rl_safe.timeouts.bootstrap = 1.0
-    errors = [outcome.error for outcome in run_ranks(_lag, SIZE, address, config, timeout_s=30)]
-    assert isinstance(errors[1], CommunicatorError)
-    assert "training rank 2 published no plan within 1 s" in str(errors[1])
+@pytest.mark.parametrize(
+    ("limits", "complaint"),
+    [
+        ({"inter_ep_dp": 4}, "max_ctas.inter_ep_dp: Megatron creates none in this layout"),
+        ({"ep_dp": 0}, "rl_safe.bootstrap.max_ctas.ep_dp=0 must be from 1 to 64 CTAs"),
+        ({"ep_dp": -1}, "rl_safe.bootstrap.max_ctas.ep_dp=-1 must be from 1 to 64 CTAs"),
+    ],
+)
+def test_a_budget_that_cannot_be_is_refused_before_any_group_is_made(limits, complaint, address, seeded_models) -> None:
+    for message, has_groups in values(run_ranks(_limit, SIZE, address, _config(seeded_models["moe"], ep=2), limits)):
+        assert complaint in message
+        assert not has_groups
 
 
 def _offload_first(rank: int, address: StoreAddress, config: RunConfig) -> tuple[str, bool]:
@@ -182,8 +388,7 @@ def _offload_first(rank: int, address: StoreAddress, config: RunConfig) -> tuple
 
 
 def test_an_offload_before_the_bootstrap_is_refused(address, seeded_models) -> None:
-    config = run_config(seeded_models["moe"], ep=2)
-    for message, connected in values(run_ranks(_offload_first, SIZE, address, config)):
+    for message, connected in values(run_ranks(_offload_first, SIZE, address, _config(seeded_models["moe"], ep=2))):
         assert "the bootstrap has not run" in message
         assert "rl_safe.bootstrap.on_missing=bootstrap" in message
         assert not connected
@@ -194,12 +399,12 @@ def _offload_bootstraps(rank: int, address: StoreAddress, config: RunConfig) -> 
     worker.bootstrap()
     worker.convert()
     worker.lifecycle.invalidate(Phase.BOOTSTRAP)
-    with recorded_collectives() as collectives:
+    with _recorded_bootstrap() as collectives:
         worker.offload()
     return [worker.lifecycle.has_completed(Phase.BOOTSTRAP), worker.is_offloaded, len(collectives) > 0]
 
 
 def test_an_offload_bootstraps_first_if_so_configured(address, seeded_models) -> None:
-    config = run_config(seeded_models["moe"], ep=2)
+    config = _config(seeded_models["moe"], ep=2)
     config.rl_safe.bootstrap.on_missing = "bootstrap"
     assert values(run_ranks(_offload_bootstraps, SIZE, address, config)) == [[True] * 3] * SIZE

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -11,12 +14,17 @@ from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import LifecycleError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cpu
+from rl_safe_workers.rollout.packing import unpack
+from rl_safe_workers.rollout.protocol import plan_buckets
 from rl_safe_workers.trainer.policy import MegatronPolicy
 from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.joint_group import JointGroup
+from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.worker import run_config
 
-SIZE = 4
+SIZE, BUCKET_BYTES = 4, 200_000
+PATIENCE = timedelta(seconds=60)
 
 
 class Host(MegatronPolicy):
@@ -27,8 +35,25 @@ class Host(MegatronPolicy):
         self.config, self.device = config, torch.device("cpu")
 
 
-class Actor(MegatronActorMixin, Host):
-    """What the README's reader writes."""
+class BareHost:
+    """A Megatron actor that has what MegatronHost asks for, and no more."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._policy = Host(config)
+        self.config, self.device = config, self._policy.device
+
+    def build(self) -> None:
+        self._policy.build()
+        self.chunks, self.optimizer = self._policy.chunks, self._policy.optimizer
+
+    def export_hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._policy.export_hf_weights()
+
+
+class SetUp(MegatronActorMixin):
+    """What the README's reader writes, over a host that is yet to be named."""
+
+    config: RunConfig
 
     def set_up(self, rank: int, address: StoreAddress) -> None:
         self.setup_worker(
@@ -42,6 +67,14 @@ class Actor(MegatronActorMixin, Host):
         self.init_groups(seed=0)
         self.bootstrap()
         self.build()
+
+
+class Actor(SetUp, Host):
+    """Over a host that can tell which weights each rank has."""
+
+
+class BareActor(SetUp, BareHost):
+    """Over one that cannot."""
 
 
 def _life(rank: int, address: StoreAddress, config: RunConfig, root: Path) -> list[str]:
@@ -70,3 +103,45 @@ def test_a_host_that_builds_its_own_model_lives_from_set_up_to_teardown(address,
     for first, second in values(run_ranks(_life, SIZE, address, config, tmp_path)):
         assert "call setup_worker() before anything else" in first
         assert "its state is in host memory; call onload() first" in second
+
+
+Weights = dict[str, bytes]
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _sync(rank: int, address: StoreAddress, config: RunConfig) -> Weights:
+    """Trainers send to one rollout rank; returns what they export, and what it receives."""
+    if rank == SIZE:
+        return _receive(address)
+    actor = BareActor(config)
+    assert not hasattr(actor, "own_hf_weights")
+    actor.set_up(rank, address)
+    actor.store.set(f"specs/{rank}", pickle.dumps(actor.weight_specs()))
+    actor.join(SIZE + 1)
+    actor.send_weights(bucket_bytes=BUCKET_BYTES)
+    weights = {name: _bits(weight) for name, weight in actor.export_hf_weights()}
+    assert actor.teardown() == {}
+    return weights
+
+
+def _receive(address: StoreAddress) -> Weights:
+    store = connect_store(address, timeout=PATIENCE)
+    group = JointGroup(
+        store, joint_rank=SIZE, size=SIZE + 1, generation=0, timeout=PATIENCE, device=torch.device("cpu")
+    )
+    received = {}
+    for bucket in plan_buckets(pickle.loads(store.get("specs/0")), bucket_bytes=BUCKET_BYTES):
+        buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
+        group.broadcast(buffer, source=bucket.source)()
+        received.update({name: _bits(weight) for name, weight in unpack(bucket, buffer)})
+    return received
+
+
+def test_a_host_that_can_only_export_sends_every_weight_bit_for_bit(address, seeded_models) -> None:
+    config = run_config(seeded_models["moe"], ep=2)
+    *exported, received = values(run_ranks(_sync, SIZE + 1, address, config, timeout_s=30))
+    assert received
+    assert exported == [received] * SIZE

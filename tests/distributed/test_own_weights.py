@@ -135,7 +135,8 @@ def _send(outgoing: Outgoing, buckets: list[Bucket], rank: int) -> tuple[Prints,
     """Sends all buckets to all trainers; returns what arrived, and how many weights were not sent."""
     weights, received = outgoing.weights(), []
     for bucket in buckets:
-        buffer = outgoing.pack(bucket, weights, training_rank=rank, device=torch.device("cpu"))
+        buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
+        outgoing.pack(bucket, weights, buffer, training_rank=rank)
         dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
         received.append(_prints(unpack(bucket, buffer)))
     assert sum(map(len, received)) == len(outgoing.specs)

@@ -29,7 +29,7 @@ def spec(name: str, tensor: torch.Tensor, *, source: int = 0) -> WeightSpec:
 
 def outgoing(weights: Weights, *, source: int = 0) -> Outgoing:
     specs = tuple(spec(name, tensor, source=source) for name, tensor in weights.items())
-    return Outgoing(specs=specs, mine=frozenset(weights), weights=lambda: iter(weights.items()))
+    return Outgoing(specs=specs, mine=frozenset(weights), is_collective=False, weights=lambda: iter(weights.items()))
 
 
 def only_bucket(made: Outgoing) -> Bucket:
@@ -44,6 +44,7 @@ def own(place: tuple[int, ...], weights: Weights, *, is_source: bool = True) -> 
         names=tuple(weights),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
         dtype=tensors[0].dtype,
+        is_split=False,
         is_source=is_source,
         make=lambda: tensors,
     )
@@ -53,11 +54,10 @@ def ones(*names: str) -> Weights:
     return {name: torch.ones(2) for name in names}
 
 
-@pytest.fixture
-def marked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills new memory, which may hold anything, with `MARK`."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(MARK))
+def packed(made: Outgoing, bucket: Bucket, weights: Any, *, training_rank: int) -> torch.Tensor:
+    buffer = torch.full((bucket.size_bytes,), MARK, dtype=torch.uint8)
+    made.pack(bucket, weights, buffer, training_rank=training_rank)
+    return buffer
 
 
 def test_the_source_writes_every_weight_bit_for_bit() -> None:
@@ -69,7 +69,7 @@ def test_the_source_writes_every_weight_bit_for_bit() -> None:
         "scalar": torch.tensor(2**53 + 1, dtype=torch.int64),
     }
     made = outgoing(weights)
-    buffer = made.pack(only_bucket(made), made.weights(), training_rank=0, device=CPU)
+    buffer = packed(made, only_bucket(made), made.weights(), training_rank=0)
     for name, tensor in unpack(only_bucket(made), buffer):
         expected = weights[name].contiguous()
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
@@ -81,25 +81,23 @@ def test_buckets_take_the_weights_one_after_the_other() -> None:
     made = outgoing(weights)
     left, received = made.weights(), {}
     for bucket in plan_buckets(made.specs, bucket_bytes=16):
-        received.update(unpack(bucket, made.pack(bucket, left, training_rank=0, device=CPU)))
+        received.update(unpack(bucket, packed(made, bucket, left, training_rank=0)))
     assert {name: tensor[0].item() for name, tensor in received.items()} == {"a": 0.0, "b": 1.0, "c": 2.0}
     assert next(left, None) is None
 
 
-@pytest.mark.usefixtures("marked_memory")
 def test_a_rank_that_helps_the_source_takes_its_weights_but_leaves_the_buffer() -> None:
     made = outgoing(ones("a", "b"), source=1)
     left = made.weights()
-    buffer = made.pack(only_bucket(made), left, training_rank=0, device=CPU)
+    buffer = packed(made, only_bucket(made), left, training_rank=0)
     assert buffer.eq(MARK).all()
     assert next(left, None) is None
 
 
-@pytest.mark.usefixtures("marked_memory")
 def test_a_rank_without_the_weights_of_a_bucket_makes_room_and_takes_none() -> None:
     made, theirs = outgoing(ones("a")), outgoing(ones("b", "c"), source=1)
     left = made.weights()
-    buffer = made.pack(only_bucket(theirs), left, training_rank=0, device=CPU)
+    buffer = packed(made, only_bucket(theirs), left, training_rank=0)
     assert (buffer.dtype, len(buffer)) == (torch.uint8, 32)
     assert buffer.eq(MARK).all()
     assert next(left)[0] == "a"
@@ -119,14 +117,14 @@ def test_a_rank_without_the_weights_of_a_bucket_makes_room_and_takes_none() -> N
 def test_a_weight_that_is_not_what_was_announced_is_refused(weights: Weights, message: str, training_rank: int) -> None:
     made = outgoing(ones("a"))
     with pytest.raises(WeightSyncError) as caught:
-        made.pack(only_bucket(made), iter(weights.items()), training_rank=training_rank, device=CPU)
+        packed(made, only_bucket(made), iter(weights.items()), training_rank=training_rank)
     assert str(caught.value) == message
 
 
 def test_the_second_weight_may_be_the_one_that_is_missing() -> None:
     made = outgoing(ones("a", "b"))
     with pytest.raises(WeightSyncError, match="^weight nothing .* was announced as b "):
-        made.pack(only_bucket(made), iter(ones("a").items()), training_rank=0, device=CPU)
+        packed(made, only_bucket(made), iter(ones("a").items()), training_rank=0)
 
 
 def test_an_export_that_brings_all_to_all_is_sent_by_rank_0() -> None:

@@ -1,0 +1,88 @@
+"""What the bootstrap has missed: device memory that a collective takes in the first training steps, and whose it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from rl_safe_workers.comms.report import LateAllocation
+from rl_safe_workers.comms.trace import CollectiveTrace, op_class
+from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.topology.groups import OpClass
+
+logger = logging.getLogger(__name__)
+
+NOTICED_BYTES = 2 * 2**20
+"""The smallest piece in which CUDA hands out memory; less is not seen."""
+_NEIGHBOURS = frozenset({OpClass.ALL_TO_ALL, OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P})
+
+
+class LateWatch:
+    """Looks at every collective while it is asked to.
+
+    Attributes:
+        found: What was noticed, each op class of a group once.
+    """
+
+    def __init__(self, connected: Mapping[str, frozenset[OpClass]], *, probe: Callable[[], int] | None = None) -> None:
+        """Records what needs no notice.
+
+        Args:
+            connected: Op classes that a bootstrap has connected, by torch's name of the group.
+            probe: Tells the device memory that is not torch's; None where there is no device to ask.
+        """
+        self._connected = {name: set(classes) for name, classes in connected.items()}
+        self._probe = probe
+        self.found: list[LateAllocation] = []
+
+    @contextmanager
+    def watching(self, phase: str) -> Iterator[list[LateAllocation]]:
+        """Watches this thread's collectives, and those of its backward passes; yields what is found meanwhile."""
+        before = len(self.found)
+        new: list[LateAllocation] = []
+
+        def issue(group: dist.ProcessGroup, operation: str, call: Callable[[], Any]) -> Any:
+            return self._issue(group, operation, call, phase)
+
+        try:
+            with CollectiveTrace(issue):
+                yield new
+        finally:
+            new += self.found[before:]
+
+    @staticmethod
+    def report(found: Sequence[LateAllocation], *, who: str, refuse: bool) -> None:
+        """Warns of what was found, or raises CommunicatorError if it is to be refused."""
+        if not found:
+            return
+        text = f"{who}: the bootstrap has missed " + "; ".join(map(str, found))
+        if refuse:
+            raise CommunicatorError(text)
+        logger.warning("%s", text)
+
+    def _issue(self, group: dist.ProcessGroup, operation: str, call: Callable[[], Any], phase: str) -> Any:
+        before = None if self._probe is None else self._probe()
+        value = call()
+        taken = None if self._probe is None or before is None else self._probe() - before
+        found = op_class(operation)
+        if self._is_new(group, found) or (taken is not None and taken >= NOTICED_BYTES):
+            self.found.append(
+                LateAllocation(
+                    group=group.group_desc, ranks=tuple(dist.get_process_group_ranks(group)), op_class=found,
+                    operation=operation, phase=phase, bytes=taken,
+                )
+            )  # fmt: skip
+        return value
+
+    def _is_new(self, group: dist.ProcessGroup, found: OpClass | None) -> bool:
+        """Whether a group carries a class for the first time. One rank alone has nobody to connect to."""
+        known = self._connected.setdefault(group.group_name, set())
+        # A send does not tell whether it is part of a batch.
+        is_known = bool(known & _NEIGHBOURS) if found in _NEIGHBOURS - {OpClass.ALL_TO_ALL} else found in known
+        if found is not None:
+            known.add(found)
+        return not is_known and group.size() > 1

@@ -1,0 +1,228 @@
+"""Collective work that no deadline of a backend covers, under one of ours: whoever is missing or fails is named by all.
+
+NCCL connects at the first collective of a group, and its timeouts do not count yet. So the ranks tell each other over
+the store that they have come, do the work in a thread that can be left behind, and look meanwhile whether another rank
+has given up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
+
+from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RlSafeError
+from rl_safe_workers.lifecycle import Phase
+
+logger = logging.getLogger(__name__)
+
+_SLICE = timedelta(milliseconds=500)
+"""How long a rank waits before it looks whether another one has given up."""
+_LOOK_S = 0.02
+_GRACE = timedelta(seconds=1)
+"""What those wait longer who can only hear of a rank that is missing elsewhere."""
+
+
+class Supervision:
+    """One piece of work of a phase among all training ranks, in parts that each concern some of them."""
+
+    def __init__(
+        self, store: Store, subject: str, *, phase: Phase, training_rank: int, size: int, timeout: timedelta
+    ) -> None:
+        """Begins; the deadline counts from now.
+
+        Args:
+            store: A store that every training rank is connected to.
+            subject: A name that no other work of this run has, e.g. ``"bootstrap/1"``.
+            phase: The phase whose timeout counts, for errors.
+            training_rank: This process's rank.
+            size: Number of training ranks.
+            timeout: Longest time for all parts together.
+        """
+        self._store = PrefixStore(subject, store)
+        self._phase, self._rank, self._size = phase, training_rank, size
+        self._started_s = time.monotonic()
+        self._deadline_s = self._started_s + timeout.total_seconds()
+
+    def part(self, name: str, ranks: Sequence[int], work: Callable[[], Any]) -> Any:
+        """Does a part of the work once all who take part have come; returns its value.
+
+        Collective over: ``ranks``. Every rank goes through its parts in an order that all agree on.
+
+        Args:
+            name: For keys and errors; unique within the work, e.g. ``"EXPERT_DATA_PARALLEL_GROUP [0, 2]"``.
+            ranks: Training ranks that take part, this one among them.
+            work: Called in a thread.
+
+        Raises:
+            PhaseTimeoutError: On every training rank, if some do not come or do not finish in time; names them.
+            CommunicatorError: On every training rank, if ``work`` raises on one; names it.
+        """
+        self._arrive(f"{name}/came", name, ranks)
+        value = self._run(name, work, ranks)
+        self._store.set(f"{name}/done/{self._rank}", "")
+        return value
+
+    def compare(self, name: str, mine: Mapping[str, Any], members: Sequence[Sequence[int]]) -> None:
+        """Makes sure that every rank has the same plan for what it shares with others.
+
+        Collective over: the training world. Each rank compares with its next neighbour in every group: around a group
+        the comparisons close a ring, so equal neighbours mean that all members agree.
+
+        Args:
+            name: For keys, e.g. ``"plan"``.
+            mine: This rank's plan by group; fit for JSON.
+            members: Training ranks of each group, in the plan's order.
+
+        Raises:
+            CommunicatorError: On every rank, if two plans differ.
+            PhaseTimeoutError: On every rank, if one publishes none in time.
+        """
+        self._ask(self._store.set, f"{name}/{self._rank}", json.dumps(mine))
+        for (key, planned), ranks in zip(mine.items(), members, strict=True):
+            neighbour = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
+            self._await(f"{name}/{neighbour}", partial(self._absent, name, ranks), part=key)
+            theirs = json.loads(self._ask(self._store.get, f"{name}/{neighbour}")).get(key)
+            if theirs != json.loads(json.dumps(planned)):
+                self._give_up(
+                    {
+                        "part": key, "rank": self._rank,
+                        "text": f"it plans {planned}, but rank {neighbour} {theirs}: their configurations differ",
+                    }
+                )  # fmt: skip
+        self._arrive(f"{name}/agreed", f"the {self._phase}'s plan", range(self._size))
+
+    def finish(self) -> None:
+        """Waits until all training ranks are through. Collective over: the training world.
+
+        Raises:
+            PhaseTimeoutError: As `part`, whichever part it was in.
+            CommunicatorError: As `part`.
+        """
+        self._deadline_s += _GRACE.total_seconds()
+        self._arrive("end", f"the {self._phase}", range(self._size))
+
+    def _arrive(self, key: str, name: str, ranks: Sequence[int]) -> None:
+        self._ask(self._store.set, f"at/{self._rank}", json.dumps([key, name, list(ranks)]))
+        self._ask(self._store.set, f"{key}/{self._rank}", "")
+        if self._ask(self._store.add, f"{key}/count", 1) == len(ranks):
+            # Those who have come before may have given up since.
+            self._heed_failures()
+            self._ask(self._store.set, f"{key}/all", "")
+            return
+        self._await(f"{key}/all", partial(self._absent, key, ranks), part=name)
+
+    def _absent(self, key: str, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if not self._ask(self._store.check, [f"{key}/{rank}"])]
+
+    def _await(self, key: str, absent: Callable[[], list[int]], *, part: str) -> None:
+        """Waits for a key; gives up with those that are absent when the time is up."""
+        while not self._ask(self._has_come, key):
+            self._heed_failures()
+            # Whoever has come meanwhile may have gone on already.
+            if time.monotonic() > self._deadline_s and (missing := absent()):
+                self._report_missing(*self._root(part, missing))
+
+    def _root(self, part: str, missing: list[int]) -> tuple[str, list[int]]:
+        """Returns the part that everyone waits for in the end, and who is missing there.
+
+        Who is missing here may be waiting at another group, for someone who is missing there.
+        """
+        seen: set[int] = set()
+        while waiting := [rank for rank in missing if rank not in seen and self._store.check([f"at/{rank}"])]:
+            seen.add(waiting[0])
+            key, name, ranks = json.loads(self._store.get(f"at/{waiting[0]}"))
+            if absent := self._absent(key, ranks):
+                part, missing = name, absent
+        return part, missing
+
+    def _has_come(self, key: str) -> bool:
+        try:
+            self._store.wait([key], min(_SLICE, max(timedelta(milliseconds=1), self._left())))
+        except DistStoreError:
+            return False
+        return True
+
+    def _left(self) -> timedelta:
+        return timedelta(seconds=self._deadline_s - time.monotonic())
+
+    def _run(self, name: str, work: Callable[[], Any], ranks: Sequence[int]) -> Any:
+        values: list[Any] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                values.append(work())
+            except BaseException as error:
+                errors.append(error)
+
+        # Not of a pool, whose threads the end of the process waits for.
+        thread = threading.Thread(target=run, name=f"{self._phase} {name}", daemon=True)
+        thread.start()
+        looked_s = time.monotonic()
+        thread.join(_LOOK_S)
+        while thread.is_alive():
+            if time.monotonic() - looked_s > _SLICE.total_seconds():
+                looked_s = time.monotonic()
+                self._heed_failures()
+            if time.monotonic() > self._deadline_s:
+                self._report_missing(name, self._absent(f"{name}/done", ranks))
+            thread.join(_LOOK_S)
+        if errors:
+            self._report(name, errors[0])
+        return values[0]
+
+    def _report_missing(self, name: str, missing: Sequence[int]) -> None:
+        self._give_up({"part": name, "missing": list(missing), "waited_s": time.monotonic() - self._started_s})
+
+    def _report(self, name: str, error: BaseException) -> None:
+        """Tells all others, unless one of them was first; its failure is the cause of this one, then."""
+        text = str(error) if isinstance(error, RlSafeError) else f"{type(error).__name__}: {error}"
+        # A broken connection is how the others' end shows itself; who was first says so within a slice.
+        if not isinstance(error, RlSafeError) and self._is_echo(error):
+            self._wait_for_the_first()
+        self._give_up({"part": name, "rank": self._rank, "text": text.splitlines()[0]}, cause=error)
+
+    @staticmethod
+    def _is_echo(error: BaseException) -> bool:
+        return isinstance(error, RuntimeError)
+
+    def _wait_for_the_first(self) -> None:
+        until_s = time.monotonic() + _SLICE.total_seconds()
+        while time.monotonic() < until_s:
+            self._heed_failures()
+            time.sleep(_LOOK_S)
+
+    def _give_up(self, failure: dict[str, Any], *, cause: BaseException | None = None) -> None:
+        first = self._ask(self._store.compare_set, "failed", "", json.dumps(failure))
+        self._raise(json.loads(first), cause=cause)
+
+    def _heed_failures(self) -> None:
+        if self._ask(self._store.check, ["failed"]):
+            self._raise(json.loads(self._store.get("failed")))
+
+    def _raise(self, failure: dict[str, Any], *, cause: BaseException | None = None) -> None:
+        if "missing" in failure:
+            raise PhaseTimeoutError(
+                phase=self._phase, group=failure["part"], missing=failure["missing"], waited_s=failure["waited_s"],
+                setting=f"rl_safe.timeouts.{self._phase}",
+            )  # fmt: skip
+        raise CommunicatorError(
+            f"phase {self._phase}: training rank {failure['rank']} failed in {failure['part']}: {failure['text']}"
+        ) from (cause if failure["rank"] == self._rank else None)
+
+    def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return request(*args)
+        except DistNetworkError as error:
+            raise CommunicatorError(
+                f"phase {self._phase}: training rank {self._rank} has lost the run's store: its owner, training rank "
+                "0, has ended"
+            ) from error

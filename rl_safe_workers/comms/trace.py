@@ -1,0 +1,69 @@
+"""Every collective of this process as it is issued, with its group: what really fires, whatever a table says.
+
+torch's collectives are operators of its dispatcher (``c10d::allreduce_`` and so on), also those that a library has
+bound under another name, so a dispatch mode sees them all, those of a backward pass included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_safe_workers.topology.groups import OpClass
+
+OP_CLASSES = {
+    "allreduce": OpClass.REDUCE,
+    "reduce": OpClass.REDUCE,
+    "broadcast": OpClass.REDUCE,
+    "barrier": OpClass.REDUCE,
+    "allgather": OpClass.GATHER_SCATTER,
+    "reduce_scatter": OpClass.GATHER_SCATTER,
+    "alltoall": OpClass.ALL_TO_ALL,
+    "gather": OpClass.ALL_TO_ALL,
+    "scatter": OpClass.ALL_TO_ALL,
+    "send": OpClass.UNBATCHED_P2P,
+    "recv": OpClass.UNBATCHED_P2P,
+}
+"""By the beginning of the operator's name. Of a send it cannot be told whether it is part of a batch."""
+
+
+def op_class(operation: str) -> OpClass | None:
+    """Returns the class of one of torch's operators, e.g. ``"_allgather_base_"``; None if it is not known."""
+    name = operation.strip("_").replace("all_to_all", "alltoall").replace("all_gather", "allgather")
+    found = [key for key in OP_CLASSES if name.startswith(key)]
+    return OP_CLASSES[max(found, key=len)] if found else None
+
+
+class CollectiveTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, passes every collective of this thread and of its backward passes through a function."""
+
+    def __init__(self, issue: Callable[[dist.ProcessGroup, str, Callable[[], Any]], Any]) -> None:
+        """Records the function.
+
+        Args:
+            issue: Called with the group, the operator's name, and what issues it, whose value it must return.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._issue = issue
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Sorts collectives out of all operators."""
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            group = next(filter(None, map(_as_group, (*args, *kwargs.values()))), None)
+            if group is not None:
+                return self._issue(group, func._schema.name.removeprefix("c10d::"), lambda: func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _as_group(argument: Any) -> dist.ProcessGroup | None:
+    if not isinstance(argument, torch.ScriptObject):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(argument)
+    except RuntimeError:  # an operation such as the sum of a reduction
+        return None

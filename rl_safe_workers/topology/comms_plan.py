@@ -1,0 +1,53 @@
+"""A training world's communicators before they exist: their limits, their bytes, and whether they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.topology.budget import SETTING, plan_limits
+from rl_safe_workers.topology.groups import Features, Traffic
+from rl_safe_workers.topology.layout import ParallelLayout
+from rl_safe_workers.topology.memory import MIB, PredictedGroup, predict_groups
+
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommsPlan:
+    """What will be connected, with which limits.
+
+    Example: ``CommsPlan.of(layout, Features(), {}).bytes``
+    """
+
+    layout: ParallelLayout
+    features: Features
+    limits: Mapping[str, int]
+    """CTAs at most by key of Megatron's ``nccl_communicator_config_path`` file."""
+    groups: tuple[PredictedGroup, ...]
+    """The heaviest first."""
+
+    @classmethod
+    def of(cls, layout: ParallelLayout, features: Features, overrides: Mapping[str, int]) -> CommsPlan:
+        """Plans; raises ConfigError if an override names no group of the layout, or is no number of CTAs."""
+        limits = plan_limits(layout, features, overrides)
+        groups = predict_groups(layout, features, limits)
+        return cls(layout=layout, features=features, limits=limits, groups=tuple(groups))
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of all of them on a rank."""
+        return sum(group.bytes for group in self.groups)
+
+    def check_fits(self, *, free_bytes: int) -> None:
+        """Raises CommunicatorError if the groups take more memory than is free; names the heaviest and what helps."""
+        if self.bytes <= free_bytes:
+            return
+        heaviest = [g for g in self.groups if g.kind.traffic(self.layout, self.features) is Traffic.BANDWIDTH][:_NAMED]
+        named = ", ".join(f"{g.description} {g.bytes / MIB:.0f} MiB" for g in heaviest)
+        settings = " ".join(f"{SETTING}.{g.kind.key}=8" for g in heaviest)
+        raise CommunicatorError(
+            f"the communicators will take {self.bytes / MIB:.0f} MiB of device memory and {free_bytes / MIB:.0f} MiB "
+            f"are free; the heaviest are {named}: free memory before init_groups, or limit them with {settings}"
+        )

@@ -1,0 +1,225 @@
+"""What Megatron's process groups are: their names, their sizes, what they carry and when that begins.
+
+Pure Python: a plan needs it where no torch is. The table is of megatron-core 0.16 to 0.19, ``parallel_state.py``, and
+what each group carries was read from a trace of real training steps (``comms.trace``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rl_safe_workers.config import MegatronConfig
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.topology.layout import ParallelLayout
+
+
+class OpClass(StrEnum):
+    """The kinds of collective that a communicator connects, and allocates memory for, separately."""
+
+    REDUCE = "reduce"
+    """all_reduce, reduce, broadcast, barrier."""
+    GATHER_SCATTER = "gather_scatter"
+    """all_gather, reduce_scatter."""
+    ALL_TO_ALL = "all_to_all"
+    """all_to_all, and gather and scatter, which NCCL makes of sends: a channel to every peer."""
+    BATCHED_P2P = "batched_p2p"
+    """batch_isend_irecv: channels to the neighbours."""
+    UNBATCHED_P2P = "unbatched_p2p"
+    """send and recv one by one: a communicator of its own for each pair."""
+
+
+class Traffic(StrEnum):
+    """What a group's messages are like."""
+
+    CONTROL = "control"
+    """Scalars: its speed does not matter."""
+    BANDWIDTH = "bandwidth"
+    """Activations, gradients or weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """What of a run decides which collectives its groups carry.
+
+    Example: ``Features(moe_dispatcher="alltoall", tied_embeddings=False)``
+    """
+
+    moe_dispatcher: str = "alltoall"
+    """``alltoall`` or ``allgather``."""
+    tied_embeddings: bool = True
+    """Whether the first and the last pipeline stage share the embedding; True if not known."""
+    batched_p2p: bool = False
+    """Megatron's ``batch_p2p_comm``; mbridge turns it off."""
+    expert_bias: bool = False
+    """Megatron's ``moe_router_enable_expert_bias``."""
+    aux_loss: bool = False
+    """Whether the router has a load-balancing loss."""
+    optimizer_instances: int = 1
+    """Megatron's ``num_distributed_optimizer_instances``."""
+    weights_over_world: bool = False
+    """Whether weight syncs use the default group, as colocated trainers do."""
+
+    @classmethod
+    def of(cls, config: MegatronConfig, *, colocated: bool = False) -> Features:
+        """Returns those of a configuration."""
+        return cls(
+            moe_dispatcher=config.moe_token_dispatcher_type,
+            optimizer_instances=config.num_distributed_optimizer_instances,
+            weights_over_world=colocated,
+        )
+
+
+Classes = tuple[OpClass, ...]
+_NOTHING: Classes = ()
+_BOTH: Classes = (OpClass.REDUCE, OpClass.GATHER_SCATTER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupKind:
+    """One kind of group.
+
+    Example: ``KINDS["EXPERT_DATA_PARALLEL_GROUP"].size(layout, features)``
+    """
+
+    key: str
+    """Its name in Megatron's ``nccl_communicator_config_path`` file; ``world`` for the default group."""
+    size: Callable[[ParallelLayout, Features], int]
+    """Number of members."""
+    classes: Callable[[ParallelLayout, Features], Classes] = lambda layout, features: _NOTHING
+    """What it carries; nothing if Megatron creates it and does not use it."""
+    traffic: Callable[[ParallelLayout, Features], Traffic] = lambda layout, features: Traffic.BANDWIDTH
+    fires_alone: bool = False
+    """Whether Megatron issues its collectives on a group of one rank, too."""
+    first_phase: Phase = Phase.TRAIN
+    """The phase that issues the first one."""
+
+
+def _always(*classes: OpClass) -> Callable[[ParallelLayout, Features], Classes]:
+    return lambda layout, features: classes
+
+
+def _control(layout: ParallelLayout, features: Features) -> Traffic:
+    return Traffic.CONTROL
+
+
+def _pipeline(layout: ParallelLayout, features: Features) -> Classes:
+    # The broadcast is of the number of tokens (finalize_model_grads.py).
+    return OpClass.REDUCE, OpClass.BATCHED_P2P if features.batched_p2p else OpClass.UNBATCHED_P2P
+
+
+def _world(layout: ParallelLayout, features: Features) -> Classes:
+    # Of two pipeline stages one direction goes over the default group, unless batched (p2p_communication.py:67).
+    two_stages = layout.pipeline == 2 and not features.batched_p2p
+    return (*_BOTH, OpClass.UNBATCHED_P2P) if two_stages else _BOTH
+
+
+def _world_traffic(layout: ParallelLayout, features: Features) -> Traffic:
+    carries = features.weights_over_world or OpClass.UNBATCHED_P2P in _world(layout, features)
+    return Traffic.BANDWIDTH if carries else Traffic.CONTROL
+
+
+def _whole_data_traffic(layout: ParallelLayout, features: Features) -> Traffic:
+    return Traffic.CONTROL if features.optimizer_instances > 1 else Traffic.BANDWIDTH
+
+
+def _token_dispatch(layout: ParallelLayout, features: Features) -> Traffic:
+    return Traffic.CONTROL if features.moe_dispatcher == "alltoall" else Traffic.BANDWIDTH
+
+
+def _if(condition: Callable[[Features], bool], *classes: OpClass) -> Callable[[ParallelLayout, Features], Classes]:
+    return lambda layout, features: classes if condition(features) else _NOTHING
+
+
+WORLD = "WORLD"
+EXPERT_DATA_PARALLEL = "EXPERT_DATA_PARALLEL_GROUP"
+KINDS: Mapping[str, GroupKind] = {
+    WORLD: GroupKind(
+        key="world", size=lambda s, f: s.world_size, classes=_world, traffic=_world_traffic, first_phase=Phase.CONVERT
+    ),
+    "DATA_PARALLEL_GROUP_WITH_CP": GroupKind(
+        key="dp_cp", size=lambda s, f: s.data * s.context, classes=_always(*_BOTH), traffic=_whole_data_traffic,
+        fires_alone=True,
+    ),
+    "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": GroupKind(
+        key="intra_dp_cp", size=lambda s, f: s.data * s.context // f.optimizer_instances, classes=_always(*_BOTH),
+        fires_alone=True,
+    ),
+    "DATA_PARALLEL_GROUP": GroupKind(key="dp", size=lambda s, f: s.data, traffic=_control),
+    "CONTEXT_PARALLEL_GROUP": GroupKind(
+        key="cp", size=lambda s, f: s.context, classes=_always(*_BOTH, OpClass.BATCHED_P2P), first_phase=Phase.LOGPROB
+    ),
+    "MODEL_PARALLEL_GROUP": GroupKind(key="mp", size=lambda s, f: s.tensor * s.pipeline, traffic=_control),
+    "TENSOR_MODEL_PARALLEL_GROUP": GroupKind(
+        key="tp", size=lambda s, f: s.tensor, classes=_always(*_BOTH), fires_alone=True, first_phase=Phase.LOGPROB
+    ),
+    "PIPELINE_MODEL_PARALLEL_GROUP": GroupKind(
+        key="pp", size=lambda s, f: s.pipeline, classes=_pipeline, fires_alone=True, first_phase=Phase.LOGPROB
+    ),
+    "EMBEDDING_GROUP": GroupKind(
+        key="embd", size=lambda s, f: min(s.pipeline, 2), classes=_if(lambda f: f.tied_embeddings, OpClass.REDUCE)
+    ),
+    "POSITION_EMBEDDING_GROUP": GroupKind(key="pos_embd", size=lambda s, f: 1, traffic=_control),
+    "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": GroupKind(
+        key="tp_dp_cp", size=lambda s, f: s.tensor * s.data * s.context, traffic=_control,
+        classes=_if(lambda f: f.expert_bias, OpClass.REDUCE),
+    ),
+    "TENSOR_AND_DATA_PARALLEL_GROUP": GroupKind(key="tp_dp", size=lambda s, f: s.tensor * s.data, traffic=_control),
+    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": GroupKind(
+        key="tp_cp", size=lambda s, f: s.tensor * s.context, traffic=_control,
+        classes=_if(lambda f: f.aux_loss, OpClass.REDUCE),
+    ),
+    "EXPERT_MODEL_PARALLEL_GROUP": GroupKind(
+        key="ep", size=lambda s, f: s.expert, first_phase=Phase.LOGPROB,
+        classes=_if(lambda f: f.moe_dispatcher == "alltoall", OpClass.ALL_TO_ALL),
+    ),
+    "EXPERT_TENSOR_PARALLEL_GROUP": GroupKind(
+        key="ep_tp", size=lambda s, f: s.expert_tensor, classes=_always(*_BOTH), first_phase=Phase.LOGPROB
+    ),
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": GroupKind(
+        key="tp_ep_mp", size=lambda s, f: s.expert_tensor * s.expert, classes=_always(*_BOTH), traffic=_token_dispatch,
+        first_phase=Phase.LOGPROB,
+    ),
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": GroupKind(
+        key="tp_ep_pp", size=lambda s, f: s.expert_tensor * s.expert * s.pipeline, traffic=_control
+    ),
+    EXPERT_DATA_PARALLEL: GroupKind(
+        key="ep_dp", size=lambda s, f: s.expert_data, classes=_always(*_BOTH), traffic=_whole_data_traffic,
+        fires_alone=True,
+    ),
+    "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0": GroupKind(
+        key="intra_ep_dp", size=lambda s, f: s.expert_data // f.optimizer_instances, classes=_always(*_BOTH),
+        fires_alone=True,
+    ),
+    "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1": GroupKind(
+        key="inter_ep_dp", size=lambda s, f: f.optimizer_instances, classes=_always(*_BOTH), fires_alone=True
+    ),
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": GroupKind(
+        key="intra_dist_opt_instance", size=lambda s, f: s.world_size // f.optimizer_instances, traffic=_control,
+        classes=_always(OpClass.REDUCE), fires_alone=True,
+    ),
+}  # fmt: skip
+"""By Megatron's ``group_desc``. A kind of which a run has no group is simply not found among its live groups."""
+
+_ONLY_WITH_INSTANCES = ("intra_dp_cp", "intra_ep_dp", "inter_ep_dp")
+
+
+def kinds_of(layout: ParallelLayout, features: Features) -> dict[str, GroupKind]:
+    """Returns the kinds of which every version of Megatron creates groups for this layout."""
+    return {
+        description: kind
+        for description, kind in KINDS.items()
+        if features.optimizer_instances > 1 or kind.key not in _ONLY_WITH_INSTANCES
+    }
+
+
+def connected_classes(kind: GroupKind, size: int, layout: ParallelLayout, features: Features) -> Classes:
+    """Returns what a bootstrap has to connect on a group of this kind.
+
+    A group of one rank on which Megatron issues collectives has a communicator, and one reduction makes it.
+    """
+    classes = kind.classes(layout, features)
+    if size > 1 or not classes:
+        return classes
+    return (OpClass.REDUCE,) if kind.fires_alone else _NOTHING

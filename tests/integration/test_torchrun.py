@@ -1,0 +1,58 @@
+"""The README's script under torchrun, and what becomes of it when a rank fails or comes too early."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parents[2] / "README.md"
+TIMEOUT_S = 120
+
+
+def _script() -> str:
+    """The block of the README that has the three lines."""
+    (found,) = [b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "import bootstrap" in b]
+    return found
+
+
+def _run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    file = folder / "script.py"
+    file.write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(file)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def test_the_readmes_script_connects_trains_and_ends(tmp_path: Path) -> None:
+    done = _run(tmp_path, _script())
+    assert done.returncode == 0, done.stderr
+    # The ranks write to one pipe, and not line by line.
+    found = re.findall(r"rank (\d): \d+ groups in \d+\.\d\d s", done.stdout)
+    assert sorted(found) == ["0", "1", "2", "3"]
+    assert "the bootstrap has missed" not in done.stderr
+
+
+def test_a_rank_that_fails_is_named_by_the_others_and_keeps_its_own_error(tmp_path: Path) -> None:
+    failing = _script().replace("    for step in", "    assert dist.get_rank() != 2, 'no more disk'\n    for step in")
+    done = _run(tmp_path, failing)
+    assert done.returncode != 0
+    assert "AssertionError: no more disk" in done.stderr
+
+
+def test_a_phase_before_the_bootstrap_is_refused_and_a_collective_that_it_missed_is_told(tmp_path: Path) -> None:
+    late = """
+    try:
+        with guard("offload"):
+            pass
+    except Exception as error:
+        print("refused:", error)
+    bootstrap()
+    with guard("train"):
+        dist.all_reduce(torch.ones(1), group=parallel_state.get_data_parallel_group())
+"""
+    head, _, _ = _script().partition("    report = bootstrap()")
+    done = _run(tmp_path, f"{head}{late.lstrip(chr(10))}finally:\n    teardown()\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("bootstrap() has not run") == 4
+    assert "the bootstrap has missed allreduce_ (reduce) on DATA_PARALLEL_GROUP" in done.stderr
