@@ -29,9 +29,23 @@ class CommsPlan:
     """The heaviest first."""
 
     @classmethod
-    def of(cls, layout: ParallelLayout, features: Features, overrides: Mapping[str, int]) -> CommsPlan:
-        """Plans; raises ConfigError if an override names no group of the layout, or is no number of CTAs."""
+    def of(
+        cls, layout: ParallelLayout, features: Features, overrides: Mapping[str, int], *, budget: bool = True
+    ) -> CommsPlan:
+        """Plans.
+
+        Args:
+            layout: Sizes of the training world's axes.
+            features: What decides about the collectives.
+            overrides: Limits by key from the configuration.
+            budget: Whether groups have limits beside those.
+
+        Raises:
+            ConfigError: If an override names no group of the layout, or is no number of CTAs.
+        """
         limits = plan_limits(layout, features, overrides)
+        if not budget:
+            limits = dict(overrides)
         groups = predict_groups(layout, features, limits)
         return cls(layout=layout, features=features, limits=limits, groups=tuple(groups))
 

@@ -20,7 +20,7 @@ from rl_safe_workers.platforms.device_memory import outside_torch
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.base import MegatronHost
 from rl_safe_workers.workers.groups import GroupsMixin
-from rl_safe_workers.workers.outgoing import Outgoing
+from rl_safe_workers.workers.outgoing import Outgoing, Weights
 from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup
 
@@ -78,10 +78,8 @@ class CommsMixin(GroupsMixin):
             CommunicatorError: If one does, and ``rl_safe.bootstrap.on_late`` is ``raise``.
         """
         with super().phase(phase):
-            watch = (
-                self._late if phase in _WATCHED and self._watched[phase] < self.rl_safe.bootstrap.watch_steps else None
-            )
-            if watch is None:
+            watch, wanted = self._late, self.rl_safe.bootstrap.watch_steps
+            if watch is None or phase not in _WATCHED or self._watched[phase] >= wanted:
                 yield
                 return
             self._watched[phase] += 1
@@ -211,34 +209,46 @@ class CommsMixin(GroupsMixin):
         group = self.joint_group
         if failure is None and group is None:
             failure = "has not joined the joint group"
-        if group is not None:
+        if failure is not None:
+            # Whoever waits for this rank in the joint group hears of it at once.
+            self.leave(failed=True)
+        elif group is not None:
             group.limit(_PAIR_SHARE * self.remaining())
         weights = outgoing.weights()
         on_its_way: Callable[[], None] | None = None
         for number, bucket in enumerate(buckets):
-            buffer = buffers[number % len(buffers)][: bucket.size_bytes] if buffers else torch.empty(0)
-            try:
-                if buffers:
-                    outgoing.pack(bucket, weights, buffer, training_rank=self.training_rank)
-                if self._colocated and self.training_size > 1:
-                    # Each trainer passes everything on to the rollout rank beside it.
-                    dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
-                if failure is not None or group is None:
-                    continue
-                started = group.broadcast(buffer, source=bucket.source)
-                # Only now, so that one bucket is packed while the one before it is sent.
-                if on_its_way is not None:
-                    on_its_way()
-                on_its_way = started
-            except Exception as error:
-                failure, on_its_way = failure or _first_line(error), None
-                # Whoever waits for this rank in the joint group hears of it at once.
+            # Without room there is nothing to pack, and an agreement before this where others need its weights.
+            buffer = buffers[number % len(buffers)][: bucket.size_bytes] if buffers else None
+            if buffer is None:
+                break
+            failed_now = self._pack(bucket, weights, buffer, outgoing)
+            if self._colocated and self.training_size > 1:
+                # Each trainer passes everything on to the rollout rank beside it.
+                dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
+            if failure is None and failed_now is None and group is not None:
+                try:
+                    started = group.broadcast(buffer, source=bucket.source)
+                    # Only now, so that one bucket is packed while the one before it is sent.
+                    if on_its_way is not None:
+                        on_its_way()
+                    on_its_way = started
+                except WeightSyncError as error:
+                    failed_now = str(error)
+            if failure is None and failed_now is not None:
+                failure, on_its_way = failed_now, None
                 self.leave(failed=True)
         if failure is None and next(weights, None) is not None:
             failure = "the model has more weights than were announced"
         if failure is None and group is not None:
             failure = self._flush(group, on_its_way)
         return failure
+
+    def _pack(self, bucket: Bucket, weights: Weights, buffer: torch.Tensor, outgoing: Outgoing) -> str | None:
+        try:
+            outgoing.pack(bucket, weights, buffer, training_rank=self.training_rank)
+        except Exception as error:
+            return _first_line(error)
+        return None
 
     def _flush(self, group: JointGroup | GpuPair, on_its_way: Callable[[], None] | None) -> str | None:
         try:

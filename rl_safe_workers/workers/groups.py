@@ -29,7 +29,8 @@ class GroupsMixin(SafeWorker):
         """
         layout = ParallelLayout.of(self.megatron, world_size=self.training_size)
         features = self.features or Features.of(self.megatron)
-        return CommsPlan.of(layout, features, self.rl_safe.bootstrap.max_ctas.limits())
+        settings = self.rl_safe.bootstrap
+        return CommsPlan.of(layout, features, settings.max_ctas.limits(), budget=settings.budget)
 
     def serve_store(self, host: str) -> StoreAddress:
         """Starts the run's store in this process, which must then be the last of the trainers to end."""

@@ -1,0 +1,207 @@
+"""Communicators: what our bootstrap takes, and leaves for later, against what others do and against nothing.
+
+Needs four GPUs. Every figure is of the rank that takes most, in one run of the command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import rl_safe_workers
+from rl_safe_workers import env
+from rl_safe_workers.bench.gpu import count_gpus
+from rl_safe_workers.bench.table import Goal, Relation, Row, machine_in_words
+from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.errors import ResourceError, RunError
+from rl_safe_workers.versions import installed_versions
+from rl_safe_workers.worlds.store import serve_store
+
+RANKS = 4
+RECIPE = Path(rl_safe_workers.__file__).parents[1] / "recipes" / "quickstart_gpu.yaml"
+LARGE = SeededModelConfig(
+    num_hidden_layers=4, hidden_size=4096, intermediate_size=4096, moe_intermediate_size=2048,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, num_experts=8, num_experts_per_tok=2,
+)  # fmt: skip
+"""Large enough that a step is dominated by its products."""
+WARMUPS = ("ours", "nothing", "eight groups", "a barrier", "every group")
+OURS, NOTHING, EVERY = "ours", "nothing", "every group"
+MIB = 2**20
+JOB_S = 120.0
+MODULE = "rl_safe_workers.bench.comms_ranks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout of four ranks.
+
+    Example: ``Layout(name="TP1 EP2", overrides=("megatron.expert_model_parallel_size=2",))``
+    """
+
+    name: str
+    overrides: Sequence[str]
+    virtual_stages: int = 1
+
+
+_EP2 = "megatron.expert_model_parallel_size=2"
+LAYOUTS = (
+    Layout(name="TP2 EP2", overrides=(_EP2, "megatron.tensor_model_parallel_size=2")),
+    Layout(name="TP1 EP2, 2 instances", overrides=(_EP2, "megatron.num_distributed_optimizer_instances=2")),
+    Layout(name="PP2 EP2", overrides=(_EP2, "megatron.pipeline_model_parallel_size=2")),
+    Layout(name="PP2 EP2, interleaved", overrides=(_EP2, "megatron.pipeline_model_parallel_size=2"), virtual_stages=2),
+)
+
+
+def measure(report: Callable[[str], None]) -> list[Row]:
+    """Runs every layout with every way of warming up; takes some eight minutes.
+
+    Raises:
+        ResourceError: If there are fewer than four GPUs.
+        RunError: If a rank fails.
+    """
+    if count_gpus() < RANKS:
+        raise ResourceError(f"bench comms: needs {RANKS} GPUs, there are {count_gpus()}")
+    with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
+        model = Path(folder) / "model"
+        make = [
+            sys.executable,
+            "-m",
+            "rl_safe_workers.models.seeded",
+            str(model),
+            json.dumps(asdict(LARGE)),
+            "bfloat16",
+        ]
+        subprocess.run(make, check=True, timeout=JOB_S)
+        found = run_layouts(Path(folder), LAYOUTS, [f"model.path={model}"], rows=16, tokens=1024, report=report)
+    return [row for layout in LAYOUTS for row in rows(layout.name, found[layout.name])]
+
+
+def run_layouts(
+    folder: Path,
+    layouts: Sequence[Layout],
+    overrides: Sequence[str],
+    *,
+    rows: int,
+    tokens: int,
+    report: Callable[[str], None],
+    warmups: Sequence[str] = WARMUPS,
+    recipe: Path = RECIPE,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Runs layouts one after the other on four ranks; returns the worst rank's figures by layout and way.
+
+    Args:
+        folder: For the jobs and their results.
+        layouts: What to run.
+        overrides: Of the recipe, for all.
+        rows: Sequences of a step on each data-parallel rank.
+        tokens: Of each sequence.
+        report: Takes a line of progress after each layout.
+        warmups: The ways to compare.
+        recipe: For the device and the rest.
+    """
+    found = {}
+    for number, layout in enumerate(layouts):
+        out = folder / f"jobs_{number}"
+        out.mkdir()
+        found[layout.name] = _run_layout(out, layout, overrides, rows, tokens, warmups, recipe)
+        report(f"{layout.name}: {json.dumps(found[layout.name])}")
+    return found
+
+
+def _run_layout(
+    out: Path, layout: Layout, overrides: Sequence[str], rows: int, tokens: int, warmups: Sequence[str], recipe: Path
+) -> dict[str, dict[str, float]]:
+    stores = [serve_store("127.0.0.1", timeout=timedelta(minutes=5)) for _ in warmups]
+    settings = [f"cluster.num_trainers={RANKS}", *overrides, *layout.overrides]
+    jobs: list[dict[str, Any]] = [
+        {
+            "warmup": warmup, "recipe": str(recipe), "overrides": settings, "port": address.port, "rows": rows,
+            "tokens": tokens, "virtual_stages": layout.virtual_stages,
+        }
+        for warmup, (_, address) in zip(warmups, stores, strict=True)
+    ]  # fmt: skip
+    file = out / "jobs.json"
+    file.write_text(json.dumps(jobs))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", MODULE, str(rank), str(file)],
+            env={**os.environ, **env.actor_env("trainer", out.name, 1.0), env.CUDA_VISIBLE_DEVICES: str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        codes = [process.wait(timeout=JOB_S * len(jobs)) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise RunError(f"bench comms: {layout.name} did not end within {JOB_S * len(jobs):.0f} s") from None
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        complaints = [path.read_text().strip().splitlines()[-1] for path in sorted(out.glob("*.error"))]
+        raise RunError(f"bench comms: {layout.name} failed: {'; '.join(complaints) or 'a rank died'}")
+    return {warmup: _worst(out, number) for number, warmup in enumerate(warmups)}
+
+
+def _worst(out: Path, number: int) -> dict[str, float]:
+    ranks = [json.loads((out / f"{number}_{rank}.json").read_text()) for rank in range(RANKS)]
+    heaviest = max(ranks, key=lambda found: found["warm_bytes"] + found["late_bytes"])
+    keys = ("warm_bytes", "late_bytes", "growth_bytes", "predicted_bytes")
+    return {key: heaviest[key] for key in keys} | {
+        key: max(found[key] for found in ranks) for key in ("warmup_s", "step_s")
+    }
+
+
+def rows(layout: str, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    """The table of one layout."""
+    total = {way: figures["warm_bytes"] + figures["late_bytes"] for way, figures in found.items()}
+    ours = found[OURS]
+    made = [
+        _row(f"{layout}: NCCL's growth in the first 3 steps", "MiB", ours["late_bytes"] / MIB, _at_most(2)),
+        *(
+            _row(f"{layout}: the same after {way}", "MiB", found[way]["late_bytes"] / MIB, _at_least(0))
+            for way in found
+            if way not in (OURS, NOTHING)
+        ),
+        _row(f"{layout}: memory after 3 steps, against every group", "MiB", total[OURS] / MIB, _at_most(0.25),
+             total[EVERY] / MIB),
+        _row(f"{layout}: the same, against nothing", "MiB", total[OURS] / MIB, _at_most(0.8), total[NOTHING] / MIB),
+        _row(f"{layout}: seconds, against every group", "s", ours["warmup_s"], _at_most(0.5), found[EVERY]["warmup_s"]),
+        _row(f"{layout}: step, against Megatron's defaults", "s", ours["step_s"], _at_most(1.02),
+             found[NOTHING]["step_s"]),
+    ]  # fmt: skip
+    off = abs(ours["predicted_bytes"] / ours["warm_bytes"] - 1) if ours["warm_bytes"] else float("nan")
+    return [*made, _row(f"{layout}: prediction off by", "", off, _at_most(0.15))]
+
+
+def _at_most(bound: float) -> Goal:
+    return Goal(relation=Relation.AT_MOST, bound=bound)
+
+
+def _at_least(bound: float) -> Goal:
+    return Goal(relation=Relation.AT_LEAST, bound=bound)
+
+
+def _row(name: str, unit: str, ours: float, goal: Goal, peer: float | None = None) -> Row:
+    return Row(
+        name=name, unit=unit, ours=ours, peer=peer, goal=goal, runs=1, machine=_machine(), versions=installed_versions()
+    )
+
+
+@cache
+def _machine() -> str:
+    import torch
+
+    count = torch.cuda.device_count()
+    name = torch.cuda.get_device_properties(0).name if count else "no GPU"
+    return f"{count} x {name}, {machine_in_words()}"

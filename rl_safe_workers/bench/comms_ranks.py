@@ -1,0 +1,176 @@
+"""One rank of the communicators' benchmark: ``python -m rl_safe_workers.bench.comms_ranks RANK JOBS``.
+
+Every job runs in a fork of this process, which has imported everything and touched no device: communicators do not
+outlive a job, and nobody waits for imports.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from rl_safe_workers.bench.comms_peers import WARMUPS
+from rl_safe_workers.comms.trace import CollectiveTrace
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.platforms.device_memory import outside_torch
+from rl_safe_workers.recipe import load_recipe
+from rl_safe_workers.trainer.batch import SequenceBatch
+from rl_safe_workers.trainer.worker import TrainerWorker
+from rl_safe_workers.worlds.address import StoreAddress
+
+OURS = "ours"
+FIRST_STEPS, TIMED_STEPS = 3, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A layout with one way of warming up.
+
+    Example: ``Job(warmup="every group", recipe="recipes/quickstart_gpu.yaml", overrides=[…], port=4711,
+    virtual_stages=1, rows=8, tokens=512)``
+    """
+
+    warmup: str
+    """`OURS`, or one of `WARMUPS`."""
+    recipe: str
+    overrides: list[str]
+    port: int
+    virtual_stages: int
+    rows: int
+    """Sequences of a step on each data-parallel rank."""
+    tokens: int
+    """Of each sequence."""
+
+
+class Taken:
+    """Device memory outside torch's allocator, and how much of its growth came in collectives."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._probe: Callable[[], int] = outside_torch(device) or (lambda: 0)
+        self.by_collectives = 0
+        self._start = self._probe()
+
+    def growth(self) -> int:
+        """Since the beginning, from whatever."""
+        return self._probe() - self._start
+
+    @contextmanager
+    def attributed(self) -> Iterator[None]:
+        """Counts what the collectives of the body take."""
+
+        def issue(group: dist.ProcessGroup, operation: str, call: Callable[[], Any]) -> Any:
+            before = self._probe()
+            value = call()
+            self.by_collectives += max(0, self._probe() - before)
+            return value
+
+        with CollectiveTrace(issue):
+            yield
+
+
+def measure(job: Job, rank: int) -> dict[str, float]:
+    """Warms up, builds, steps; returns bytes and seconds of this rank."""
+    budget = [] if job.warmup == OURS else ["rl_safe.bootstrap.budget=false"]
+    config = load_recipe(job.recipe, [*job.overrides, *budget, "rl_safe.bootstrap.watch_steps=0"])
+    if job.virtual_stages > 1:
+        parallel_state.initialize_model_parallel = functools.partial(
+            parallel_state.initialize_model_parallel, virtual_pipeline_model_parallel_size=job.virtual_stages
+        )
+    worker = TrainerWorker(config, training_rank=rank)
+    worker.start(time.time())
+    worker.enter_world(StoreAddress(host="127.0.0.1", port=job.port))
+    worker.groups()
+    taken, started_s, predicted = Taken(worker.device), time.perf_counter(), 0
+    if job.warmup == OURS:
+        report = worker.bootstrap()
+        warm, predicted = sum(entry.bytes or 0 for entry in report.entries), report.predicted_bytes
+    else:
+        with worker.phase(Phase.BOOTSTRAP), taken.attributed():
+            WARMUPS[job.warmup](worker.device)
+            _synchronize(worker.device)
+        warm, taken.by_collectives = taken.by_collectives, 0
+    seconds = time.perf_counter() - started_s
+    batch = _batch(job, rank)
+    with taken.attributed():
+        worker.convert()
+        for _ in range(FIRST_STEPS):
+            worker.train(batch, len(batch))
+        _synchronize(worker.device)
+    steps = [_timed(lambda: worker.train(batch, len(batch)), worker.device) for _ in range(TIMED_STEPS)]
+    found = {
+        "warmup_s": seconds, "warm_bytes": warm, "late_bytes": taken.by_collectives, "growth_bytes": taken.growth(),
+        "predicted_bytes": predicted, "step_s": median(steps),
+    }  # fmt: skip
+    worker.teardown()
+    return found
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    dist.barrier()
+    _synchronize(device)
+    started_s = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - started_s
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _batch(job: Job, rank: int) -> SequenceBatch:
+    generator = np.random.default_rng(parallel_state.get_data_parallel_rank())
+    shape = (job.rows, job.tokens)
+    mask = np.zeros(shape, np.float32)
+    mask[:, job.tokens // 4 :] = 1
+    logprobs = np.full(shape, -4.8, np.float32) * mask
+    return SequenceBatch(
+        tokens=generator.integers(7, 100, shape), response_mask=mask, rollout_logprobs=logprobs, old_logprobs=logprobs,
+        advantages=generator.standard_normal(shape[0]).astype(np.float32),
+    )  # fmt: skip
+
+
+def run(jobs: Sequence[Job], rank: int, out: Path) -> int:
+    """Runs each job in a fork, one after the other; returns how many have failed. Writes a line of JSON for each."""
+    failed = 0
+    for number, job in enumerate(jobs):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                (out / f"{number}_{rank}.json").write_text(json.dumps({**asdict(job), **measure(job, rank)}))
+                code = 0
+            except BaseException:
+                (out / f"{number}_{rank}.error").write_text(traceback.format_exc())
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        failed += status != 0
+    return failed
+
+
+def main() -> None:
+    """Runs this rank's part of all jobs."""
+    rank, jobs_file = int(sys.argv[1]), Path(sys.argv[2])
+    jobs = [Job(**fields) for fields in json.loads(jobs_file.read_text())]
+    sys.exit(min(1, run(jobs, rank, jobs_file.parent)))
+
+
+if __name__ == "__main__":
+    main()

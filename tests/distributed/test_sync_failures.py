@@ -1,0 +1,331 @@
+"""A weight sync that fails on one trainer fails on all of them, in bounded time, and leaves a world that works."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.errors import PhaseTimeoutError, RlSafeError, WeightSyncError
+from rl_safe_workers.rollout.packing import unpack
+from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.workers import comms
+from rl_safe_workers.workers.outgoing import Outgoing, Weights
+from rl_safe_workers.worlds import gpu_pair
+from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.joint_group import JointGroup
+from rl_safe_workers.worlds.store import connect_store
+from tests.distributed.ranks import run_ranks, values
+from tests.distributed.test_gpu_pair import FilePair
+from tests.distributed.worker import Worker, run_config
+
+TRAINERS, FAILING = 2, 1
+BUCKET_BYTES, HALF_BYTES = 200_000, 64 * 1024
+SYNC_S, SOON_S = 6.0, 2.0
+PATIENCE = timedelta(seconds=60)
+NO_ROOM = "there is no room for two buckets"
+
+
+class Pair(FilePair):
+    """One of which a few turns pass a bucket on."""
+
+    def _open(self, file: Path) -> torch.Tensor:
+        return torch.from_file(str(file), shared=True, size=2 * HALF_BYTES, dtype=torch.uint8)
+
+
+Hinder = Callable[[Worker, pytest.MonkeyPatch], None]
+"""Called on training rank ``FAILING``, in its own process, before the first sync."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Two trainers whose first sync fails, and whose second does not."""
+
+    colocated: bool = False
+    tp: int = 1
+    hinder: Hinder | None = None
+    reads: int | None = None
+    """Buckets that the rollout rank beside training rank ``FAILING`` reads of the first sync; None: all."""
+    stays: bool = True
+    """Whether it lives on when it reads no more."""
+    again: bool = True
+    """Whether the world is used after the first sync."""
+
+    @property
+    def rollouts(self) -> int:
+        """Rollout ranks of each generation."""
+        return TRAINERS if self.colocated else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one trainer saw."""
+
+    error: RlSafeError | None
+    """Of the first sync."""
+    waited_s: float
+    left: bool
+    """Whether it is out of the joint group after that."""
+    packed: int
+    """Buckets that it began to pack in it."""
+    summed: float | None
+    """Over the world, of 1 from each trainer."""
+    prints: dict[str, str]
+    """Of the weights that it exports after the second sync."""
+
+
+def _prints(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Digest of every bit, by name."""
+    return {n: hashlib.sha256(w.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest() for n, w in weights}
+
+
+def _fail_once(worker: Worker, case: Case) -> dict[str, Any]:
+    packed, pack = [], Outgoing.pack
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        packed.append(None)
+        pack(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if case.hinder is not None and worker.training_rank == FAILING:
+            case.hinder(worker, patch)
+            pack = Outgoing.pack
+        patch.setattr(Outgoing, "pack", counted)
+        start_s, error = time.monotonic(), None
+        try:
+            worker.send_weights(bucket_bytes=BUCKET_BYTES)
+        except RlSafeError as caught:
+            error = caught
+        waited_s = time.monotonic() - start_s
+    return {"error": error, "waited_s": waited_s, "left": worker.joint_group is None, "packed": len(packed)}
+
+
+def _train(worker: Worker, address: StoreAddress, case: Case) -> Seen:
+    worker.start(address)
+    worker.convert()
+    specs, size = worker.weight_specs(), TRAINERS + case.rollouts
+    worker.store.set("specs", pickle.dumps(specs))
+    worker.join(size, generation=0, colocated=case.colocated)
+    first = _fail_once(worker, case)
+    worker.store.set("over", "")
+    if not case.again:
+        return Seen(**first, summed=None, prints={})
+    summed = torch.ones(1)
+    dist.all_reduce(summed, group=dist.group.WORLD)
+    worker.join(size, generation=1, colocated=case.colocated)
+    worker.send_weights(bucket_bytes=BUCKET_BYTES)
+    prints = _prints(worker.export_hf_weights())
+    assert worker.teardown() == {}
+    return Seen(**first, summed=summed.item(), prints=prints)
+
+
+def _receive(
+    joint_rank: int, address: StoreAddress, case: Case, *, generation: int, reads: int | None = None
+) -> dict[str, str]:
+    """Joins and receives so many buckets, or all; returns what has arrived."""
+    store = connect_store(address, timeout=PATIENCE)
+    group = (Pair if case.colocated else JointGroup)(
+        store, joint_rank=joint_rank, size=TRAINERS + case.rollouts, generation=generation, timeout=PATIENCE,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    received = {}
+    for bucket in plan_buckets(pickle.loads(store.get("specs")), bucket_bytes=BUCKET_BYTES)[:reads]:
+        buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
+        group.broadcast(buffer, source=bucket.source)()
+        received.update(_prints(unpack(bucket, buffer)))
+    return received
+
+
+def _receive_in_vain(joint_rank: int, address: StoreAddress, case: Case) -> None:
+    """Receives what there is of the first sync, until the trainers know how it went."""
+    stops = case.reads is not None and joint_rank == TRAINERS + FAILING
+    reads = case.reads if stops else None
+
+    def receive() -> None:
+        with suppress(WeightSyncError):
+            _receive(joint_rank, address, case, generation=0, reads=reads)
+
+    reading = Thread(target=receive, daemon=True)
+    reading.start()
+    if stops and not case.stays:
+        reading.join()
+        os._exit(1)
+    connect_store(address, timeout=PATIENCE).wait(["over"])
+
+
+def _joint_rank(rank: int, address: StoreAddress, config: RunConfig, folder: Path, case: Case) -> Any:
+    gpu_pair.HALF_BYTES, Pair.folder, comms.GpuPair = HALF_BYTES, folder, Pair
+    if rank < TRAINERS:
+        return _train(Worker(config, rank=rank, size=TRAINERS), address, case)
+    if rank < TRAINERS + case.rollouts:
+        return _receive_in_vain(rank, address, case)
+    return _receive(rank - case.rollouts, address, case, generation=1)
+
+
+Run = Callable[[Case], list[Seen]]
+
+
+@pytest.fixture
+def run(address: StoreAddress, seeded_models: dict[str, Path], tmp_path: Path) -> Run:
+    """Runs a case, and returns what the trainers saw once all is well again."""
+
+    def run(case: Case) -> list[Seen]:
+        config = run_config(seeded_models["moe"], tp=case.tp, ep=2)
+        config.rl_safe.timeouts.sync = SYNC_S
+        first, fresh = TRAINERS + case.rollouts, case.rollouts if case.again else 0
+        outcomes = run_ranks(_joint_rank, first + fresh, address, config, tmp_path, case, timeout_s=3 * SYNC_S)
+        trainers: list[Seen] = values(outcomes[:TRAINERS])
+        if case.again:
+            assert [rank.summed for rank in trainers] == [TRAINERS] * TRAINERS
+            assert values(outcomes[first:]) == [trainers[0].prints] * fresh
+            assert trainers[0].prints
+        return trainers
+
+    return run
+
+
+def _assert_named(seen: list[Seen], reason: str) -> None:
+    """Asserts that all have failed alike, know that rank ``FAILING`` has and why it did, and have left."""
+    for rank in seen:
+        assert isinstance(rank.error, WeightSyncError), rank.error
+        # Rank 0 may have failed because of it.
+        assert re.match(rf"weight sync failed on training rank (0-)?{FAILING}: ", str(rank.error))
+        assert rank.left
+    assert reason in str(seen[FAILING].error)
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["stays", "leaves"])
+def test_a_rollout_rank_that_stops_reading_fails_all_trainers_before_they_give_up_on_each_other(
+    run: Run, stays: bool
+) -> None:
+    seen = run(Case(colocated=True, reads=1, stays=stays))
+    _assert_named(seen, f"joint rank {FAILING}: its pair did not keep up: ")
+    # The pair may take half of the time; the broadcasts among the trainers, all of it.
+    assert max(rank.waited_s for rank in seen) < 0.75 * SYNC_S
+
+
+def _cannot_pack(worker: Worker, patch: pytest.MonkeyPatch, *, error: Exception, source: int) -> None:
+    """Fails at the first bucket of a source from the third on."""
+    number, pack, failed = count(1), Outgoing.pack, []
+
+    def failing(outgoing: Outgoing, bucket: Bucket, *args: Any, **kwargs: Any) -> None:
+        if next(number) >= 3 and bucket.source == source and not failed:
+            failed.append(None)
+            raise error
+        pack(outgoing, bucket, *args, **kwargs)
+
+    patch.setattr(Outgoing, "pack", failing)
+
+
+@pytest.mark.parametrize(
+    ("error", "source"),
+    [(torch.OutOfMemoryError("CUDA out of memory.\nTried to"), FAILING), (ValueError("no such shape"), 0)],
+    ids=["memory_for_its_own", "value_of_another"],
+)
+@pytest.mark.parametrize("colocated", [False, True], ids=["joint", "colocated"])
+def test_a_bucket_that_cannot_be_packed_fails_all_trainers_at_once(
+    run: Run, colocated: bool, error: Exception, source: int
+) -> None:
+    seen = run(Case(colocated=colocated, hinder=partial(_cannot_pack, error=error, source=source)))
+    _assert_named(seen, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    assert max(rank.waited_s for rank in seen) < SOON_S
+
+
+def _has_no_room(worker: Worker, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(worker, "_bucket_buffers", lambda size_bytes: (NO_ROOM, []))
+
+
+def test_a_rank_without_room_for_buckets_fails_all_trainers_at_once(run: Run) -> None:
+    seen = run(Case(hinder=_has_no_room))
+    _assert_named(seen, NO_ROOM)
+    assert max(rank.waited_s for rank in seen) < SOON_S
+
+
+@pytest.mark.parametrize(
+    "case", [Case(colocated=True, hinder=_has_no_room), Case(tp=2, hinder=_has_no_room)], ids=["colocated", "tp2"]
+)
+def test_where_collectives_follow_all_hear_of_a_rank_without_room_before_the_first(run: Run, case: Case) -> None:
+    seen = run(case)
+    _assert_named(seen, NO_ROOM)
+    assert [rank.packed for rank in seen] == [0] * TRAINERS
+    assert max(rank.waited_s for rank in seen) < SOON_S
+
+
+def _has_left(worker: Worker, patch: pytest.MonkeyPatch) -> None:
+    worker.leave()
+
+
+def test_a_trainer_that_has_left_its_pair_fails_all_trainers_at_once(run: Run) -> None:
+    seen = run(Case(colocated=True, hinder=_has_left))
+    _assert_named(seen, "has not joined the joint group")
+    assert max(rank.waited_s for rank in seen) < SOON_S
+
+
+def _cannot_take(worker: Worker, patch: pytest.MonkeyPatch) -> None:
+    number, take = count(1), Outgoing._take
+
+    def failing(spec: WeightSpec, weights: Weights) -> torch.Tensor:
+        if next(number) == 6:
+            raise WeightSyncError("weight a was announced as b")
+        return take(spec, weights)
+
+    patch.setattr(Outgoing, "_take", staticmethod(failing))
+
+
+def test_a_weight_that_cannot_be_taken_amid_tensor_parallel_collectives_fails_all_trainers_in_time(run: Run) -> None:
+    """Promised are an error of ours on every trainer, and its time. Not that it names the rank, nor a world that works.
+
+    The rank is out of step with the collectives that make the weights, so that its tensor-parallel group may be lost.
+    """
+    for rank in run(Case(tp=2, hinder=_cannot_take, again=False)):
+        assert isinstance(rank.error, (WeightSyncError, PhaseTimeoutError))
+        assert rank.waited_s < SYNC_S + 2
+
+
+LIMIT_S, READ_S = 1.0, 0.2
+
+
+def _pass_within_a_limit(joint_rank: int, address: StoreAddress, folder: Path, turns: int, reads: int) -> float:
+    """The reader takes its time for each of a few turns, and reads no more. Returns how long the sender waits."""
+    gpu_pair.HALF_BYTES, Pair.folder = HALF_BYTES, folder
+    store = connect_store(address, timeout=PATIENCE)
+    pair = Pair(
+        store, joint_rank=joint_rank, size=2, generation=0, timeout=PATIENCE, device=torch.device("cpu"),
+        sync_timeout=timedelta(seconds=3 * LIMIT_S),
+    )  # fmt: skip
+    if joint_rank == 1:
+        for _ in range(reads):
+            time.sleep(READ_S)
+            pair.broadcast(torch.empty(HALF_BYTES, dtype=torch.uint8), source=0)
+        return 0.0
+    start_s = time.monotonic()
+    pair.limit(timedelta(seconds=LIMIT_S))
+    with pytest.raises(WeightSyncError, match="joint rank 0: its pair did not keep up: "):  # noqa: PT012
+        pair.broadcast(torch.zeros(turns * HALF_BYTES, dtype=torch.uint8), source=0)
+        pair.flush()
+    assert not pair.is_open
+    return time.monotonic() - start_s
+
+
+@pytest.mark.parametrize(
+    ("turns", "reads"), [(20, 0), (20, 4), (2, 1)], ids=["never_reads", "reads_slowly", "does_not_read_the_last"]
+)
+def test_a_limit_holds_for_all_turns_together(address: StoreAddress, tmp_path: Path, turns: int, reads: int) -> None:
+    waited_s, _ = values(run_ranks(_pass_within_a_limit, 2, address, tmp_path, turns, reads))
+    assert 0.9 * LIMIT_S < waited_s < LIMIT_S + 0.5
