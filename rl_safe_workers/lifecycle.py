@@ -76,7 +76,7 @@ REQUIRES: Mapping[Role, Mapping[Phase, frozenset[Phase]]] = {
         Phase.ONLOAD: frozenset({Phase.OFFLOAD}),
         Phase.LOGPROB: frozenset({Phase.BOOTSTRAP}),
         Phase.TRAIN: frozenset({Phase.BOOTSTRAP}),
-        Phase.SYNC: frozenset({Phase.JOINT}),
+        Phase.SYNC: frozenset({Phase.BOOTSTRAP, Phase.JOINT}),
         Phase.SAVE: frozenset({Phase.BOOTSTRAP}),
         Phase.TEARDOWN: frozenset(),
     },
