@@ -70,6 +70,8 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "rl_safe.bootstrap.on_missing": ("raise", "bootstrap"),
     "rl_safe.bootstrap.on_late": ("warn", "raise"),
 }
+HEARING_S = 1.0
+"""Twice what a rank waits at the store before it looks whether another one has given up (comms/supervision.py)."""
 LOGGERS = ("console", "tensorboard")
 
 
@@ -118,6 +120,11 @@ def _ranges(config: RunConfig) -> Iterator[str]:
         value = attrgetter(key)(config)
         if not 0 <= value < math.inf:
             yield f"{key}={value} must be a number of at least 0 and finite"
+    if config.rl_safe.timeouts.bootstrap < HEARING_S:
+        yield (
+            f"rl_safe.timeouts.bootstrap={config.rl_safe.timeouts.bootstrap} is less than the {HEARING_S} s in which "
+            "ranks hear of each other over the store"
+        )
     for key in ("actor.optim.beta1", "actor.optim.beta2"):
         if attrgetter(key)(config) >= 1:
             yield f"{key}={attrgetter(key)(config)} must be below 1"

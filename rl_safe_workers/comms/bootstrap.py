@@ -59,7 +59,7 @@ def plan_bootstrap(
         if kind is not None:
             classes = connected_classes(kind, group.size, layout, features)
             steps.append(BootstrapStep(group=group, classes=classes, max_ctas=limits.get(kind.key)))
-        elif group.is_megatrons and group.size > 1:
+        elif group.is_megatrons and not group.is_known and group.size > 1:
             steps.append(BootstrapStep(group=group, classes=(OpClass.REDUCE,), max_ctas=None))
     return sorted((step for step in steps if step.classes), key=lambda step: not _is_expert_data_parallel(step.group))
 
@@ -170,7 +170,7 @@ class Bootstrap:
         """
         started_s, groups = time.monotonic(), live_groups(elsewhere=elsewhere)
         steps = plan_bootstrap(groups, self._layout, self._features, self._limits)
-        unknown = tuple(str(group) for group in groups if group.kind is None)
+        unknown = tuple(str(group) for group in groups if not group.is_known)
         # Numbered by call: after groups were rebuilt, the keys of the bootstrap before are still in the store.
         call = self._store.add(f"bootstrap/calls/{self._rank}", 1)
         work = Supervision(

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.errors import CommunicatorError
-from rl_safe_workers.topology.groups import KINDS, WORLD, GroupKind
+from rl_safe_workers.topology.groups import KINDS, UNUSED, WORLD, GroupKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,13 @@ class LiveGroup:
         return len(self.ranks)
 
     @property
+    def is_known(self) -> bool:
+        """Whether the catalog knows what it carries, be it nothing."""
+        return self.is_megatrons and (self.description in KINDS or self.description in UNUSED)
+
+    @property
     def kind(self) -> GroupKind | None:
-        """What is known of it; None if the catalog does not know such a group."""
+        """What is known of what it carries; None if it is nothing, or not known."""
         return KINDS.get(self.description) if self.is_megatrons else None
 
     def __str__(self) -> str:

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 
 from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.topology.budget import SETTING, plan_limits
-from rl_safe_workers.topology.groups import Features, Traffic
+from rl_safe_workers.topology.groups import Features, OpClass, Traffic
 from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.topology.memory import MIB, PredictedGroup, predict_groups
 
 _NAMED = 3
+LACKS: Mapping[str, frozenset[OpClass]] = {
+    "gloo": frozenset(),
+    "nccl": frozenset(),
+    "mpi": frozenset({OpClass.GATHER_SCATTER}),
+}
+"""Op classes that torch's backends lack, by its table of them: MPI has no reduce_scatter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,20 @@ class CommsPlan:
     def bytes(self) -> int:
         """Device memory of all of them on a rank."""
         return sum(group.bytes for group in self.groups)
+
+    def check_backend(self, backend: str) -> None:
+        """Raises CommunicatorError if a backend lacks what a group will carry.
+
+        Args:
+            backend: Of the default group, which the others inherit, e.g. ``"cpu:gloo,cuda:nccl"``.
+        """
+        parts = [part.rpartition(":")[2] for part in backend.split(",")]
+        if unknown := [part for part in parts if part not in LACKS]:
+            raise CommunicatorError(f"backend {unknown[0]} is not known: use one of {', '.join(LACKS)}")
+        for group in self.groups:
+            for part in parts:
+                if lacking := [op_class for op_class in group.classes if op_class in LACKS[part]]:
+                    raise CommunicatorError(f"{group.description} will carry {lacking[0]}, which backend {part} lacks")
 
     def check_fits(self, *, free_bytes: int) -> None:
         """Raises CommunicatorError if the groups take more memory than is free; names the heaviest and what helps."""

@@ -214,6 +214,19 @@ def kinds_of(layout: ParallelLayout, features: Features) -> dict[str, GroupKind]
     }
 
 
+UNUSED = frozenset(
+    {
+        "GTP_WEIGHT_REMAT_GROUP",
+        "EXPERT_GTP_WEIGHT_REMAT_GROUP",
+        "DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+        "DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+        "EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+        "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
+    }
+)
+"""Groups for the rematerialisation of weights, since megatron-core 0.19: made at any size, used only with that."""
+
+
 def connected_classes(kind: GroupKind, size: int, layout: ParallelLayout, features: Features) -> Classes:
     """Returns what a bootstrap has to connect on a group of this kind.
 

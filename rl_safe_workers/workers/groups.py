@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from rl_safe_workers.comms.groups import init_megatron_groups, world_options
 from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.lifecycle import Phase
@@ -97,9 +99,11 @@ class GroupsMixin(SafeWorker):
 
         Raises:
             ConfigError: As `plan_comms`, before any group is made.
-            CommunicatorError: If the device has less memory free than the groups will take, before any is made.
+            CommunicatorError: Before any is made, if the backend lacks what a group will carry, or the device has less
+                memory free than the groups will take.
         """
         plan = self.plan_comms()
+        plan.check_backend(dist.get_backend_config())
         if self._has_nccl:
             plan.check_fits(free_bytes=free_bytes(self.device))
         with self.phase(Phase.GROUPS):

@@ -137,3 +137,25 @@ def test_features_come_from_the_configuration() -> None:
     config = MegatronConfig(moe_token_dispatcher_type="allgather", num_distributed_optimizer_instances=2)
     found = Features.of(config, colocated=True)
     assert found == replace(ALLTOALL, moe_dispatcher="allgather", optimizer_instances=2, weights_over_world=True)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "cpu:gloo,cuda:nccl"])
+def test_torchs_own_backends_have_what_is_needed(backend: str) -> None:
+    CommsPlan.of(layout(expert=2), ALLTOALL, {}).check_backend(backend)
+
+
+@pytest.mark.parametrize(
+    ("backend", "complaint"),
+    [
+        ("mpi", "DATA_PARALLEL_GROUP.* will carry gather_scatter, which backend mpi lacks"),
+        ("cpu:gloo,cuda:carrier_pigeon", "backend carrier_pigeon is not known: use one of gloo, nccl, mpi"),
+    ],
+)
+def test_a_backend_that_lacks_an_op_class_is_refused(backend: str, complaint: str) -> None:
+    with pytest.raises(CommunicatorError, match=complaint):
+        CommsPlan.of(layout(expert=2), ALLTOALL, {}).check_backend(backend)
+
+
+def test_without_a_budget_only_overrides_limit() -> None:
+    plan = CommsPlan.of(layout(expert=2), ALLTOALL, {"ep_dp": 4}, budget=False)
+    assert plan.limits == {"ep_dp": 4}

@@ -134,6 +134,30 @@ def test_routing_replay_is_refused_where_there_is_nothing_to_replay(config: RunC
     assert "has no experts to route to" in complaint(config, ConfigError)
 
 
+def test_a_bootstrap_that_may_take_less_than_the_store_needs_is_refused(config: RunConfig) -> None:
+    config.rl_safe.timeouts.bootstrap = 0.2
+    assert "rl_safe.timeouts.bootstrap=0.2 is less than the 1.0 s" in complaint(config, ConfigError)
+
+
+def test_optimizer_instances_that_do_not_divide_are_refused(config: RunConfig) -> None:
+    config.megatron.num_distributed_optimizer_instances = 3
+    assert "num_distributed_optimizer_instances=3 does not divide the data-parallel size" in complaint(
+        config, LayoutError
+    )
+
+
+def test_saves_with_several_optimizer_instances_are_refused(config: RunConfig) -> None:
+    config.megatron.num_distributed_optimizer_instances, config.trainer.save_freq = 2, 1
+    assert "saves know one instance only" in complaint(config, ConfigError)
+
+
+def test_a_channel_limit_of_no_group_of_the_layout_is_refused(config: RunConfig) -> None:
+    config.rl_safe.bootstrap.max_ctas.inter_ep_dp = 4
+    assert "rl_safe.bootstrap.max_ctas.inter_ep_dp: Megatron creates none in this layout" in complaint(
+        config, ConfigError
+    )
+
+
 def test_context_parallelism_is_refused(config: RunConfig) -> None:
     config.megatron.context_parallel_size = 2
     assert "megatron.context_parallel_size=2 must be 1" in complaint(config, ConfigError)
