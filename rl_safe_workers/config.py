@@ -149,6 +149,9 @@ class RolloutConfig:
     """KV cache of each rollout rank."""
     block_size: int = 32
     """Tokens per KV block; the CPU backend needs a multiple of 32."""
+    release_comms: str = "never"
+    """Give the memory of the trainers' communicators to the rollout, and connect them again after it: ``never``,
+    ``auto`` (where both share GPUs) or ``always``."""
     enable_rollout_routing_replay: bool = False
     """Let the trainers send each token to the experts that the rollout has sent it to; for MoE models on GPUs."""
     update_weights_bucket_megabytes: int = 256

@@ -66,6 +66,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "cluster.device": ("cpu", "cuda"),
     "megatron.moe_token_dispatcher_type": ("alltoall", "allgather"),
     "rollout.name": ("vllm",),
+    "rollout.release_comms": ("never", "auto", "always"),
     "cluster.ray_address": ("local", "auto"),
     "rl_safe.bootstrap.on_missing": ("raise", "bootstrap"),
     "rl_safe.bootstrap.on_late": ("warn", "raise"),

@@ -15,6 +15,8 @@ _NAMED = 3
 LACKS: Mapping[str, frozenset[OpClass]] = {
     "gloo": frozenset(),
     "nccl": frozenset(),
+    "rl_safe_gloo": frozenset(),
+    "rl_safe_nccl": frozenset(),
     "mpi": frozenset({OpClass.GATHER_SCATTER}),
 }
 """Op classes that torch's backends lack, by its table of them: MPI has no reduce_scatter."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
+from rl_safe_workers.comms.releasable import register_backend
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
 from rl_safe_workers.platforms.device_memory import SHARED_PHASES, megatron_owned
@@ -73,7 +74,10 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
 
     def enter_world(self, address: StoreAddress) -> None:
         """Joins the training world in isolated mode."""
-        self.init_world(address, backend=self._platform.BACKEND)
+        wanted = self.config.rollout.release_comms
+        releases = wanted == "always" or (wanted == "auto" and self.config.cluster.colocated)
+        backend = register_backend("nccl" if self.device.type == "cuda" else "gloo") if releases else None
+        self.init_world(address, backend=backend or self._platform.BACKEND)
 
     def meet_rollouts(self, size: int) -> None:
         """Joins the joint group of ``size`` ranks. Collective over: trainers and rollout ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -18,6 +18,7 @@ from rl_safe_workers.lifecycle import REQUIRES, Phase, Role
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.platforms.device_memory import outside_torch
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.base import MegatronHost
 from rl_safe_workers.workers.groups import GroupsMixin
 from rl_safe_workers.workers.outgoing import Outgoing, Weights
@@ -54,21 +55,28 @@ class CommsMixin(GroupsMixin):
             PhaseTimeoutError: On every rank, if one does not come to a group within ``rl_safe.timeouts.bootstrap``.
         """
         with self.phase(Phase.BOOTSTRAP):
-            plan = self.plan_comms()
             probe = outside_torch(self.device)
-            bootstrap = Bootstrap(
-                self.store,
-                training_rank=self.training_rank,
-                layout=plan.layout,
-                features=plan.features,
-                limits=plan.limits if probe is not None else {},
-                device=self.device,
-                probe=probe,
-            )
-            report = bootstrap.run(timeout=self.remaining(), elsewhere=self.world.host_groups)
+            report, connected = self._connect_groups(probe)
             self._watched = Counter()
-            self._late = LateWatch(bootstrap.connected, probe=probe)
+            self._late = LateWatch(connected, probe=probe)
             return report
+
+    def _connect_groups(
+        self, probe: Callable[[], int] | None
+    ) -> tuple[BootstrapReport, Mapping[str, frozenset[OpClass]]]:
+        """Connects every group; also after they were released. Collective over: the training world."""
+        plan = self.plan_comms()
+        bootstrap = Bootstrap(
+            self.store,
+            training_rank=self.training_rank,
+            layout=plan.layout,
+            features=plan.features,
+            limits=plan.limits if probe is not None else {},
+            device=self.device,
+            probe=probe,
+        )
+        report = bootstrap.run(timeout=self.remaining(), elsewhere=self.world.host_groups)
+        return report, bootstrap.connected
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

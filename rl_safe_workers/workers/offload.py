@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from rl_safe_workers.comms.release import rebuild, releasable_groups, release
 from rl_safe_workers.errors import LifecycleError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.platforms.device_memory import outside_torch
 from rl_safe_workers.platforms.pinned import host_buffer
 from rl_safe_workers.workers.comms import CommsMixin
 
@@ -120,6 +122,9 @@ class OffloadMixin(CommsMixin):
     def offload(self) -> int:
         """Frees device memory before a rollout. Collective over: the training world. Idempotent.
 
+        Where the world was made with a backend of ``comms.releasable`` the communicators' memory is freed, too;
+        `onload` connects them again.
+
         Returns:
             Bytes of device memory freed on this rank.
 
@@ -127,7 +132,32 @@ class OffloadMixin(CommsMixin):
             LifecycleError: If the bootstrap has not run.
         """
         with self.phase(Phase.OFFLOAD):
-            return 0 if self.is_offloaded else self._offload()
+            if self.is_offloaded:
+                return 0
+            freed = self._offload()
+            return freed + (self._release_comms() if releasable_groups() else 0)
+
+    def _release_comms(self) -> int:
+        """Gives up the communicators of groups whose backend can make them again; returns bytes."""
+        report = release(
+            store=self.store,
+            training_rank=self.training_rank,
+            size=self.training_size,
+            timeout=self.remaining(),
+            missing_call="onload()",
+            used_bytes=outside_torch(self.device),
+        )
+        return report.freed_bytes
+
+    def _rebuild_comms(self) -> None:
+        rebuild(
+            store=self.store,
+            training_rank=self.training_rank,
+            size=self.training_size,
+            timeout=self.remaining(),
+            bootstrap=lambda: self._connect_groups(outside_torch(self.device)),
+            used_bytes=outside_torch(self.device),
+        )
 
     def _offload(self) -> int:
         freed = 0
@@ -169,6 +199,9 @@ class OffloadMixin(CommsMixin):
         with self.phase(Phase.ONLOAD):
             if not self.is_offloaded:
                 return
+            if releasable_groups():
+                # First: NCCL takes its memory from the device itself, which torch may have filled after this.
+                self._rebuild_comms()
             buffers = list(self._ddp_buffers())
             if self.megatron.param_offload:
                 for buffer, host in zip(buffers, self._host_params, strict=True):

@@ -1,0 +1,474 @@
+"""Gives the communicators' memory to the rollout, and takes it back: release and rebuild of every releasable group.
+
+    release   drain -> roll call -> drop every generation, last created first -> agreement
+    rebuild   roll call -> next generation of every group, first created first -> agreement -> bootstrap -> agreement
+
+Roll calls and agreements go over the store, since no group can carry them. A rank leaves either call only when all are
+done, so nobody starts a collective on a group that another still makes; and a rank that fails, fails them all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+
+from rl_safe_workers.comms.releasable import STORE_PREFIX, GroupState, ReleasableGroup
+from rl_safe_workers.errors import CommunicatorError, RlSafeError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.worlds.agreement import Agreement
+
+logger = logging.getLogger(__name__)
+
+_WORK_SHARE = 0.8
+"""Of the time that is left, for what may hang; the rest is for the ranks to tell each other about it."""
+_UNDO = timedelta(seconds=10)
+"""Longest time to take back what a rebuild that failed has made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseReport:
+    """What a release did on this rank.
+
+    Example: ``ReleaseReport(groups=9, seconds=0.08, freed_bytes=4446000000)``
+    """
+
+    groups: int
+    seconds: float
+    freed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebuildReport:
+    """What a rebuild did on this rank.
+
+    Example: ``RebuildReport(groups=9, generation=3, connect_s=0.05, seconds=0.11, taken_bytes=4446000000)``
+    """
+
+    groups: int
+    generation: int
+    connect_s: float
+    """Until every rank had the groups; ``seconds`` counts the bootstrap, too."""
+    seconds: float
+    taken_bytes: int = 0
+
+
+def releasable_groups() -> list[ReleasableGroup]:
+    """Lists this process's releasable groups in the order of their creation, the default group among them."""
+    return sorted((g for g in c10d._world.pg_map if isinstance(g, ReleasableGroup)), key=lambda group: group.serial)
+
+
+def release(
+    groups: Iterable[dist.ProcessGroup] | None = None,
+    *,
+    store: Store,
+    training_rank: int,
+    size: int,
+    timeout: timedelta,
+    phase: Phase = Phase.OFFLOAD,
+    missing_call: str = "rebuild()",
+    used_bytes: Callable[[], int] | None = None,
+) -> ReleaseReport:
+    """Drops the communicators of groups, which stay the same objects. Collective over: the training world. Idempotent.
+
+    What was released before or has been destroyed is passed over. Works that are still pending are waited for first.
+    If a rank fails before any group is dropped, all of them stay usable.
+
+    Args:
+        groups: What to release; None for all that this process has. Every member of a group releases it.
+        store: The run's store.
+        training_rank: This process's rank.
+        size: Number of trainers.
+        timeout: Longest time that this takes.
+        phase: The phase whose deadline that is, for errors.
+        missing_call: What makes the groups usable again, for the error of whoever uses one before.
+        used_bytes: Tells the device memory in use; called before and after.
+
+    Raises:
+        PhaseTimeoutError: If a rank does not come in time; names it.
+        CommunicatorError: On every rank, if one failed, naming it; if a group is not releasable, or is released on
+            some of its members only.
+    """
+    start_s = time.monotonic()
+    ranks = _Ranks(store, "release", phase=phase, training_rank=training_rank, size=size, timeout=timeout)
+    live: list[ReleasableGroup] = []
+
+    def drain() -> None:
+        live.extend(_in_state(groups, GroupState.CONNECTED))
+        _drain(live, ranks.share())
+
+    failure = _failure(drain)
+    gone = ranks.agree(failure, groups=live)["groups"]
+    before = used_bytes() if used_bytes is not None else 0
+    # Nobody is inside a collective any more, on any rank.
+    failure = _drop(live, missing_call, ranks.share())
+    ranks.agree(failure)
+    if training_rank == 0:
+        _forget_keys(live, gone)
+    report = ReleaseReport(
+        groups=len(live),
+        seconds=time.monotonic() - start_s,
+        freed_bytes=before - used_bytes() if used_bytes is not None else 0,
+    )
+    logger.info("released %s", report)
+    return report
+
+
+def rebuild(
+    groups: Iterable[dist.ProcessGroup] | None = None,
+    *,
+    store: Store,
+    training_rank: int,
+    size: int,
+    timeout: timedelta,
+    bootstrap: Callable[[], object] | None = None,
+    phase: Phase = Phase.ONLOAD,
+    used_bytes: Callable[[], int] | None = None,
+) -> RebuildReport:
+    """Makes the next generation of released groups. Collective over: the training world. Idempotent.
+
+    Options, description and timeout of a group are those that it had. If a rank fails, the groups are released again on
+    every rank, and a later rebuild may succeed.
+
+    Args:
+        groups: What to rebuild; None for all released ones of this process. Every member of a group rebuilds it.
+        store: The run's store.
+        training_rank: This process's rank.
+        size: Number of trainers.
+        timeout: Longest time that this takes, except that of ``bootstrap`` on NCCL, which a missing peer can hold up.
+        bootstrap: Called once every rank has its groups, to connect each op class of each; collectives on the groups
+            are bound by what is left of ``timeout`` then.
+        phase: The phase whose deadline that is, for errors.
+        used_bytes: Tells the device memory in use; called before and after.
+
+    Raises:
+        PhaseTimeoutError: If a rank does not come in time; names it.
+        CommunicatorError: On every rank, if one failed, naming it; or if a group is released on some of its members
+            only.
+    """
+    start_s = time.monotonic()
+    ranks = _Ranks(store, "rebuild", phase=phase, training_rank=training_rank, size=size, timeout=timeout)
+    before = used_bytes() if used_bytes is not None else 0
+    released: list[ReleasableGroup] = []
+    failure = _failure(lambda: released.extend(_in_state(groups, GroupState.RELEASED)))
+    generation = ranks.agree(failure, groups=released)["generation"]
+    _do_together(ranks, released, lambda: _reconnect(released, generation, ranks))
+    connected_s = time.monotonic()
+    if bootstrap is not None:
+        _do_together(ranks, released, lambda: _bounded_bootstrap(released, bootstrap, ranks))
+    report = RebuildReport(
+        groups=len(released),
+        generation=generation,
+        connect_s=connected_s - start_s,
+        seconds=time.monotonic() - start_s,
+        taken_bytes=used_bytes() - before if used_bytes is not None else 0,
+    )
+    logger.info("rebuilt %s", report)
+    return report
+
+
+class _Ranks:
+    """The agreements of one release or rebuild, one after the other, within one deadline."""
+
+    def __init__(
+        self, store: Store, what: str, *, phase: Phase, training_rank: int, size: int, timeout: timedelta
+    ) -> None:
+        self._store, self._what, self._phase = store, what, phase
+        self._rank, self._size = training_rank, size
+        self._together_s = time.monotonic()
+        self._deadline_s = self._together_s + timeout.total_seconds()
+
+    def remaining(self) -> timedelta:
+        """Time left, at least a tenth of a second."""
+        return timedelta(seconds=max(0.1, self._deadline_s - time.monotonic()))
+
+    def share(self) -> timedelta:
+        """The part of it for work that may hang."""
+        return self.remaining() * _WORK_SHARE
+
+    def elapsed_s(self) -> float:
+        """Seconds since the last agreement, at which all ranks were together."""
+        return time.monotonic() - self._together_s
+
+    def agree(
+        self,
+        failure: Exception | None,
+        *,
+        groups: Sequence[ReleasableGroup] = (),
+        after_s: float | None = None,
+    ) -> Any:
+        """Waits for every rank and learns of every failure. Collective over: the training world.
+
+        Args:
+            failure: What this rank has failed with, if it has.
+            groups: What it brings along.
+            after_s: When it failed, as `elapsed_s`; None: now. The first to fail is named first: others may have waited
+                for it in vain.
+
+        Returns:
+            ``generation``, the next one, and ``groups``, the present generation of each group by its name.
+
+        Raises:
+            PhaseTimeoutError: If a rank does not come.
+            CommunicatorError: If a rank has failed, or not all members of a group brought it along.
+        """
+        # Counted in the store, which outlives a worker; a step of a release and one of a rebuild are never the same.
+        try:
+            number = self._store.add(f"release/steps/{self._rank}", 1)
+        except DistNetworkError as error:
+            raise CommunicatorError(
+                f"{self._what} on training rank {self._rank}: the run's store is lost: its owner, training rank 0, "
+                "has ended"
+            ) from error
+        report = {
+            "failure": _describe(failure),
+            "after_s": self.elapsed_s() if after_s is None else after_s,
+            "groups": {group.key: [group.generation, group.size(), group.label] for group in groups},
+        }
+        try:
+            outcome = self._agreement(number).settle(self.remaining(), report=report, decide=_judge)
+        except RlSafeError as error:
+            raise error from failure
+        self._agreement(number - 1).forget()
+        self._together_s = time.monotonic()
+        if outcome["failures"]:
+            raise CommunicatorError(f"{self._what}: {'; '.join(outcome['failures'])}") from failure
+        return outcome
+
+    def _agreement(self, number: int) -> Agreement:
+        return Agreement(self._store, f"release/{number}", phase=self._phase, rank=self._rank, size=self._size)
+
+
+def _describe(failure: Exception | None) -> str | None:
+    if failure is None or isinstance(failure, RlSafeError):
+        return None if failure is None else str(failure)
+    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+
+
+def _judge(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Decides, on rank 0, from what every rank reported."""
+    failed = sorted((r["after_s"], rank) for rank, r in enumerate(reports) if r["failure"] is not None)
+    failures = [f"training rank {rank}: {reports[rank]['failure']}" for _, rank in failed]
+    brought: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        for name in report["groups"]:
+            brought.setdefault(name, []).append(rank)
+    groups = {name: entry for report in reports for name, entry in report["groups"].items()}
+    if not failures:
+        failures = [
+            f"group {label} has {members} members, but only training ranks {brought[name]} brought it along"
+            for name, (_, members, label) in groups.items()
+            if len(brought[name]) != members
+        ]
+    generations = [entry[0] for report in reports for entry in report["groups"].values()]
+    return {
+        "failures": failures,
+        "generation": 1 + max(generations, default=0),
+        "groups": {name: entry[0] for name, entry in groups.items()},
+    }
+
+
+def _failure(work: Callable[[], object]) -> Exception | None:
+    """Does something and returns what it raised, to be told to the others."""
+    try:
+        work()
+    except Exception as error:
+        link: BaseException | None = error
+        while link is not None:
+            # What a frame holds, such as a work of gloo, would keep the connections open.
+            traceback.clear_frames(link.__traceback__)
+            link = link.__cause__ or link.__context__
+        return error
+    return None
+
+
+def _in_state(groups: Iterable[dist.ProcessGroup] | None, state: GroupState) -> list[ReleasableGroup]:
+    """The groups in a state, in the order of creation: the one order that all members of all groups share."""
+    if groups is None:
+        return [group for group in releasable_groups() if group.state is state]
+    chosen = []
+    for group in dict.fromkeys(groups):
+        if not isinstance(group, ReleasableGroup):
+            raise CommunicatorError(
+                f"group {group.group_desc or group.group_name} cannot be released: create the training world with the "
+                "backend that register_backend returned"
+            )
+        if group.state is state:
+            chosen.append(group)
+    return sorted(chosen, key=lambda group: group.serial)
+
+
+def _drain(groups: Sequence[ReleasableGroup], patience: timedelta) -> None:
+    """Waits until nothing of these groups is under way on this rank. Not collective.
+
+    Raises:
+        CommunicatorError: If something still is at the deadline, as a receive that nobody sends to.
+    """
+    deadline_s = time.monotonic() + patience.total_seconds()
+    for group in groups:
+        for work in group.pending_works():
+            try:
+                work.wait(_until(deadline_s))
+            except RuntimeError as error:
+                raise CommunicatorError(
+                    f"group {group.label} has an operation that does not end: {str(error).splitlines()[0]}"
+                ) from error
+    if any("cuda" in group.channels for group in groups):
+        _within(torch.cuda.synchronize, _until(deadline_s).total_seconds(), what="what is queued on the GPU")
+
+
+def _drop(groups: Sequence[ReleasableGroup], missing_call: str, patience: timedelta) -> Exception | None:
+    """Ends every group's communicators, also past failures. Collective over: each group, on NCCL.
+
+    All members do so in one order, so that the last created of the groups that are left always has all its members at
+    it. Where that does not end, as when a peer has died, they are aborted, which needs no peer.
+    """
+    backends = {group: group.detach(missing_call=missing_call) for group in reversed(groups)}
+    failure = _end(backends, "shutdown", patience / 2)
+    if failure is not None:
+        logger.warning("release: %s; aborting the communicators", failure)
+        _end(backends, "abort", patience / 2)
+    return failure
+
+
+def _end(backends: dict[ReleasableGroup, Any], how: str, patience: timedelta) -> Exception | None:
+    """Calls ``shutdown`` or ``abort`` of each backend and lets go of it; returns the first failure."""
+    failures: list[Exception] = []
+
+    def end_all() -> None:
+        ended: list[list[Any]] = []
+        with _one_abort(backends.values()) if how == "abort" else nullcontext():
+            end_each(ended)
+        _let_go(ended)
+
+    def end_each(ended: list[list[Any]]) -> None:
+        for group in list(backends):
+            failure = _failure(getattr(backends[group], how))
+            if failure is None:
+                ended.append([backends.pop(group)])
+            else:
+                failures.append(CommunicatorError(f"group {group.label}: {_describe(failure)}"))
+
+    late = _failure(lambda: _within(end_all, patience.total_seconds(), what=f"{how} of communicators"))
+    return late or (failures[0] if failures else None)
+
+
+@contextmanager
+def _one_abort(backends: Iterable[Any]) -> Iterator[None]:
+    """Makes one of all aborts of NCCL's in the body, so that none waits for another (pytorch#119797)."""
+    nccl = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
+    if nccl is not None:
+        nccl._group_start()
+    try:
+        yield
+    finally:
+        if nccl is not None:
+            nccl._group_end()
+
+
+def _let_go(holders: Sequence[list[Any]]) -> None:
+    """Empties lists that hold the last references to backends: gloo takes 10 ms to close one's connections."""
+    threads = [threading.Thread(target=holder.clear, daemon=True) for holder in holders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _do_together(ranks: _Ranks, groups: Sequence[ReleasableGroup], work: Callable[[], object]) -> None:
+    """Does a part of a rebuild and learns how the others fared; releases the groups again if it failed anywhere."""
+    failure, after_s = _failure(work), ranks.elapsed_s()
+    if failure is not None:
+        # Before the agreement: whoever waits for this rank in a collective of gloo then fails at once.
+        _release_again(groups)
+    try:
+        ranks.agree(failure, after_s=after_s)
+    except RlSafeError:
+        _release_again(groups)
+        raise
+
+
+def _release_again(groups: Sequence[ReleasableGroup]) -> None:
+    """Undoes a rebuild that has failed, without the others, who may be anywhere."""
+    connected = [group for group in groups if group.state is GroupState.CONNECTED]
+    failure = _end({group: group.detach() for group in reversed(connected)}, "abort", _UNDO)
+    if failure is not None:
+        logger.warning("rebuild: the groups could not be released again: %s", failure)
+
+
+def _reconnect(groups: Sequence[ReleasableGroup], generation: int, ranks: _Ranks) -> None:
+    deadline_s = time.monotonic() + ranks.share().total_seconds()
+    for group in groups:
+        try:
+            group.reconnect(generation, bound=_until(deadline_s))
+        except RuntimeError as error:
+            raise CommunicatorError(
+                f"group {group.label} could not be connected again: {str(error).splitlines()[0]}"
+            ) from error
+
+
+def _bounded_bootstrap(groups: Sequence[ReleasableGroup], bootstrap: Callable[[], object], ranks: _Ranks) -> None:
+    for group in groups:
+        group.limit(ranks.share())
+    bootstrap()
+    for group in groups:
+        group.limit(None)
+
+
+def _until(deadline_s: float) -> timedelta:
+    """Time left until a deadline on the monotonic clock, at least a tenth of a second."""
+    return timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
+
+
+def _within(work: Callable[[], object], patience_s: float, *, what: str) -> None:
+    """Does on a thread of its own what has no deadline of its own; raises what it raised.
+
+    Raises:
+        CommunicatorError: If it has not ended after ``patience_s``. The thread is left behind.
+    """
+    outcomes: list[Exception | None] = []
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        outcomes.append(_failure(work))
+
+    thread = threading.Thread(target=run, name="rl_safe release", daemon=True)
+    thread.start()
+    thread.join(patience_s)
+    if not outcomes:
+        raise CommunicatorError(f"{what} did not end within {patience_s:.1f} s")
+    if outcomes[0] is not None:
+        raise outcomes[0]
+
+
+def _forget_keys(groups: Sequence[ReleasableGroup], gone: Mapping[str, int]) -> None:
+    """Deletes what generations that are gone everywhere have left in the store. One rank does it for all."""
+    if not groups:
+        return
+    store: Any = groups[0].get_group_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    try:
+        keys = store.list_keys()
+    except RuntimeError as error:
+        logger.debug("keys of past generations stay in the store, which cannot list them: %s", error)
+        return
+    for key in keys:
+        _, found, rest = key.partition(f"/{STORE_PREFIX}/")
+        if found:
+            name, generation = rest.split("/")[:2]
+            if generation.isdigit() and int(generation) <= gone.get(name, -1):
+                store.delete_key(key)
