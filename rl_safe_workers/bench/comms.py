@@ -33,8 +33,8 @@ LARGE = SeededModelConfig(
     num_attention_heads=32, num_key_value_heads=8, head_dim=128, num_experts=8, num_experts_per_tok=2,
 )  # fmt: skip
 """Large enough that a step is dominated by its products."""
-WARMUPS = ("ours", "nothing", "eight groups", "a barrier", "every group")
-OURS, NOTHING, EVERY = "ours", "nothing", "every group"
+WARMUPS = ("ours", "nothing", "eight groups", "a barrier", "every group", "ours, releasing")
+OURS, NOTHING, EVERY, RELEASES = "ours", "nothing", "every group", "ours, releasing"
 MIB = 2**20
 JOB_S = 120.0
 MODULE = "rl_safe_workers.bench.comms_ranks"
@@ -156,9 +156,10 @@ def _run_layout(
 def _worst(out: Path, number: int) -> dict[str, float]:
     ranks = [json.loads((out / f"{number}_{rank}.json").read_text()) for rank in range(RANKS)]
     heaviest = max(ranks, key=lambda found: found["warm_bytes"] + found["late_bytes"])
-    keys = ("warm_bytes", "late_bytes", "growth_bytes", "predicted_bytes")
-    return {key: heaviest[key] for key in keys} | {
-        key: max(found[key] for found in ranks) for key in ("warmup_s", "step_s")
+    keys = ("warm_bytes", "late_bytes", "growth_bytes", "predicted_bytes", "freed_bytes")
+    slowest = ("warmup_s", "step_s", "cycle_s", "cycles_growth_bytes")
+    return {key: heaviest[key] for key in keys if key in heaviest} | {
+        key: max(found[key] for found in ranks) for key in slowest if key in heaviest
     }
 
 
@@ -171,7 +172,7 @@ def rows(layout: str, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
         *(
             _row(f"{layout}: the same after {way}", "MiB", found[way]["late_bytes"] / MIB, _at_least(0))
             for way in found
-            if way not in (OURS, NOTHING)
+            if way not in (OURS, NOTHING, RELEASES)
         ),
         _row(f"{layout}: memory after 3 steps, against every group", "MiB", total[OURS] / MIB, _at_most(0.25),
              total[EVERY] / MIB),
@@ -181,7 +182,16 @@ def rows(layout: str, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
              found[NOTHING]["step_s"]),
     ]  # fmt: skip
     off = abs(ours["predicted_bytes"] / ours["warm_bytes"] - 1) if ours["warm_bytes"] else float("nan")
-    return [*made, _row(f"{layout}: prediction off by", "", off, _at_most(0.15))]
+    made.append(_row(f"{layout}: prediction off by", "", off, _at_most(0.15)))
+    if RELEASES in found:
+        cycle = found[RELEASES]
+        made += [
+            _row(f"{layout}: released for a rollout, of the communicators", "MiB", cycle["freed_bytes"] / MIB,
+                 _at_least(0.95), total[RELEASES] / MIB),
+            _row(f"{layout}: release and rebuild", "s", cycle["cycle_s"], _at_most(3)),
+            _row(f"{layout}: growth over 18 cycles", "MiB", cycle["cycles_growth_bytes"] / MIB, _at_most(2)),
+        ]  # fmt: skip
+    return made
 
 
 def _at_most(bound: float) -> Goal:

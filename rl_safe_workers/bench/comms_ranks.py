@@ -33,8 +33,10 @@ from rl_safe_workers.trainer.batch import SequenceBatch
 from rl_safe_workers.trainer.worker import TrainerWorker
 from rl_safe_workers.worlds.address import StoreAddress
 
-OURS = "ours"
+OURS, RELEASES = "ours", "ours, releasing"
 FIRST_STEPS, TIMED_STEPS = 3, 10
+CYCLES = 20
+"""Of step, release and rebuild."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class Job:
     """
 
     warmup: str
-    """`OURS`, or one of `WARMUPS`."""
+    """`OURS`, `RELEASES`, or one of `WARMUPS`."""
     recipe: str
     overrides: list[str]
     port: int
@@ -85,8 +87,9 @@ class Taken:
 
 def measure(job: Job, rank: int) -> dict[str, float]:
     """Warms up, builds, steps; returns bytes and seconds of this rank."""
-    budget = [] if job.warmup == OURS else ["rl_safe.bootstrap.budget=false"]
-    config = load_recipe(job.recipe, [*job.overrides, *budget, "rl_safe.bootstrap.watch_steps=0"])
+    ways = {OURS: [], RELEASES: ["rollout.release_comms=always"]}
+    settings = ways.get(job.warmup, ["rl_safe.bootstrap.budget=false"])
+    config = load_recipe(job.recipe, [*job.overrides, *settings, "rl_safe.bootstrap.watch_steps=0"])
     if job.virtual_stages > 1:
         parallel_state.initialize_model_parallel = functools.partial(
             parallel_state.initialize_model_parallel, virtual_pipeline_model_parallel_size=job.virtual_stages
@@ -96,7 +99,7 @@ def measure(job: Job, rank: int) -> dict[str, float]:
     worker.enter_world(StoreAddress(host="127.0.0.1", port=job.port))
     worker.groups()
     taken, started_s, predicted = Taken(worker.device), time.perf_counter(), 0
-    if job.warmup == OURS:
+    if job.warmup in ways:
         report = worker.bootstrap()
         warm, predicted = sum(entry.bytes or 0 for entry in report.entries), report.predicted_bytes
     else:
@@ -111,13 +114,32 @@ def measure(job: Job, rank: int) -> dict[str, float]:
         for _ in range(FIRST_STEPS):
             worker.train(batch, len(batch))
         _synchronize(worker.device)
+    released = _release_and_rebuild(worker, batch) if job.warmup == RELEASES else {}
     steps = [_timed(lambda: worker.train(batch, len(batch)), worker.device) for _ in range(TIMED_STEPS)]
     found = {
+        **released,
         "warmup_s": seconds, "warm_bytes": warm, "late_bytes": taken.by_collectives, "growth_bytes": taken.growth(),
         "predicted_bytes": predicted, "step_s": median(steps),
     }  # fmt: skip
     worker.teardown()
     return found
+
+
+def _release_and_rebuild(worker: TrainerWorker, batch: SequenceBatch) -> dict[str, float]:
+    """Cycles of release, rebuild and step: bytes and seconds of the median cycle, and growth since the second."""
+    freed, seconds, used = [], [], []
+    probe = outside_torch(worker.device) or (lambda: 0)
+    for _ in range(CYCLES):
+        started_s = time.perf_counter()
+        with worker.phase(Phase.OFFLOAD):
+            freed.append(worker.release_comms())
+        with worker.phase(Phase.ONLOAD):
+            worker.rebuild_comms()
+        _synchronize(worker.device)
+        seconds.append(time.perf_counter() - started_s)
+        worker.train(batch, len(batch))
+        used.append(probe())
+    return {"freed_bytes": median(freed), "cycle_s": median(seconds), "cycles_growth_bytes": used[-1] - used[1]}
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:

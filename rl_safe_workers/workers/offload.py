@@ -135,10 +135,20 @@ class OffloadMixin(CommsMixin):
             if self.is_offloaded:
                 return 0
             freed = self._offload()
-            return freed + (self._release_comms() if releasable_groups() else 0)
+            return freed + (self.release_comms() if releasable_groups() else 0)
 
-    def _release_comms(self) -> int:
-        """Gives up the communicators of groups whose backend can make them again; returns bytes."""
+    def release_comms(self) -> int:
+        """Gives up the communicators of groups whose backend can make them again. Collective over: the training world.
+
+        Part of `offload`, within its phase.
+
+        Returns:
+            Bytes of device memory freed on this rank.
+
+        Raises:
+            CommunicatorError: On every rank, if one failed; names it.
+            PhaseTimeoutError: If one does not come in time; names it.
+        """
         report = release(
             store=self.store,
             training_rank=self.training_rank,
@@ -149,7 +159,13 @@ class OffloadMixin(CommsMixin):
         )
         return report.freed_bytes
 
-    def _rebuild_comms(self) -> None:
+    def rebuild_comms(self) -> None:
+        """Makes and connects them again. Collective over: the training world. Part of `onload`, within its phase.
+
+        Raises:
+            CommunicatorError: As `release_comms`.
+            PhaseTimeoutError: As `release_comms`.
+        """
         rebuild(
             store=self.store,
             training_rank=self.training_rank,
@@ -201,7 +217,7 @@ class OffloadMixin(CommsMixin):
                 return
             if releasable_groups():
                 # First: NCCL takes its memory from the device itself, which torch may have filled after this.
-                self._rebuild_comms()
+                self.rebuild_comms()
             buffers = list(self._ddp_buffers())
             if self.megatron.param_offload:
                 for buffer, host in zip(buffers, self._host_params, strict=True):

@@ -1,0 +1,58 @@
+"""Communicators on four GPUs: what must hold is asserted, what is fast is printed.
+
+    python -m pytest tests/gpu/test_comms_figures.py
+
+takes some ten minutes and ends with the table of all figures; ``-k`` chooses layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from rl_safe_workers.bench import comms
+from rl_safe_workers.bench.table import Row
+
+pytestmark = pytest.mark.timeout(560)
+MUST_HOLD = ("growth in the first 3 steps", "against every group", "against nothing", "growth over 18 cycles")
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="rl_safe_gpu_") as path:
+        yield Path(path)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    path = folder / "model"
+    make = [
+        sys.executable,
+        "-m",
+        "rl_safe_workers.models.seeded",
+        str(path),
+        json.dumps(asdict(comms.LARGE)),
+        "bfloat16",
+    ]
+    subprocess.run(make, check=True, timeout=comms.JOB_S)
+    return path
+
+
+@pytest.mark.parametrize("layout", comms.LAYOUTS, ids=lambda layout: layout.name.replace(" ", "_"))
+def test_the_bootstrap_is_complete_and_small(layout: comms.Layout, model: Path, rows: list[Row]) -> None:
+    if torch.cuda.device_count() < comms.RANKS:
+        pytest.skip(f"needs {comms.RANKS} GPUs; there are {torch.cuda.device_count()}")
+    out = model.parent / layout.name.replace(" ", "_")
+    out.mkdir()
+    found = comms.run_layouts(out, [layout], [f"model.path={model}"], rows=16, tokens=1024, report=print)
+    made = comms.rows(layout.name, found[layout.name])
+    rows += made
+    assert [row.name for row in made if row.name.endswith(MUST_HOLD) and row.unit == "MiB" and not row.met] == []

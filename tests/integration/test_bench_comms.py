@@ -1,0 +1,95 @@
+"""The communicators' benchmark runs its jobs in turn, and its rows say what the issue promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_safe_workers.bench import comms
+from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.errors import ResourceError, RunError
+from rl_safe_workers.models.seeded import create_seeded_model
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+MIB = comms.MIB
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    create_seeded_model(path, SeededModelConfig())
+    return path
+
+
+WAYS = (comms.OURS, comms.EVERY, comms.RELEASES)
+
+
+def test_every_kind_of_job_trains_on_four_ranks(model: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    overrides = [f"model.path={model}", "actor.ppo_micro_batch_size_per_gpu=2"]
+    found = comms.run_layouts(
+        tmp_path, comms.LAYOUTS[1:2], overrides, rows=2, tokens=16, report=lines.append, warmups=WAYS, recipe=RECIPE
+    )
+    (figures,) = found.values()
+    assert tuple(figures) == WAYS
+    assert all(of_way["step_s"] > 0 and of_way["warmup_s"] > 0 for of_way in figures.values())
+    assert figures[comms.RELEASES]["cycle_s"] > 0
+    assert len(lines) == 1
+
+
+def test_a_layout_that_cannot_run_is_refused_with_its_reason(model: Path, tmp_path: Path) -> None:
+    layout = comms.Layout(name="EP3", overrides=("megatron.expert_model_parallel_size=3",))
+    with pytest.raises(RunError, match="EP3 failed: "):
+        comms.run_layouts(
+            tmp_path,
+            [layout],
+            [f"model.path={model}"],
+            rows=2,
+            tokens=16,
+            report=print,
+            warmups=("ours",),
+            recipe=RECIPE,
+        )
+
+
+def _figures(warm_mib: float, late_mib: float, *, seconds: float = 1.0, step_s: float = 0.5) -> dict[str, float]:
+    return {
+        "warm_bytes": warm_mib * MIB, "late_bytes": late_mib * MIB, "growth_bytes": 0.0, "predicted_bytes": 990 * MIB,
+        "warmup_s": seconds, "step_s": step_s, "freed_bytes": 960 * MIB, "cycle_s": 2.0, "cycles_growth_bytes": 0.0,
+    }  # fmt: skip
+
+
+def _rows(**changed: dict[str, float]) -> dict[str, bool]:
+    found = {
+        "ours": _figures(1000, 0, seconds=2), "nothing": _figures(0, 4000, seconds=0), "a barrier": _figures(22, 3900),
+        "every group": _figures(8000, 500, seconds=6), "ours, releasing": _figures(1000, 0), **changed,
+    }  # fmt: skip
+    return {row.name.partition(": ")[2]: row.met for row in comms.rows("TP1", found)}
+
+
+def test_what_keeps_every_promise_is_met_in_every_row() -> None:
+    rows = _rows()
+    assert all(rows.values())
+    assert len(rows) == 11
+
+
+@pytest.mark.parametrize(
+    ("ours", "row"),
+    [
+        (_figures(1000, 3), "NCCL's growth in the first 3 steps"),
+        (_figures(2200, 0), "memory after 3 steps, against every group"),
+        (_figures(3300, 0), "the same, against nothing"),
+        (_figures(1000, 0, seconds=4), "seconds, against every group"),
+        (_figures(1000, 0, step_s=0.52), "step, against Megatron's defaults"),
+        (_figures(700, 0), "prediction off by"),
+    ],
+)
+def test_a_promise_that_is_not_kept_is_missed_in_its_row(ours: dict[str, float], row: str) -> None:
+    assert not _rows(ours=ours)[row]
+
+
+def test_without_four_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comms, "count_gpus", lambda: 2)
+    with pytest.raises(ResourceError, match="needs 4 GPUs, there are 2"):
+        comms.measure(print)
