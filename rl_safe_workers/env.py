@@ -28,6 +28,8 @@ GLOO_SOCKET_IFNAME = "GLOO_SOCKET_IFNAME"
 be public, or resolve to nothing in a container."""
 NCCL_SOCKET_IFNAME = "NCCL_SOCKET_IFNAME"
 """As ``GLOO_SOCKET_IFNAME``, for the connections over which NCCL's ranks find each other."""
+NCCL_CUMEM_ENABLE = "NCCL_CUMEM_ENABLE"
+"""Read only: ``0`` keeps NCCL from mapping its memory itself, and so from giving it back."""
 LOCAL_RANK = "LOCAL_RANK"
 """Which of the visible GPUs is this process's, where a launcher leaves all of them visible."""
 CUBLAS_WORKSPACE_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
@@ -115,6 +117,11 @@ def local_rank() -> int | None:
     """This process's place among those of its host, if a launcher has set it."""
     value = os.environ.get(LOCAL_RANK)
     return int(value) if value and value.isdecimal() else None
+
+
+def nccl_cumem_is_off() -> bool:
+    """Whether ``NCCL_CUMEM_ENABLE`` forbids NCCL to map its memory itself."""
+    return os.environ.get(NCCL_CUMEM_ENABLE) == "0"
 
 
 def belongs_to_run(environ: Mapping[str, str], run_id: str) -> bool:

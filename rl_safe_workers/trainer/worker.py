@@ -12,6 +12,7 @@ import torch
 
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
 from rl_safe_workers.comms.releasable import register_backend
+from rl_safe_workers.comms.suspend import can_suspend
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
 from rl_safe_workers.platforms.device_memory import SHARED_PHASES, megatron_owned
@@ -74,10 +75,11 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
 
     def enter_world(self, address: StoreAddress) -> None:
         """Joins the training world in isolated mode."""
-        wanted = self.config.rollout.release_comms
-        releases = wanted == "always" or (wanted == "auto" and self.config.cluster.colocated)
-        backend = register_backend("nccl" if self.device.type == "cuda" else "gloo") if releases else None
-        self.init_world(address, backend=backend or self._platform.BACKEND)
+        wanted, backend = self.config.rollout.release_comms, self._platform.BACKEND
+        self.releases_comms = wanted == "always" or (wanted == "auto" and self.config.cluster.colocated)
+        if self.releases_comms and not can_suspend(self.device):
+            backend = register_backend("nccl" if self.device.type == "cuda" else "gloo")
+        self.init_world(address, backend=backend)
 
     def meet_rollouts(self, size: int) -> None:
         """Joins the joint group of ``size`` ranks. Collective over: trainers and rollout ranks."""

@@ -45,6 +45,8 @@ class SafeWorker:
     device: torch.device
     features: Features | None = None
     """What the host knows of its model that decides about collectives; None: taken from ``megatron``."""
+    releases_comms: bool = False
+    """Whether an offload gives up the communicators' memory, too."""
     training_rank: int
     training_size: int
     store: Store

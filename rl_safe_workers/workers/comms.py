@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from rl_safe_workers.comms.bootstrap import Bootstrap
+from rl_safe_workers.comms.catalog import LiveGroup
 from rl_safe_workers.comms.late import LateWatch
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation
 from rl_safe_workers.errors import LifecycleError, WeightSyncError, format_ranks
@@ -37,6 +39,8 @@ class CommsMixin(GroupsMixin):
     joint_group: JointGroup | GpuPair | None = None
     _colocated = False
     _late: LateWatch | None = None
+    _connected: Mapping[str, frozenset[OpClass]] = MappingProxyType({})
+    """Op classes by torch's name of the group."""
     _watched: Counter[Phase]
     _outgoing: Outgoing | None = None
     _buckets: dict[int, list[Bucket]]
@@ -56,10 +60,14 @@ class CommsMixin(GroupsMixin):
         """
         with self.phase(Phase.BOOTSTRAP):
             probe = outside_torch(self.device)
-            report, connected = self._connect_groups(probe)
+            report, self._connected = self._connect_groups(probe)
             self._watched = Counter()
-            self._late = LateWatch(connected, probe=probe)
+            self._late = LateWatch(self._connected, probe=probe)
             return report
+
+    def is_connected(self, group: LiveGroup) -> bool:
+        """Whether the bootstrap has connected a group."""
+        return group.group.group_name in self._connected
 
     def _connect_groups(
         self, probe: Callable[[], int] | None

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rl_safe_workers.comms.release import rebuild, releasable_groups, release
+from rl_safe_workers.comms.release import rebuild, release
+from rl_safe_workers.comms.suspend import Suspension, can_suspend
 from rl_safe_workers.errors import LifecycleError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms.device_memory import outside_torch
@@ -105,6 +106,7 @@ class OffloadMixin(CommsMixin):
     _host_params: Sequence[torch.Tensor] = ()
     """Pinned copies of the parameter buffers, kept from cycle to cycle."""
     _host_optimizer: _HostCopy | None = None
+    _suspension: Suspension | None = None
     is_offloaded: bool = False
 
     def check_phase(self, phase: Phase) -> None:
@@ -122,8 +124,8 @@ class OffloadMixin(CommsMixin):
     def offload(self) -> int:
         """Frees device memory before a rollout. Collective over: the training world. Idempotent.
 
-        Where the world was made with a backend of ``comms.releasable`` the communicators' memory is freed, too;
-        `onload` connects them again.
+        With ``releases_comms`` the communicators' memory is freed, too: suspended where NCCL can do that, else dropped,
+        for which the world must have been made with a backend of ``comms.releasable``. `onload` brings them back.
 
         Returns:
             Bytes of device memory freed on this rank.
@@ -135,7 +137,7 @@ class OffloadMixin(CommsMixin):
             if self.is_offloaded:
                 return 0
             freed = self._offload()
-            return freed + (self.release_comms() if releasable_groups() else 0)
+            return freed + (self.release_comms() if self.releases_comms else 0)
 
     def release_comms(self) -> int:
         """Gives up the communicators of groups whose backend can make them again. Collective over: the training world.
@@ -149,6 +151,8 @@ class OffloadMixin(CommsMixin):
             CommunicatorError: On every rank, if one failed; names it.
             PhaseTimeoutError: If one does not come in time; names it.
         """
+        if can_suspend(self.device):
+            return self._suspend_comms()
         report = release(
             store=self.store,
             training_rank=self.training_rank,
@@ -159,6 +163,19 @@ class OffloadMixin(CommsMixin):
         )
         return report.freed_bytes
 
+    def _suspend_comms(self) -> int:
+        probe = outside_torch(self.device)
+        before = probe() if probe is not None else 0
+        self._open_suspension().suspend(self.is_connected, timeout=self.remaining())
+        return before - probe() if probe is not None else 0
+
+    def _open_suspension(self) -> Suspension:
+        if self._suspension is None:
+            self._suspension = Suspension(
+                self.store, training_rank=self.training_rank, size=self.training_size, device=self.device
+            )
+        return self._suspension
+
     def rebuild_comms(self) -> None:
         """Makes and connects them again. Collective over: the training world. Part of `onload`, within its phase.
 
@@ -166,6 +183,9 @@ class OffloadMixin(CommsMixin):
             CommunicatorError: As `release_comms`.
             PhaseTimeoutError: As `release_comms`.
         """
+        if can_suspend(self.device):
+            self._open_suspension().resume(timeout=self.remaining())
+            return
         rebuild(
             store=self.store,
             training_rank=self.training_rank,
@@ -215,7 +235,7 @@ class OffloadMixin(CommsMixin):
         with self.phase(Phase.ONLOAD):
             if not self.is_offloaded:
                 return
-            if releasable_groups():
+            if self.releases_comms:
                 # First: NCCL takes its memory from the device itself, which torch may have filled after this.
                 self.rebuild_comms()
             buffers = list(self._ddp_buffers())

@@ -1,0 +1,95 @@
+"""Where NCCL can give a communicator's memory back and keep its connections, that is used instead of a release.
+
+``backend.suspend()`` and ``resume()`` of torch since 2.12 (pytorch 176300) call ``ncclCommSuspend``, of NCCL since
+2.29.7, which needs memory that NCCL has mapped itself (cuMem). Both are collective over the communicator.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Backend
+from torch.distributed import Store
+
+from rl_safe_workers import env
+from rl_safe_workers.comms.catalog import LiveGroup, live_groups
+from rl_safe_workers.comms.supervision import Supervision
+from rl_safe_workers.lifecycle import Phase
+
+logger = logging.getLogger(__name__)
+
+NEEDED_NCCL = (2, 29, 7)
+
+
+def can_suspend(device: torch.device) -> bool:
+    """Whether communicators of a device can be suspended by this torch and NCCL, as this process is set up."""
+    if device.type != "cuda" or not hasattr(Backend, "suspend") or env.nccl_cumem_is_off():
+        return False
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return tuple(version) >= NEEDED_NCCL
+
+
+class Suspension:
+    """Suspends and resumes the communicators of one training rank, always the same ones in the same order."""
+
+    def __init__(self, store: Store, *, training_rank: int, size: int, device: torch.device) -> None:
+        """Suspends nothing yet.
+
+        Args:
+            store: The run's store.
+            training_rank: This process's rank in the training world.
+            size: Number of training ranks.
+            device: The communicators' device.
+        """
+        self._store, self._rank, self._size, self._device = store, training_rank, size, device
+        self._suspended: list[LiveGroup] = []
+
+    def suspend(self, connected: Callable[[LiveGroup], bool], *, timeout: timedelta) -> float:
+        """Suspends groups. Collective over: the training world. Idempotent.
+
+        Args:
+            connected: Whether a group has a communicator: NCCL knows no other.
+            timeout: Longest time for all of them.
+
+        Returns:
+            Seconds.
+
+        Raises:
+            PhaseTimeoutError: On every rank, if one does not come to a group in time; names it.
+            CommunicatorError: On every rank, if one fails; names it.
+        """
+        if self._suspended:
+            return 0.0
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        groups = [group for group in live_groups() if connected(group)]
+        # What has been suspended when another rank fails must be resumed, too.
+        return self._do("suspend", groups, self._suspended.append, Phase.OFFLOAD, timeout)
+
+    def resume(self, *, timeout: timedelta) -> float:
+        """Resumes what was suspended; returns seconds. As `suspend`."""
+        return self._do("resume", list(self._suspended), self._suspended.remove, Phase.ONLOAD, timeout)
+
+    def _do(
+        self, method: str, groups: list[LiveGroup], note: Callable[[LiveGroup], None], phase: Phase, timeout: timedelta
+    ) -> float:
+        started_s = time.monotonic()
+        call = self._store.add(f"{method}/calls/{self._rank}", 1)
+        work = Supervision(
+            self._store, f"{method}/{call}", phase=phase, training_rank=self._rank, size=self._size, timeout=timeout
+        )
+        for group in groups:
+            work.part(f"{group} {method}", group.ranks, getattr(_backend(group.group, self._device), method))
+            note(group)
+        work.finish()
+        logger.info("%s of %d communicators in %.3f s", method, len(groups), time.monotonic() - started_s)
+        return time.monotonic() - started_s
+
+
+def _backend(group: Any, device: torch.device) -> Any:
+    return group._get_backend(device)

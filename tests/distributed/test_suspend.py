@@ -1,0 +1,87 @@
+"""Communicators are suspended and resumed in step, where NCCL can; here its backend is a fake that keeps a record."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from rl_safe_workers.comms import suspend
+from rl_safe_workers.comms.catalog import LiveGroup, live_groups
+from rl_safe_workers.comms.suspend import Suspension, can_suspend
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.worlds.address import StoreAddress
+from tests.distributed.ranks import run_ranks, values
+from tests.distributed.worker import Worker, run_config
+
+SIZE, CPU = 4, torch.device("cpu")
+TIMEOUT = timedelta(seconds=10)
+
+
+class Recorder:
+    """Stands for the NCCL backend of a group."""
+
+    def __init__(self, record: list[tuple[str, str]], name: str, fails: bool) -> None:
+        self._record, self._name, self._fails = record, name, fails
+
+    def suspend(self) -> None:
+        if self._fails:
+            raise RuntimeError("NCCL is busy")
+        self._record.append(("suspend", self._name))
+
+    def resume(self) -> None:
+        self._record.append(("resume", self._name))
+
+
+def _cycle(rank: int, address: StoreAddress, config: RunConfig, failing: int | None) -> dict[str, Any]:
+    worker = Worker(config, rank=rank, size=SIZE)
+    worker.start(address)
+    record: list[tuple[str, str]] = []
+    groups: list[LiveGroup] = [group for group in live_groups() if worker.is_connected(group)]
+    by_id = {id(group.group): str(group) for group in groups}
+    third = by_id[id(groups[2].group)]
+    suspend._backend = lambda group, device: Recorder(
+        record, by_id[id(group)], fails=rank == failing and by_id[id(group)] == third
+    )
+    suspension = Suspension(worker.store, training_rank=rank, size=SIZE, device=CPU)
+    error = ""
+    try:
+        suspension.suspend(worker.is_connected, timeout=TIMEOUT)
+        suspension.suspend(worker.is_connected, timeout=TIMEOUT)
+    except CommunicatorError as raised:
+        error = str(raised)
+    suspension.resume(timeout=TIMEOUT)
+    suspension.resume(timeout=TIMEOUT)
+    return {"record": record, "groups": [str(group) for group in groups], "error": error}
+
+
+def test_every_connected_group_is_suspended_once_and_resumed_in_the_same_order(address, seeded_models) -> None:
+    config = run_config(seeded_models["moe"], pp=2, ep=2)
+    for found in values(run_ranks(_cycle, SIZE, address, config, None)):
+        assert found["record"] == [(what, name) for what in ("suspend", "resume") for name in found["groups"]]
+        assert len(found["groups"]) > 5
+
+
+def test_a_rank_that_cannot_is_named_by_all_and_what_was_suspended_comes_back(address, seeded_models) -> None:
+    config = run_config(seeded_models["moe"], ep=2)
+    for found in values(run_ranks(_cycle, SIZE, address, config, 1)):
+        assert "training rank 1 failed" in found["error"]
+        assert "NCCL is busy" in found["error"]
+        suspended = [name for what, name in found["record"] if what == "suspend"]
+        assert [name for what, name in found["record"] if what == "resume"] == suspended
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "cumem", "expected"),
+    [("cuda", (2, 29, 7), "1", True), ("cuda", (2, 30, 4), None, True), ("cuda", (2, 28, 9), None, False),
+     ("cuda", (2, 29, 7), "0", False), ("cpu", (2, 29, 7), "1", False)],
+)  # fmt: skip
+def test_it_is_used_where_torch_and_nccl_can(device, version, cumem, expected, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if cumem is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", cumem)
+    assert can_suspend(torch.device(device)) is expected
