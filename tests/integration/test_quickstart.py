@@ -30,6 +30,7 @@ def test_it_learns(quickstart: Outcome) -> None:
 
 def test_the_run_folder_holds_config_metrics_and_report(quickstart: Outcome) -> None:
     assert sorted(path.name for path in quickstart.run_dir.iterdir()) == [
+        "comms.json",
         "config.yaml",
         "metrics.jsonl",
         "report.html",

@@ -148,7 +148,7 @@ def test_torchs_own_backends_have_what_is_needed(backend: str) -> None:
     ("backend", "complaint"),
     [
         ("mpi", "DATA_PARALLEL_GROUP.* will carry gather_scatter, which backend mpi lacks"),
-        ("cpu:gloo,cuda:carrier_pigeon", "backend carrier_pigeon is not known: use one of gloo, nccl, mpi"),
+        ("cpu:gloo,cuda:carrier_pigeon", "backend carrier_pigeon is not known: use one of gloo, nccl, rl_safe_gloo"),
     ],
 )
 def test_a_backend_that_lacks_an_op_class_is_refused(backend: str, complaint: str) -> None:
