@@ -24,7 +24,7 @@ from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.comms.teardown import destroy_groups, exchange_verdicts
 from rl_safe_workers.errors import CommunicatorError, LifecycleError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.platforms.device_memory import outside_torch
+from rl_safe_workers.platforms.device_memory import free_bytes, outside_torch
 from rl_safe_workers.topology.comms_plan import CommsPlan
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.topology.layout import ParallelLayout
@@ -75,6 +75,9 @@ def bootstrap(
     layout, probe = _layout(), outside_torch(device)
     store = PrefixStore("rl_safe", c10d._get_default_store())
     plan = CommsPlan.of(layout, features or Features(), max_ctas or {})
+    plan.check_backend(dist.get_backend_config())
+    if device.type == "cuda" and _script is None:
+        plan.check_fits(free_bytes=free_bytes(device))
     work = Bootstrap(
         store, training_rank=dist.get_rank(), layout=layout, features=plan.features, limits=dict(max_ctas or {}),
         device=device, probe=probe,

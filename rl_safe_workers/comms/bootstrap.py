@@ -25,9 +25,9 @@ from rl_safe_workers.comms.catalog import LiveGroup, live_groups
 from rl_safe_workers.comms.report import BootstrapReport, LedgerEntry
 from rl_safe_workers.comms.supervision import Supervision
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.topology.groups import Classes, Features, OpClass, connected_classes
+from rl_safe_workers.topology.groups import PIPELINE, Classes, Features, OpClass, connected_classes
 from rl_safe_workers.topology.layout import ParallelLayout
-from rl_safe_workers.topology.memory import class_bytes
+from rl_safe_workers.topology.memory import class_bytes, pairs_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,21 +68,21 @@ def _is_expert_data_parallel(group: LiveGroup) -> bool:
     return "EXPERT_DATA_PARALLEL" in group.description
 
 
-def _reduce(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
+def _reduce(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def _gather_scatter(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
+def _gather_scatter(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
     full, part = torch.zeros(size, device=device), torch.zeros(1, device=device)
     dist.all_gather_into_tensor(full, part, group=group)
     dist.reduce_scatter_tensor(part, full, group=group)
 
 
-def _all_to_all(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
+def _all_to_all(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
     dist.all_to_all_single(torch.zeros(size, device=device), torch.zeros(size, device=device), group=group)
 
 
-def _batched_p2p(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
+def _batched_p2p(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
     rank, sent, received = dist.get_rank(group), torch.zeros(1, device=device), torch.zeros(1, device=device)
     # Both ways round: a stage sends activations to the next and gradients to the one before.
     for step in (1, -1):
@@ -94,21 +94,23 @@ def _batched_p2p(group: dist.ProcessGroup, size: int, device: torch.device) -> N
             work.wait()
 
 
-def _unbatched_p2p(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
+def _unbatched_p2p(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
     """Passes a message down the pipeline and back; each pair of neighbours connects on its own."""
     # At two stages Megatron sends one of the directions over the default group (p2p_communication.py:67).
     backward = dist.group.WORLD if size == 2 else group
     message, rank, ranks = torch.zeros(1, device=device), dist.get_rank(group), dist.get_process_group_ranks(group)
-    for stage in range(size - 1):
-        if rank == stage:
-            dist.send(message, dst=ranks[stage + 1], group=group)
-            dist.recv(message, src=ranks[stage + 1], group=backward)
-        elif rank == stage + 1:
-            dist.recv(message, src=ranks[stage], group=group)
-            dist.send(message, dst=ranks[stage], group=backward)
+    # A ring of two is its only pair.
+    for stage in range(size if ring and size > 2 else size - 1):
+        sender, receiver = stage, (stage + 1) % size
+        if rank == sender:
+            dist.send(message, dst=ranks[receiver], group=group)
+            dist.recv(message, src=ranks[receiver], group=backward)
+        elif rank == receiver:
+            dist.recv(message, src=ranks[sender], group=group)
+            dist.send(message, dst=ranks[sender], group=backward)
 
 
-_COLLECTIVES: Mapping[OpClass, Callable[[dist.ProcessGroup, int, torch.device], None]] = {
+_COLLECTIVES: Mapping[OpClass, Callable[..., None]] = {
     OpClass.REDUCE: _reduce,
     OpClass.GATHER_SCATTER: _gather_scatter,
     OpClass.ALL_TO_ALL: _all_to_all,
@@ -121,6 +123,16 @@ def plan_digest(steps: Sequence[BootstrapStep]) -> str:
     """A short digest of a plan, for logs: equal plans have equal digests."""
     text = json.dumps([[str(s.group), s.classes, s.max_ctas] for s in steps])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _connected(steps: Sequence[BootstrapStep]) -> dict[str, frozenset[OpClass]]:
+    found = {step.group.group.group_name: frozenset(step.classes) for step in steps}
+    for step in steps:
+        if step.group.description == PIPELINE and step.group.size == 2 and OpClass.UNBATCHED_P2P in step.classes:
+            # One of its directions.
+            name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+            found[name] = found.get(name, frozenset()) | {OpClass.UNBATCHED_P2P}
+    return found
 
 
 class Bootstrap:
@@ -168,19 +180,21 @@ class Bootstrap:
                 one, which is named.
             PhaseTimeoutError: On every rank, if a rank does not come to a group in time; names group and rank.
         """
-        started_s, groups = time.monotonic(), live_groups(elsewhere=elsewhere)
+        started_s = time.monotonic()
+        # First, so that a rank that fails below has counted, too. After groups were rebuilt, the keys of the bootstrap
+        # before may still be in the store.
+        call = self._store.add(f"bootstrap/calls/{self._rank}", 1)
+        groups = live_groups(elsewhere=elsewhere)
         steps = plan_bootstrap(groups, self._layout, self._features, self._limits)
         unknown = tuple(str(group) for group in groups if not group.is_known)
-        # Numbered by call: after groups were rebuilt, the keys of the bootstrap before are still in the store.
-        call = self._store.add(f"bootstrap/calls/{self._rank}", 1)
         work = Supervision(
-            self._store, f"bootstrap/{call}", phase=Phase.BOOTSTRAP, training_rank=self._rank,
+            self._store, "bootstrap", call, phase=Phase.BOOTSTRAP, training_rank=self._rank,
             size=self._layout.world_size, timeout=timeout,
         )  # fmt: skip
         work.compare("plan", {str(s.group): [*s.classes, s.max_ctas] for s in steps}, [s.group.ranks for s in steps])
         entries = [entry for step in steps for entry in self._connect(step, work)]
         work.finish()
-        self.connected = {step.group.group.group_name: frozenset(step.classes) for step in steps}
+        self.connected = _connected(steps)
         report = BootstrapReport(
             entries=tuple(entries), skipped=len(groups) - len(steps), unknown=unknown,
             seconds=time.monotonic() - started_s,
@@ -200,14 +214,14 @@ class Bootstrap:
                 op_class=op_class,
                 seconds=seconds,
                 bytes=taken,
-                predicted_bytes=0
-                if (is_ring and rings) or self._probe is None
-                else class_bytes(op_class, size=group.size, max_ctas=step.max_ctas, pairs=self._pairs(group)),
+                predicted_bytes=0 if (is_ring and rings) or self._probe is None else self._predict(op_class, step),
             )
             rings = rings or is_ring
 
-    def _pairs(self, group: LiveGroup) -> int:
-        return 2 if 0 < group.ranks.index(self._rank) < group.size - 1 else 1
+    @staticmethod
+    def _predict(op_class: OpClass, step: BootstrapStep) -> int:
+        size, pairs = step.group.size, pairs_of(step.group.description, step.group.size)
+        return class_bytes(op_class, size=size, max_ctas=step.max_ctas, pairs=pairs)
 
     def _issue(self, op_class: OpClass, group: LiveGroup) -> tuple[float, int | None]:
         """Issues a class's collective; returns its seconds and the device memory that it took. Runs in a thread."""
@@ -215,7 +229,9 @@ class Bootstrap:
             torch.cuda.set_device(self._device)
         before = None if self._probe is None else self._probe()
         started_s = time.monotonic()
-        _COLLECTIVES[op_class](group.group, group.size, self._device)
+        # Context parallelism passes blocks around, and the last virtual stage sends to the first.
+        ring = group.description != PIPELINE or self._features.virtual_pipeline
+        _COLLECTIVES[op_class](group.group, group.size, self._device, ring=ring)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds = time.monotonic() - started_s

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _SLICE = timedelta(milliseconds=500)
 """How long a rank waits before it looks whether another one has given up."""
 _LOOK_S = 0.02
+_BETWEEN = "null"
+"""Where a rank is that is in no part."""
 _GRACE = timedelta(seconds=1)
 """What those wait longer who can only hear of a rank that is missing elsewhere."""
 
@@ -34,19 +36,26 @@ class Supervision:
     """One piece of work of a phase among all training ranks, in parts that each concern some of them."""
 
     def __init__(
-        self, store: Store, subject: str, *, phase: Phase, training_rank: int, size: int, timeout: timedelta
+        self, store: Store, subject: str, call: int, *, phase: Phase, training_rank: int, size: int, timeout: timedelta
     ) -> None:
         """Begins; the deadline counts from now.
 
         Args:
             store: A store that every training rank is connected to.
-            subject: A name that no other work of this run has, e.g. ``"bootstrap/1"``.
+            subject: A name of the work, e.g. ``"bootstrap"``.
+            call: How often it was begun, this time included; the same on all ranks.
             phase: The phase whose timeout counts, for errors.
             training_rank: This process's rank.
             size: Number of training ranks.
             timeout: Longest time for all parts together.
         """
-        self._store = PrefixStore(subject, store)
+        # A connection of its own: NCCL's first collectives wait in the one that a group was made with, and whoever
+        # waits there keeps everyone else in the process out.
+        connection: Store = store.clone()  # type: ignore[attr-defined]
+        self._store = PrefixStore(f"{subject}/{call}", connection)
+        self._before = PrefixStore(f"{subject}/{call - 1}", connection)
+        self._keys: list[str] = []
+        """What this rank has put there, and is to remove."""
         self._phase, self._rank, self._size = phase, training_rank, size
         self._started_s = time.monotonic()
         self._deadline_s = self._started_s + timeout.total_seconds()
@@ -67,7 +76,7 @@ class Supervision:
         """
         self._arrive(f"{name}/came", name, ranks)
         value = self._run(name, work, ranks)
-        self._store.set(f"{name}/done/{self._rank}", "")
+        self._set(f"at/{self._rank}", _BETWEEN)
         return value
 
     def compare(self, name: str, mine: Mapping[str, Any], members: Sequence[Sequence[int]]) -> None:
@@ -85,7 +94,7 @@ class Supervision:
             CommunicatorError: On every rank, if two plans differ.
             PhaseTimeoutError: On every rank, if one publishes none in time.
         """
-        self._ask(self._store.set, f"{name}/{self._rank}", json.dumps(mine))
+        self._set(f"{name}/{self._rank}", json.dumps(mine))
         for (key, planned), ranks in zip(mine.items(), members, strict=True):
             neighbour = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
             self._await(f"{name}/{neighbour}", partial(self._absent, name, ranks), part=key)
@@ -98,6 +107,7 @@ class Supervision:
                     }
                 )  # fmt: skip
         self._arrive(f"{name}/agreed", f"the {self._phase}'s plan", range(self._size))
+        self._set(f"at/{self._rank}", _BETWEEN)
 
     def finish(self) -> None:
         """Waits until all training ranks are through. Collective over: the training world.
@@ -107,15 +117,22 @@ class Supervision:
             CommunicatorError: As `part`.
         """
         self._deadline_s += _GRACE.total_seconds()
+        keys, self._keys = self._keys, []
         self._arrive("end", f"the {self._phase}", range(self._size))
+        # All are through, so nobody reads these any more; of the call before nobody waits for the end either.
+        for key in keys:
+            self._ask(self._store.delete_key, key)
+        for key in (f"end/{self._rank}", *(("end/count", "end/all", "failed") if self._rank == 0 else ())):
+            self._ask(self._before.delete_key, key)
 
     def _arrive(self, key: str, name: str, ranks: Sequence[int]) -> None:
-        self._ask(self._store.set, f"at/{self._rank}", json.dumps([key, name, list(ranks)]))
-        self._ask(self._store.set, f"{key}/{self._rank}", "")
+        self._set(f"at/{self._rank}", json.dumps([key, name, list(ranks)]))
+        self._set(f"{key}/{self._rank}", "")
         if self._ask(self._store.add, f"{key}/count", 1) == len(ranks):
+            self._keys.append(f"{key}/count")
             # Those who have come before may have given up since.
             self._heed_failures()
-            self._ask(self._store.set, f"{key}/all", "")
+            self._set(f"{key}/all", "")
             return
         self._await(f"{key}/all", partial(self._absent, key, ranks), part=name)
 
@@ -125,23 +142,37 @@ class Supervision:
     def _await(self, key: str, absent: Callable[[], list[int]], *, part: str) -> None:
         """Waits for a key; gives up with those that are absent when the time is up."""
         while not self._ask(self._has_come, key):
+            self._beat()
             self._heed_failures()
-            # Whoever has come meanwhile may have gone on already.
-            if time.monotonic() > self._deadline_s and (missing := absent()):
+            late_s = time.monotonic() - self._deadline_s
+            # Whoever has come meanwhile may have gone on already, and says so at once unless it has died.
+            if late_s > 0 and ((missing := absent()) or late_s > _GRACE.total_seconds()):
                 self._report_missing(*self._root(part, missing))
 
     def _root(self, part: str, missing: list[int]) -> tuple[str, list[int]]:
         """Returns the part that everyone waits for in the end, and who is missing there.
 
-        Who is missing here may be waiting at another group, for someone who is missing there.
+        Who is missing here may be waiting at another group, for someone who is missing there, or be inside another
+        group's collective, which does not end.
         """
+        inside: dict[int, tuple[str, list[int]]] = {}
         seen: set[int] = set()
-        while waiting := [rank for rank in missing if rank not in seen and self._store.check([f"at/{rank}"])]:
-            seen.add(waiting[0])
-            key, name, ranks = json.loads(self._store.get(f"at/{waiting[0]}"))
+        while waiting := [rank for rank in missing if rank not in seen]:
+            rank = waiting[0]
+            seen.add(rank)
+            place = json.loads(self._store.get(f"at/{rank}")) if self._store.check([f"at/{rank}"]) else None
+            if place is None:
+                continue
+            key, name, ranks = place
             if absent := self._absent(key, ranks):
                 part, missing = name, absent
-        return part, missing
+            else:
+                inside[rank] = name, ranks
+        stuck = [inside[rank] for rank in missing if rank in inside]
+        if not stuck or len(stuck) < len(missing):
+            return part, [rank for rank in missing if rank not in inside]
+        name, ranks = stuck[0]
+        return name, self._silent(ranks)
 
     def _has_come(self, key: str) -> bool:
         try:
@@ -171,13 +202,36 @@ class Supervision:
         while thread.is_alive():
             if time.monotonic() - looked_s > _SLICE.total_seconds():
                 looked_s = time.monotonic()
+                self._beat()
                 self._heed_failures()
             if time.monotonic() > self._deadline_s:
-                self._report_missing(name, self._absent(f"{name}/done", ranks))
+                self._report_missing(name, self._silent(ranks))
             thread.join(_LOOK_S)
         if errors:
             self._report(name, errors[0])
         return values[0]
+
+    def _beat(self) -> None:
+        key = f"beat/{self._rank}"
+        if key not in self._keys:
+            self._keys.append(key)
+        self._ask(self._store.add, key, 1)
+
+    def _silent(self, ranks: Sequence[int]) -> list[int]:
+        """Those among members inside a collective whose process does nothing any more; none if it is only the work."""
+        before = [self._ask(self._store.add, f"beat/{rank}", 0) for rank in ranks]
+        until_s = time.monotonic() + 2 * _SLICE.total_seconds()
+        while time.monotonic() < until_s:
+            self._beat()
+            self._heed_failures()
+            time.sleep(_LOOK_S)
+        after = [self._ask(self._store.add, f"beat/{rank}", 0) for rank in ranks]
+        return [rank for rank, a, b in zip(ranks, before, after, strict=True) if a == b]
+
+    def _set(self, key: str, value: str) -> None:
+        if key not in self._keys:
+            self._keys.append(key)
+        self._ask(self._store.set, key, value)
 
     def _report_missing(self, name: str, missing: Sequence[int]) -> None:
         self._give_up({"part": name, "missing": list(missing), "waited_s": time.monotonic() - self._started_s})

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class Suspension:
             device: The communicators' device.
         """
         self._store, self._rank, self._size, self._device = store, training_rank, size, device
-        self._suspended: list[LiveGroup] = []
+        self._planned: list[LiveGroup] = []
+        self._suspended: set[str] = set()
 
     def suspend(self, connected: Callable[[LiveGroup], bool], *, timeout: timedelta) -> float:
         """Suspends groups. Collective over: the training world. Idempotent.
@@ -63,32 +65,40 @@ class Suspension:
             PhaseTimeoutError: On every rank, if one does not come to a group in time; names it.
             CommunicatorError: On every rank, if one fails; names it.
         """
-        if self._suspended:
+        if self._planned:
             return 0.0
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        groups = [group for group in live_groups() if connected(group)]
-        # What has been suspended when another rank fails must be resumed, too.
-        return self._do("suspend", groups, self._suspended.append, Phase.OFFLOAD, timeout)
+        self._planned = [group for group in live_groups() if connected(group)]
+        return self._do("suspend", Phase.OFFLOAD, timeout)
 
     def resume(self, *, timeout: timedelta) -> float:
-        """Resumes what was suspended; returns seconds. As `suspend`."""
-        return self._do("resume", list(self._suspended), self._suspended.remove, Phase.ONLOAD, timeout)
+        """Resumes what was suspended, be it on some ranks only; returns seconds. As `suspend`."""
+        seconds = self._do("resume", Phase.ONLOAD, timeout)
+        self._planned = []
+        return seconds
 
-    def _do(
-        self, method: str, groups: list[LiveGroup], note: Callable[[LiveGroup], None], phase: Phase, timeout: timedelta
-    ) -> float:
+    def _do(self, method: str, phase: Phase, timeout: timedelta) -> float:
         started_s = time.monotonic()
         call = self._store.add(f"{method}/calls/{self._rank}", 1)
         work = Supervision(
-            self._store, f"{method}/{call}", phase=phase, training_rank=self._rank, size=self._size, timeout=timeout
+            self._store, method, call, phase=phase, training_rank=self._rank, size=self._size, timeout=timeout
         )
-        for group in groups:
-            work.part(f"{group} {method}", group.ranks, getattr(_backend(group.group, self._device), method))
-            note(group)
+        # All members go through all groups, also those of which only some were suspended when one failed.
+        for group in self._planned:
+            work.part(f"{group} {method}", group.ranks, partial(self._change, group, method))
         work.finish()
-        logger.info("%s of %d communicators in %.3f s", method, len(groups), time.monotonic() - started_s)
+        logger.info("%s of %d communicators in %.3f s", method, len(self._planned), time.monotonic() - started_s)
         return time.monotonic() - started_s
+
+    def _change(self, group: LiveGroup, method: str) -> None:
+        name, backend = str(group), _backend(group.group, self._device)
+        if method == "suspend":
+            backend.suspend()
+            self._suspended.add(name)
+        elif name in self._suspended:
+            backend.resume()
+            self._suspended.remove(name)
 
 
 def _backend(group: Any, device: torch.device) -> Any:

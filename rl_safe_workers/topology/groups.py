@@ -48,10 +48,18 @@ class Features:
 
     moe_dispatcher: str = "alltoall"
     """``alltoall`` or ``allgather``."""
+    moe: bool | None = None
+    """Whether the model has experts; None if not known: it has if there is expert parallelism."""
     tied_embeddings: bool = True
     """Whether the first and the last pipeline stage share the embedding; True if not known."""
-    batched_p2p: bool = False
-    """Megatron's ``batch_p2p_comm``; mbridge turns it off."""
+    batched_p2p: bool | None = None
+    """Megatron's ``batch_p2p_comm``, which mbridge turns off; None if not known: both ways are connected."""
+    virtual_pipeline: bool = False
+    """Whether stages are cut into virtual ones: the last stage sends to the first, then."""
+    distributed_optimizer: bool = True
+    """Megatron's ``use_distributed_optimizer``."""
+    fp8: bool = False
+    """Whether scales of fp8 are reduced."""
     expert_bias: bool = False
     """Megatron's ``moe_router_enable_expert_bias``."""
     aux_loss: bool = False
@@ -72,6 +80,7 @@ class Features:
 
 
 Classes = tuple[OpClass, ...]
+Carries = Callable[[ParallelLayout, Features], "Classes"]
 _NOTHING: Classes = ()
 _BOTH: Classes = (OpClass.REDUCE, OpClass.GATHER_SCATTER)
 
@@ -105,19 +114,40 @@ def _control(layout: ParallelLayout, features: Features) -> Traffic:
 
 
 def _pipeline(layout: ParallelLayout, features: Features) -> Classes:
-    # The broadcast is of the number of tokens (finalize_model_grads.py).
-    return OpClass.REDUCE, OpClass.BATCHED_P2P if features.batched_p2p else OpClass.UNBATCHED_P2P
+    ways = {True: (OpClass.BATCHED_P2P,), False: (OpClass.UNBATCHED_P2P,)}
+    both = (OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P)
+    # The reduction is a broadcast of the number of tokens (finalize_model_grads.py).
+    return OpClass.REDUCE, *(both if features.batched_p2p is None else ways[features.batched_p2p])
 
 
-def _world(layout: ParallelLayout, features: Features) -> Classes:
-    # Of two pipeline stages one direction goes over the default group, unless batched (p2p_communication.py:67).
-    two_stages = layout.pipeline == 2 and not features.batched_p2p
-    return (*_BOTH, OpClass.UNBATCHED_P2P) if two_stages else _BOTH
+def _context(layout: ParallelLayout, features: Features) -> Classes:
+    # Transformer Engine batches the exchange of two ranks only (context_parallel.py, NVTE_BATCH_MHA_P2P_COMM).
+    return (*_BOTH, OpClass.BATCHED_P2P if layout.context == 2 else OpClass.UNBATCHED_P2P)
 
 
 def _world_traffic(layout: ParallelLayout, features: Features) -> Traffic:
-    carries = features.weights_over_world or OpClass.UNBATCHED_P2P in _world(layout, features)
-    return Traffic.BANDWIDTH if carries else Traffic.CONTROL
+    # Of two pipeline stages one direction goes over the default group, unless batched (p2p_communication.py:67). The
+    # pipeline group connects it.
+    two_stages = layout.pipeline == 2 and features.batched_p2p is not True
+    return Traffic.BANDWIDTH if features.weights_over_world or two_stages else Traffic.CONTROL
+
+
+def _has_experts(layout: ParallelLayout, features: Features) -> bool:
+    return layout.expert > 1 if features.moe is None else features.moe
+
+
+def _with_experts(*classes: OpClass) -> Carries:
+    return lambda layout, features: classes if _has_experts(layout, features) else _NOTHING
+
+
+def _of_expert_parameters(layout: ParallelLayout, features: Features) -> Classes:
+    # Without expert parallelism experts are reduced like all else (tensor_parallel/layers.py:948).
+    return _BOTH if layout.expert > 1 else _NOTHING
+
+
+def _expert_exchange(layout: ParallelLayout, features: Features) -> Classes:
+    exchanges = _has_experts(layout, features) and features.moe_dispatcher == "alltoall"
+    return (OpClass.ALL_TO_ALL,) if exchanges else _NOTHING
 
 
 def _whole_data_traffic(layout: ParallelLayout, features: Features) -> Traffic:
@@ -133,10 +163,12 @@ def _if(condition: Callable[[Features], bool], *classes: OpClass) -> Callable[[P
 
 
 WORLD = "WORLD"
+PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 EXPERT_DATA_PARALLEL = "EXPERT_DATA_PARALLEL_GROUP"
 KINDS: Mapping[str, GroupKind] = {
     WORLD: GroupKind(
-        key="world", size=lambda s, f: s.world_size, classes=_world, traffic=_world_traffic, first_phase=Phase.CONVERT
+        key="world", size=lambda s, f: s.world_size, classes=_always(*_BOTH), traffic=_world_traffic,
+        first_phase=Phase.CONVERT,
     ),
     "DATA_PARALLEL_GROUP_WITH_CP": GroupKind(
         key="dp_cp", size=lambda s, f: s.data * s.context, classes=_always(*_BOTH), traffic=_whole_data_traffic,
@@ -148,9 +180,12 @@ KINDS: Mapping[str, GroupKind] = {
     ),
     "DATA_PARALLEL_GROUP": GroupKind(key="dp", size=lambda s, f: s.data, traffic=_control),
     "CONTEXT_PARALLEL_GROUP": GroupKind(
-        key="cp", size=lambda s, f: s.context, classes=_always(*_BOTH, OpClass.BATCHED_P2P), first_phase=Phase.LOGPROB
+        key="cp", size=lambda s, f: s.context, classes=_context, first_phase=Phase.LOGPROB
     ),
-    "MODEL_PARALLEL_GROUP": GroupKind(key="mp", size=lambda s, f: s.tensor * s.pipeline, traffic=_control),
+    "MODEL_PARALLEL_GROUP": GroupKind(
+        key="mp", size=lambda s, f: s.tensor * s.pipeline, traffic=_control,
+        classes=_if(lambda f: not f.distributed_optimizer, OpClass.REDUCE),
+    ),
     "TENSOR_MODEL_PARALLEL_GROUP": GroupKind(
         key="tp", size=lambda s, f: s.tensor, classes=_always(*_BOTH), fires_alone=True, first_phase=Phase.LOGPROB
     ),
@@ -163,37 +198,39 @@ KINDS: Mapping[str, GroupKind] = {
     "POSITION_EMBEDDING_GROUP": GroupKind(key="pos_embd", size=lambda s, f: 1, traffic=_control),
     "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": GroupKind(
         key="tp_dp_cp", size=lambda s, f: s.tensor * s.data * s.context, traffic=_control,
-        classes=_if(lambda f: f.expert_bias, OpClass.REDUCE),
+        classes=_if(lambda f: f.expert_bias or f.aux_loss or f.fp8, OpClass.REDUCE),
     ),
     "TENSOR_AND_DATA_PARALLEL_GROUP": GroupKind(key="tp_dp", size=lambda s, f: s.tensor * s.data, traffic=_control),
     "TENSOR_AND_CONTEXT_PARALLEL_GROUP": GroupKind(
         key="tp_cp", size=lambda s, f: s.tensor * s.context, traffic=_control,
-        classes=_if(lambda f: f.aux_loss, OpClass.REDUCE),
+        classes=_if(lambda f: f.aux_loss or f.fp8, OpClass.REDUCE),
     ),
     "EXPERT_MODEL_PARALLEL_GROUP": GroupKind(
         key="ep", size=lambda s, f: s.expert, first_phase=Phase.LOGPROB,
-        classes=_if(lambda f: f.moe_dispatcher == "alltoall", OpClass.ALL_TO_ALL),
+        classes=_expert_exchange,
     ),
     "EXPERT_TENSOR_PARALLEL_GROUP": GroupKind(
-        key="ep_tp", size=lambda s, f: s.expert_tensor, classes=_always(*_BOTH), first_phase=Phase.LOGPROB
+        key="ep_tp", size=lambda s, f: s.expert_tensor, classes=_with_experts(*_BOTH), first_phase=Phase.LOGPROB
     ),
     "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": GroupKind(
-        key="tp_ep_mp", size=lambda s, f: s.expert_tensor * s.expert, classes=_always(*_BOTH), traffic=_token_dispatch,
-        first_phase=Phase.LOGPROB,
+        key="tp_ep_mp", size=lambda s, f: s.expert_tensor * s.expert, classes=_with_experts(*_BOTH),
+        traffic=_token_dispatch, first_phase=Phase.LOGPROB,
     ),
     "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": GroupKind(
-        key="tp_ep_pp", size=lambda s, f: s.expert_tensor * s.expert * s.pipeline, traffic=_control
+        key="tp_ep_pp", size=lambda s, f: s.expert_tensor * s.expert * s.pipeline, traffic=_control,
+        classes=lambda s, f: (OpClass.REDUCE,) if _has_experts(s, f) and not f.distributed_optimizer else _NOTHING,
     ),
     EXPERT_DATA_PARALLEL: GroupKind(
-        key="ep_dp", size=lambda s, f: s.expert_data, classes=_always(*_BOTH), traffic=_whole_data_traffic,
+        key="ep_dp", size=lambda s, f: s.expert_data, classes=_of_expert_parameters, traffic=_whole_data_traffic,
         fires_alone=True,
     ),
     "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0": GroupKind(
-        key="intra_ep_dp", size=lambda s, f: s.expert_data // f.optimizer_instances, classes=_always(*_BOTH),
+        key="intra_ep_dp", size=lambda s, f: s.expert_data // f.optimizer_instances, classes=_of_expert_parameters,
         fires_alone=True,
     ),
     "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1": GroupKind(
-        key="inter_ep_dp", size=lambda s, f: f.optimizer_instances, classes=_always(*_BOTH), fires_alone=True
+        key="inter_ep_dp", size=lambda s, f: f.optimizer_instances, fires_alone=True,
+        classes=_if(lambda f: f.optimizer_instances > 1, *_BOTH)
     ),
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": GroupKind(
         key="intra_dist_opt_instance", size=lambda s, f: s.world_size // f.optimizer_instances, traffic=_control,
@@ -212,6 +249,11 @@ def kinds_of(layout: ParallelLayout, features: Features) -> dict[str, GroupKind]
         for description, kind in KINDS.items()
         if features.optimizer_instances > 1 or kind.key not in _ONLY_WITH_INSTANCES
     }
+
+
+def neighbours(size: int) -> int:
+    """How many other ranks a rank in the middle of a pipeline, or in a ring, sends to."""
+    return min(2, size - 1)
 
 
 UNUSED = frozenset(

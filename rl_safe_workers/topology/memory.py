@@ -11,7 +11,16 @@ import bisect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from rl_safe_workers.topology.groups import Classes, Features, GroupKind, OpClass, connected_classes, kinds_of
+from rl_safe_workers.topology.groups import (
+    PIPELINE,
+    Classes,
+    Features,
+    GroupKind,
+    OpClass,
+    connected_classes,
+    kinds_of,
+    neighbours,
+)
 from rl_safe_workers.topology.layout import ParallelLayout
 
 MIB = 2**20
@@ -87,6 +96,14 @@ class PredictedGroup:
     bytes: int
 
 
+def pairs_of(description: str, size: int) -> int:
+    """How many pairs a rank of a group sends in one by one, or how many neighbours it has.
+
+    Of two pipeline stages each direction is a pair of its own, one of them over the default group.
+    """
+    return 2 if description == PIPELINE else neighbours(size)
+
+
 def predict_groups(layout: ParallelLayout, features: Features, limits: Mapping[str, int]) -> list[PredictedGroup]:
     """Returns the groups that a bootstrap connects on a rank, and their bytes, the heaviest first.
 
@@ -101,8 +118,7 @@ def predict_groups(layout: ParallelLayout, features: Features, limits: Mapping[s
     for description, kind in kinds_of(layout, features).items():
         size, limit = kind.size(layout, features), limits.get(kind.key)
         classes = connected_classes(kind, size, layout, features)
-        # A middle stage has two neighbours; of two stages each direction is a pair of its own.
-        pairs = 2 if layout.pipeline > 2 else 1
+        pairs = pairs_of(description, size)
         if classes:
             found.append(
                 PredictedGroup(

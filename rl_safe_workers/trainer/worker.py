@@ -25,8 +25,13 @@ from rl_safe_workers.workers.actor import MegatronActorMixin
 from rl_safe_workers.worlds.address import StoreAddress
 
 
-def _ties_embeddings(model: str) -> bool:
-    return bool(json.loads((Path(model) / "config.json").read_text()).get("tie_word_embeddings", True))
+def _features_of_model(model: str) -> dict[str, Any]:
+    config = json.loads((Path(model) / "config.json").read_text())
+    experts = ("num_experts", "num_local_experts", "n_routed_experts")
+    return {
+        "moe": any(config.get(key) for key in experts),
+        "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
+    }
 
 
 class TrainerWorker(MegatronActorMixin, MegatronPolicy):
@@ -59,7 +64,8 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
             device=self._platform.start(),
             features=replace(
                 Features.of(self.config.megatron, colocated=self.config.cluster.colocated),
-                tied_embeddings=_ties_embeddings(self.config.model.path),
+                batched_p2p=False,  # mbridge's choice
+                **_features_of_model(self.config.model.path),
             ),
         )
         self.lifecycle.observer = observer

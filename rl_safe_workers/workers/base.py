@@ -144,6 +144,16 @@ class SafeWorker:
         self._agreement(phase, number - 1).forget()
         return value
 
+    def failed_ranks(self, phase: Phase, failure: str | None) -> dict[int, str]:
+        """Tells the others what this rank has failed with, and returns everyone's failures by training rank.
+
+        Collective over: the training world, through the store, within the current phase's deadline.
+        """
+        number = self.store.add(f"together/{phase}/{self.training_rank}", 1)
+        reports = self._agreement(phase, number).settle(self.remaining(), report=failure, decide=list)
+        self._agreement(phase, number - 1).forget()
+        return {rank: text for rank, text in enumerate(reports) if text is not None}
+
     def _agreement(self, phase: Phase, number: int) -> Agreement:
         subject = f"{phase}/{number}"
         return Agreement(self.store, subject, phase=phase, rank=self.training_rank, size=self.training_size)

@@ -277,10 +277,7 @@ class CommsMixin(GroupsMixin):
 
     def _agree(self, failure: str | None) -> None:
         """Raises on every trainer if one has failed. Over the store: the world's own groups may be what has failed."""
-        number = self.store.add(f"together/{Phase.SYNC}/{self.training_rank}", 1)
-        reports = self._agreement(Phase.SYNC, number).settle(self.remaining(), report=failure, decide=list)
-        self._agreement(Phase.SYNC, number - 1).forget()
-        failed = {rank: text for rank, text in enumerate(reports) if text is not None}
+        failed = self.failed_ranks(Phase.SYNC, failure)
         if failed:
             self.leave(failed=True)
             reason = failed.get(self.training_rank) or next(iter(failed.values()))

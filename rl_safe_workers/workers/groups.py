@@ -85,6 +85,16 @@ class GroupsMixin(SafeWorker):
                     f"set up as training rank {expected[0]} of {expected[1]}: give setup_worker the former"
                 )
 
+    def _check_memory(self, plan: CommsPlan) -> None:
+        """Refuses the groups on every rank if one has no room for them."""
+        failure = None
+        try:
+            plan.check_fits(free_bytes=free_bytes(self.device))
+        except CommunicatorError as error:
+            failure = str(error)
+        for rank, text in self.failed_ranks(Phase.GROUPS, failure).items():
+            raise CommunicatorError(f"training rank {rank}: {text}")
+
     @property
     def _has_nccl(self) -> bool:
         return self.device.type == "cuda"
@@ -104,9 +114,9 @@ class GroupsMixin(SafeWorker):
         """
         plan = self.plan_comms()
         plan.check_backend(dist.get_backend_config())
-        if self._has_nccl:
-            plan.check_fits(free_bytes=free_bytes(self.device))
         with self.phase(Phase.GROUPS):
+            if self._has_nccl:
+                self._check_memory(plan)
             init_megatron_groups(
                 self.megatron,
                 seed=seed,

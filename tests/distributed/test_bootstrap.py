@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -35,6 +37,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pp2_ep2": {"pp": 2, "ep": 2},
     "cp2_ep2": {"cp": 2, "ep": 2},
     "ep2_instances2": {"ep": 2, "instances": 2},
+    "ep1": {},
 }
 REDUCE, GATHER, ALL_TO_ALL = OpClass.REDUCE, OpClass.GATHER_SCATTER, OpClass.ALL_TO_ALL
 WORLD = "default_pg"
@@ -126,7 +129,10 @@ def _connections(collectives: list[Collective]) -> set[tuple[str, tuple[int, ...
 
 def test_the_first_collective_is_on_an_expert_data_parallel_group(ranks) -> None:
     for r in ranks:
-        assert EXPERT_DATA_PARALLEL in r["bootstrap"][0].group
+        # Without expert parallelism experts are reduced with all else.
+        has_one = any(EXPERT_DATA_PARALLEL in entry.group for entry in r["reports"][0].entries)
+        assert has_one == (EXPERT_DATA_PARALLEL in r["bootstrap"][0].group)
+        assert has_one == any("EXPERT_MODEL" in entry.group for entry in r["reports"][0].entries)
 
 
 def test_each_op_class_is_issued_once_for_each_group(ranks) -> None:
@@ -326,8 +332,75 @@ def test_a_collective_that_does_not_end_fails_all_within_the_timeout(address, se
     config = _config(seeded_models["moe"], ep=2)
     config.rl_safe.timeouts.bootstrap = 2.0
     for message in values(run_ranks(_stall, SIZE, address, config, timeout_s=30)):
-        assert "phase bootstrap: rank" in message
-        assert str(CULPRIT) in message
+        # All have come and all are alive, so nobody is accused.
+        assert "phase bootstrap: EXPERT_DATA_PARALLEL_GROUP" in message
+        assert "did not finish within" in message
+
+
+def _freeze(rank: int, address: StoreAddress, config: RunConfig) -> tuple[int, ...]:
+    """The culprit's process stops in the middle of a collective."""
+    worker = _worker(rank, address, config)
+    if rank == CULPRIT:
+        Bootstrap._issue = lambda self, op_class, group: os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        worker.bootstrap()
+    except PhaseTimeoutError as error:
+        return error.missing
+    return ()
+
+
+def test_a_process_that_stops_in_a_collective_is_named_by_all_others(address, seeded_models) -> None:
+    config = _config(seeded_models["moe"], ep=2)
+    config.rl_safe.timeouts.bootstrap = 2.0
+    others = [rank for rank in range(SIZE) if rank != CULPRIT]
+    outcomes = run_ranks(_freeze, SIZE, address, config, timeout_s=15)
+    assert [outcomes[rank].value for rank in others] == [(CULPRIT,)] * len(others)
+
+
+def _block_the_store(rank: int, address: StoreAddress, config: RunConfig) -> tuple[str, float]:
+    """All but the culprit wait in the store's connection, as NCCL does for a rank that never gets there."""
+    worker = _worker(rank, address, config)
+
+    def issue(self: Bootstrap, op_class: OpClass, group: Any) -> Any:
+        if rank == CULPRIT:
+            raise ValueError("no such device")
+        return worker.store.get("never")
+
+    Bootstrap._issue = issue
+    started_s = time.monotonic()
+    try:
+        worker.bootstrap()
+    except CommunicatorError as error:
+        return str(error), time.monotonic() - started_s
+    return "", 0.0
+
+
+def test_a_failure_is_heard_of_while_a_collective_holds_the_stores_connection(address, seeded_models) -> None:
+    config = _config(seeded_models["moe"], ep=2)
+    config.rl_safe.timeouts.bootstrap = 20.0
+    for message, seconds in values(run_ranks(_block_the_store, SIZE, address, config, timeout_s=60)):
+        assert f"training rank {CULPRIT} failed in" in message
+        assert seconds < 4
+
+
+def _repeat(rank: int, address: StoreAddress, config: RunConfig) -> list[int]:
+    """Bootstraps again and again; the number of keys after each, once all are through."""
+    worker, keys = _worker(rank, address, config), []
+    for turn in range(4):
+        worker.bootstrap()
+        for step in ("counting", "counted"):
+            if worker.store.add(f"{step}/{turn}", 1) == SIZE:
+                worker.store.set(f"{step}/{turn}/all", "")
+            worker.store.wait([f"{step}/{turn}/all"])
+            if step == "counting":
+                keys.append(worker.store.num_keys() - 4 * turn)
+    return keys
+
+
+def test_bootstraps_leave_no_keys_behind(address, seeded_models) -> None:
+    for keys in values(run_ranks(_repeat, SIZE, address, _config(seeded_models["moe"], pp=2, ep=2))):
+        # A barrier's own keys may be half there.
+        assert max(keys[1:]) - min(keys[1:]) <= 4, keys
 
 
 def _rebuild(rank: int, address: StoreAddress, config: RunConfig) -> bool:

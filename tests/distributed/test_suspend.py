@@ -36,15 +36,15 @@ class Recorder:
         self._record.append(("resume", self._name))
 
 
-def _cycle(rank: int, address: StoreAddress, config: RunConfig, failing: int | None) -> dict[str, Any]:
+def _cycle(rank: int, address: StoreAddress, config: RunConfig, failing: int | None, number: int = 0) -> dict[str, Any]:
     worker = Worker(config, rank=rank, size=SIZE)
     worker.start(address)
     record: list[tuple[str, str]] = []
     groups: list[LiveGroup] = [group for group in live_groups() if worker.is_connected(group)]
     by_id = {id(group.group): str(group) for group in groups}
-    third = by_id[id(groups[2].group)]
+    broken = by_id[id(groups[number].group)]
     suspend._backend = lambda group, device: Recorder(
-        record, by_id[id(group)], fails=rank == failing and by_id[id(group)] == third
+        record, by_id[id(group)], fails=rank == failing and by_id[id(group)] == broken
     )
     suspension = Suspension(worker.store, training_rank=rank, size=SIZE, device=CPU)
     error = ""
@@ -65,9 +65,12 @@ def test_every_connected_group_is_suspended_once_and_resumed_in_the_same_order(a
         assert len(found["groups"]) > 5
 
 
-def test_a_rank_that_cannot_is_named_by_all_and_what_was_suspended_comes_back(address, seeded_models) -> None:
+@pytest.mark.parametrize("number", [0, 1, 2, 4])
+def test_a_rank_that_cannot_is_named_by_all_and_what_was_suspended_comes_back(
+    number: int, address, seeded_models
+) -> None:
     config = run_config(seeded_models["moe"], ep=2)
-    for found in values(run_ranks(_cycle, SIZE, address, config, 1)):
+    for found in values(run_ranks(_cycle, SIZE, address, config, 1, number)):
         assert "training rank 1 failed" in found["error"]
         assert "NCCL is busy" in found["error"]
         suspended = [name for what, name in found["record"] if what == "suspend"]

@@ -50,18 +50,41 @@ def test_what_a_group_carries_follows_from_what_it_is_for(description, features,
     assert classes(description, layout(expert=2), features) == expected
 
 
-def test_of_two_pipeline_stages_one_direction_goes_over_the_world_unless_batched() -> None:
-    two, four = layout(pipeline=2), layout(pipeline=4)
-    assert OpClass.UNBATCHED_P2P in classes("WORLD", two)
-    assert OpClass.UNBATCHED_P2P not in classes("WORLD", four)
-    batched = Features(batched_p2p=True)
-    assert OpClass.UNBATCHED_P2P not in classes("WORLD", two, batched)
-    assert classes("PIPELINE_MODEL_PARALLEL_GROUP", two, batched) == {REDUCE, OpClass.BATCHED_P2P}
+def test_a_pipeline_is_connected_the_way_it_sends_and_both_ways_if_that_is_not_known() -> None:
+    two, ways = layout(pipeline=2), {OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P}
+    for batched, expected in ((True, {OpClass.BATCHED_P2P}), (False, {OpClass.UNBATCHED_P2P}), (None, ways)):
+        assert classes("PIPELINE_MODEL_PARALLEL_GROUP", two, Features(batched_p2p=batched)) == {REDUCE, *expected}
+
+
+@pytest.mark.parametrize(("context", "expected"), [(2, OpClass.BATCHED_P2P), (4, OpClass.UNBATCHED_P2P)])
+def test_context_parallelism_is_connected_the_way_transformer_engine_sends(context: int, expected: OpClass) -> None:
+    assert classes("CONTEXT_PARALLEL_GROUP", layout(8, context=context)) == {REDUCE, GATHER, expected}
+
+
+@pytest.mark.parametrize("moe", [None, False])
+def test_without_experts_no_expert_group_is_connected(moe: bool | None) -> None:
+    of, features = layout(8, tensor=2, expert_tensor=2), Features(moe=moe)
+    for description in KINDS:
+        if "EXPERT" in description:
+            assert classes(description, of, features) == set()
+
+
+def test_experts_without_expert_parallelism_are_reduced_with_all_else() -> None:
+    of, features = layout(8, tensor=2, expert_tensor=2), Features(moe=True)
+    assert classes("EXPERT_DATA_PARALLEL_GROUP", of, features) == set()
+    assert classes("EXPERT_TENSOR_PARALLEL_GROUP", of, features) == {REDUCE, GATHER}
+
+
+def test_without_a_distributed_optimizer_the_norms_go_over_other_groups() -> None:
+    of, features = layout(expert=2, tensor=2), Features(distributed_optimizer=False)
+    for description in ("MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"):
+        assert classes(description, of) == set()
+        assert classes(description, of, features) == {REDUCE}
 
 
 def test_a_dense_model_has_nothing_to_connect_on_expert_groups_of_one_rank() -> None:
     for description in ("EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_PARALLEL_GROUP"):
-        assert classes(description, layout(tensor=2)) == set()
+        assert classes(description, layout(tensor=2), Features(moe=True)) == set()
 
 
 def test_partial_groups_exist_only_with_several_optimizer_instances() -> None:
