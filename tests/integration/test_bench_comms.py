@@ -71,7 +71,7 @@ def _rows(**changed: dict[str, float]) -> dict[str, bool]:
 def test_what_keeps_every_promise_is_met_in_every_row() -> None:
     rows = _rows()
     assert all(rows.values())
-    assert len(rows) == 11
+    assert len(rows) == 12
 
 
 @pytest.mark.parametrize(
