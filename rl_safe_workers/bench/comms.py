@@ -13,17 +13,15 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import rl_safe_workers
 from rl_safe_workers import env
-from rl_safe_workers.bench.gpu import count_gpus
-from rl_safe_workers.bench.table import Goal, Relation, Row, machine_in_words
+from rl_safe_workers.bench.gpu import count_gpus, gpu_row
+from rl_safe_workers.bench.table import Row, at_least, at_most
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError, RunError
-from rl_safe_workers.versions import installed_versions
 from rl_safe_workers.worlds.store import serve_store
 
 RANKS = 4
@@ -168,51 +166,29 @@ def rows(layout: str, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
     total = {way: figures["warm_bytes"] + figures["late_bytes"] for way, figures in found.items()}
     ours = found[OURS]
     made = [
-        _row(f"{layout}: NCCL's growth in the first 3 steps", "MiB", ours["late_bytes"] / MIB, _at_most(2)),
+        gpu_row(f"{layout}: NCCL's growth in the first 3 steps", "MiB", ours["late_bytes"] / MIB, at_most(2)),
         *(
-            _row(f"{layout}: the same after {way}", "MiB", found[way]["late_bytes"] / MIB, _at_least(0))
+            gpu_row(f"{layout}: the same after {way}", "MiB", found[way]["late_bytes"] / MIB, at_least(0))
             for way in found
             if way not in (OURS, NOTHING, RELEASES)
         ),
-        _row(f"{layout}: growth with kernels and all", "MiB", ours["growth_bytes"] / MIB, _at_least(0)),
-        _row(f"{layout}: memory after 3 steps, against every group", "MiB", total[OURS] / MIB, _at_most(0.25),
+        gpu_row(f"{layout}: growth with kernels and all", "MiB", ours["growth_bytes"] / MIB, at_least(0)),
+        gpu_row(f"{layout}: memory after 3 steps, against every group", "MiB", total[OURS] / MIB, at_most(0.25),
              total[EVERY] / MIB),
-        _row(f"{layout}: the same, against nothing", "MiB", total[OURS] / MIB, _at_most(0.8), total[NOTHING] / MIB),
-        _row(f"{layout}: seconds, against every group", "s", ours["warmup_s"], _at_most(0.5), found[EVERY]["warmup_s"]),
-        _row(f"{layout}: step, against Megatron's defaults", "s", ours["step_s"], _at_most(1.02),
+        gpu_row(f"{layout}: the same, against nothing", "MiB", total[OURS] / MIB, at_most(0.8), total[NOTHING] / MIB),
+        gpu_row(f"{layout}: seconds, against every group", "s", ours["warmup_s"], at_most(0.5),
+                found[EVERY]["warmup_s"]),
+        gpu_row(f"{layout}: step, against Megatron's defaults", "s", ours["step_s"], at_most(1.02),
              found[NOTHING]["step_s"]),
     ]  # fmt: skip
     off = abs(ours["predicted_bytes"] / ours["warm_bytes"] - 1) if ours["warm_bytes"] else float("nan")
-    made.append(_row(f"{layout}: prediction off by", "", off, _at_most(0.15)))
+    made.append(gpu_row(f"{layout}: prediction off by", "", off, at_most(0.15)))
     if RELEASES in found:
         cycle = found[RELEASES]
         made += [
-            _row(f"{layout}: released for a rollout, of the communicators", "MiB", cycle["freed_bytes"] / MIB,
-                 _at_least(0.95), total[RELEASES] / MIB),
-            _row(f"{layout}: release and rebuild", "s", cycle["cycle_s"], _at_most(3)),
-            _row(f"{layout}: growth over 18 cycles", "MiB", cycle["cycles_growth_bytes"] / MIB, _at_most(2)),
+            gpu_row(f"{layout}: released for a rollout, of the communicators", "MiB", cycle["freed_bytes"] / MIB,
+                 at_least(0.95), total[RELEASES] / MIB),
+            gpu_row(f"{layout}: release and rebuild", "s", cycle["cycle_s"], at_most(3)),
+            gpu_row(f"{layout}: growth over 18 cycles", "MiB", cycle["cycles_growth_bytes"] / MIB, at_most(2)),
         ]  # fmt: skip
     return made
-
-
-def _at_most(bound: float) -> Goal:
-    return Goal(relation=Relation.AT_MOST, bound=bound)
-
-
-def _at_least(bound: float) -> Goal:
-    return Goal(relation=Relation.AT_LEAST, bound=bound)
-
-
-def _row(name: str, unit: str, ours: float, goal: Goal, peer: float | None = None) -> Row:
-    return Row(
-        name=name, unit=unit, ours=ours, peer=peer, goal=goal, runs=1, machine=_machine(), versions=installed_versions()
-    )
-
-
-@cache
-def _machine() -> str:
-    import torch
-
-    count = torch.cuda.device_count()
-    name = torch.cuda.get_device_properties(0).name if count else "no GPU"
-    return f"{count} x {name}, {machine_in_words()}"

@@ -27,7 +27,7 @@ import psutil
 
 import rl_safe_workers
 from rl_safe_workers import env
-from rl_safe_workers.bench.table import Goal, Relation, Row, machine_in_words
+from rl_safe_workers.bench.table import Goal, Row, at_least, at_most, machine_in_words
 from rl_safe_workers.checkpoint.manifest import TRACKER
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.driver import metrics as names
@@ -58,14 +58,6 @@ JOB_S, RUN_S, INTERRUPTED_S = 500.0, 240.0, 60.0
 RANKS = "rl_safe_workers.bench.gpu_ranks"
 CHECKPOINT = "RL_SAFE_BENCH_CHECKPOINT"
 """Environment variable: what a job is to load."""
-
-
-def _at_most(bound: float) -> Goal:
-    return Goal(relation=Relation.AT_MOST, bound=bound)
-
-
-def _at_least(bound: float) -> Goal:
-    return Goal(relation=Relation.AT_LEAST, bound=bound)
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
@@ -106,16 +98,16 @@ def main_job(folder: Path, placement: str, report: Callable[[str], None]) -> lis
     found = run_recipe(folder / placement, overrides)
     report(f"{placement}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())}")
     figures = [
-        ("reward gain", "", "gain", _at_least(2)),
-        ("logprob gap, median of the worst step", "nat", "median_gap", _at_most(0.005)),
-        ("logprob gap, largest of all steps", "nat", "largest_gap", _at_most(0.03)),
-        ("exit", "s", "exit_s", _at_most(8)),
-        ("processes left", "", "processes", _at_most(0)),
-        ("GPU memory left", "MiB", "gpu_mib", _at_most(0)),
-        ("free before rollout, of what should be", "", "free_share", _at_least(0.97)),
+        ("reward gain", "", "gain", at_least(2)),
+        ("logprob gap, median of the worst step", "nat", "median_gap", at_most(0.005)),
+        ("logprob gap, largest of all steps", "nat", "largest_gap", at_most(0.03)),
+        ("exit", "s", "exit_s", at_most(8)),
+        ("processes left", "", "processes", at_most(0)),
+        ("GPU memory left", "MiB", "gpu_mib", at_most(0)),
+        ("free before rollout, of what should be", "", "free_share", at_least(0.97)),
     ]
     return [
-        _row(f"{placement.replace('_', ' ')}: {name}", unit, found[key], goal)
+        gpu_row(f"{placement.replace('_', ' ')}: {name}", unit, found[key], goal)
         for name, unit, key, goal in figures
         if key in found
     ]
@@ -213,7 +205,7 @@ def resume(folder: Path, report: Callable[[str], None]) -> Row:
         ]  # fmt: skip
         digests.add(run_ranks("digest", overrides, variables={CHECKPOINT: str(checkpoint)})["digest"])
     report(f"resume on 4 GPUs: {len(digests)} digest(s)")
-    return _row("saved on 2 (EP2), loaded on 4 (EP4): digests of all parameters", "", len(digests), _at_most(1))
+    return gpu_row("saved on 2 (EP2), loaded on 4 (EP4): digests of all parameters", "", len(digests), at_most(1))
 
 
 def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list[Row]:
@@ -236,8 +228,8 @@ def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list
     offloaded = found["device_bytes"][Phase.OFFLOAD]
     free = offloaded[FREE_BYTES] / (_gpu_bytes() - sum(offloaded[owner] for owner in NEEDED))
     rows = [
-        _row("3 B: training step", "s", found["step"], _at_most(1.05), found["bare_step"]),
-        _row("3 B: free after offload, of what should be", "", free, _at_least(0.97)),
+        gpu_row("3 B: training step", "s", found["step"], at_most(1.05), found["bare_step"]),
+        gpu_row("3 B: free after offload, of what should be", "", free, at_least(0.97)),
     ]
     speeds = [
         ("offload against a pinned copy", "moved_bytes", "offload", "to_host", 0.8),
@@ -248,9 +240,9 @@ def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list
     for name, size, ours, peer, bound in speeds:
         if ours in found:
             rates = [found[size] / 2**30 / found[timed] for timed in (ours, peer)]
-            rows.append(_row(f"3 B: {name}", "GiB/s", rates[0], _at_least(bound), rates[1]))
+            rows.append(gpu_row(f"3 B: {name}", "GiB/s", rates[0], at_least(bound), rates[1]))
     rows.append(
-        _row("3 B: blocked by an async save, of a sync one", "s", found["blocked"], _at_most(0.1), found["save"])
+        gpu_row("3 B: blocked by an async save, of a sync one", "s", found["blocked"], at_most(0.1), found["save"])
     )
     return rows
 
@@ -309,7 +301,8 @@ def _outputs(processes: Sequence[subprocess.Popen[str]], roles: Sequence[tuple[s
     return outputs
 
 
-def _row(name: str, unit: str, ours: float, goal: Goal, peer: float | None = None) -> Row:
+def gpu_row(name: str, unit: str, ours: float, goal: Goal, peer: float | None = None) -> Row:
+    """A figure of one run on this machine's GPUs."""
     return Row(
         name=name, unit=unit, ours=ours, peer=peer, goal=goal, runs=1, machine=_machine(), versions=installed_versions()
     )

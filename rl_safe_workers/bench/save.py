@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from rl_safe_workers.bench.save_ranks import RANKS
-from rl_safe_workers.bench.table import Goal, Relation, Row, machine_in_words
+from rl_safe_workers.bench.table import Goal, Row, at_most, machine_in_words
 from rl_safe_workers.errors import RunError
 from rl_safe_workers.versions import installed_versions
 
@@ -31,10 +31,6 @@ JOB_S = 600.0
 AUDITED_TENSORS = 100_000
 
 Seconds = dict[str, list[float]]
-
-
-def _at_most(bound: float) -> Goal:
-    return Goal(relation=Relation.AT_MOST, bound=bound)
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
@@ -146,16 +142,16 @@ def _rows(
     by_experts = [median(scaling[f"48x{experts}"]) for experts in (64, 128, 256)]
     later = median(peer["later"])
     figures: list[tuple[str, str, float, float | None, Goal, int]] = [
-        ("A, first save", "s", median(ours["first"]), median(peer["first"]), _at_most(0.10), ROUNDS),
-        ("A, later saves", "s", median(ours["later"]), later, _at_most(0.025), len(ours["later"])),
-        ("A, blocked by an async save", "s", median(ours["blocked"]), later, _at_most(0.01), len(ours["blocked"])),
-        ("A, load", "s", median(ours["load"]), median(peer["load"]), _at_most(0.10), ROUNDS),
-        ("A, read each other's at EP2, EP4, EP1: different", "", different, None, _at_most(0), 6),
-        ("B, save, peer: torch.save and fsync", "s", median(large["ours"]), median(large["plain"]), _at_most(1.25), 4),
-        ("A, cost per doubling of layers, worst", "", _worst_growth(by_layers), None, _at_most(2.2), 5),
-        ("A, cost per doubling of experts, worst", "", _worst_growth(by_experts), None, _at_most(1.3), 5),
-        ("audit of A", "s", audit_s, None, _at_most(2), 1),
-        (f"audit of {AUDITED_TENSORS} tensors", "s", large_audit_s, None, _at_most(10), 1),
+        ("A, first save", "s", median(ours["first"]), median(peer["first"]), at_most(0.10), ROUNDS),
+        ("A, later saves", "s", median(ours["later"]), later, at_most(0.025), len(ours["later"])),
+        ("A, blocked by an async save", "s", median(ours["blocked"]), later, at_most(0.01), len(ours["blocked"])),
+        ("A, load", "s", median(ours["load"]), median(peer["load"]), at_most(0.10), ROUNDS),
+        ("A, read each other's at EP2, EP4, EP1: different", "", different, None, at_most(0), 6),
+        ("B, save, peer: torch.save and fsync", "s", median(large["ours"]), median(large["plain"]), at_most(1.25), 4),
+        ("A, cost per doubling of layers, worst", "", _worst_growth(by_layers), None, at_most(2.2), 5),
+        ("A, cost per doubling of experts, worst", "", _worst_growth(by_experts), None, at_most(1.3), 5),
+        ("audit of A", "s", audit_s, None, at_most(2), 1),
+        (f"audit of {AUDITED_TENSORS} tensors", "s", large_audit_s, None, at_most(10), 1),
     ]
     machine, versions = machine_in_words(), installed_versions()
     return [

@@ -42,6 +42,16 @@ class Goal:
         return f"{self.relation} {self.bound:g}"
 
 
+def at_most(bound: float) -> Goal:
+    """The promise not to exceed a bound."""
+    return Goal(relation=Relation.AT_MOST, bound=bound)
+
+
+def at_least(bound: float) -> Goal:
+    """The promise to reach a bound."""
+    return Goal(relation=Relation.AT_LEAST, bound=bound)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One figure.

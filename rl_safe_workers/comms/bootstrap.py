@@ -27,7 +27,7 @@ from rl_safe_workers.comms.supervision import Supervision
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.groups import PIPELINE, Classes, Features, OpClass, connected_classes
 from rl_safe_workers.topology.layout import ParallelLayout
-from rl_safe_workers.topology.memory import class_bytes, pairs_of
+from rl_safe_workers.topology.memory import costs, pairs_of
 
 logger = logging.getLogger(__name__)
 
@@ -203,25 +203,20 @@ class Bootstrap:
         return report
 
     def _connect(self, step: BootstrapStep, work: Supervision) -> Iterator[LedgerEntry]:
-        group, rings = step.group, False
-        for op_class in step.classes:
+        group = step.group
+        pairs = pairs_of(group.description, group.size)
+        predicted = costs(step.classes, size=group.size, max_ctas=step.max_ctas, pairs=pairs)
+        for op_class, predicted_bytes in zip(step.classes, predicted, strict=True):
             logger.debug("bootstrap: %s on %s", op_class, group)
             seconds, taken = work.part(f"{group} {op_class}", group.ranks, partial(self._issue, op_class, group))
-            is_ring = op_class in (OpClass.REDUCE, OpClass.GATHER_SCATTER)
             yield LedgerEntry(
                 group=group.description,
                 ranks=group.ranks,
                 op_class=op_class,
                 seconds=seconds,
                 bytes=taken,
-                predicted_bytes=0 if (is_ring and rings) or self._probe is None else self._predict(op_class, step),
+                predicted_bytes=0 if self._probe is None else predicted_bytes,
             )
-            rings = rings or is_ring
-
-    @staticmethod
-    def _predict(op_class: OpClass, step: BootstrapStep) -> int:
-        size, pairs = step.group.size, pairs_of(step.group.description, step.group.size)
-        return class_bytes(op_class, size=size, max_ctas=step.max_ctas, pairs=pairs)
 
     def _issue(self, op_class: OpClass, group: LiveGroup) -> tuple[float, int | None]:
         """Issues a class's collective; returns its seconds and the device memory that it took. Runs in a thread."""

@@ -240,13 +240,9 @@ class Supervision:
         """Tells all others, unless one of them was first; its failure is the cause of this one, then."""
         text = str(error) if isinstance(error, RlSafeError) else f"{type(error).__name__}: {error}"
         # A broken connection is how the others' end shows itself; who was first says so within a slice.
-        if not isinstance(error, RlSafeError) and self._is_echo(error):
+        if isinstance(error, RuntimeError):
             self._wait_for_the_first()
         self._give_up({"part": name, "rank": self._rank, "text": text.splitlines()[0]}, cause=error)
-
-    @staticmethod
-    def _is_echo(error: BaseException) -> bool:
-        return isinstance(error, RuntimeError)
 
     def _wait_for_the_first(self) -> None:
         until_s = time.monotonic() + _SLICE.total_seconds()

@@ -8,7 +8,7 @@ channels, so for a group that crosses nodes it is an upper bound.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_safe_workers.topology.groups import (
@@ -69,15 +69,20 @@ def class_bytes(op_class: OpClass, *, size: int, max_ctas: int | None, pairs: in
     return round(_PEER_MIB_PER_CHANNEL * channels * peers * MIB)
 
 
-def group_bytes(classes: Collection[OpClass], *, size: int, max_ctas: int | None, pairs: int = 1) -> int:
-    """Bytes on each rank that a group takes once all its classes are connected."""
-    found, rings = 0, False
+def costs(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, pairs: int = 1) -> list[int]:
+    """Bytes on each rank that each class of a group takes, in this order: the first on rings pays for both."""
+    found, rings = [], False
     for op_class in classes:
         is_ring = op_class in (OpClass.REDUCE, OpClass.GATHER_SCATTER)
-        if not (is_ring and rings):
-            found += class_bytes(op_class, size=size, max_ctas=max_ctas, pairs=pairs)
+        free = is_ring and rings
+        found.append(0 if free else class_bytes(op_class, size=size, max_ctas=max_ctas, pairs=pairs))
         rings = rings or is_ring
     return found
+
+
+def group_bytes(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, pairs: int = 1) -> int:
+    """Bytes on each rank that a group takes once all its classes are connected."""
+    return sum(costs(classes, size=size, max_ctas=max_ctas, pairs=pairs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
