@@ -35,6 +35,8 @@ WARMUPS = ("ours", "nothing", "eight groups", "a barrier", "every group", "ours,
 OURS, NOTHING, EVERY, RELEASES = "ours", "nothing", "every group", "ours, releasing"
 MIB = 2**20
 JOB_S = 120.0
+_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Megatron asks for CUDA on import. Asked without NVML, CUDA works in no child of that process."""
 MODULE = "rl_safe_workers.bench.comms_ranks"
 
 
@@ -132,7 +134,7 @@ def _run_layout(
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", MODULE, str(rank), str(file)],
-            env={**os.environ, **env.actor_env("trainer", out.name, 1.0), env.CUDA_VISIBLE_DEVICES: str(rank)},
+            env={**os.environ, **env.actor_env("trainer", out.name, 1.0), **_FORKS, env.CUDA_VISIBLE_DEVICES: str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

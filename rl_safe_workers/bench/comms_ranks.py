@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -65,6 +66,7 @@ class Taken:
     def __init__(self, device: torch.device) -> None:
         self._probe: Callable[[], int] = outside_torch(device) or (lambda: 0)
         self.by_collectives = 0
+        self.by_group: Counter[str] = Counter()
         self._start = self._probe()
 
     def growth(self) -> int:
@@ -78,15 +80,18 @@ class Taken:
         def issue(group: dist.ProcessGroup, operation: str, call: Callable[[], Any]) -> Any:
             before = self._probe()
             value = call()
-            self.by_collectives += max(0, self._probe() - before)
+            taken = max(0, self._probe() - before)
+            self.by_collectives += taken
+            if taken:
+                self.by_group[f"{group.group_desc} {operation}"] += taken
             return value
 
         with CollectiveTrace(issue):
             yield
 
 
-def measure(job: Job, rank: int) -> dict[str, float]:
-    """Warms up, builds, steps; returns bytes and seconds of this rank."""
+def measure(job: Job, rank: int) -> dict[str, Any]:
+    """Warms up, builds, steps; returns bytes and seconds of this rank, and whose the bytes are."""
     ways = {OURS: [], RELEASES: ["rollout.release_comms=always"]}
     settings = ways.get(job.warmup, ["rl_safe.bootstrap.budget=false"])
     config = load_recipe(job.recipe, [*job.overrides, *settings, "rl_safe.bootstrap.watch_steps=0"])
@@ -99,14 +104,18 @@ def measure(job: Job, rank: int) -> dict[str, float]:
     worker.enter_world(StoreAddress(host="127.0.0.1", port=job.port))
     worker.groups()
     taken, started_s, predicted = Taken(worker.device), time.perf_counter(), 0
+    ledger: list[dict[str, Any]] = []
     if job.warmup in ways:
         report = worker.bootstrap()
         warm, predicted = sum(entry.bytes or 0 for entry in report.entries), report.predicted_bytes
+        ledger = [asdict(entry) for entry in report.entries]
     else:
         with worker.phase(Phase.BOOTSTRAP), taken.attributed():
             WARMUPS[job.warmup](worker.device)
             _synchronize(worker.device)
         warm, taken.by_collectives = taken.by_collectives, 0
+        ledger = [{"warmed": dict(taken.by_group)}]
+        taken.by_group.clear()
     seconds = time.perf_counter() - started_s
     batch = _batch(job, rank)
     with taken.attributed():
@@ -119,7 +128,7 @@ def measure(job: Job, rank: int) -> dict[str, float]:
     found = {
         **released,
         "warmup_s": seconds, "warm_bytes": warm, "late_bytes": taken.by_collectives, "growth_bytes": taken.growth(),
-        "predicted_bytes": predicted, "step_s": median(steps),
+        "predicted_bytes": predicted, "step_s": median(steps), "ledger": ledger, "late_by_group": dict(taken.by_group),
     }  # fmt: skip
     worker.teardown()
     return found
