@@ -35,7 +35,9 @@ from rl_safe_workers.trainer.worker import TrainerWorker
 from rl_safe_workers.worlds.address import StoreAddress
 
 OURS, RELEASES = "ours", "ours, releasing"
-FIRST_STEPS, TIMED_STEPS = 3, 10
+FIRST_STEPS = 3
+TIMED_STEPS = {OURS: 30, "nothing": 30}
+"""Steps differ by their communicators' limits alone: those of the budget, and NCCL's own."""
 CYCLES = 20
 """Of step, release and rebuild."""
 
@@ -103,19 +105,17 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     worker.start(time.time())
     worker.enter_world(StoreAddress(host="127.0.0.1", port=job.port))
     worker.groups()
-    taken, started_s, predicted = Taken(worker.device), time.perf_counter(), 0
-    ledger: list[dict[str, Any]] = []
+    torch.zeros(1, device=worker.device)  # CUDA loads what fills tensors, which is no communicator's
+    _synchronize(worker.device)
+    taken, started_s, report = Taken(worker.device), time.perf_counter(), None
     if job.warmup in ways:
         report = worker.bootstrap()
-        warm, predicted = sum(entry.bytes or 0 for entry in report.entries), report.predicted_bytes
-        ledger = [asdict(entry) for entry in report.entries]
+        warm = report.bytes or 0
     else:
         with worker.phase(Phase.BOOTSTRAP), taken.attributed():
             WARMUPS[job.warmup](worker.device)
             _synchronize(worker.device)
         warm, taken.by_collectives = taken.by_collectives, 0
-        ledger = [{"warmed": dict(taken.by_group)}]
-        taken.by_group.clear()
     seconds = time.perf_counter() - started_s
     batch = _batch(job, rank)
     with taken.attributed():
@@ -123,12 +123,16 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
         for _ in range(FIRST_STEPS):
             worker.train(batch, len(batch))
         _synchronize(worker.device)
+    growth = taken.growth()
     released = _release_and_rebuild(worker, batch) if job.warmup == RELEASES else {}
-    steps = [_timed(lambda: worker.train(batch, len(batch)), worker.device) for _ in range(TIMED_STEPS)]
+    count = TIMED_STEPS.get(job.warmup, 1)
+    steps = [_timed(lambda: worker.train(batch, len(batch)), worker.device) for _ in range(count)]
     found = {
         **released,
-        "warmup_s": seconds, "warm_bytes": warm, "late_bytes": taken.by_collectives, "growth_bytes": taken.growth(),
-        "predicted_bytes": predicted, "step_s": median(steps), "ledger": ledger, "late_by_group": dict(taken.by_group),
+        "warmup_s": seconds, "warm_bytes": warm, "late_bytes": taken.by_collectives, "growth_bytes": growth,
+        "predicted_bytes": report.predicted_bytes if report else 0, "step_s": median(steps),
+        "kernel_bytes": (report.kernel_bytes or 0) if report else 0, "by_group": dict(taken.by_group),
+        "ledger": [asdict(entry) for entry in report.entries] if report else [],
     }  # fmt: skip
     worker.teardown()
     return found
@@ -136,19 +140,23 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
 
 def _release_and_rebuild(worker: TrainerWorker, batch: SequenceBatch) -> dict[str, float]:
     """Cycles of release, rebuild and step: bytes and seconds of the median cycle, and growth since the second."""
-    freed, seconds, used = [], [], []
+    freed, away, back, used = [], [], [], []
     probe = outside_torch(worker.device) or (lambda: 0)
     for _ in range(CYCLES):
         started_s = time.perf_counter()
         with worker.phase(Phase.OFFLOAD):
             freed.append(worker.release_comms())
+        away.append(time.perf_counter() - started_s)
         with worker.phase(Phase.ONLOAD):
             worker.rebuild_comms()
         _synchronize(worker.device)
-        seconds.append(time.perf_counter() - started_s)
+        back.append(time.perf_counter() - started_s - away[-1])
         worker.train(batch, len(batch))
         used.append(probe())
-    return {"freed_bytes": median(freed), "cycle_s": median(seconds), "cycles_growth_bytes": used[-1] - used[1]}
+    return {
+        "freed_bytes": median(freed), "release_s": median(away), "rebuild_s": median(back),
+        "cycle_s": median(map(sum, zip(away, back, strict=True))), "cycles_growth_bytes": used[-1] - used[1],
+    }  # fmt: skip
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,12 +23,13 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from rl_safe_workers.comms.catalog import LiveGroup, live_groups
+from rl_safe_workers.comms.kernels import loaded_kernels
 from rl_safe_workers.comms.report import BootstrapReport, LedgerEntry
 from rl_safe_workers.comms.supervision import Supervision
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.groups import PIPELINE, Classes, Features, OpClass, connected_classes
 from rl_safe_workers.topology.layout import ParallelLayout
-from rl_safe_workers.topology.memory import costs, pairs_of
+from rl_safe_workers.topology.memory import costs, links_of
 
 logger = logging.getLogger(__name__)
 
@@ -192,20 +194,26 @@ class Bootstrap:
             size=self._layout.world_size, timeout=timeout,
         )  # fmt: skip
         work.compare("plan", {str(s.group): [*s.classes, s.max_ctas] for s in steps}, [s.group.ranks for s in steps])
-        entries = [entry for step in steps for entry in self._connect(step, work)]
-        work.finish()
+        with (
+            nullcontext()
+            if self._probe is None
+            else loaded_kernels(self._device, self._probe, timeout=timeout) as kernels
+        ):
+            entries = [entry for step in steps for entry in self._connect(step, work)]
+            work.finish()
         self.connected = _connected(steps)
         report = BootstrapReport(
             entries=tuple(entries), skipped=len(groups) - len(steps), unknown=unknown,
-            seconds=time.monotonic() - started_s,
+            seconds=time.monotonic() - started_s, kernel_bytes=None if kernels is None else kernels.bytes,
+            kernel_seconds=0.0 if kernels is None else kernels.seconds,
         )  # fmt: skip
         self._log(report, plan_digest(steps))
         return report
 
     def _connect(self, step: BootstrapStep, work: Supervision) -> Iterator[LedgerEntry]:
         group = step.group
-        pairs = pairs_of(group.description, group.size)
-        predicted = costs(step.classes, size=group.size, max_ctas=step.max_ctas, pairs=pairs)
+        links = links_of(group.description, group.size, self._features)
+        predicted = costs(step.classes, size=group.size, max_ctas=step.max_ctas, links=links)
         for op_class, predicted_bytes in zip(step.classes, predicted, strict=True):
             logger.debug("bootstrap: %s on %s", op_class, group)
             seconds, taken = work.part(f"{group} {op_class}", group.ranks, partial(self._issue, op_class, group))

@@ -1,6 +1,6 @@
 """Gives the communicators' memory to the rollout, and takes it back: release and rebuild of every releasable group.
 
-    release   drain -> roll call -> drop every generation, last created first -> agreement
+    release   drain -> roll call -> drop every generation, all at once -> agreement
     rebuild   roll call -> next generation of every group, first created first -> agreement -> bootstrap -> agreement
 
 Roll calls and agreements go over the store, since no group can carry them. A rank leaves either call only when all are
@@ -14,9 +14,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -329,12 +330,12 @@ def _drain(groups: Sequence[ReleasableGroup], patience: timedelta) -> None:
 
 
 def _drop(groups: Sequence[ReleasableGroup], missing_call: str, patience: timedelta) -> Exception | None:
-    """Ends every group's communicators, also past failures. Collective over: each group, on NCCL.
+    """Ends the groups' communicators, also past failures. Collective over: each group, on NCCL.
 
-    All members do so in one order, so that the last created of the groups that are left always has all its members at
-    it. Where that does not end, as when a peer has died, they are aborted, which needs no peer.
+    All at once: then no group waits for another, whatever the order, and the half second that each takes to stop its
+    threads passes once. Where that does not end, as when a peer has died, they are aborted, which needs no peer.
     """
-    backends = {group: group.detach(missing_call=missing_call) for group in reversed(groups)}
+    backends = {group: group.detach(missing_call=missing_call) for group in groups}
     failure = _end(backends, "shutdown", patience / 2)
     if failure is not None:
         logger.warning("release: %s; aborting the communicators", failure)
@@ -343,22 +344,24 @@ def _drop(groups: Sequence[ReleasableGroup], missing_call: str, patience: timede
 
 
 def _end(backends: dict[ReleasableGroup, Any], how: str, patience: timedelta) -> Exception | None:
-    """Calls ``shutdown`` or ``abort`` of each backend and lets go of it; returns the first failure."""
+    """Calls ``shutdown`` or ``abort`` of each backend, and lets go of those that ended; returns the first failure."""
     failures: list[Exception] = []
 
-    def end_all() -> None:
-        ended: list[list[Any]] = []
-        with _one_abort(backends.values()) if how == "abort" else nullcontext():
-            end_each(ended)
-        _let_go(ended)
+    def end(group: ReleasableGroup) -> None:
+        failure = _failure(getattr(backends[group], how))
+        if failure is None:
+            del backends[group]
+        else:
+            failures.append(CommunicatorError(f"group {group.label}: {_describe(failure)}"))
 
-    def end_each(ended: list[list[Any]]) -> None:
-        for group in list(backends):
-            failure = _failure(getattr(backends[group], how))
-            if failure is None:
-                ended.append([backends.pop(group)])
-            else:
-                failures.append(CommunicatorError(f"group {group.label}: {_describe(failure)}"))
+    def end_all() -> None:
+        if how == "shutdown":
+            _at_once([partial(end, group) for group in backends])
+            return
+        held = list(backends.values())  # until NCCL has aborted them all
+        with _one_abort(held):
+            for group in list(backends):
+                end(group)
 
     late = _failure(lambda: _within(end_all, patience.total_seconds(), what=f"{how} of communicators"))
     return late or (failures[0] if failures else None)
@@ -377,13 +380,25 @@ def _one_abort(backends: Iterable[Any]) -> Iterator[None]:
             nccl._group_end()
 
 
-def _let_go(holders: Sequence[list[Any]]) -> None:
-    """Empties lists that hold the last references to backends: gloo takes 10 ms to close one's connections."""
-    threads = [threading.Thread(target=holder.clear, daemon=True) for holder in holders]
+def _at_once(works: Sequence[Callable[[], None]]) -> None:
+    """Does each in a thread of its own and waits for all."""
+    threads = [_thread(work) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def _thread(work: Callable[[], object]) -> threading.Thread:
+    """Returns a thread on this one's device, which may be left behind."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        work()
+
+    return threading.Thread(target=run, name="rl_safe release", daemon=True)
 
 
 def _do_together(ranks: _Ranks, groups: Sequence[ReleasableGroup], work: Callable[[], object]) -> None:
@@ -438,14 +453,7 @@ def _within(work: Callable[[], object], patience_s: float, *, what: str) -> None
         CommunicatorError: If it has not ended after ``patience_s``. The thread is left behind.
     """
     outcomes: list[Exception | None] = []
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def run() -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
-        outcomes.append(_failure(work))
-
-    thread = threading.Thread(target=run, name="rl_safe release", daemon=True)
+    thread = _thread(lambda: outcomes.append(_failure(work)))
     thread.start()
     thread.join(patience_s)
     if not outcomes:

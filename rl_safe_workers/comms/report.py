@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_safe_workers.topology.groups import OpClass
+from rl_safe_workers.topology.memory import KERNEL_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,10 @@ class BootstrapReport:
     unknown: tuple[str, ...]
     """Groups that the catalog does not know, with their ranks: what they carry is connected late."""
     seconds: float
+    kernel_bytes: int | None = None
+    """Device memory of NCCL's kernels, which stay; None where there is no device, 0 if they were there before."""
+    kernel_seconds: float = 0.0
+    """To load them; part of ``seconds``."""
 
     @property
     def groups(self) -> int:
@@ -47,14 +52,14 @@ class BootstrapReport:
 
     @property
     def bytes(self) -> int | None:
-        """Device memory of all of them; None where there is no device to ask."""
+        """Device memory of all of them and of NCCL's kernels; None where there is no device to ask."""
         measured = [entry.bytes for entry in self.entries if entry.bytes is not None]
-        return sum(measured) if measured else None
+        return sum(measured) + (self.kernel_bytes or 0) if measured else None
 
     @property
     def predicted_bytes(self) -> int:
-        """What the model expects of all of them."""
-        return sum(entry.predicted_bytes for entry in self.entries)
+        """What the model expects of all that."""
+        return sum(entry.predicted_bytes for entry in self.entries) + (KERNEL_BYTES if self.kernel_bytes else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ issued as a batch at the batch's end only, which is no operator: the trace looks
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -63,8 +63,9 @@ class CollectiveTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def end_coalescing(group: dist.ProcessGroup, *args: Any) -> Any:
             return self._issue(group, self._name_of_batch(group), lambda: torch_end(group, *args))
 
-        dist.ProcessGroup._end_coalescing = end_coalescing  # type: ignore[method-assign]
-        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+        dist.ProcessGroup._end_coalescing = end_coalescing  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, *raised: Any) -> None:
         """Ends; traces that were begun inside this one must have ended."""

@@ -11,6 +11,7 @@ from ray.util.metrics import Gauge
 from rich.table import Table
 
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation, LedgerEntry
+from rl_safe_workers.topology.memory import KERNEL_BYTES
 
 MIB = 2**20
 GROUPS, SECONDS = "rl_safe/comms_groups", "rl_safe/comms_bootstrap_s"
@@ -47,6 +48,9 @@ def ledger_table(report: BootstrapReport) -> Table:
     table.add_column("op class")
     for heading in ("s", "MiB", "predicted MiB"):
         table.add_column(heading, justify="right")
+    if report.kernel_bytes:
+        kernels = (f"{report.kernel_seconds:.3f}", f"{report.kernel_bytes / MIB:.0f}", f"{KERNEL_BYTES / MIB:.0f}")
+        table.add_row("NCCL's kernels", "", "", *kernels)
     for entry in report.entries:
         table.add_row(*_cells(entry))
     return table

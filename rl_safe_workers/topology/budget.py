@@ -1,8 +1,9 @@
-"""Which communicators get how many of NCCL's channels: small where only scalars travel, NCCL's own elsewhere.
+"""Which communicators get how many of NCCL's channels: few where few are enough, NCCL's own elsewhere.
 
-Measured on 4 x H200 over NVLink: scalars lose nothing at one CTA, and 22 MiB are left of 484; large messages lose from
-16 CTAs downwards (``docs/benchmarks.md``). Across nodes a limit costs more than it saves, as fewer channels drive fewer
-NICs: leave groups that carry bandwidth alone there.
+Measured on 4 x H200 over NVLink (``docs/benchmarks.md``): scalars lose nothing at one CTA, which leaves 22 MiB of 484;
+large sends between two ranks lose nothing at 16, and those of 32 MiB a fifth; every other large collective loses there.
+Across nodes a limit costs more than it saves, as fewer channels drive fewer NICs: leave groups that carry bandwidth
+alone there.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from rl_safe_workers.topology.layout import ParallelLayout
 SETTING = "rl_safe.bootstrap.max_ctas"
 NCCL_MAXIMUM = 64
 """NCCL's MAXCHANNELS; a larger limit is no limit."""
+LIMITS = {Traffic.CONTROL: 1, Traffic.STAGES: 16}
+"""CTAs by what a group carries."""
 
 
 def plan_limits(layout: ParallelLayout, features: Features, overrides: Mapping[str, int]) -> dict[str, int]:
     """Returns the limit of CTAs by key of Megatron's ``nccl_communicator_config_path`` file, and for ``world``.
 
-    Groups that carry scalars, and groups of one rank, get one CTA; the others have no entry.
+    Groups that carry scalars, and groups of one rank, get one CTA, those between pipeline stages 16; the others have no
+    entry.
 
     Args:
         layout: Sizes of the training world's axes.
@@ -34,12 +38,13 @@ def plan_limits(layout: ParallelLayout, features: Features, overrides: Mapping[s
     """
     kinds = list(kinds_of(layout, features).values())
     check_overrides(overrides, keys=[kind.key for kind in kinds])
-    small = {
-        kind.key: 1
-        for kind in kinds
-        if kind.size(layout, features) == 1 or kind.traffic(layout, features) is Traffic.CONTROL
-    }
-    return {**small, **overrides}
+    found = {}
+    for kind in kinds:
+        alone = kind.size(layout, features) == 1
+        limit = LIMITS[Traffic.CONTROL] if alone else LIMITS.get(kind.traffic(layout, features))
+        if limit is not None:
+            found[kind.key] = limit
+    return {**found, **overrides}
 
 
 def check_overrides(overrides: Mapping[str, int], *, keys: list[str]) -> None:

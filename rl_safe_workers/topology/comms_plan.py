@@ -9,7 +9,7 @@ from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.topology.budget import SETTING, plan_limits
 from rl_safe_workers.topology.groups import Features, OpClass, Traffic
 from rl_safe_workers.topology.layout import ParallelLayout
-from rl_safe_workers.topology.memory import MIB, PredictedGroup, predict_groups
+from rl_safe_workers.topology.memory import KERNEL_BYTES, MIB, PredictedGroup, predict_groups
 
 _NAMED = 3
 LACKS: Mapping[str, frozenset[OpClass]] = {
@@ -59,8 +59,8 @@ class CommsPlan:
 
     @property
     def bytes(self) -> int:
-        """Device memory of all of them on a rank."""
-        return sum(group.bytes for group in self.groups)
+        """Device memory of all of them on a rank, with NCCL's kernels."""
+        return KERNEL_BYTES + sum(group.bytes for group in self.groups)
 
     def check_backend(self, backend: str) -> None:
         """Raises CommunicatorError if a backend lacks what a group will carry.
@@ -80,7 +80,8 @@ class CommsPlan:
         """Raises CommunicatorError if the groups take more memory than is free; names the heaviest and what helps."""
         if self.bytes <= free_bytes:
             return
-        heaviest = [g for g in self.groups if g.kind.traffic(self.layout, self.features) is Traffic.BANDWIDTH][:_NAMED]
+        large = [g for g in self.groups if g.kind.traffic(self.layout, self.features) is not Traffic.CONTROL]
+        heaviest = large[:_NAMED]
         named = ", ".join(f"{g.description} {g.bytes / MIB:.0f} MiB" for g in heaviest)
         settings = " ".join(f"{SETTING}.{g.kind.key}=8" for g in heaviest)
         raise CommunicatorError(

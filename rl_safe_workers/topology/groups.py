@@ -35,8 +35,10 @@ class Traffic(StrEnum):
 
     CONTROL = "control"
     """Scalars: its speed does not matter."""
+    STAGES = "stages"
+    """Activations between two pipeline stages, one message at a time."""
     BANDWIDTH = "bandwidth"
-    """Activations, gradients or weights."""
+    """Activations, gradients or weights of many ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +130,9 @@ def _context(layout: ParallelLayout, features: Features) -> Classes:
 def _world_traffic(layout: ParallelLayout, features: Features) -> Traffic:
     # Of two pipeline stages one direction goes over the default group, unless batched (p2p_communication.py:67). The
     # pipeline group connects it.
-    two_stages = layout.pipeline == 2 and features.batched_p2p is not True
-    return Traffic.BANDWIDTH if features.weights_over_world or two_stages else Traffic.CONTROL
+    if features.weights_over_world:
+        return Traffic.BANDWIDTH
+    return Traffic.STAGES if layout.pipeline == 2 and features.batched_p2p is not True else Traffic.CONTROL
 
 
 def _has_experts(layout: ParallelLayout, features: Features) -> bool:
@@ -190,7 +193,8 @@ KINDS: Mapping[str, GroupKind] = {
         key="tp", size=lambda s, f: s.tensor, classes=_always(*_BOTH), fires_alone=True, first_phase=Phase.LOGPROB
     ),
     "PIPELINE_MODEL_PARALLEL_GROUP": GroupKind(
-        key="pp", size=lambda s, f: s.pipeline, classes=_pipeline, fires_alone=True, first_phase=Phase.LOGPROB
+        key="pp", size=lambda s, f: s.pipeline, classes=_pipeline, fires_alone=True, first_phase=Phase.LOGPROB,
+        traffic=lambda s, f: Traffic.STAGES,
     ),
     "EMBEDDING_GROUP": GroupKind(
         key="embd", size=lambda s, f: min(s.pipeline, 2), classes=_if(lambda f: f.tied_embeddings, OpClass.REDUCE)

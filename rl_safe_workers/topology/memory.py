@@ -1,13 +1,18 @@
 """How much device memory a communicator takes, before it exists.
 
-A model fitted to measurements on 4 x H200, NVLink between all pairs, NCCL 2.28.9, NVLink multicast off
-(``docs/benchmarks.md``). It says what NCCL takes inside one node; peers on other nodes have fewer and smaller
-channels, so for a group that crosses nodes it is an upper bound.
+A model of what was measured on 4 x H200, NVLink between all pairs, NCCL 2.28.9, NVLink multicast off
+(``docs/benchmarks.md``); for 2 and 4 ranks and limits of 1 to 20 CTAs, and none, it is exact. It says what NCCL takes
+inside one node; peers on other nodes have fewer and smaller channels, so for a group that crosses nodes it is an upper
+bound.
+
+    a communicator          4 MiB, and 6 for each P2P channel: the limit of CTAs rounded up to a power of two
+    its rings and trees     12 MiB for each CTA, at the first reduction or gather
+    a connection to send    2 MiB for each P2P channel, at the first send to that peer
+    a connection to receive 10 MiB for each P2P channel
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,63 +31,85 @@ from rl_safe_workers.topology.layout import ParallelLayout
 MIB = 2**20
 DEFAULT_CTAS = 24
 """Channels that NCCL takes on an H200 node without a limit."""
+KERNEL_BYTES = 418 * MIB
+"""What NCCL's kernels take in a process, once, whatever it connects: their code, and the stack of the largest."""
 
-_RING_MIB: Mapping[int, float] = {1: 22, 2: 41, 4: 76, 8: 149, 12: 244, 16: 292, 24: 484}
-"""First reduction of two ranks or more, by the limit of CTAs: rings and trees."""
-_ALONE_MIB: Mapping[int, float] = {1: 12, 2: 16, 4: 30, 8: 52, 24: 389}
-"""The same on one rank."""
-_PEER_MIB_PER_CHANNEL = 12.0
-"""Of a channel to one peer, as all_to_all uses; their number is the limit rounded up to a power of two."""
-_PAIR_MIB: Mapping[int, float] = {1: 12, 24: 262}
-"""A pair that sends one by one."""
-
-
-def _interpolated(table: Mapping[int, float], ctas: int) -> float:
-    known = sorted(table)
-    if ctas >= known[-1]:
-        return table[known[-1]]
-    above = bisect.bisect_left(known, ctas)
-    if known[above] == ctas or above == 0:
-        return table[known[above]]
-    low, high = known[above - 1], known[above]
-    return table[low] + (table[high] - table[low]) * (ctas - low) / (high - low)
+_BASE_MIB, _BASE_MIB_PER_CHANNEL = 4, 6
+_RING_MIB_PER_CTA = 12
+_EXCHANGE_MIB_PER_CHANNEL = 12
+"""A send and a receive."""
+_ALONE_CHANNELS = 64
+"""P2P channels of a communicator of one rank without a limit."""
 
 
-def class_bytes(op_class: OpClass, *, size: int, max_ctas: int | None, pairs: int = 1) -> int:
-    """Bytes on each rank that the first collective of a class takes, on a group that has none of its kind yet.
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Whom a rank sends to one by one.
 
-    Reductions and gathers use the same channels: whichever comes first pays for both.
+    Example: ``Links(pairs=2, exchanges=1)``: to one neighbour over one pair, from the other over another one
+    """
+
+    pairs: int
+    """Each has a communicator of its own, of two ranks."""
+    exchanges: int
+    """Connections to send, and as many to receive."""
+
+
+def links_of(description: str, size: int, features: Features) -> Links:
+    """Returns whom a rank in the middle of a pipeline, or in a ring, sends to.
+
+    Of two pipeline stages each direction is a pair of its own, one of them over the default group
+    (p2p_communication.py:67); virtual stages send both ways on both.
+    """
+    if description == PIPELINE and size == 2:
+        return Links(pairs=2, exchanges=2 if features.virtual_pipeline else 1)
+    return Links(pairs=neighbours(size), exchanges=neighbours(size))
+
+
+def _channels(size: int, max_ctas: int | None) -> int:
+    if max_ctas is None and size == 1:
+        return _ALONE_CHANNELS
+    return 1 << (_ctas(max_ctas) - 1).bit_length()
+
+
+def _ctas(max_ctas: int | None) -> int:
+    return DEFAULT_CTAS if max_ctas is None else min(max_ctas, DEFAULT_CTAS)
+
+
+def costs(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, links: Links) -> list[int]:
+    """Bytes on each rank that the first collective of each class takes, if they come in this order.
+
+    The first of them makes the communicator; reductions and gathers use the same rings, and a batch of sends what
+    all_to_all has connected.
 
     Args:
-        op_class: What is issued.
+        classes: What is issued.
         size: Members of the group.
         max_ctas: The group's limit; None for NCCL's own.
-        pairs: Neighbours of this rank, where the class concerns only those.
+        links: Whom this rank sends to, where it sends.
     """
-    ctas = DEFAULT_CTAS if max_ctas is None else max_ctas
-    if op_class in (OpClass.REDUCE, OpClass.GATHER_SCATTER):
-        return round(_interpolated(_ALONE_MIB if size == 1 else _RING_MIB, ctas) * MIB)
-    if op_class is OpClass.UNBATCHED_P2P:
-        return round(_interpolated(_PAIR_MIB, ctas) * pairs * MIB)
-    peers = size - 1 if op_class is OpClass.ALL_TO_ALL else pairs
-    channels = 1 << (min(ctas, DEFAULT_CTAS) - 1).bit_length()
-    return round(_PEER_MIB_PER_CHANNEL * channels * peers * MIB)
-
-
-def costs(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, pairs: int = 1) -> list[int]:
-    """Bytes on each rank that each class of a group takes, in this order: the first on rings pays for both."""
-    found, rings = [], False
+    channels, made = _channels(size, max_ctas), set[str]()
+    base = _BASE_MIB + _BASE_MIB_PER_CHANNEL * channels
+    peers = {OpClass.ALL_TO_ALL: size - 1, OpClass.BATCHED_P2P: links.exchanges}
+    found = []
     for op_class in classes:
-        is_ring = op_class in (OpClass.REDUCE, OpClass.GATHER_SCATTER)
-        free = is_ring and rings
-        found.append(0 if free else class_bytes(op_class, size=size, max_ctas=max_ctas, pairs=pairs))
-        rings = rings or is_ring
-    return found
+        if op_class is OpClass.UNBATCHED_P2P:
+            found.append(links.pairs * base + links.exchanges * _EXCHANGE_MIB_PER_CHANNEL * channels)
+            continue
+        exchanges = op_class in peers
+        part = "exchanges" if exchanges else "rings"
+        mib = 0 if made else base
+        if part not in made and size > 1:
+            mib += _EXCHANGE_MIB_PER_CHANNEL * channels * peers[op_class] if exchanges else 0
+            mib += 0 if exchanges else _RING_MIB_PER_CTA * _ctas(max_ctas)
+        made.add(part)
+        found.append(mib)
+    return [mib * MIB for mib in found]
 
 
-def group_bytes(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, pairs: int = 1) -> int:
+def group_bytes(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, links: Links) -> int:
     """Bytes on each rank that a group takes once all its classes are connected."""
-    return sum(costs(classes, size=size, max_ctas=max_ctas, pairs=pairs))
+    return sum(costs(classes, size=size, max_ctas=max_ctas, links=links))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +128,6 @@ class PredictedGroup:
     bytes: int
 
 
-def pairs_of(description: str, size: int) -> int:
-    """How many pairs a rank of a group sends in one by one, or how many neighbours it has.
-
-    Of two pipeline stages each direction is a pair of its own, one of them over the default group.
-    """
-    return 2 if description == PIPELINE else neighbours(size)
-
-
 def predict_groups(layout: ParallelLayout, features: Features, limits: Mapping[str, int]) -> list[PredictedGroup]:
     """Returns the groups that a bootstrap connects on a rank, and their bytes, the heaviest first.
 
@@ -123,12 +142,12 @@ def predict_groups(layout: ParallelLayout, features: Features, limits: Mapping[s
     for description, kind in kinds_of(layout, features).items():
         size, limit = kind.size(layout, features), limits.get(kind.key)
         classes = connected_classes(kind, size, layout, features)
-        pairs = pairs_of(description, size)
+        links = links_of(description, size, features)
         if classes:
             found.append(
                 PredictedGroup(
                     description=description, kind=kind, size=size, classes=classes, max_ctas=limit,
-                    bytes=group_bytes(classes, size=size, max_ctas=limit, pairs=pairs),
+                    bytes=group_bytes(classes, size=size, max_ctas=limit, links=links),
                 )
             )  # fmt: skip
     return sorted(found, key=lambda group: -group.bytes)

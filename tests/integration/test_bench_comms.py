@@ -57,6 +57,7 @@ def _figures(warm_mib: float, late_mib: float, *, seconds: float = 1.0, step_s: 
     return {
         "warm_bytes": warm_mib * MIB, "late_bytes": late_mib * MIB, "growth_bytes": 0.0, "predicted_bytes": 990 * MIB,
         "warmup_s": seconds, "step_s": step_s, "freed_bytes": 960 * MIB, "cycle_s": 2.0, "cycles_growth_bytes": 0.0,
+        "kernel_bytes": 20 * MIB,
     }  # fmt: skip
 
 
