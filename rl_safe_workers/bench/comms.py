@@ -132,7 +132,19 @@ def _run_layout(
     file = out / "jobs.json"
     file.write_text(json.dumps(jobs))
     run_processes(MODULE, [str(file)], out, what=f"bench comms: {layout.name}", timeout_s=JOB_S * len(jobs))
-    return {warmup: _worst(out, number) for number, warmup in enumerate(warmups)}
+    found = {warmup: _worst(out, number) for number, warmup in enumerate(warmups)}
+    if {OURS, RELEASES} <= found.keys():
+        found[RELEASES]["differing_steps"] = _differing(out, warmups.index(OURS), warmups.index(RELEASES))
+    return found
+
+
+def _differing(out: Path, one: int, other: int) -> int:
+    """Of the steps that two jobs have in common, how many have not the same figures, bit for bit, on every rank."""
+    differing: set[int] = set()
+    for rank in range(RANKS):
+        steps = [json.loads((out / f"{number}_{rank}.json").read_text())["figures"] for number in (one, other)]
+        differing |= {step for step, (a, b) in enumerate(zip(*steps, strict=True)) if a != b}
+    return len(differing)
 
 
 def run_processes(module: str, arguments: Sequence[str], out: Path, *, what: str, timeout_s: float) -> None:
@@ -212,6 +224,8 @@ def rows(layout: str, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
             gpu_row(f"{layout}: released for a rollout, of all but NCCL's kernels", "MiB", cycle["freed_bytes"] / MIB,
                  at_least(0.95), (total[RELEASES] - cycle["kernel_bytes"]) / MIB),
             gpu_row(f"{layout}: release and rebuild", "s", cycle["cycle_s"], at_most(3)),
+            gpu_row(f"{layout}: steps that differ from a run without releases", "", cycle["differing_steps"],
+                 at_most(0)),
             gpu_row(f"{layout}: growth over 18 cycles", "MiB", cycle["cycles_growth_bytes"] / MIB, at_most(2)),
         ]  # fmt: skip
     return made

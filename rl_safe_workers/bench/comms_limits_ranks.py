@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -24,6 +25,7 @@ from rl_safe_workers.platforms.device_memory import outside_torch
 
 MIB = 2**20
 WAIT = timedelta(seconds=60)
+_WHILE_S = 0.3
 _WARM, _SAMPLES, _SCALAR_CALLS = 3, 5, 200
 
 
@@ -79,6 +81,7 @@ def measure(rank: int, ranks: int) -> Iterator[dict[str, Any]]:
                 yield {"size": size, "max_ctas": limit, "bytes": grown, "seconds": seconds}
             dist.barrier(group=dist.group.WORLD)
             dist.destroy_process_group(group)
+            _settle(probe)
 
 
 def _group(rank: int, ranks: int, size: int, limit: int | None) -> Any:
@@ -88,6 +91,15 @@ def _group(rank: int, ranks: int, size: int, limit: int | None) -> Any:
     blocks = [list(range(first, first + size)) for first in range(0, ranks, size)]
     groups = [dist.new_group(block, backend="nccl", pg_options=options, timeout=WAIT) for block in blocks]
     return groups[rank // size]
+
+
+def _settle(probe: Callable[[], int]) -> None:
+    """Waits until memory has not changed for a while: communicators may end in a thread."""
+    before, used = -1, probe()
+    while used != before:
+        time.sleep(_WHILE_S)
+        before, used = used, probe()
+    dist.barrier(group=dist.group.WORLD)
 
 
 def _first(call: Callable[[int], None], probe: Callable[[], int]) -> int:

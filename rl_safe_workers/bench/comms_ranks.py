@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 from rl_safe_workers.bench.comms_peers import WARMUPS
 from rl_safe_workers.comms.trace import CollectiveTrace
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.platforms.cuda import make_deterministic
 from rl_safe_workers.platforms.device_memory import outside_torch
 from rl_safe_workers.recipe import load_recipe
 from rl_safe_workers.trainer.batch import SequenceBatch
@@ -103,6 +104,8 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
         )
     worker = TrainerWorker(config, training_rank=rank)
     worker.start(time.time())
+    if job.warmup in ways:
+        make_deterministic()  # as long as their figures are compared
     worker.enter_world(StoreAddress(host="127.0.0.1", port=job.port))
     worker.groups()
     torch.zeros(1, device=worker.device)  # CUDA loads what fills tensors, which is no communicator's
@@ -120,11 +123,14 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     batch = _batch(job, rank)
     with taken.attributed():
         worker.convert()
-        for _ in range(FIRST_STEPS):
-            worker.train(batch, len(batch))
+        figures = [worker.train(batch, len(batch)) for _ in range(FIRST_STEPS)]
         _synchronize(worker.device)
-    growth = taken.growth()
-    released = _release_and_rebuild(worker, batch) if job.warmup == RELEASES else {}
+    growth, released = taken.growth(), {}
+    if job.warmup == RELEASES:
+        released = _release_and_rebuild(worker, batch, figures)
+    elif job.warmup == OURS:
+        figures += [worker.train(batch, len(batch)) for _ in range(CYCLES)]
+    torch.use_deterministic_algorithms(mode=False)
     count = TIMED_STEPS.get(job.warmup, 1)
     steps = [_timed(lambda: worker.train(batch, len(batch)), worker.device) for _ in range(count)]
     found = {
@@ -132,14 +138,18 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
         "warmup_s": seconds, "warm_bytes": warm, "late_bytes": taken.by_collectives, "growth_bytes": growth,
         "predicted_bytes": report.predicted_bytes if report else 0, "step_s": median(steps),
         "kernel_bytes": (report.kernel_bytes or 0) if report else 0, "by_group": dict(taken.by_group),
+        "figures": figures,
         "ledger": [asdict(entry) for entry in report.entries] if report else [],
     }  # fmt: skip
     worker.teardown()
     return found
 
 
-def _release_and_rebuild(worker: TrainerWorker, batch: SequenceBatch) -> dict[str, float]:
-    """Cycles of release, rebuild and step: bytes and seconds of the median cycle, and growth since the second."""
+def _release_and_rebuild(worker: TrainerWorker, batch: SequenceBatch, figures: list[Any]) -> dict[str, float]:
+    """Cycles of release, rebuild and step: bytes and seconds of the median cycle, and growth since the second.
+
+    Adds each step's figures to ``figures``.
+    """
     freed, away, back, used = [], [], [], []
     probe = outside_torch(worker.device) or (lambda: 0)
     for _ in range(CYCLES):
@@ -151,7 +161,7 @@ def _release_and_rebuild(worker: TrainerWorker, batch: SequenceBatch) -> dict[st
             worker.rebuild_comms()
         _synchronize(worker.device)
         back.append(time.perf_counter() - started_s - away[-1])
-        worker.train(batch, len(batch))
+        figures.append(worker.train(batch, len(batch)))
         used.append(probe())
     return {
         "freed_bytes": median(freed), "release_s": median(away), "rebuild_s": median(back),

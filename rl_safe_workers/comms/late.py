@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 NOTICED_BYTES = 2 * 2**20
 """The smallest piece in which CUDA hands out memory; less is not seen."""
-_NEIGHBOURS = frozenset({OpClass.ALL_TO_ALL, OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P})
 
 
 class LateWatch:
@@ -81,8 +80,8 @@ class LateWatch:
     def _is_new(self, group: dist.ProcessGroup, found: OpClass | None) -> bool:
         """Whether a group carries a class for the first time. One rank alone has nobody to connect to."""
         known = self._connected.setdefault(group.group_name, set())
-        # A send does not tell whether it is part of a batch.
-        is_known = bool(known & _NEIGHBOURS) if found in _NEIGHBOURS - {OpClass.ALL_TO_ALL} else found in known
+        # all_to_all connects every peer, for batches too.
+        is_known = found in known or (found is OpClass.BATCHED_P2P and OpClass.ALL_TO_ALL in known)
         if found is not None:
             known.add(found)
         return not is_known and group.size() > 1

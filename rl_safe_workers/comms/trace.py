@@ -2,7 +2,8 @@
 
 torch's collectives are operators of its dispatcher (``c10d::allreduce_`` and so on), also those that a library has
 bound under another name, so a dispatch mode sees them all, those of a backward pass included. NCCL starts what was
-issued as a batch at the batch's end only, which is no operator: the trace looks at that, too.
+issued as a batch at the batch's end only, which is no operator: the trace looks at that, too. It has the name of what
+was issued last.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_safe_workers.topology.groups import OpClass
 
+BATCH = "batch_isend_irecv"
+"""What a send or a receive is called that is part of a batch."""
 OP_CLASSES = {
     "allreduce": OpClass.REDUCE,
     "reduce": OpClass.REDUCE,
@@ -28,11 +32,9 @@ OP_CLASSES = {
     "scatter": OpClass.ALL_TO_ALL,
     "send": OpClass.UNBATCHED_P2P,
     "recv": OpClass.UNBATCHED_P2P,
-    "batch_isend_irecv": OpClass.BATCHED_P2P,
+    BATCH: OpClass.BATCHED_P2P,
 }
-"""By the beginning of the operator's name. Of a send it cannot be told whether it is part of a batch."""
-BATCH_END = "batch_isend_irecv"
-"""What the end of a batch of sends is called in a trace; that of other batches has the name of their last operator."""
+"""By the beginning of the operator's name."""
 
 
 def op_class(operation: str) -> OpClass | None:
@@ -53,28 +55,34 @@ class CollectiveTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._issue = issue
+        self._in_batch = False
         self._last: dict[str, str] = {}
-        self._torch_end: Callable[..., Any] | None = None
+        """The last operation by group."""
+        self._torch: tuple[Any, Any] | None = None
 
     def __enter__(self) -> Self:
-        """Begins; ends of batches are seen in all threads."""
-        self._torch_end = torch_end = dist.ProcessGroup._end_coalescing
+        """Begins; batches are seen in all threads."""
+        torch_end, torch_batch = self._torch = dist.ProcessGroup._end_coalescing, c10d.batch_isend_irecv
 
         def end_coalescing(group: dist.ProcessGroup, *args: Any) -> Any:
-            return self._issue(group, self._name_of_batch(group), lambda: torch_end(group, *args))
+            return self._issue(group, self._last.get(group.group_name, ""), lambda: torch_end(group, *args))
 
-        dist.ProcessGroup._end_coalescing = end_coalescing  # type: ignore[method-assign,assignment]
+        def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+            self._in_batch = True
+            try:
+                return torch_batch(p2p_op_list)
+            finally:
+                self._in_batch = False
+
+        _replace(end_coalescing, batch_isend_irecv)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         """Ends; traces that were begun inside this one must have ended."""
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        dist.ProcessGroup._end_coalescing = self._torch_end  # type: ignore[method-assign,assignment]
-
-    def _name_of_batch(self, group: dist.ProcessGroup) -> str:
-        last = self._last.get(group.group_name, "")
-        return BATCH_END if op_class(last) is OpClass.UNBATCHED_P2P else last
+        if self._torch is not None:
+            _replace(*self._torch)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Sorts collectives out of all operators."""
@@ -82,9 +90,15 @@ class CollectiveTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             group = next(filter(None, map(_as_group, (*args, *kwargs.values()))), None)
             if group is not None:
-                operation = self._last[group.group_name] = func._schema.name.removeprefix("c10d::")
-                return self._issue(group, operation, lambda: func(*args, **kwargs))
+                name = BATCH if self._in_batch else func._schema.name.removeprefix("c10d::")
+                self._last[group.group_name] = name
+                return self._issue(group, name, lambda: func(*args, **kwargs))
         return func(*args, **kwargs)
+
+
+def _replace(end_coalescing: Any, batch_isend_irecv: Any) -> None:
+    dist.ProcessGroup._end_coalescing = end_coalescing  # type: ignore[method-assign]
+    c10d.batch_isend_irecv = dist.batch_isend_irecv = batch_isend_irecv
 
 
 def _as_group(argument: Any) -> dist.ProcessGroup | None:

@@ -56,6 +56,9 @@ class Features:
     """Whether the first and the last pipeline stage share the embedding; True if not known."""
     batched_p2p: bool | None = None
     """Megatron's ``batch_p2p_comm``, which mbridge turns off; None if not known: both ways are connected."""
+    variable_seq_lengths: bool | None = None
+    """Megatron's setting of that name, which mbridge turns on: stages then exchange shapes, always in batches. None if
+    not known: they may."""
     virtual_pipeline: bool = False
     """Whether stages are cut into virtual ones: the last stage sends to the first, then."""
     distributed_optimizer: bool = True
@@ -116,10 +119,11 @@ def _control(layout: ParallelLayout, features: Features) -> Traffic:
 
 
 def _pipeline(layout: ParallelLayout, features: Features) -> Classes:
-    ways = {True: (OpClass.BATCHED_P2P,), False: (OpClass.UNBATCHED_P2P,)}
-    both = (OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P)
-    # The reduction is a broadcast of the number of tokens (finalize_model_grads.py).
-    return OpClass.REDUCE, *(both if features.batched_p2p is None else ways[features.batched_p2p])
+    # The reduction is a broadcast of the number of tokens (finalize_model_grads.py). Shapes always go in batches
+    # (p2p_communication.py, _communicate_shapes).
+    batches = features.batched_p2p is not False or features.variable_seq_lengths is not False
+    ways = {OpClass.BATCHED_P2P: batches, OpClass.UNBATCHED_P2P: features.batched_p2p is not True}
+    return OpClass.REDUCE, *(way for way, used in ways.items() if used)
 
 
 def _context(layout: ParallelLayout, features: Features) -> Classes:

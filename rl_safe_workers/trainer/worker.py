@@ -64,7 +64,8 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
             device=self._platform.start(),
             features=replace(
                 Features.of(self.config.megatron, colocated=self.config.cluster.colocated),
-                batched_p2p=False,  # mbridge's choice
+                batched_p2p=False,  # mbridge's choices, both
+                variable_seq_lengths=True,
                 **_features_of_model(self.config.model.path),
             ),
         )

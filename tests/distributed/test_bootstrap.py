@@ -140,9 +140,7 @@ def test_each_op_class_is_issued_once_for_each_group(ranks) -> None:
         entries = [(e.group, e.ranks, e.op_class) for e in r["reports"][0].entries]
         assert max(Counter(entries).values()) == 1
         issued = _connections(r["bootstrap"])
-        # A send does not tell whether it is part of a batch.
-        classes = {OpClass.BATCHED_P2P: OpClass.UNBATCHED_P2P}
-        assert {(g.replace("WORLD", WORLD), members, classes.get(c, c)) for g, members, c in entries} <= issued
+        assert {(g.replace("WORLD", WORLD), members, c) for g, members, c in entries} <= issued
 
 
 def test_nothing_that_a_run_uses_was_left_unconnected(ranks) -> None:

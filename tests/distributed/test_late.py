@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +17,16 @@ from rl_safe_workers.comms.late import NOTICED_BYTES, LateWatch
 from rl_safe_workers.comms.trace import op_class
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.recipe import load_recipe
 from rl_safe_workers.topology.groups import OpClass
+from rl_safe_workers.trainer.worker import TrainerWorker
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed import reference
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.worker import Worker, run_config
 
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 PATIENCE = timedelta(seconds=30)
 REDUCE, GATHER, ALL_TO_ALL = OpClass.REDUCE, OpClass.GATHER_SCATTER, OpClass.ALL_TO_ALL
 
@@ -116,6 +122,32 @@ def test_a_group_that_was_forgotten_is_named_or_refused_after_the_step(on_late: 
         assert ("alltoall_base_ (all_to_all) on EXPERT_MODEL_PARALLEL_GROUP [0, 1] in phase train" in message) == (
             on_late == "raise"
         )
+
+
+def _train(rank: int, address: StoreAddress, overrides: list[str]) -> dict[str, Any]:
+    worker = TrainerWorker(load_recipe(RECIPE, overrides), training_rank=rank)
+    worker.start(time.time())
+    worker.enter_world(address)
+    worker.groups()
+    connected = {(entry.group, entry.op_class) for entry in worker.bootstrap().entries}
+    worker.convert()
+    batch = reference.random_batch(rows=4)
+    worker.train(replace(batch, old_logprobs=batch.rollout_logprobs), len(batch))
+    late = worker.late_allocations()
+    worker.teardown()
+    return {"connected": connected, "late": late}
+
+
+def test_the_built_in_trainer_says_how_its_stages_send(address: StoreAddress, seeded_models: dict[str, Path]) -> None:
+    overrides = [
+        f"model.path={seeded_models['moe']}", "cluster.num_trainers=4", "megatron.expert_model_parallel_size=2",
+        "megatron.pipeline_model_parallel_size=2", "actor.ppo_micro_batch_size_per_gpu=2",
+    ]  # fmt: skip
+    for found in values(run_ranks(_train, 4, address, overrides)):
+        assert found["late"] == []
+        # Shapes in batches, activations one by one.
+        ways = {op_class for group, op_class in found["connected"] if group == "PIPELINE_MODEL_PARALLEL_GROUP"}
+        assert ways == {REDUCE, OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P}
 
 
 def test_nobody_looks_if_no_step_is_to_be_watched(address, seeded_models) -> None:

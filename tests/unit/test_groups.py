@@ -50,10 +50,20 @@ def test_what_a_group_carries_follows_from_what_it_is_for(description, features,
     assert classes(description, layout(expert=2), features) == expected
 
 
-def test_a_pipeline_is_connected_the_way_it_sends_and_both_ways_if_that_is_not_known() -> None:
-    two, ways = layout(pipeline=2), {OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P}
-    for batched, expected in ((True, {OpClass.BATCHED_P2P}), (False, {OpClass.UNBATCHED_P2P}), (None, ways)):
-        assert classes("PIPELINE_MODEL_PARALLEL_GROUP", two, Features(batched_p2p=batched)) == {REDUCE, *expected}
+@pytest.mark.parametrize(
+    ("batched", "shapes", "expected"),
+    [
+        (True, False, {OpClass.BATCHED_P2P}),
+        (True, True, {OpClass.BATCHED_P2P}),
+        (False, False, {OpClass.UNBATCHED_P2P}),
+        (False, True, {OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P}),
+        (False, None, {OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P}),
+        (None, False, {OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P}),
+    ],
+)
+def test_a_pipeline_is_connected_the_ways_it_sends_and_all_that_are_possible(batched, shapes, expected) -> None:
+    features = Features(batched_p2p=batched, variable_seq_lengths=shapes)
+    assert classes("PIPELINE_MODEL_PARALLEL_GROUP", layout(pipeline=2), features) == {REDUCE, *expected}
 
 
 @pytest.mark.parametrize(("context", "expected"), [(2, OpClass.BATCHED_P2P), (4, OpClass.UNBATCHED_P2P)])
