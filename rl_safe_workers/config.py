@@ -119,6 +119,8 @@ class MegatronConfig:
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Virtual stages of each pipeline stage, which interleave; None: it is one piece."""
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     context_parallel_size: int = 1

@@ -181,6 +181,13 @@ def _devices(config: RunConfig) -> Iterator[str]:
 
 def _platform(config: RunConfig) -> Iterator[str]:
     megatron, rollout, cluster = config.megatron, config.rollout, config.cluster
+    virtual = megatron.virtual_pipeline_model_parallel_size
+    if virtual is not None and (virtual < 2 or megatron.pipeline_model_parallel_size < 2):
+        yield (
+            f"megatron.virtual_pipeline_model_parallel_size={virtual} with megatron.pipeline_model_parallel_size="
+            f"{megatron.pipeline_model_parallel_size}: stages are cut into 2 or more, and there must be 2 or more of "
+            "them; set it to null"
+        )
     if megatron.context_parallel_size > 1:
         yield (
             f"megatron.context_parallel_size={megatron.context_parallel_size} must be 1: "

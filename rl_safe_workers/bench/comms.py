@@ -49,15 +49,18 @@ class Layout:
 
     name: str
     overrides: Sequence[str]
-    virtual_stages: int = 1
 
 
 _EP2 = "megatron.expert_model_parallel_size=2"
+_PP2 = "megatron.pipeline_model_parallel_size=2"
 LAYOUTS = (
     Layout(name="TP2 EP2", overrides=(_EP2, "megatron.tensor_model_parallel_size=2")),
     Layout(name="TP1 EP2, 2 instances", overrides=(_EP2, "megatron.num_distributed_optimizer_instances=2")),
-    Layout(name="PP2 EP2", overrides=(_EP2, "megatron.pipeline_model_parallel_size=2")),
-    Layout(name="PP2 EP2, interleaved", overrides=(_EP2, "megatron.pipeline_model_parallel_size=2"), virtual_stages=2),
+    Layout(name="PP2 EP2", overrides=(_EP2, _PP2)),
+    Layout(
+        name="PP2 EP2, interleaved",
+        overrides=(_EP2, _PP2, "megatron.virtual_pipeline_model_parallel_size=2"),
+    ),
 )
 
 
@@ -125,7 +128,7 @@ def _run_layout(
     jobs: list[dict[str, Any]] = [
         {
             "warmup": warmup, "recipe": str(recipe), "overrides": settings, "port": address.port, "rows": rows,
-            "tokens": tokens, "virtual_stages": layout.virtual_stages,
+            "tokens": tokens,
         }
         for warmup, (_, address) in zip(warmups, stores, strict=True)
     ]  # fmt: skip

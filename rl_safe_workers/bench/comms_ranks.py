@@ -6,7 +6,6 @@ outlive a job, and nobody waits for imports.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -48,7 +47,7 @@ class Job:
     """A layout with one way of warming up.
 
     Example: ``Job(warmup="every group", recipe="recipes/quickstart_gpu.yaml", overrides=[…], port=4711,
-    virtual_stages=1, rows=8, tokens=512)``
+    rows=8, tokens=512)``
     """
 
     warmup: str
@@ -56,7 +55,6 @@ class Job:
     recipe: str
     overrides: list[str]
     port: int
-    virtual_stages: int
     rows: int
     """Sequences of a step on each data-parallel rank."""
     tokens: int
@@ -97,11 +95,9 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     """Warms up, builds, steps; returns bytes and seconds of this rank, and whose the bytes are."""
     ways = {OURS: [], RELEASES: ["rollout.release_comms=always"]}
     settings = ways.get(job.warmup, ["rl_safe.bootstrap.budget=false"])
-    config = load_recipe(job.recipe, [*job.overrides, *settings, "rl_safe.bootstrap.watch_steps=0"])
-    if job.virtual_stages > 1:
-        parallel_state.initialize_model_parallel = functools.partial(
-            parallel_state.initialize_model_parallel, virtual_pipeline_model_parallel_size=job.virtual_stages
-        )
+    # Steps so small that routing stays as it is, and a step the same work.
+    always = ["rl_safe.bootstrap.watch_steps=0", "actor.optim.lr=1e-6"]
+    config = load_recipe(job.recipe, [*job.overrides, *settings, *always])
     worker = TrainerWorker(config, training_rank=rank)
     worker.start(time.time())
     if job.warmup in ways:

@@ -97,12 +97,11 @@ def _batched_p2p(group: dist.ProcessGroup, size: int, device: torch.device, *, r
 
 
 def _unbatched_p2p(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
-    """Passes a message down the pipeline and back; each pair of neighbours connects on its own."""
-    # At two stages Megatron sends one of the directions over the default group (p2p_communication.py:67).
+    """Passes a message down the pipeline and back; each pair of neighbours connects on its own, and each direction."""
+    # At two stages Megatron sends what goes back over the default group (p2p_communication.py:67).
     backward = dist.group.WORLD if size == 2 else group
     message, rank, ranks = torch.zeros(1, device=device), dist.get_rank(group), dist.get_process_group_ranks(group)
-    # A ring of two is its only pair.
-    for stage in range(size if ring and size > 2 else size - 1):
+    for stage in range(size if ring else size - 1):
         sender, receiver = stage, (stage + 1) % size
         if rank == sender:
             dist.send(message, dst=ranks[receiver], group=group)

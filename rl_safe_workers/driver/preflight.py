@@ -52,6 +52,7 @@ def preflight(config: RunConfig, *, cpus: float) -> None:
         raise ConfigError(f"rollout.enable_rollout_routing_replay=true: {config.model.path} has no experts to route to")
     _check_lengths(config, shape)
     _check_batch(config, layout)
+    _check_virtual_stages(config, layout, shape)
     _check_instances(config, layout)
     plan_limits(layout, Features.of(config.megatron), config.rl_safe.bootstrap.max_ctas.limits())
     _check_files(config)
@@ -193,6 +194,25 @@ def _check_batch(config: RunConfig, layout: ParallelLayout) -> None:
         raise ConfigError(
             f"actor.ppo_micro_batch_size_per_gpu={micro_batch} does not divide the {per_rank} sequences of each of "
             f"{layout.data} data-parallel ranks ({product}); use one of {fitting}"
+        )
+
+
+def _check_virtual_stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> None:
+    key, virtual = "megatron.virtual_pipeline_model_parallel_size", config.megatron.virtual_pipeline_model_parallel_size
+    if virtual is None:
+        return
+    pieces = layout.pipeline * virtual
+    if shape.num_layers % pieces:
+        raise LayoutError(
+            f"{key}={virtual} cuts {layout.pipeline} stages into {pieces} pieces, which do not divide "
+            f"{shape.num_layers} layers"
+        )
+    sequences = (config.actor.ppo_mini_batch_size or config.data.train_batch_size) * config.rollout.n // layout.data
+    micro_batches = sequences // config.actor.ppo_micro_batch_size_per_gpu
+    if micro_batches % layout.pipeline:
+        raise ConfigError(
+            f"{key}={virtual}: the {micro_batches} micro batches of each data-parallel rank at an optimizer step do "
+            f"not divide by {layout.pipeline} stages; change actor.ppo_micro_batch_size_per_gpu"
         )
 
 

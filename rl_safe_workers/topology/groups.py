@@ -80,6 +80,7 @@ class Features:
         return cls(
             moe_dispatcher=config.moe_token_dispatcher_type,
             optimizer_instances=config.num_distributed_optimizer_instances,
+            virtual_pipeline=config.virtual_pipeline_model_parallel_size is not None,
             weights_over_world=colocated,
         )
 

@@ -15,9 +15,10 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from rl_safe_workers.config import RunConfig
+from rl_safe_workers.config import MegatronConfig, RunConfig
 from rl_safe_workers.models.bridge import WeightBridge, open_bridge
 from rl_safe_workers.models.build import build_chunks, build_optimizer, wrap_data_parallel
 from rl_safe_workers.models.own_weights import OwnWeight
@@ -28,6 +29,14 @@ from rl_safe_workers.trainer.routing import Routing, forget_routers
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def sends_shapes(config: MegatronConfig) -> bool:
+    """Whether pipeline stages tell each other the shapes of what they send.
+
+    Shapes vary only under the all-to-all dispatcher; the all-gather one refuses the setting.
+    """
+    return config.moe_token_dispatcher_type == "alltoall"
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -63,8 +72,7 @@ class MegatronPolicy:
             self.config.model.path,
             dtype=DTYPES[self.config.model.dtype],
             moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
-            # Shapes vary only under the all-to-all dispatcher; the all-gather one refuses the setting.
-            variable_seq_lengths=megatron.moe_token_dispatcher_type == "alltoall",
+            variable_seq_lengths=sends_shapes(megatron),
             moe_aux_loss_coeff=0.0,
             # Sums of token losses, divided by the token count of the whole mini-batch once, at the end.
             calculate_per_token_loss=True,
@@ -97,10 +105,10 @@ class MegatronPolicy:
         return bool(parallel_state.is_pipeline_last_stage()) and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def _token_logprobs(self, model: Any, tokens: Tensor) -> Tensor:
-        """Returns the stage's output; on the last stage ``[b, s]``, nats: position t speaks of token t, 0 at t = 0."""
+        """Returns a chunk's output; that of the last is ``[b, s]``, nats: position t speaks of token t, 0 at t = 0."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         output: Tensor = model(input_ids=tokens, position_ids=positions, attention_mask=None)
-        if not parallel_state.is_pipeline_last_stage():
+        if not get_attr_wrapped_model(model, "post_process"):
             return output
         # [b, s, vocab / TP]: the logits at t - 1 predict token t.
         logits = output[:, :-1].float() / self.config.rollout.temperature
@@ -121,7 +129,8 @@ class MegatronPolicy:
 
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
+            # Each virtual stage goes through all of them.
+            data_iterator=[iter(micro_batches) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(micro_batches),
             seq_length=batch.tokens.shape[1],

@@ -20,7 +20,7 @@ from rl_safe_workers.platforms.platform import Platform, open_platform
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.trainer.batch import Floats, SequenceBatch
-from rl_safe_workers.trainer.policy import DTYPES, MegatronPolicy
+from rl_safe_workers.trainer.policy import DTYPES, MegatronPolicy, sends_shapes
 from rl_safe_workers.workers.actor import MegatronActorMixin
 from rl_safe_workers.worlds.address import StoreAddress
 
@@ -64,8 +64,8 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
             device=self._platform.start(),
             features=replace(
                 Features.of(self.config.megatron, colocated=self.config.cluster.colocated),
-                batched_p2p=False,  # mbridge's choices, both
-                variable_seq_lengths=True,
+                batched_p2p=False,  # mbridge's choice
+                variable_seq_lengths=sends_shapes(self.config.megatron),
                 **_features_of_model(self.config.model.path),
             ),
         )

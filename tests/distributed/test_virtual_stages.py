@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
 
 from rl_safe_workers.checkpoint.manifest import read_manifest
 from rl_safe_workers.config import RunConfig, SeededModelConfig
@@ -23,10 +21,6 @@ IDENTITY = {"fingerprint": "tiny", "layout": {"world_size": SIZE, "pipeline": 2}
 
 
 def _worker(rank: int, address: StoreAddress, config: RunConfig) -> Worker:
-    """A worker with virtual stages, for which the configuration has no key."""
-    parallel_state.initialize_model_parallel = partial(
-        parallel_state.initialize_model_parallel, virtual_pipeline_model_parallel_size=STAGES
-    )
     worker = Worker(config, rank=rank, size=SIZE)
     worker.start(address)
     worker.convert()
@@ -78,6 +72,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     model = tmp_path_factory.mktemp("virtual_stages") / "model"
     create_seeded_model(model, SeededModelConfig(num_hidden_layers=4, hidden_size=48, head_dim=12))
     config = run_config(model, pp=2, ep=2)
+    config.megatron.virtual_pipeline_model_parallel_size = STAGES
     config.rl_safe.checkpoint.digest = True
     return config
 
