@@ -31,6 +31,8 @@ LARGE = SeededModelConfig(
     num_attention_heads=32, num_key_value_heads=8, head_dim=128, num_experts=8, num_experts_per_tok=2,
 )  # fmt: skip
 """Large enough that a step is dominated by its products."""
+LARGE_BATCH = ("actor.ppo_micro_batch_size_per_gpu=8",)
+ROWS, TOKENS = 32, 1024
 WARMUPS = ("ours", "nothing", "eight groups", "a barrier", "every group", "ours, releasing")
 OURS, NOTHING, EVERY, RELEASES = "ours", "nothing", "every group", "ours, releasing"
 MIB = 2**20
@@ -84,7 +86,9 @@ def measure(report: Callable[[str], None]) -> list[Row]:
             "bfloat16",
         ]
         subprocess.run(make, check=True, timeout=JOB_S)
-        found = run_layouts(Path(folder), LAYOUTS, [f"model.path={model}"], rows=16, tokens=1024, report=report)
+        found = run_layouts(
+            Path(folder), LAYOUTS, [f"model.path={model}", *LARGE_BATCH], rows=ROWS, tokens=TOKENS, report=report
+        )
     return [row for layout in LAYOUTS for row in rows(layout.name, found[layout.name])]
 
 

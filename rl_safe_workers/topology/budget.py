@@ -1,7 +1,7 @@
 """Which communicators get how many of NCCL's channels: few where few are enough, NCCL's own elsewhere.
 
 Measured on 4 x H200 over NVLink (``docs/benchmarks.md``): scalars lose nothing at one CTA, which leaves 22 MiB of 484;
-large sends between two ranks lose nothing at 16, and those of 32 MiB a fifth; every other large collective loses there.
+large sends between two ranks lose nothing at 12, and those of 32 MiB a fifth; every other large collective loses there.
 Across nodes a limit costs more than it saves, as fewer channels drive fewer NICs: leave groups that carry bandwidth
 alone there.
 """
@@ -18,14 +18,14 @@ from rl_safe_workers.topology.layout import ParallelLayout
 SETTING = "rl_safe.bootstrap.max_ctas"
 NCCL_MAXIMUM = 64
 """NCCL's MAXCHANNELS; a larger limit is no limit."""
-LIMITS = {Traffic.CONTROL: 1, Traffic.STAGES: 16}
-"""CTAs by what a group carries."""
+LIMITS = {Traffic.CONTROL: 1, Traffic.STAGES: 12}
+"""CTAs by what a group carries. A send uses as many channels as the next power of two."""
 
 
 def plan_limits(layout: ParallelLayout, features: Features, overrides: Mapping[str, int]) -> dict[str, int]:
     """Returns the limit of CTAs by key of Megatron's ``nccl_communicator_config_path`` file, and for ``world``.
 
-    Groups that carry scalars, and groups of one rank, get one CTA, those between pipeline stages 16; the others have no
+    Groups that carry scalars, and groups of one rank, get one CTA, those between pipeline stages 12; the others have no
     entry.
 
     Args:

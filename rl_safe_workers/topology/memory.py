@@ -86,11 +86,11 @@ def costs(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, links:
         classes: What is issued.
         size: Members of the group.
         max_ctas: The group's limit; None for NCCL's own.
-        links: Whom this rank sends to, where it sends.
+        links: Whom this rank sends to one by one, where it does.
     """
     channels, made = _channels(size, max_ctas), set[str]()
     base = _BASE_MIB + _BASE_MIB_PER_CHANNEL * channels
-    peers = {OpClass.ALL_TO_ALL: size - 1, OpClass.BATCHED_P2P: links.exchanges}
+    peers = {OpClass.ALL_TO_ALL: size - 1, OpClass.BATCHED_P2P: neighbours(size)}
     found = []
     for op_class in classes:
         if op_class is OpClass.UNBATCHED_P2P:

@@ -13,11 +13,12 @@ from tests.distributed.worker import served_store
 
 @pytest.fixture(scope="session")
 def seeded_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny Qwen3-MoE and a tiny dense Qwen3."""
+    """A tiny Qwen3-MoE, one with layers for four stages, and a tiny dense Qwen3."""
     root = tmp_path_factory.mktemp("models")
     create_seeded_model(root / "moe", SeededModelConfig())
     create_seeded_model(root / "dense", SeededModelConfig(num_experts=0))
-    return {"moe": root / "moe", "dense": root / "dense"}
+    create_seeded_model(root / "deep", SeededModelConfig(num_hidden_layers=4))
+    return {name: root / name for name in ("moe", "dense", "deep")}
 
 
 @pytest.fixture

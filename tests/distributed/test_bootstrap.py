@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp1_ep2": {"ep": 2},
     "tp2_ep2": {"tp": 2, "ep": 2},
     "pp2_ep2": {"pp": 2, "ep": 2},
+    "pp2_vpp2_ep2": {"pp": 2, "vpp": 2, "ep": 2},
     "cp2_ep2": {"cp": 2, "ep": 2},
     "ep2_instances2": {"ep": 2, "instances": 2},
     "ep1": {},
@@ -118,7 +119,8 @@ def _use_everything(rank: int, address: StoreAddress, config: RunConfig, root: P
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def ranks(request, seeded_models, tmp_path_factory) -> list[dict[str, Any]]:
-    config = _config(seeded_models["moe"], **LAYOUTS[request.param])
+    sizes = LAYOUTS[request.param]
+    config = _config(seeded_models["deep" if "vpp" in sizes else "moe"], **sizes)
     with served_store() as address:
         return values(run_ranks(_use_everything, SIZE, address, config, tmp_path_factory.mktemp("checkpoints")))
 

@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -103,12 +102,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _worker(rank: int, address: StoreAddress, models: Path, layout: Layout) -> Worker:
-    if layout.stages is not None:
-        # The configuration has no key for them.
-        parallel_state.initialize_model_parallel = partial(
-            parallel_state.initialize_model_parallel, virtual_pipeline_model_parallel_size=layout.stages
-        )
-    config = run_config(models / layout.model, tp=layout.tp, pp=layout.pp, ep=layout.ep)
+    config = run_config(models / layout.model, tp=layout.tp, pp=layout.pp, ep=layout.ep, vpp=layout.stages)
     config.megatron.expert_tensor_parallel_size = layout.etp
     worker = Worker(config, rank=rank, size=SIZE)
     worker.start(address)

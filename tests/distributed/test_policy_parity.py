@@ -23,6 +23,7 @@ LAYOUTS = {
     "tp2_ep2": ("moe", {"tp": 2, "ep": 2}),
     "pp2_ep2": ("moe", {"pp": 2, "ep": 2}),
     "pp2_ep1": ("moe", {"pp": 2}),
+    "pp2_vpp2_ep2": ("deep", {"pp": 2, "vpp": 2, "ep": 2, "ppo_micro_batch_size_per_gpu": 1}),
     "dense_tp2": ("dense", {"tp": 2}),
 }
 
@@ -66,7 +67,8 @@ def _logits(worker: Worker, batch: SequenceBatch) -> np.ndarray | None:
         return model(input_ids=tokens, position_ids=positions, attention_mask=None), lambda out: (out.sum() * 0, out)
 
     results = get_forward_backward_func()(
-        forward_step_func=step, data_iterator=iter([0]), model=worker.chunks, num_microbatches=1,
+        forward_step_func=step, data_iterator=[iter([0, 0]) for _ in worker.chunks], model=worker.chunks,
+        num_microbatches=2,
         seq_length=tokens.shape[1], micro_batch_size=1, forward_only=True,
     )  # fmt: skip
     if not parallel_state.is_pipeline_last_stage():

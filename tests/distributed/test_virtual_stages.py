@@ -71,8 +71,7 @@ def _load(rank: int, address: StoreAddress, config: RunConfig, root: Path) -> di
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     model = tmp_path_factory.mktemp("virtual_stages") / "model"
     create_seeded_model(model, SeededModelConfig(num_hidden_layers=4, hidden_size=48, head_dim=12))
-    config = run_config(model, pp=2, ep=2)
-    config.megatron.virtual_pipeline_model_parallel_size = STAGES
+    config = run_config(model, pp=2, ep=2, vpp=STAGES)
     config.rl_safe.checkpoint.digest = True
     return config
 

@@ -31,7 +31,9 @@ from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import serve_store
 
 
-def run_config(model: Path, *, tp: int = 1, pp: int = 1, ep: int = 1, **actor: object) -> RunConfig:
+def run_config(
+    model: Path, *, tp: int = 1, pp: int = 1, ep: int = 1, vpp: int | None = None, **actor: object
+) -> RunConfig:
     """A configuration with short timeouts and an optimizer that is easy to compare.
 
     At a tiny eps the first Adam step is nearly the sign of the gradient, which hides differences and magnifies noise.
@@ -42,7 +44,10 @@ def run_config(model: Path, *, tp: int = 1, pp: int = 1, ep: int = 1, **actor: o
         data=DataConfig(train_files=[]),
         actor=ActorConfig(optim=OptimConfig(lr=1e-3, eps=1e-3), **actor),  # type: ignore[arg-type]
         megatron=MegatronConfig(
-            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            expert_model_parallel_size=ep,
         ),
         rl_safe=RlSafeConfig(timeouts=TimeoutsConfig(**timeouts)),
     )

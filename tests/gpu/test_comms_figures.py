@@ -58,7 +58,9 @@ def test_the_bootstrap_is_complete_and_small(layout: comms.Layout, model: Path, 
         pytest.skip(f"needs {comms.RANKS} GPUs; there are {torch.cuda.device_count()}")
     out = model.parent / layout.name.replace(" ", "_")
     out.mkdir()
-    found = comms.run_layouts(out, [layout], [f"model.path={model}"], rows=16, tokens=1024, report=print)
+    found = comms.run_layouts(
+        out, [layout], [f"model.path={model}", *comms.LARGE_BATCH], rows=comms.ROWS, tokens=comms.TOKENS, report=print
+    )
     made = comms.rows(layout.name, found[layout.name])
     rows += made
     assert [row.name for row in made if row.name.endswith(MUST_HOLD) and row.unit != "s" and not row.met] == []

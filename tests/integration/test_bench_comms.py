@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rl_safe_workers.bench import comms
+from rl_safe_workers.bench import comms, comms_limits
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError, RunError
 from rl_safe_workers.models.seeded import create_seeded_model
+from rl_safe_workers.topology.memory import KERNEL_BYTES, Links, costs
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 MIB = comms.MIB
@@ -89,6 +91,42 @@ def test_what_keeps_every_promise_is_met_in_every_row() -> None:
 )
 def test_a_promise_that_is_not_kept_is_missed_in_its_row(ours: dict[str, float], row: str) -> None:
     assert not _rows(ours=ours)[row]
+
+
+def _limits() -> list[dict[str, Any]]:
+    """Records in which 12 CTAs are as fast as no limit, and bytes are those of the memory model."""
+    neighbour = Links(pairs=1, exchanges=1)
+    records: list[dict[str, Any]] = [{"size": 1, "max_ctas": 1, "bytes": {"kernels": KERNEL_BYTES}, "seconds": {}}]
+    for size in comms_limits.SIZES:
+        for limit in comms_limits.LIMITS:
+            slower = 1.0 if limit is None or limit >= 12 else 4.0
+            seconds = {
+                f"{name} {mib} MiB": slower * mib / 1e5
+                for name in comms_limits.COLLECTIVES
+                for mib in comms_limits.MESSAGES_MIB
+            }
+            taken = costs(comms_limits.CLASSES, size=size, max_ctas=limit, links=neighbour)
+            records.append(
+                {
+                    "size": size, "max_ctas": limit, "bytes": {"all": sum(taken)},
+                    "seconds": {**seconds, comms_limits.SCALAR: 2e-5},
+                }
+            )  # fmt: skip
+    return records
+
+
+def test_limits_that_cost_nothing_and_a_model_that_is_right_meet_their_goals() -> None:
+    assert all(row.met for row in comms_limits.rows(_limits()))
+
+
+def test_a_limit_of_the_budget_that_costs_bandwidth_or_a_model_that_is_wrong_is_missed() -> None:
+    records = _limits()
+    for record in records:
+        if record["max_ctas"] == 12:
+            record["seconds"]["unbatched_p2p 32 MiB"] *= 2
+    records[1]["bytes"]["all"] //= 2
+    missed = [row.name for row in comms_limits.rows(records) if not row.met]
+    assert missed == ["2 ranks, 12 CTAs: unbatched_p2p of 32 MiB", "memory model, worst group: off by"]
 
 
 def test_without_four_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,26 @@ def test_optimizer_instances_that_do_not_divide_are_refused(config: RunConfig) -
     )
 
 
+def test_virtual_stages_need_a_pipeline(config: RunConfig) -> None:
+    config.megatron.virtual_pipeline_model_parallel_size = 2
+    assert "there must be 2 or more of them; set it to null" in complaint(config, ConfigError)
+
+
+def test_virtual_stages_that_do_not_divide_the_layers_are_refused(config: RunConfig) -> None:
+    config.megatron.pipeline_model_parallel_size = config.megatron.virtual_pipeline_model_parallel_size = 2
+    assert "cuts 2 stages into 4 pieces, which do not divide 2 layers" in complaint(config, LayoutError)
+
+
+def test_virtual_stages_need_as_many_micro_batches_as_stages(config: RunConfig, model_dir: Path) -> None:
+    (model_dir / "config.json").write_text(json.dumps({**HF_CONFIG, "num_hidden_layers": 4}))
+    config.megatron.pipeline_model_parallel_size = config.megatron.virtual_pipeline_model_parallel_size = 2
+    sequences = config.data.train_batch_size * config.rollout.n // 2
+    config.actor.ppo_micro_batch_size_per_gpu = sequences // 2
+    preflight(config, cpus=8)
+    config.actor.ppo_micro_batch_size_per_gpu = sequences
+    assert "the 1 micro batches of each data-parallel rank" in complaint(config, ConfigError)
+
+
 def test_saves_with_several_optimizer_instances_are_refused(config: RunConfig) -> None:
     config.megatron.num_distributed_optimizer_instances, config.trainer.save_freq = 2, 1
     assert "saves know one instance only" in complaint(config, ConfigError)
