@@ -313,6 +313,8 @@ class RlSafeConfig:
     bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     teardown: TeardownConfig = field(default_factory=TeardownConfig)
+    restarts: int = 0
+    """How often a run whose ranks fail is started again, from its newest complete checkpoint."""
 
 
 @dataclass(kw_only=True)

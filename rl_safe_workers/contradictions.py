@@ -59,6 +59,7 @@ NOT_NEGATIVE = (
     "trainer.seed",
     "rl_safe.checkpoint.keep_last",
     "rl_safe.bootstrap.watch_steps",
+    "rl_safe.restarts",
 )
 """Finite and at least 0."""
 CHOICES: Mapping[str, Sequence[str]] = {

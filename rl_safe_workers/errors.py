@@ -87,9 +87,14 @@ class CheckpointMismatchError(UsageError):
 class RunError(RlSafeError):
     """Something failed while running."""
 
+    may_pass = True
+    """Whether the same run may go well if it is started again."""
+
 
 class LifecycleError(RunError):
     """A phase was entered before the phases that it depends on, or after teardown."""
+
+    may_pass = False
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -181,6 +186,8 @@ class DivergedError(RunError):
         step: Training step, counted from 1.
     """
 
+    may_pass = False
+
     def __init__(self, *, step: int, loss: float, grad_norm: float) -> None:
         self.step = step
         super().__init__(
@@ -198,6 +205,8 @@ class LogprobGapError(RunError):
         bound: The configured bound, in nats.
     """
 
+    may_pass = False
+
     def __init__(self, *, step: int, gap: float, bound: float) -> None:
         self.step, self.gap, self.bound = step, gap, bound
         super().__init__(
@@ -213,6 +222,8 @@ class Interrupted(RunError):
     Attributes:
         signum: The signal number.
     """
+
+    may_pass = False
 
     def __init__(self, *, signum: int) -> None:
         self.signum = signum

@@ -21,7 +21,7 @@ from rl_safe_workers.comms.bootstrap import Bootstrap
 from rl_safe_workers.comms.catalog import live_groups
 from rl_safe_workers.comms.late import LateWatch
 from rl_safe_workers.comms.report import BootstrapReport
-from rl_safe_workers.comms.teardown import destroy_groups, exchange_verdicts
+from rl_safe_workers.comms.teardown import abort_groups, destroy_groups, exchange_verdicts
 from rl_safe_workers.errors import CommunicatorError, LifecycleError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms.device_memory import free_bytes, outside_torch
@@ -132,13 +132,15 @@ def teardown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
     patience = timeout if failure is None else min(timeout, _SECOND)
     failed = exchange_verdicts(store, training_rank=rank, size=size, failure=text, timeout=patience)
     _script = None
+    world = TrainingWorld(training_rank=rank, size=size, joint_ranks=tuple(range(size)))
     if not failed:
         roll_call = RollCall(store, world="script", group_rank=rank, size=size)
         roll_call.arrive(Phase.TEARDOWN, timeout=timeout)
-        destroy_groups(TrainingWorld(training_rank=rank, size=size, joint_ranks=tuple(range(size))))
+        destroy_groups(world, timeout=timeout)
         # The store may be rank 0's, which stays until every other rank has left its groups.
         roll_call.sign_off(Phase.TEARDOWN, timeout=timeout)
         return
+    abort_groups(world, timeout=timeout)
     if failure is None:
         named = "; ".join(f"rank {other} {reason}" for other, reason in failed.items())
         raise CommunicatorError(f"teardown: {named}")

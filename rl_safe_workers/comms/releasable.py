@@ -295,18 +295,18 @@ class ReleasableGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Destroys the group for good. Collective over: the group, on NCCL. Idempotent, also after a release."""
-        self._close(abort=False)
+        for live in self.close():
+            live.shutdown()
 
     def abort(self) -> None:
         """Ends the group for good, without the others. Idempotent, also after a release."""
-        self._close(abort=True)
+        for live in self.close():
+            live.abort()
 
-    def _close(self, *, abort: bool) -> None:
+    def close(self) -> list[Any]:
+        """Closes the group for good and returns its backends; whoever calls it ends them. Idempotent."""
         self._state = GroupState.CLOSED
-        for channel in self.channels.values():
-            live = channel.detach()
-            if live is not None:
-                live.abort() if abort else live.shutdown()
+        return [live for channel in self.channels.values() if (live := channel.detach()) is not None]
 
 
 def _forwarder(op: str) -> Callable[..., Any]:

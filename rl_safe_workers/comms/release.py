@@ -10,14 +10,10 @@ done, so nobody starts a collective on a group that another still makes; and a r
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
+from rl_safe_workers.comms.ending import describe, end_alone, end_together, failure_of, within
 from rl_safe_workers.comms.releasable import STORE_PREFIX, GroupState, ReleasableGroup
 from rl_safe_workers.errors import CommunicatorError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
@@ -109,7 +106,7 @@ def release(
         live.extend(_in_state(groups, GroupState.CONNECTED))
         _drain(live, ranks.share())
 
-    failure = _failure(drain)
+    failure = failure_of(drain)
     gone = ranks.agree(failure, groups=live)["groups"]
     before = used_bytes() if used_bytes is not None else 0
     # Nobody is inside a collective any more, on any rank.
@@ -162,7 +159,7 @@ def rebuild(
     ranks = _Ranks(store, "rebuild", phase=phase, training_rank=training_rank, size=size, timeout=timeout)
     before = used_bytes() if used_bytes is not None else 0
     released: list[ReleasableGroup] = []
-    failure = _failure(lambda: released.extend(_in_state(groups, GroupState.RELEASED)))
+    failure = failure_of(lambda: released.extend(_in_state(groups, GroupState.RELEASED)))
     generation = ranks.agree(failure, groups=released)["generation"]
     _do_together(ranks, released, lambda: _reconnect(released, generation, ranks))
     connected_s = time.monotonic()
@@ -233,7 +230,7 @@ class _Ranks:
                 "has ended"
             ) from error
         report = {
-            "failure": _describe(failure),
+            "failure": describe(failure),
             "after_s": self.elapsed_s() if after_s is None else after_s,
             "groups": {group.key: [group.generation, group.size(), group.label] for group in groups},
         }
@@ -249,12 +246,6 @@ class _Ranks:
 
     def _agreement(self, number: int) -> Agreement:
         return Agreement(self._store, f"release/{number}", phase=self._phase, rank=self._rank, size=self._size)
-
-
-def _describe(failure: Exception | None) -> str | None:
-    if failure is None or isinstance(failure, RlSafeError):
-        return None if failure is None else str(failure)
-    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
 
 
 def _judge(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -278,20 +269,6 @@ def _judge(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "generation": 1 + max(generations, default=0),
         "groups": {name: entry[0] for name, entry in groups.items()},
     }
-
-
-def _failure(work: Callable[[], object]) -> Exception | None:
-    """Does something and returns what it raised, to be told to the others."""
-    try:
-        work()
-    except Exception as error:
-        link: BaseException | None = error
-        while link is not None:
-            # What a frame holds, such as a work of gloo, would keep the connections open.
-            traceback.clear_frames(link.__traceback__)
-            link = link.__cause__ or link.__context__
-        return error
-    return None
 
 
 def _in_state(groups: Iterable[dist.ProcessGroup] | None, state: GroupState) -> list[ReleasableGroup]:
@@ -326,84 +303,17 @@ def _drain(groups: Sequence[ReleasableGroup], patience: timedelta) -> None:
                     f"group {group.label} has an operation that does not end: {str(error).splitlines()[0]}"
                 ) from error
     if any("cuda" in group.channels for group in groups):
-        _within(torch.cuda.synchronize, _until(deadline_s).total_seconds(), what="what is queued on the GPU")
+        within(torch.cuda.synchronize, _until(deadline_s).total_seconds(), what="what is queued on the GPU")
 
 
 def _drop(groups: Sequence[ReleasableGroup], missing_call: str, patience: timedelta) -> Exception | None:
-    """Ends the groups' communicators, also past failures. Collective over: each group, on NCCL.
-
-    All at once: then no group waits for another, whatever the order, and the half second that each takes to stop its
-    threads passes once. Where that does not end, as when a peer has died, they are aborted, which needs no peer.
-    """
-    backends = {group: group.detach(missing_call=missing_call) for group in groups}
-    failure = _end(backends, "shutdown", patience / 2)
-    if failure is not None:
-        logger.warning("release: %s; aborting the communicators", failure)
-        _end(backends, "abort", patience / 2)
-    return failure
-
-
-def _end(backends: dict[ReleasableGroup, Any], how: str, patience: timedelta) -> Exception | None:
-    """Calls ``shutdown`` or ``abort`` of each backend, and lets go of those that ended; returns the first failure."""
-    failures: list[Exception] = []
-
-    def end(group: ReleasableGroup) -> None:
-        failure = _failure(getattr(backends[group], how))
-        if failure is None:
-            del backends[group]
-        else:
-            failures.append(CommunicatorError(f"group {group.label}: {_describe(failure)}"))
-
-    def end_all() -> None:
-        if how == "shutdown":
-            _at_once([partial(end, group) for group in backends])
-            return
-        held = list(backends.values())  # until NCCL has aborted them all
-        with _one_abort(held):
-            for group in list(backends):
-                end(group)
-
-    late = _failure(lambda: _within(end_all, patience.total_seconds(), what=f"{how} of communicators"))
-    return late or (failures[0] if failures else None)
-
-
-@contextmanager
-def _one_abort(backends: Iterable[Any]) -> Iterator[None]:
-    """Makes one of all aborts of NCCL's in the body, so that none waits for another (pytorch#119797)."""
-    nccl = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
-    if nccl is not None:
-        nccl._group_start()
-    try:
-        yield
-    finally:
-        if nccl is not None:
-            nccl._group_end()
-
-
-def _at_once(works: Sequence[Callable[[], None]]) -> None:
-    """Does each in a thread of its own and waits for all."""
-    threads = [_thread(work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _thread(work: Callable[[], object]) -> threading.Thread:
-    """Returns a thread on this one's device, which may be left behind."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def run() -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
-        work()
-
-    return threading.Thread(target=run, name="rl_safe release", daemon=True)
+    """Ends the groups' communicators, also past failures. Collective over: each group, on NCCL."""
+    return end_together([(group.label, group.detach(missing_call=missing_call)) for group in groups], patience)
 
 
 def _do_together(ranks: _Ranks, groups: Sequence[ReleasableGroup], work: Callable[[], object]) -> None:
     """Does a part of a rebuild and learns how the others fared; releases the groups again if it failed anywhere."""
-    failure, after_s = _failure(work), ranks.elapsed_s()
+    failure, after_s = failure_of(work), ranks.elapsed_s()
     if failure is not None:
         # Before the agreement: whoever waits for this rank in a collective of gloo then fails at once.
         _release_again(groups)
@@ -417,7 +327,7 @@ def _do_together(ranks: _Ranks, groups: Sequence[ReleasableGroup], work: Callabl
 def _release_again(groups: Sequence[ReleasableGroup]) -> None:
     """Undoes a rebuild that has failed, without the others, who may be anywhere."""
     connected = [group for group in groups if group.state is GroupState.CONNECTED]
-    failure = _end({group: group.detach() for group in reversed(connected)}, "abort", _UNDO)
+    failure = end_alone([(group.label, group.detach()) for group in connected], _UNDO)
     if failure is not None:
         logger.warning("rebuild: the groups could not be released again: %s", failure)
 
@@ -444,22 +354,6 @@ def _bounded_bootstrap(groups: Sequence[ReleasableGroup], bootstrap: Callable[[]
 def _until(deadline_s: float) -> timedelta:
     """Time left until a deadline on the monotonic clock, at least a tenth of a second."""
     return timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
-
-
-def _within(work: Callable[[], object], patience_s: float, *, what: str) -> None:
-    """Does on a thread of its own what has no deadline of its own; raises what it raised.
-
-    Raises:
-        CommunicatorError: If it has not ended after ``patience_s``. The thread is left behind.
-    """
-    outcomes: list[Exception | None] = []
-    thread = _thread(lambda: outcomes.append(_failure(work)))
-    thread.start()
-    thread.join(patience_s)
-    if not outcomes:
-        raise CommunicatorError(f"{what} did not end within {patience_s:.1f} s")
-    if outcomes[0] is not None:
-        raise outcomes[0]
 
 
 def _forget_keys(groups: Sequence[ReleasableGroup], gone: Mapping[str, int]) -> None:

@@ -64,7 +64,7 @@ class _TensorBoardWriter:
 
     def __init__(self, log_dir: Path) -> None:
         try:
-            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ModuleNotFoundError as error:
@@ -73,12 +73,18 @@ class _TensorBoardWriter:
                 "install rl-safe-workers[tensorboard] or take it out of trainer.logger"
             ) from error
 
-        self._event, self._summary = Event, Summary
+        self._event, self._summary, self._session_log = Event, Summary, SessionLog
         self._writer = EventFileWriter(str(log_dir))
 
     def write(self, step: int, scalars: Iterable[tuple[str, float]]) -> None:
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        self._writer.flush()
+
+    def forget_from(self, step: int) -> None:
+        # What TensorBoard's own readers take as the mark of a restart.
+        started = self._session_log(status=self._session_log.START)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, session_log=started))
         self._writer.flush()
 
     def close(self) -> None:
@@ -126,6 +132,21 @@ class MetricsLog:
         self.records.append(record)
         if self._tensorboard:
             self._tensorboard.write(step, [(n, float(v)) for n, v in metrics.items() if not isinstance(v, str)])
+
+    def forget_after(self, step: int) -> None:
+        """Drops what was logged of later steps, which are to be taken again."""
+        kept = [record for record in self.records if record["step"] <= step]
+        if len(kept) == len(self.records):
+            return
+        # What this log did not write was there before it, and stays.
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        self._file.close()
+        written = self.path.with_name(self.path.name + ".tmp")
+        written.write_text("".join(lines[: len(lines) - len(self.records) + len(kept)]), encoding="utf-8")
+        written.replace(self.path)
+        self._file, self.records = self.path.open("a", encoding="utf-8"), kept
+        if self._tensorboard:
+            self._tensorboard.forget_from(step + 1)
 
     def close(self) -> None:
         """Closes both files. Idempotent."""

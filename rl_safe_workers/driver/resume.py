@@ -60,6 +60,19 @@ def find_resume_point(config: RunConfig) -> ResumePoint | None:
     return point
 
 
+def newest_since(config: RunConfig, started_at: float) -> ResumePoint | None:
+    """Returns the newest complete checkpoint in ``trainer.default_local_dir`` that was saved since; None if none was.
+
+    Args:
+        config: Of the run.
+        started_at: Unix time; what is older is another run's.
+    """
+    assert config.trainer.default_local_dir is not None, "filled by load_recipe"
+    found = find_checkpoints(Path(config.trainer.default_local_dir))
+    since = [(path, manifest) for path, manifest in found.complete if manifest.saved_at >= started_at]
+    return ResumePoint(path=since[0][0], manifest=since[0][1]) if since else None
+
+
 def check_resume_point(point: ResumePoint, config: RunConfig) -> None:
     """Refuses a checkpoint of another model. Needs the model; a seeded one may have to be made first.
 

@@ -27,14 +27,14 @@ from rl_safe_workers.driver.grpo import GrpoLoop
 from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
 from rl_safe_workers.driver.ledger import export_ledger, late_metrics, ledger_metrics, ledger_table, write_ledger
 from rl_safe_workers.driver.memory import MemorySampler
-from rl_safe_workers.driver.metrics import MetricsLog
+from rl_safe_workers.driver.metrics import MetricsLog, PhaseTotal
 from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.driver.report import write_report
-from rl_safe_workers.driver.resume import ResumePoint, check_resume_point, find_resume_point
+from rl_safe_workers.driver.resume import ResumePoint, check_resume_point, find_resume_point, newest_since
 from rl_safe_workers.driver.rewards import resolve_reward
 from rl_safe_workers.driver.session import Session
 from rl_safe_workers.errors import ModelError, PhaseTimeoutError, RunError, UsageError
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, PhaseEvent
 from rl_safe_workers.recipe import to_yaml
 from rl_safe_workers.versions import installed_versions
 
@@ -56,21 +56,25 @@ def run(config: RunConfig) -> None:
     """
     config = with_absolute_paths(config)
     resume = find_resume_point(config)
-    loader = PromptLoader(
-        PromptDataset(config.data.train_files),
-        batch_size=config.data.train_batch_size,
-        shuffle=config.data.shuffle,
-        seed=config.trainer.seed,
-    )
+    dataset = PromptDataset(config.data.train_files)
     console = RunConsole(None if "console" in config.trainer.logger else Console(quiet=True))
     if resume is not None:
-        loader.load_state_dict(resume.manifest.driver_state["data"])
         total, step = config.trainer.total_training_steps, resume.manifest.step
         if step >= total:
             advice = "raise trainer.total_training_steps to go on"
             console.header({"nothing to do": f"{resume.path} is at step {step} of {total}; {advice}"})
             return
-    Job(config, console, loader, resume).run()
+    Job(config, console, dataset, resume).run()
+
+
+def _loader_at(config: RunConfig, dataset: PromptDataset, resume: ResumePoint | None) -> PromptLoader:
+    """Returns a loader that gives what comes next after a checkpoint, or everything."""
+    loader = PromptLoader(
+        dataset, batch_size=config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.trainer.seed
+    )
+    if resume is not None:
+        loader.load_state_dict(resume.manifest.driver_state["data"])
+    return loader
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -93,22 +97,31 @@ def describe_checkpoints(config: RunConfig, *, resumes: bool) -> str:
 
 
 class Job:
-    """One run: its parts, its folder, and the order of its life."""
+    """One run: its parts, its folder, and the order of its life, which may begin anew when ranks fail."""
 
     def __init__(
-        self, config: RunConfig, console: RunConsole, loader: PromptLoader, resume: ResumePoint | None
+        self, config: RunConfig, console: RunConsole, dataset: PromptDataset, resume: ResumePoint | None
     ) -> None:
         """Starts and writes nothing yet."""
         assert config.trainer.run_name is not None, "load_recipe names the run"
-        self._config, self._console, self._loader, self._resume = config, console, loader, resume
+        self._config, self._console, self._dataset, self._resume = config, console, dataset, resume
+        self._loader = _loader_at(config, dataset, resume)
         self._run_dir = Path(config.trainer.output_dir) / config.trainer.run_name
         self._layout = layout_of(config)
         self._checkpoints = describe_checkpoints(config, resumes=resume is not None)
         self._interrupts = Interrupts()
-        self._cluster = Cluster(config, run_id=uuid.uuid4().hex[:12], interrupts=self._interrupts)
-        self._session = Session(config, self._cluster, console, self._interrupts)
+        self._events: list[PhaseEvent] = []
+        self._totals: dict[str, PhaseTotal] = {}
+        self._open()
         self._memory = MemorySampler()
-        self._started_s = time.monotonic()
+        self._started_s, self._started_at = time.monotonic(), time.time()
+
+    def _open(self) -> None:
+        """A cluster and a session of their own for each attempt, and one record of them all."""
+        self._run_id = uuid.uuid4().hex[:12]
+        self._cluster = Cluster(self._config, run_id=self._run_id, interrupts=self._interrupts)
+        self._session = Session(self._config, self._cluster, self._console, self._interrupts)
+        self._session.events, self._session.totals = self._events, self._totals
 
     def run(self) -> None:
         """Sets up, trains, saves, tears down; reports however it ends."""
@@ -124,7 +137,7 @@ class Job:
             stack.enter_context(self._interrupts.listening())
             failure: BaseException | None = None
             try:
-                self._train(log)
+                self._attempt(log)
             except BaseException as error:
                 failure = error
                 if isinstance(error, UsageError):
@@ -133,6 +146,32 @@ class Job:
                 raise
             finally:
                 self._end(log, failure)
+
+    def _attempt(self, log: MetricsLog) -> None:
+        """Trains to the end, starting again as often as ``rl_safe.restarts`` allows."""
+        allowed = self._config.rl_safe.restarts
+        for number in range(1, allowed + 1):
+            try:
+                self._train(log)
+                return
+            except RunError as error:
+                if not error.may_pass:
+                    raise
+                self._take_down(error, logs=f"ray_logs_{number}")
+                self._interrupts.check()
+                self._go_back(log)
+                start = "the beginning" if self._resume is None else str(self._resume.path)
+                self._console.warn(f"restart {number} of {allowed}, from {start}, after: {error}")
+                if self._resume is not None and self._resume.manifest.step >= self._config.trainer.total_training_steps:
+                    return
+        self._train(log)
+
+    def _go_back(self, log: MetricsLog) -> None:
+        """Makes ready to start from the newest complete checkpoint of this run, or from where it began."""
+        self._resume = newest_since(self._config, self._started_at) or self._resume
+        self._loader = _loader_at(self._config, self._dataset, self._resume)
+        log.forget_after(0 if self._resume is None else self._resume.manifest.step)
+        self._open()
 
     def _train(self, log: MetricsLog) -> None:
         if self._config.model.create is not None and not Path(self._config.model.path).exists():
@@ -196,15 +235,20 @@ class Job:
 
     def _end(self, log: MetricsLog, failure: BaseException | None) -> None:
         patience_s = self._config.rl_safe.teardown.kill_after_s
-        if failure is not None:
-            logs = self._run_dir / "ray_logs"
-            attempt("keeping Ray's logs", lambda: self._cluster.keep_logs(logs), timeout_s=patience_s)
-        attempt("reading memory", self._memory.sample, timeout_s=patience_s)
-        self._cluster.close(kill_after_s=patience_s)
+        self._take_down(failure, logs="ray_logs")
         wall_s = time.monotonic() - self._started_s
         self._console.summary(self._session.totals, wall_s, self._memory.peak_bytes, self._run_dir)
         attempt("writing device memory", self._write_device_memory, timeout_s=patience_s)
         attempt("writing the report", lambda: self._write_report(log, failure, wall_s), timeout_s=patience_s)
+
+    def _take_down(self, failure: BaseException | None, *, logs: str) -> None:
+        """Ends what an attempt has started; after a failure its logs are kept in a folder of that name."""
+        patience_s = self._config.rl_safe.teardown.kill_after_s
+        if failure is not None:
+            kept = self._run_dir / logs
+            attempt("keeping Ray's logs", lambda: self._cluster.keep_logs(kept), timeout_s=patience_s)
+        attempt("reading memory", self._memory.sample, timeout_s=patience_s)
+        self._cluster.close(kill_after_s=patience_s)
 
     def _write_device_memory(self) -> None:
         """Writes what each rank held of its GPU at the end of each phase, one JSON object a line; nothing on a CPU."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
+from datetime import timedelta
 
-from rl_safe_workers.comms.teardown import destroy_groups, exchange_verdicts
+from rl_safe_workers.comms.teardown import abort_groups, destroy_groups, exchange_verdicts
 from rl_safe_workers.errors import RlSafeError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.workers.comms import CommsMixin
 
 logger = logging.getLogger(__name__)
+
+_ABORT = timedelta(seconds=10)
+"""Longest time to abort groups that cannot be destroyed."""
 
 
 class TeardownMixin(CommsMixin):
@@ -20,37 +25,41 @@ class TeardownMixin(CommsMixin):
     def teardown(self, failure: str | None = None) -> dict[int, str]:
         """Exchanges verdicts, then destroys every group if all is well. Idempotent; also after a partial set-up.
 
-        Collective over: the training world. If some rank failed or gave no verdict, groups are left alone: their
-        destruction would wait for that rank. The process is then to be ended from outside.
+        Collective over: the training world. If some rank failed or gave no verdict, groups are not destroyed, which
+        would wait for that rank, but aborted, so that this process can end by itself.
 
         Args:
             failure: None if this rank is well, else one line of what failed.
 
         Returns:
             Failure by training rank; empty if every rank was well.
+
+        Raises:
+            CommunicatorError: If the groups could not be destroyed within ``rl_safe.timeouts.teardown``.
+            PhaseTimeoutError: If a rank that was well does not come in time; names it.
         """
         with self.lifecycle.enter(Phase.TEARDOWN):
             self.leave()
             if not hasattr(self, "world") or self._verdict is not None:
                 return self._verdict or {}
             failure = self._finish_everything() if failure is None else self._give_up_everything(failure)
-            timeout = self.timeout(Phase.TEARDOWN)
+            self._deadline_s = time.monotonic() + self.timeout(Phase.TEARDOWN).total_seconds()
             failed = exchange_verdicts(
                 self.store,
                 training_rank=self.training_rank,
                 size=self.training_size,
                 failure=failure,
-                timeout=timeout,
+                timeout=self.remaining(),
             )
+            self._verdict = failed
             if failed:
-                logger.warning("teardown: groups are left as they are, because of %s", failed)
-                self._verdict = failed
+                logger.warning("teardown: groups are aborted, because of %s", failed)
+                abort_groups(self.world, timeout=_ABORT)
                 return failed
-            self.roll_call.arrive(Phase.TEARDOWN, timeout=timeout)
-            destroy_groups(self.world)
-            self._verdict = {}
+            self.roll_call.arrive(Phase.TEARDOWN, timeout=self.remaining())
+            destroy_groups(self.world, timeout=self.remaining())
             # The owner of the store stays until every other trainer has left its groups.
-            self.roll_call.sign_off(Phase.TEARDOWN, timeout=timeout)
+            self.roll_call.sign_off(Phase.TEARDOWN, timeout=self.remaining())
             return {}
 
     def _finish_everything(self) -> str | None:

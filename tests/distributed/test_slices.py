@@ -79,7 +79,11 @@ def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _slices(node: int, checkpoint: Path, config: RunConfig, *options: str) -> str:
     """Runs the command in this process, which was forked for it with all imports made; returns what it prints."""
     slices._find_ranges = lambda *args, rng: slices._find_ranges_in_child(*args, rng)
-    sizes = [f"megatron.{key}={value}" for key, value in asdict(config.megatron).items() if "parallel_size" in key]
+    sizes = [
+        f"megatron.{key}={value}"
+        for key, value in asdict(config.megatron).items()
+        if "parallel_size" in key and value is not None
+    ]
     where = ["--node", str(node), "--gpus-per-node", str(PER_NODE)]
     with redirect_stdout(io.StringIO()) as out:
         code = main(["slices", str(checkpoint), f"model.path={config.model.path}", *sizes, *where, *options])

@@ -155,10 +155,10 @@ def _dawdle_in_destruction(seconds: float) -> list[float]:
     """Returns a list that gets the time at which this rank went on."""
     destroy, went_on_s = teardown_mixin.destroy_groups, []
 
-    def destroy_slowly(world: Any) -> None:
+    def destroy_slowly(world: Any, **kwargs: Any) -> None:
         time.sleep(seconds)
         went_on_s.append(time.monotonic())
-        destroy(world)
+        destroy(world, **kwargs)
 
     teardown_mixin.destroy_groups = destroy_slowly
     return went_on_s

@@ -39,6 +39,33 @@ def test_a_resumed_run_appends(tmp_path) -> None:
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
+def test_steps_that_are_taken_again_are_forgotten_and_what_was_there_before_stays(tmp_path) -> None:
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.log(3, {"reward/mean": 0.1})
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"reward/mean": 0.25})
+        log.forget_after(3)
+        assert len(log.records) == 3
+        log.forget_after(1)
+        log.log(2, {"reward/mean": 0.75})
+        assert [record["step"] for record in log.records] == [1, 2]
+    assert [(line["step"], line["reward/mean"]) for line in lines(tmp_path)] == [(3, 0.1), (1, 0.25), (2, 0.75)]
+
+
+def test_tensorboard_shows_a_step_that_was_taken_again_once(tmp_path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLog(tmp_path, tensorboard=True) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"reward/mean": 0.25})
+        log.forget_after(1)
+        log.log(2, {"reward/mean": 0.75})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_becomes_null_and_is_named_in_a_warning(tmp_path, caplog, value) -> None:
     with caplog.at_level(logging.WARNING), MetricsLog(tmp_path, tensorboard=False) as log:

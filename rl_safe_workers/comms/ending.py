@@ -1,0 +1,141 @@
+"""Ends communicators within a deadline: all at once, aborted where that takes too long."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from rl_safe_workers.errors import CommunicatorError, RlSafeError
+
+logger = logging.getLogger(__name__)
+
+
+Named = tuple[str, Any]
+"""One of torch's backends, and a name for messages."""
+
+
+def end_together(backends: list[Named], patience: timedelta) -> Exception | None:
+    """Shuts communicators down, also past failures. Collective over: each group, on NCCL.
+
+    All at once: then no group waits for another, whatever the order, and the half second that each takes to stop its
+    threads passes once. Where that does not end, as when a peer has died, they are aborted, which needs no peer.
+
+    Args:
+        backends: What to end; those that have ended are taken out.
+        patience: Longest time for all of it.
+
+    Returns:
+        The first failure, or None.
+    """
+    failure = _end(backends, "shutdown", patience / 2)
+    if failure is not None:
+        logger.warning("%s; aborting the communicators", failure)
+        end_alone(backends, patience / 2)
+    return failure
+
+
+def end_alone(backends: list[Named], patience: timedelta) -> Exception | None:
+    """Aborts communicators, whatever their other members do. Not collective. Otherwise as `end_together`."""
+    return _end(backends, "abort", patience)
+
+
+def _end(backends: list[Named], how: str, patience: timedelta) -> Exception | None:
+    failures: list[Exception] = []
+
+    def end(named: Named) -> None:
+        failure = failure_of(getattr(named[1], how))
+        if failure is None:
+            backends.remove(named)
+        else:
+            failures.append(CommunicatorError(f"group {named[0]}: {describe(failure)}"))
+
+    def end_all() -> None:
+        if how == "shutdown":
+            _at_once([partial(end, named) for named in backends])
+            return
+        held = list(backends)  # until NCCL has aborted them all
+        with _one_abort(backend for _, backend in held):
+            for named in held:
+                end(named)
+
+    late = failure_of(lambda: within(end_all, patience.total_seconds(), what=f"{how} of communicators"))
+    return late or (failures[0] if failures else None)
+
+
+@contextmanager
+def _one_abort(backends: Iterable[Any]) -> Iterator[None]:
+    """Makes one of all aborts of NCCL's in the body, so that none waits for another (pytorch#119797)."""
+    nccl = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
+    if nccl is not None:
+        nccl._group_start()
+    try:
+        yield
+    finally:
+        if nccl is not None:
+            nccl._group_end()
+
+
+def _at_once(works: Sequence[Callable[[], None]]) -> None:
+    """Does each in a thread of its own and waits for all."""
+    threads = [_thread(work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _thread(work: Callable[[], object]) -> threading.Thread:
+    """Returns a thread on this one's device, which may be left behind."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        work()
+
+    return threading.Thread(target=run, name="rl_safe ending", daemon=True)
+
+
+def within(work: Callable[[], object], patience_s: float, *, what: str) -> None:
+    """Does on a thread of its own what has no deadline of its own; raises what it raised.
+
+    Raises:
+        CommunicatorError: If it has not ended after ``patience_s``. The thread is left behind.
+    """
+    outcomes: list[Exception | None] = []
+    thread = _thread(lambda: outcomes.append(failure_of(work)))
+    thread.start()
+    thread.join(patience_s)
+    if not outcomes:
+        raise CommunicatorError(f"{what} did not end within {patience_s:.1f} s")
+    if outcomes[0] is not None:
+        raise outcomes[0]
+
+
+def failure_of(work: Callable[[], object]) -> Exception | None:
+    """Does something and returns what it raised, to be told to the others."""
+    try:
+        work()
+    except Exception as error:
+        link: BaseException | None = error
+        while link is not None:
+            # What a frame holds, such as a work of gloo, would keep the connections open.
+            traceback.clear_frames(link.__traceback__)
+            link = link.__cause__ or link.__context__
+        return error
+    return None
+
+
+def describe(failure: Exception | None) -> str | None:
+    """One line of a failure; None for none."""
+    if failure is None or isinstance(failure, RlSafeError):
+        return None if failure is None else str(failure)
+    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
