@@ -12,6 +12,12 @@ from pathlib import Path
 
 RUN_ID = "RL_SAFE_RUN_ID"
 """Marks every process of a run, so that leftovers are found even when nobody remembers their process ids."""
+ROLE = "RL_SAFE_ROLE"
+"""What an actor is, as in ``lifecycle.Role``; its children inherit it."""
+RANK = "RL_SAFE_RANK"
+"""An actor's rank within its role; its children inherit it."""
+HANG_DIR = "RL_SAFE_HANG_DIR"
+"""Folder on the driver's machine where an actor leaves what it is asked for when the run hangs."""
 
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 """Threads per process. The processes of a run share the cores: torch's default, all cores for each, thrashes."""
@@ -44,6 +50,12 @@ VLLM_CPU_KVCACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """KV cache in whole GiB, CPU backend only. Where it is set, vLLM ignores the engine's ``kv_cache_memory_bytes``."""
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """Empty for a process that only asks Megatron about shapes, on a host whose GPUs may be busy."""
+TORCH_FR_BUFFER_SIZE = "TORCH_FR_BUFFER_SIZE"
+"""Collectives that torch's Flight Recorder remembers, of each process."""
+TORCH_NCCL_DEBUG_INFO_TEMP_FILE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+"""Where torch writes what the Flight Recorder has of NCCL's groups: a prefix, which the rank follows."""
+TORCH_NCCL_DEBUG_INFO_PIPE_FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+"""Prefix of a pipe that torch makes, ``<prefix><rank>.pipe``; whoever writes to it asks for that file."""
 TMPDIR = "TMPDIR"
 """Where libraries put temporary files: a folder of the run, removed with it. vLLM leaves a file at every start."""
 
@@ -65,6 +77,10 @@ ROLLOUT_ACTORS: Mapping[str, str] = {
     VLLM_ENABLE_V1_MULTIPROCESSING: "0",
 }
 """Defaults for rollout actors, beside those for all."""
+TRAINER_ACTORS: Mapping[str, str] = {TORCH_FR_BUFFER_SIZE: "2000"}
+"""Defaults for trainers, beside those for all."""
+NCCL_FLIGHTS, NCCL_REQUESTS = "flight_nccl_", "request_nccl_"
+"""What begins the names of NCCL's Flight Recorder files, and of the pipes that ask for them, in ``HANG_DIR``."""
 DETERMINISTIC: Mapping[str, str] = {CUBLAS_WORKSPACE_CONFIG: ":4096:8"}
 """For processes that `platforms.cuda.make_deterministic` is called in."""
 USER_MAY_SET = frozenset({OMP_NUM_THREADS, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, VLLM_LOGGING_LEVEL})
@@ -72,29 +88,49 @@ USER_MAY_SET = frozenset({OMP_NUM_THREADS, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAM
 
 
 def actor_env(
-    role: str, run_id: str, kv_cache_gib: float, *, loopback: bool = True, temp_dir: Path | None = None
+    role: str,
+    run_id: str,
+    kv_cache_gib: float,
+    *,
+    rank: int | None = None,
+    loopback: bool = True,
+    temp_dir: Path | None = None,
+    hang_dir: Path | None = None,
 ) -> dict[str, str]:
     """Returns the environment variables to launch an actor with.
 
     Args:
-        role: ``"trainer"`` or ``"rollout"``, as in ``lifecycle.Role``; only the latter gets vLLM's variables.
+        role: ``"trainer"`` or ``"rollout"``, as in ``lifecycle.Role``; only the former gets the Flight Recorder's
+            variables, only the latter vLLM's.
         run_id: Identifies the run, see ``RUN_ID``.
         kv_cache_gib: KV cache of a rollout actor in GiB. A fraction cannot be said here: the variable is left out
             then, and the engine must be given ``kv_cache_memory_bytes``.
+        rank: The actor's rank within its role; None leaves it unmarked.
         loopback: Whether all processes of the run are on this machine.
         temp_dir: Existing folder for the actor's temporary files; None: the machine's own.
+        hang_dir: Existing folder of the driver's machine for ``HANG_DIR``; None: the actor will not be asked.
     """
     variables = dict(ALL_ACTORS)
     if loopback:
         variables[GLOO_SOCKET_IFNAME] = variables[NCCL_SOCKET_IFNAME] = "lo"
     if temp_dir is not None:
         variables[TMPDIR] = str(temp_dir)
+    if hang_dir is not None:
+        variables[HANG_DIR] = str(hang_dir)
+    if role == "trainer":
+        variables |= TRAINER_ACTORS
+        # Not on another machine: where the folder does not exist torch fails when it makes the pipe.
+        if hang_dir is not None and loopback:
+            variables[TORCH_NCCL_DEBUG_INFO_TEMP_FILE] = str(hang_dir / NCCL_FLIGHTS)
+            variables[TORCH_NCCL_DEBUG_INFO_PIPE_FILE] = str(hang_dir / NCCL_REQUESTS)
     if role == "rollout":
         variables |= ROLLOUT_ACTORS
         if kv_cache_gib >= 1 and float(kv_cache_gib).is_integer():
             variables[VLLM_CPU_KVCACHE_SPACE] = str(int(kv_cache_gib))
     variables |= {name: os.environ[name] for name in USER_MAY_SET & variables.keys() & os.environ.keys()}
-    variables[RUN_ID] = run_id
+    variables |= {RUN_ID: run_id, ROLE: str(role)}
+    if rank is not None:
+        variables[RANK] = str(rank)
     return variables
 
 
@@ -127,3 +163,15 @@ def nccl_cumem_is_off() -> bool:
 def belongs_to_run(environ: Mapping[str, str], run_id: str) -> bool:
     """Whether a process with this environment was launched by the run."""
     return environ.get(RUN_ID) == run_id
+
+
+def actor_of(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Role and rank of the actor that a process is, or is a child of; None for any other process."""
+    role, rank = environ.get(ROLE), environ.get(RANK, "")
+    return (role, int(rank)) if role and rank.isdecimal() else None
+
+
+def hang_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder of ``HANG_DIR``, if it is set and exists on this machine; of this process unless told."""
+    value = (os.environ if environ is None else environ).get(HANG_DIR)
+    return Path(value) if value and Path(value).is_dir() else None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +30,19 @@ _SLICE = timedelta(milliseconds=500)
 _LOOK_S = 0.02
 _BETWEEN = "null"
 """Where a rank is that is in no part."""
+_COLLECTIVE = ("torch/distributed/distributed_c10d.py", "torch/cuda/__init__.py")
+"""Where a thread is that issues a collective, or waits for the device to finish it."""
 _GRACE = timedelta(seconds=1)
 """What those wait longer who can only hear of a rank that is missing elsewhere."""
+
+
+def _is_in_a_collective(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COLLECTIVE):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Supervision:
@@ -205,11 +218,19 @@ class Supervision:
                 self._beat()
                 self._heed_failures()
             if time.monotonic() > self._deadline_s:
+                self._set(f"elsewhere/{self._rank}", "" if _is_in_a_collective(thread) else "1")
                 self._report_missing(name, self._silent(ranks))
             thread.join(_LOOK_S)
         if errors:
+            if self._is_deadline(errors[0]):
+                self._report_missing(name, self._silent(ranks))
             self._report(name, errors[0])
         return values[0]
+
+    def _is_deadline(self, error: BaseException) -> bool:
+        """Whether a backend has only given up at the deadline, a little before us: its collectives share it."""
+        has_waited = isinstance(error, RuntimeError) and re.search(r"timed? ?out", str(error), re.IGNORECASE)
+        return bool(has_waited) and self._left() < _SLICE
 
     def _beat(self) -> None:
         key = f"beat/{self._rank}"
@@ -218,7 +239,10 @@ class Supervision:
         self._ask(self._store.add, key, 1)
 
     def _silent(self, ranks: Sequence[int]) -> list[int]:
-        """Those among members inside a collective whose process does nothing any more; none if it is only the work."""
+        """Those among members whose process does nothing any more, or who are not in the collective but before it.
+
+        None if all are in it, and it does not end.
+        """
         before = [self._ask(self._store.add, f"beat/{rank}", 0) for rank in ranks]
         until_s = time.monotonic() + 2 * _SLICE.total_seconds()
         while time.monotonic() < until_s:
@@ -226,7 +250,12 @@ class Supervision:
             self._heed_failures()
             time.sleep(_LOOK_S)
         after = [self._ask(self._store.add, f"beat/{rank}", 0) for rank in ranks]
-        return [rank for rank, a, b in zip(ranks, before, after, strict=True) if a == b]
+        silent = [rank for rank, a, b in zip(ranks, before, after, strict=True) if a == b]
+        return silent or [rank for rank in ranks if self._is_elsewhere(rank)]
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        key = f"elsewhere/{rank}"
+        return bool(self._ask(self._store.check, [key]) and self._ask(self._store.get, key))
 
     def _set(self, key: str, value: str) -> None:
         if key not in self._keys:

@@ -18,6 +18,8 @@ from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
 
 SLACK_S = 5.0
 """How much longer than its ranks the driver waits: a rank that notices a missing one can name it, the driver cannot."""
+WITHOUT_DEADLINE = frozenset({Phase.START, Phase.ROLLOUT})
+"""Phases in which ranks look at no clock, so that there is nothing to wait longer for."""
 GRACE_S = 2.0
 """How long to go on listening after the first failure: a dead rank is often reported after those it took along."""
 
@@ -67,15 +69,16 @@ def gather(
     *,
     timeout_s: float,
     on_events: Callable[[list[PhaseEvent]], None],
-    check_interrupts: Callable[[], None],
+    check: Callable[[], None],
 ) -> list[Any]:
     """Waits for calls and returns their values in the order they were started.
 
     Args:
         calls: What `start_calls` returned.
-        timeout_s: Seconds from their start; covers all of them. The driver itself waits ``SLACK_S`` longer.
+        timeout_s: Seconds from their start; covers all of them. Where ranks keep the deadline themselves, the driver
+            waits ``SLACK_S`` longer.
         on_events: Takes the phase events that the replies carry.
-        check_interrupts: Called several times a second; what it raises ends the wait.
+        check: Called several times a second; what it raises ends the wait.
 
     Raises:
         RankError: The failure that came first, when any rank fails. Others are not waited for.
@@ -83,9 +86,9 @@ def gather(
     """
     pending = list(calls.refs)
     replies: dict[Any, Reply] = {}
-    deadline = calls.started_s + timeout_s + SLACK_S
+    deadline = calls.started_s + timeout_s + (0.0 if calls.phase in WITHOUT_DEADLINE else SLACK_S)
     while pending:
-        check_interrupts()
+        check()
         # One last look after the deadline: replies that lay ready while the driver did something else are in time.
         is_over = time.monotonic() >= deadline
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=0 if is_over else SLICE_S)
@@ -102,20 +105,21 @@ def gather(
 def _fetch(calls: PendingCalls, ref: Any) -> Reply:
     try:
         reply: Reply = ray.get(ref)
+    except RayActorError as error:
+        return Reply(error=died(calls.refs[ref], calls.phase, trace=str(error)))
     except RayError as error:
-        actor = calls.refs[ref]
-        return Reply(error=RankError(
-            role=actor.role, rank=actor.rank, phase=calls.phase, cause=_describe(error), trace=str(error),
-            # Whatever took the process away is the cause of what others report, however late it is noticed.
-            raised_at=0.0,
-        ))  # fmt: skip
+        cause = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return Reply(error=died(calls.refs[ref], calls.phase, cause=cause, trace=str(error)))
     return reply
 
 
-def _describe(error: RayError) -> str:
-    if isinstance(error, RayActorError):
-        return "the process died"
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+def died(actor: ActorRef, phase: Phase, *, cause: str = "the process died", trace: str = "") -> RankError:
+    """The error of an actor that is no more."""
+    return RankError(
+        role=actor.role, rank=actor.rank, phase=phase, cause=cause, trace=trace,
+        # Whatever took the process away is the cause of what others report, however late it is noticed.
+        raised_at=0.0,
+    )  # fmt: skip
 
 
 def _timeout(calls: PendingCalls, pending: Sequence[Any], waited_s: float, detail: str = "") -> PhaseTimeoutError:

@@ -5,15 +5,22 @@ The driver imports neither torch, Megatron nor vLLM, and the imports of all proc
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
+import os
 import re
+import signal
+import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
 
+from rl_safe_workers import env
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import PhaseTimeoutError, RankError, RunError
 from rl_safe_workers.lifecycle import PhaseEvent, Role
@@ -24,6 +31,11 @@ IN_VAIN = re.compile(r"timed? ?out|connection (closed|reset)|lost the run's stor
 
 NODE_IP = "node_ip"
 """A method of the shell itself: the address of its node in the cluster."""
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes an actor write its stacks. Ray's workers leave it alone; SIGUSR1 is taken by Ray Tune."""
+GLOO_FLIGHTS, GLOO_REQUESTS = "flight_gloo_", "request_gloo_"
+"""What begins the names of gloo's Flight Recorder files, and of the pipes that ask for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +59,8 @@ class ActorShell:
     def __init__(self, config: RunConfig, rank: int) -> None:
         self._config, self._rank = config, rank
         self._worker: Any = None
+        if (folder := env.hang_dir()) is not None:
+            answer_when_hung(folder, self.role, rank)
 
     def call(self, phase: str, method: str, args: tuple[Any, ...]) -> Reply:
         """Calls a method of the worker.
@@ -108,3 +122,38 @@ class RolloutActor(ActorShell):
     role = Role.ROLLOUT
     target = "rl_safe_workers.rollout.vllm:VllmRollout"
     rank_argument = "rollout_rank"
+
+
+def stack_file(role: str, rank: int) -> str:
+    """Name of the file that an actor's stacks are in."""
+    return f"stack_{role}_{rank}.txt"
+
+
+def answer_when_hung(folder: Path, role: Role, rank: int) -> None:
+    """Lets the driver ask this process for evidence, whatever its main thread is doing.
+
+    ``STACK_SIGNAL`` adds the stacks of all threads to `stack_file`; a trainer also writes what torch's Flight Recorder
+    has of gloo's groups, once something is written to its pipe. (torch itself does the like for NCCL.)
+
+    Args:
+        folder: Where; the process keeps open what it makes there.
+        role: Of this actor.
+        rank: Its rank within the role.
+    """
+    # In C, without the lock that Python code needs; the file stays open as long as the process lives.
+    faulthandler.register(STACK_SIGNAL, file=(folder / stack_file(role, rank)).open("w"), all_threads=True, chain=False)
+    if role is Role.TRAINER:
+        threading.Thread(target=_answer_flight_requests, args=(folder, rank), name="flights", daemon=True).start()
+
+
+def _answer_flight_requests(folder: Path, rank: int) -> None:
+    pipe = folder / f"{GLOO_REQUESTS}{rank}.pipe"
+    os.mkfifo(pipe)
+    # For writing as well, so that a reader without a writer waits.
+    descriptor = os.open(pipe, os.O_RDWR)
+    while os.read(descriptor, 1):
+        # Not imported here: what the worker has not imported has recorded nothing.
+        dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace", None)
+        unfinished = folder / f"unfinished_gloo_{rank}"
+        unfinished.write_bytes(b"" if dump is None else dump(True, False, False))
+        unfinished.rename(folder / f"{GLOO_FLIGHTS}{rank}")

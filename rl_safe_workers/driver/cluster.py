@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * 2**20
 """Ray's shared memory for a local run; only token batches pass through it."""
+TEMP_PREFIX, RUN_FILE = "rl_safe_", "run_id"
+"""Of a run's temporary folder, and the file in it that says whose it is: run id, process id and creation time."""
 GPU_SHARE = 0.5
 """Of a trainer and of the rollout rank on its GPU, as Ray counts; neither is held to it."""
 LESS_OF = {
@@ -54,6 +56,7 @@ class Cluster:
         self._config, self._run_id, self._interrupts = config, run_id, interrupts
         self._group: PlacementGroup | None = None
         self._temp_dir: Path | None = None
+        self._hang_dir: Path | None = None
         self.trainers: list[ActorRef] = []
         self.rollouts: list[ActorRef] = []
 
@@ -100,6 +103,8 @@ class Cluster:
                 phase=Phase.START, group="the placement group", missing=(), waited_s=timeout_s,
                 setting="rl_safe.timeouts.start", detail=f"{wanted} are not free",
             )  # fmt: skip
+        # Not in the run's folder, where a run that does not hang is to leave nothing of it.
+        self._hang_dir = Path(tempfile.mkdtemp(prefix="hang_" if self._temp_dir else TEMP_PREFIX, dir=self._temp_dir))
         n = cluster.num_trainers
         self.trainers = [self._create(TrainerActor, rank, rank) for rank in range(n)]
         first = 0 if cluster.colocated else n
@@ -125,7 +130,10 @@ class Cluster:
         # Ray replaces a loopback address by a reachable one, unless it believes that this platform has no clusters.
         env.keep_ray_on_loopback()
         ray_constants.ENABLE_RAY_CLUSTER = False
-        self._temp_dir = Path(tempfile.mkdtemp(prefix="rl_safe_"))
+        remove_leftovers(Path(tempfile.gettempdir()))
+        self._temp_dir = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
+        driver = psutil.Process()
+        (self._temp_dir / RUN_FILE).write_text(f"{self._run_id} {driver.pid} {driver.create_time()}")
         ray.init(
             address="local",
             num_cpus=len(os.sched_getaffinity(0)),
@@ -146,8 +154,10 @@ class Cluster:
             shell.role,
             self._run_id,
             self._config.rollout.kv_cache_gib,
+            rank=rank,
             loopback=self.is_local,
             temp_dir=self._temp_dir,
+            hang_dir=self._hang_dir,
         )
         handle: Any = (
             ray.remote(shell)
@@ -175,8 +185,9 @@ class Cluster:
             attempt("giving up placement", lambda: remove_placement_group(group), timeout_s=kill_after_s)
         attempt("shutting down Ray", ray.shutdown, timeout_s=kill_after_s)
         reap(self._run_id, kill_after_s=kill_after_s)
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+        for folder in (self._hang_dir, self._temp_dir):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def keep_logs(self, target: Path) -> None:
         """Copies Ray's logs, which hold the actors' output, out of the folder that `close` removes."""
@@ -203,6 +214,27 @@ def run_processes(run_id: str) -> list[psutil.Process]:
         except psutil.Error:
             continue  # gone, or another user's
     return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def remove_leftovers(temp: Path) -> None:
+    """Removes temporary folders of runs of which no process is left: their drivers were killed.
+
+    Args:
+        temp: The folder for temporary files.
+    """
+    for file in temp.glob(f"{TEMP_PREFIX}*/{RUN_FILE}"):
+        with suppress(OSError, ValueError):  # another user's, gone meanwhile, or just being written
+            run_id, pid, created_at = file.read_text().split()
+            # A run that is only starting has no other process yet.
+            if not _lives(int(pid), float(created_at)) and not run_processes(run_id):
+                shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def _lives(pid: int, created_at: float) -> bool:
+    try:
+        return bool(psutil.Process(pid).create_time() == created_at)
+    except psutil.Error:
+        return False
 
 
 def reap(run_id: str, *, kill_after_s: float) -> None:

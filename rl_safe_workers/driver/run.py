@@ -24,6 +24,7 @@ from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import GIB, RunConsole
 from rl_safe_workers.driver.data import PromptDataset, PromptLoader
 from rl_safe_workers.driver.grpo import GrpoLoop
+from rl_safe_workers.driver.hang import collect_evidence
 from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
 from rl_safe_workers.driver.ledger import export_ledger, late_metrics, ledger_metrics, ledger_table, write_ledger
 from rl_safe_workers.driver.memory import MemorySampler
@@ -157,7 +158,7 @@ class Job:
             except RunError as error:
                 if not error.may_pass:
                     raise
-                self._take_down(error, logs=f"ray_logs_{number}")
+                self._take_down(error, self._run_dir / f"attempt_{number}")
                 self._interrupts.check()
                 self._go_back(log)
                 start = "the beginning" if self._resume is None else str(self._resume.path)
@@ -235,18 +236,24 @@ class Job:
 
     def _end(self, log: MetricsLog, failure: BaseException | None) -> None:
         patience_s = self._config.rl_safe.teardown.kill_after_s
-        self._take_down(failure, logs="ray_logs")
+        self._take_down(failure, self._run_dir)
         wall_s = time.monotonic() - self._started_s
         self._console.summary(self._session.totals, wall_s, self._memory.peak_bytes, self._run_dir)
         attempt("writing device memory", self._write_device_memory, timeout_s=patience_s)
         attempt("writing the report", lambda: self._write_report(log, failure, wall_s), timeout_s=patience_s)
 
-    def _take_down(self, failure: BaseException | None, *, logs: str) -> None:
-        """Ends what an attempt has started; after a failure its logs are kept in a folder of that name."""
+    def _take_down(self, failure: BaseException | None, folder: Path) -> None:
+        """Ends what an attempt has started; what tells of a failure goes to a folder before."""
         patience_s = self._config.rl_safe.teardown.kill_after_s
         if failure is not None:
-            kept = self._run_dir / logs
-            attempt("keeping Ray's logs", lambda: self._cluster.keep_logs(kept), timeout_s=patience_s)
+            trainers = self._config.cluster.num_trainers
+            verdict = collect_evidence(
+                failure, run_id=self._run_id, folder=folder, trainers=trainers, patience_s=patience_s
+            )
+            if verdict is not None:
+                sys.stderr.write(f"{verdict}\n")
+            logs = folder / "ray_logs"
+            attempt("keeping Ray's logs", lambda: self._cluster.keep_logs(logs), timeout_s=patience_s)
         attempt("reading memory", self._memory.sample, timeout_s=patience_s)
         self._cluster.close(kill_after_s=patience_s)
 

@@ -16,6 +16,7 @@ from rl_safe_workers.driver.cluster import LOOPBACK, Cluster
 from rl_safe_workers.driver.console import RunConsole
 from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
 from rl_safe_workers.driver.metrics import PhaseTotal
+from rl_safe_workers.driver.vitals import Vitals
 from rl_safe_workers.errors import PhaseTimeoutError
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent
 from rl_safe_workers.rollout.protocol import WeightSpec
@@ -42,6 +43,7 @@ class Session:
         """Starts nothing yet."""
         self._config, self._cluster, self._console, self._interrupts = config, cluster, console, interrupts
         self._specs: Sequence[WeightSpec] = ()
+        self._vitals = Vitals()
         self.ledgers: list[BootstrapReport] = []
         self.events: list[PhaseEvent] = []
         self.totals: dict[str, PhaseTotal] = {}
@@ -72,8 +74,13 @@ class Session:
             calls,
             timeout_s=self.timeout_s(calls.phase),
             on_events=self.events.extend,
-            check_interrupts=self._interrupts.check,
+            check=lambda: self._check(calls),
         )
+
+    def _check(self, calls: PendingCalls) -> None:
+        self._interrupts.check()
+        busy = {actor.handle for actor in calls.refs.values()}
+        self._vitals.check([actor for actor in self._cluster.actors if actor.handle not in busy], calls.phase)
 
     def run_here(self, phase: Phase, work: Callable[[], T]) -> T:
         """Runs work of a phase in this process, within the phase's timeout, and notices signals meanwhile.

@@ -123,7 +123,7 @@ def start(actors: list[ActorRef]) -> PendingCalls:
 
 def wait_for(calls: PendingCalls, *, events: list[PhaseEvent] | None = None) -> list[Any]:
     taken = [] if events is None else events
-    return gather(calls, timeout_s=TIMEOUT_S, on_events=taken.extend, check_interrupts=lambda: None)
+    return gather(calls, timeout_s=TIMEOUT_S, on_events=taken.extend, check=lambda: None)
 
 
 def error_of(actors: list[ActorRef]) -> RunError:
@@ -256,6 +256,6 @@ def test_an_interrupt_ends_the_wait_within_a_slice(ray: FakeRay) -> None:
     with pytest.raises(Interrupted):
         gather(
             start(trainers(ray, (NEVER_S, value(0)))), timeout_s=TIMEOUT_S, on_events=list[PhaseEvent]().extend,
-            check_interrupts=check,
+            check=check,
         )  # fmt: skip
     assert ray.now_s <= 1010 + 2 * SLICE_S

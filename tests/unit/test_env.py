@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.env import actor_env, become_gpuless, belongs_to_run, local_rank
+from rl_safe_workers.env import actor_env, actor_of, become_gpuless, belongs_to_run, hang_dir, local_rank
 from rl_safe_workers.lifecycle import Role
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -67,6 +67,35 @@ def test_processes_are_found_by_their_run() -> None:
     assert belongs_to_run(variables, "run-1")
     assert not belongs_to_run(variables, "run-2")
     assert not belongs_to_run({}, "run-1")
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_processes_are_known_by_their_role_and_rank(role: Role) -> None:
+    assert actor_of(actor_env(role, "run-1", 1.0, rank=3)) == (role, 3)
+    assert actor_of(actor_env(role, "run-1", 1.0)) is None
+    assert actor_of({}) is None
+
+
+def test_trainers_record_their_collectives_and_can_be_asked_for_them(tmp_path: Path) -> None:
+    variables = actor_env(Role.TRAINER, "run-1", 1.0, hang_dir=tmp_path)
+    assert variables["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert variables["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{tmp_path}/flight_nccl_"
+    assert variables["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == f"{tmp_path}/request_nccl_"
+    assert hang_dir(variables) == tmp_path
+
+
+def test_no_pipe_is_made_where_its_folder_may_not_exist(tmp_path: Path) -> None:
+    for variables in (
+        actor_env(Role.TRAINER, "run-1", 1.0, hang_dir=tmp_path, loopback=False),
+        actor_env(Role.TRAINER, "run-1", 1.0),
+        actor_env(Role.ROLLOUT, "run-1", 1.0, hang_dir=tmp_path),
+    ):
+        assert not any(name.startswith("TORCH_NCCL") for name in variables)
+
+
+def test_a_folder_of_another_machine_is_none_here(tmp_path: Path) -> None:
+    assert hang_dir(actor_env(Role.TRAINER, "run-1", 1.0, hang_dir=tmp_path / "elsewhere")) is None
+    assert hang_dir({}) is None
 
 
 def test_a_process_without_gpus_hides_all_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,145 @@
+"""The fault matrix: its cells, the run of each, and what must be true of how that run ends."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_safe_workers.lifecycle import Phase, Role
+from tests.chaos.plan import ABRUPT, TAKES_PART, Fault, Kind, Point
+from tests.integration.runs import SMALL
+
+PHASES = (
+    Phase.GROUPS,
+    Phase.BOOTSTRAP,
+    Phase.CONVERT,
+    Phase.LOAD,
+    Phase.ROLLOUT,
+    Phase.TRAIN,
+    Phase.SYNC,
+    Phase.SAVE,
+    Phase.TEARDOWN,
+)
+RANKS = ((Role.TRAINER, 0), (Role.TRAINER, 1), (Role.ROLLOUT, 0))
+TRAINERS = 2
+
+FIRST_STEP, LAST_STEP = 1, 3
+"""Every run goes on from a checkpoint of the first step, so that each phase is entered and there is one to lose."""
+OCCURRENCE = {Phase.ROLLOUT: 2, Phase.TRAIN: 2, Phase.SYNC: 3, Phase.SAVE: 2}
+"""Of phases that come again and again: that of the last step. The first sync is that of the loaded weights."""
+
+TIMEOUT_S = {Kind.STALL: 6.0, Kind.LATE: 6.0}
+"""Of the phase that the fault strikes in; short where it is waited for."""
+GENEROUS_TIMEOUT_S = 20.0
+SLACK_S = 10.0
+"""How much longer than the phase's timeout a run may take from the fault to its end."""
+
+POINT = {Kind.LATE: Point.BOUNDARY, Kind.EXIT: Point.BOUNDARY}
+"""Where a fault strikes; otherwise inside the phase. Runs that start again have it the other way round."""
+
+CONFIG = (
+    *SMALL,
+    "trainer.save_freq=1",
+    f"trainer.total_training_steps={LAST_STEP}",
+    "rl_safe.checkpoint.digest=true",
+    "rl_safe.checkpoint.keep_last=0",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One cell of the matrix."""
+
+    kind: Kind
+    phase: Phase
+    role: Role
+    rank: int
+    restarts: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.phase}-{self.role}{self.rank}-{self.column.replace(', ', '-')}"
+
+    @property
+    def row(self) -> tuple[Phase, Role, int]:
+        """Its place in the table."""
+        return self.phase, self.role, self.rank
+
+    @property
+    def column(self) -> str:
+        """Its place in the table."""
+        return f"{self.kind}, restart" if self.restarts else str(self.kind)
+
+    @property
+    def timeout_s(self) -> float:
+        """Of the phase."""
+        return TIMEOUT_S.get(self.kind, GENEROUS_TIMEOUT_S)
+
+    def fault(self, folder: Path) -> Fault:
+        """What strikes in the run of this case."""
+        at_boundary = (POINT.get(self.kind) is Point.BOUNDARY) != bool(self.restarts)
+        return Fault(
+            kind=self.kind,
+            role=self.role,
+            rank=self.rank,
+            phase=self.phase,
+            point=Point.BOUNDARY if at_boundary else Point.INSIDE,
+            occurrence=OCCURRENCE.get(self.phase, 1),
+            folder=str(folder),
+        )
+
+    def overrides(self) -> list[str]:
+        """Of the recipe."""
+        restarts = [f"rl_safe.restarts={self.restarts}"] if self.restarts else []
+        return [*CONFIG, "trainer.resume_mode=auto", f"rl_safe.timeouts.{self.phase}={self.timeout_s}", *restarts]
+
+    def is_named_by(self, error: str) -> bool:
+        """Whether an error message names the rank and the phase of the fault."""
+        if f"phase {self.phase}" not in error:
+            return False
+        who = rf"(trainer|training) rank {self.rank}\b" if self.role is Role.TRAINER else rf"rollout rank {self.rank}\b"
+        groups = f"the {self.role}s" + ("|(the )?training world|[A-Z_]+ \\[" if self.role is Role.TRAINER else "")
+        missing = rf"\brank {self.rank} of ({groups})"
+        # Joint ranks count the trainers first.
+        joint = rf"\brank {self.rank + (TRAINERS if self.role is Role.ROLLOUT else 0)} of (the )?joint"
+        return re.search(f"{who}|{missing}|{joint}", error) is not None
+
+    @property
+    def recorded_steps(self) -> list[int]:
+        """Steps whose metrics are written before the fault."""
+        if self.phase in (Phase.SAVE, Phase.TEARDOWN):
+            return [FIRST_STEP + 1, LAST_STEP]
+        return [FIRST_STEP + 1] if self.phase in OCCURRENCE else []
+
+    @property
+    def saved_steps(self) -> set[int]:
+        """Steps of which the newest complete checkpoint may be, without a restart."""
+        if self.phase is Phase.TEARDOWN:
+            return {LAST_STEP}
+        if self.phase not in OCCURRENCE:
+            return {FIRST_STEP}
+        # A rank that takes no part does not keep the others from their save.
+        is_saved = self.phase is Phase.SAVE and self.role is Role.ROLLOUT
+        return {LAST_STEP - 1, LAST_STEP} if is_saved else {LAST_STEP - 1}
+
+
+def all_cases() -> list[Case]:
+    """Every cell that can be: nothing but an abrupt end can happen to a rank that takes no part in the phase."""
+    return [
+        Case(kind=kind, phase=phase, role=role, rank=rank, restarts=restarts)
+        for phase in PHASES
+        for role, rank in RANKS
+        for restarts, kinds in ((0, Kind), (1, (Kind.KILL, Kind.RAISE)))
+        for kind in kinds
+        if kind in ABRUPT or phase in TAKES_PART[role]
+    ]
+
+
+QUICK = frozenset(
+    {
+        Case(kind=Kind.RAISE, phase=Phase.TRAIN, role=Role.TRAINER, rank=1),
+        Case(kind=Kind.KILL, phase=Phase.SYNC, role=Role.ROLLOUT, rank=0),
+        Case(kind=Kind.KILL, phase=Phase.TRAIN, role=Role.TRAINER, rank=1, restarts=1),
+    }
+)
+"""Those that are run without ``--chaos``; a stall is in ``tests/integration/test_hang.py``."""

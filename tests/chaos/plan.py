@@ -1,0 +1,93 @@
+"""What is to go wrong in a run: one fault, in one rank, at one place of one phase."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from rl_safe_workers.lifecycle import Phase, Role
+
+VARIABLE = "RL_SAFE_TEST_FAULT"
+"""Holds the fault, as JSON, in the environment of the command of `tests.chaos.command`."""
+
+
+class Kind(StrEnum):
+    """How a rank fails."""
+
+    KILL = "kill"
+    """SIGKILL."""
+    RAISE = "raise"
+    """An exception."""
+    STALL = "stall"
+    """It never goes on."""
+    LATE = "late"
+    """It goes on, some seconds after the phase's timeout."""
+    EXIT = "exit"
+    """The process ends with status 0 and without teardown."""
+
+
+class Point(StrEnum):
+    """Where in a phase."""
+
+    BOUNDARY = "boundary"
+    """On entering it, before the other ranks know that this one has come."""
+    INSIDE = "inside"
+    """In the middle of its work; see `tests.chaos.workers` for where that is."""
+
+
+TAKES_PART = {
+    Role.TRAINER: frozenset(Phase) - {Phase.ROLLOUT, Phase.REWARD},
+    Role.ROLLOUT: frozenset({Phase.START, Phase.JOINT, Phase.ROLLOUT, Phase.SYNC, Phase.TEARDOWN}),
+}
+"""In a phase of the others a rank only waits to be called."""
+ABRUPT = frozenset({Kind.KILL, Kind.EXIT})
+"""What can happen to a rank that only waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault. It strikes once, also if the run is started again.
+
+    Example: ``Fault(kind=Kind.KILL, role=Role.TRAINER, rank=1, phase=Phase.SAVE, folder="/tmp/t1")``
+    """
+
+    kind: Kind
+    role: Role
+    rank: int
+    """Within its role."""
+    phase: Phase
+    point: Point = Point.INSIDE
+    occurrence: int = 1
+    """Which stay in the phase, counted from 1 by each rank."""
+    folder: str
+    """Of the marks by which the processes of a run tell each other, and the test, what has happened."""
+
+    @property
+    def finds_it_idle(self) -> bool:
+        """Whether the rank takes no part in the phase: the fault strikes while the others are in it."""
+        return self.phase not in TAKES_PART[self.role]
+
+    @property
+    def struck(self) -> Path:
+        """Holds the Unix time at which the fault struck; made just before."""
+        return Path(self.folder, "struck")
+
+    @property
+    def due(self) -> Path:
+        """Made by rank 0 of the other role, for a rank that takes no part in the phase."""
+        return Path(self.folder, "due")
+
+    def to_json(self) -> str:
+        """The fault as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The fault of a text that `to_json` has made."""
+        fields: dict[str, Any] = json.loads(text)
+        kinds: dict[str, Callable[[Any], Any]] = {"kind": Kind, "role": Role, "phase": Phase, "point": Point}
+        return cls(**{name: kinds[name](value) if name in kinds else value for name, value in fields.items()})

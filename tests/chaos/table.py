@@ -1,0 +1,80 @@
+"""The results of the whole matrix as ``docs/reliability.md``."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rl_safe_workers.versions import installed_versions
+from tests.chaos.cases import GENEROUS_TIMEOUT_S, SLACK_S, TIMEOUT_S, TRAINERS, Case
+from tests.chaos.plan import Kind
+from tests.chaos.striker import LATE_S
+
+FAILED = "FAILED"
+
+HEAD = """# Reliability
+
+What happens when a rank fails. Every cell is a whole run with Ray, gloo, {trainers} trainers and one vLLM rollout rank,
+in which one fault strikes one rank in one phase. `scripts/test --chaos` runs all of them and writes this page.
+
+| column | the rank |
+|---|---|
+| kill | gets SIGKILL inside the phase |
+| raise | raises an exception inside the phase |
+| stall | never goes on, inside the phase |
+| late | comes to the phase {late:.0f} s after its timeout has passed |
+| exit | ends with status 0 on entering the phase, without teardown |
+| restart | as the column says, but on entering the phase, with `rl_safe.restarts: 1` |
+
+A cell gives the seconds from the fault to the end of the run. It stands for a test that has passed: the run ended
+within the phase's timeout + {slack:.0f} s, with exit code 1 and an error that names the rank and the phase; no process,
+no file in `/dev/shm` and no temporary file was left; and the newest complete checkpoint had the digests of an
+undisturbed run, every byte of it read. The timeout was {short:.0f} s for stall and late, {generous:.0f} s else. With a
+restart the run completed, each step was recorded once with the reward of the undisturbed run, and the last checkpoint
+was the same, too. `-`: a rank that takes no part in a phase only waits to be called; nothing but an abrupt end can
+happen to it.
+"""
+
+
+def render(results: Mapping[Case, float | None], orphans: str) -> str:
+    """The page.
+
+    Args:
+        results: Seconds of each case; None for one that failed.
+        orphans: What became of the runs whose driver was killed, as a sentence.
+    """
+    columns = list(dict.fromkeys(case.column for case in sorted(results, key=lambda case: case.restarts)))
+    rows = list(dict.fromkeys(case.row for case in results))
+    cells = {(case.row, case.column): FAILED if s is None else f"{s:.1f}" for case, s in results.items()}
+    lines = [
+        HEAD.format(
+            trainers=TRAINERS, late=LATE_S, slack=SLACK_S, short=TIMEOUT_S[Kind.STALL], generous=GENEROUS_TIMEOUT_S
+        ),
+        _line(["phase", "rank", *columns]),
+        _line(["---"] * 2 + ["---:"] * len(columns)),
+        *(
+            _line([phase, f"{role} {rank}", *(cells.get(((phase, role, rank), column), "-") for column in columns)])
+            for phase, role, rank in rows
+        ),
+        "",
+        f"{sum(s is not None for s in results.values())} of {len(results)} cases passed. {orphans}",
+        "",
+        _machine(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _machine() -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
+    return f"Machine: {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}. Versions: {versions}."
+
+
+def write(path: Path, results: Mapping[Case, float | None], orphans: str) -> None:
+    """Writes the page."""
+    path.write_text(render(results, orphans))

@@ -1,0 +1,45 @@
+"""The matrix itself, before any run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_safe_workers.lifecycle import Phase, Role
+from tests.chaos.cases import PHASES, QUICK, RANKS, Case, all_cases
+from tests.chaos.plan import Fault, Kind
+
+TRAIN_1 = Case(kind=Kind.KILL, phase=Phase.TRAIN, role=Role.TRAINER, rank=1)
+SYNC_ROLLOUT = Case(kind=Kind.STALL, phase=Phase.SYNC, role=Role.ROLLOUT, rank=0)
+
+
+def test_a_fault_survives_the_way_through_the_environment() -> None:
+    for case in all_cases():
+        fault = case.fault(Path("/tmp/run"))
+        assert Fault.from_json(fault.to_json()) == fault
+
+
+def test_every_phase_and_rank_has_a_case_and_so_has_every_kind_where_the_rank_takes_part() -> None:
+    cases = all_cases()
+    assert len(set(cases)) == len(cases)
+    assert {case.row for case in cases} == {(phase, role, rank) for phase in PHASES for role, rank in RANKS}
+    assert {case.kind for case in cases if case.row == TRAIN_1.row} == set(Kind)
+    assert set(cases) > QUICK
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "is_named"),
+    [
+        (TRAIN_1, "trainer rank 1 failed in phase train: the process died", True),
+        (TRAIN_1, "trainer rank 0 failed in phase train: the process died", False),
+        (TRAIN_1, "trainer rank 1 failed in phase logprob: the process died", False),
+        (TRAIN_1, "rollout rank 1 failed in phase train: the process died", False),
+        (TRAIN_1, "phase train: rank 1 of training world did not arrive within 6.0 s", True),
+        (TRAIN_1, "phase train: rank 0 of training world did not arrive within 6.0 s", False),
+        (SYNC_ROLLOUT, "phase sync: rank 0 of the rollouts did not arrive within 6.0 s", True),
+        (SYNC_ROLLOUT, "phase sync: rank 0 of the trainers did not arrive within 6.0 s", False),
+    ],
+)
+def test_an_error_is_right_only_if_it_names_rank_and_phase(case: Case, error: str, is_named: bool) -> None:
+    assert case.is_named_by(error) is is_named

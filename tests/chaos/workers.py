@@ -1,0 +1,100 @@
+"""Workers with a marked point inside each phase, at which a fault can strike.
+
+phase       role      point
+groups      trainer   after Megatron's groups were made
+bootstrap   trainer   in the place of the first collective with another rank
+convert     trainer   after the model was built, before its weights are read
+load        trainer   after everything was read and restored, before the ranks have agreed that it was
+rollout     rollout   after the generation, before its result is returned
+train       trainer   before the first optimizer step
+sync        trainer   while it makes the second weight to be sent
+sync        rollout   before it loads the second bucket
+save        trainer   after the first tensor was written
+teardown    trainer   after the verdicts, before the groups are destroyed
+teardown    rollout   before it leaves the joint group
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_safe_workers.checkpoint import saver
+from rl_safe_workers.checkpoint.manifest import Manifest
+from rl_safe_workers.checkpoint.writer import WrittenFile, write_items
+from rl_safe_workers.comms.bootstrap import Bootstrap
+from rl_safe_workers.comms.catalog import LiveGroup
+from rl_safe_workers.comms.teardown import destroy_groups
+from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.topology.groups import OpClass
+from rl_safe_workers.trainer.batch import SequenceBatch
+from rl_safe_workers.trainer.worker import TrainerWorker
+from rl_safe_workers.workers import comms, teardown
+from tests.chaos.plan import Fault
+from tests.chaos.striker import ChaosLifecycle, Striker
+
+SECOND = 1
+
+
+def _marked(items: Iterable[Any], striker: Striker, phase: Phase) -> Iterator[Any]:
+    for number, item in enumerate(items):
+        if number == SECOND:
+            striker.inside(phase)
+        yield item
+
+
+class ChaosTrainer(TrainerWorker):
+    """A training rank in which a fault may strike."""
+
+    striker: Striker
+
+    def expect(self, fault: Fault) -> None:
+        """Prepares this process for a fault, which may be another's. Comes before everything else."""
+        self.striker = striker = Striker(
+            fault, role=Role.TRAINER, rank=self._rank, timeouts=self.config.rl_safe.timeouts
+        )
+
+        class ChaosBootstrap(Bootstrap):
+            def _issue(self, op_class: OpClass, group: LiveGroup) -> tuple[float, int | None]:
+                if group.size > 1:
+                    striker.inside(Phase.BOOTSTRAP)
+                return super()._issue(op_class, group)
+
+        def write(path: Path, items: Iterable[Any], **options: Any) -> WrittenFile:
+            return write_items(path, _marked(items, striker, Phase.SAVE), **options)
+
+        def destroy(*arguments: Any, **options: Any) -> None:
+            striker.inside(Phase.TEARDOWN)
+            destroy_groups(*arguments, **options)
+
+        comms.Bootstrap = ChaosBootstrap  # type: ignore[attr-defined]
+        saver.write_items = write  # type: ignore[attr-defined]
+        teardown.destroy_groups = destroy  # type: ignore[attr-defined]
+
+    def setup_worker(self, **arguments: Any) -> None:
+        super().setup_worker(**arguments)
+        self._lifecycle = ChaosLifecycle(self.striker)
+
+    def load_hf_weights(self, path: str) -> None:
+        self.striker.inside(Phase.CONVERT)
+        super().load_hf_weights(path)
+
+    def _check_digest(self, manifest: Manifest, path: Path) -> None:
+        super()._check_digest(manifest, path)
+        self.striker.inside(Phase.LOAD)
+
+    def update_policy(self, batch: SequenceBatch, **arguments: Any) -> list[dict[str, float]]:
+        self.striker.inside(Phase.TRAIN)
+        return super().update_policy(batch, **arguments)
+
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        specs = super().weight_specs()
+        outgoing = self._outgoing
+        assert outgoing is not None
+        self._outgoing = dataclasses.replace(
+            outgoing, weights=lambda: _marked(outgoing.weights(), self.striker, Phase.SYNC)
+        )
+        return specs

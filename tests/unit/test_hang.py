@@ -1,0 +1,321 @@
+"""Evidence from processes that hang, and the verdict on them. The processes here are no actors of Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rl_safe_workers.driver.flights import Work, works_waited_in
+from rl_safe_workers.driver.hang import collect_evidence, find_actors, verdict, wait_of
+from rl_safe_workers.driver.stacks import Stack
+from rl_safe_workers.env import actor_env
+from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, RunError
+
+RUN = uuid.uuid4().hex[:12]
+REPOSITORY = Path(__file__).parents[2]
+ACTOR = """
+import sys, time
+from rl_safe_workers.driver.actors import TrainerActor
+
+class Worker:
+    def train(self):
+        print("here", flush=True)
+        time.sleep(300)
+
+shell = TrainerActor(None, int(sys.argv[1]))
+shell._worker = Worker()
+if sys.argv[2] == "call":
+    shell.call("train", "train", ())
+print("here", flush=True)
+time.sleep(300)
+"""
+STACKS = """\
+Thread 0x00007f0000000001 (most recent call first):
+  File "{stdlib}/threading.py", line 327 in wait
+  File "{site}/torch/distributed/distributed_c10d.py", line 2900 in all_gather_object
+
+Current thread 0x00007f0000000002 (most recent call first):
+  File "{site}/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
+  File "{site}/torch/distributed/c10d_logger.py", line 81 in wrapper
+  File "{site}/megatron/core/optimizer.py", line 12 in step
+  File "{repository}/rl_safe_workers/driver/actors.py", line 78 in call
+  File "{site}/ray/_private/worker.py", line 1069 in main_loop
+"""
+
+Start = Callable[[int, str], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a trainer of a run by its rank, and waits until it is where it stays: in a ``call``, or ``idle``."""
+    processes: list[subprocess.Popen[str]] = []
+    (tmp_path / "asked").mkdir()
+    (tmp_path / "actor.py").write_text(ACTOR)
+
+    def start_one(rank: int, place: str) -> subprocess.Popen[str]:
+        variables = actor_env("trainer", RUN, 1.0, rank=rank, hang_dir=tmp_path / "asked")
+        process = subprocess.Popen(
+            [sys.executable, str(tmp_path / "actor.py"), str(rank), place],
+            env={**os.environ, **variables, "PYTHONPATH": str(REPOSITORY)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        return process
+
+    yield start_one
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def timeout(group: str = "the trainers", missing: tuple[int, ...] = (1,), detail: str = "") -> PhaseTimeoutError:
+    return PhaseTimeoutError(
+        phase="train", group=group, missing=missing, waited_s=9.0, setting="rl_safe.timeouts.train", detail=detail
+    )
+
+
+def in_vain(is_so: bool) -> RankError:
+    return RankError(
+        role="trainer", rank=0, phase="train", cause="RuntimeError: Timed out", trace="", raised_at=1.0, in_vain=is_so
+    )
+
+
+def collect(error: Exception, folder: Path, patience_s: float = 40.0) -> str | None:
+    return collect_evidence(error, run_id=RUN, folder=folder, trainers=2, patience_s=patience_s)
+
+
+def evidence(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "hang" / "verdict.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RunError("no"),
+        KeyboardInterrupt(),
+        in_vain(False),
+        CommunicatorError("plans differ"),
+        timeout("the driver", ()),
+        timeout("the placement group", ()),
+    ],
+)
+def test_a_failure_that_no_rank_waits_in_leaves_nothing(error: BaseException, tmp_path: Path) -> None:
+    assert collect_evidence(error, run_id=RUN, folder=tmp_path, trainers=2, patience_s=5) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "arrived", "missing"),
+    [
+        (timeout(), {("trainer", 0)}, {("trainer", 1)}),
+        (timeout("the rollouts", (0,)), set(), {("rollout", 0)}),
+        (timeout("joint group 0", (1, 3)), {("trainer", 0)}, {("trainer", 1), ("rollout", 1)}),
+        (timeout("EXPERT_GROUP [1] reduce", ()), {("trainer", 1)}, set()),
+        (
+            timeout(missing=(0, 1), detail="nor rollout rank 0, rollout rank 1; Timed out"),
+            set(),
+            {("trainer", 0), ("trainer", 1), ("rollout", 0), ("rollout", 1)},
+        ),
+    ],
+)
+def test_an_error_tells_who_has_come(
+    error: PhaseTimeoutError, arrived: set[tuple[str, int]], missing: set[tuple[str, int]]
+) -> None:
+    wait = wait_of(error, 2)
+    assert wait is not None
+    assert (wait.phase, wait.arrived, wait.missing) == ("train", arrived, missing)
+
+
+@pytest.mark.parametrize("error", [in_vain(True), CommunicatorError("rank 1 has lost the run's store")])
+def test_a_wait_in_vain_names_nobody(error: RunError) -> None:
+    wait = wait_of(error, 2)
+    assert wait is not None
+    assert wait.missing is None
+
+
+def test_a_stack_is_read_where_the_call_runs() -> None:
+    site = str(Path(psutil.__file__).parents[1])
+    stack = Stack.parse(STACKS.format(stdlib=Path(os.__file__).parent, site=site, repository=REPOSITORY))
+    assert stack.is_in_a_call
+    assert (stack.op, str(stack.place)) == ("all_reduce", "megatron/core/optimizer.py:12 (step)")
+
+
+def test_a_stack_of_py_spy_is_read_too() -> None:
+    stack = Stack.parse(
+        'Thread 7 (active): "MainThread"\n    Event.wait (threading.py:629)\n    work (/x/mine.py:3)\n'
+        'Thread 8 (idle): "Thread-1"\n    other (/x/other.py:4)\n'
+    )
+    assert not stack.is_in_a_call
+    assert [frame.function for frame in stack.frames] == ["Event.wait", "work"]
+
+
+def test_a_text_without_a_stack_has_no_place() -> None:
+    assert Stack.parse("Error: Permission Denied\n").place is None
+
+
+def test_a_missing_rank_is_found_where_it_sleeps(start: Start, tmp_path: Path) -> None:
+    start(0, "idle")
+    start(1, "call")
+    line = collect(timeout(), tmp_path)
+    assert line is not None
+    assert re.fullmatch(
+        r"hang: phase train, the trainers: 0 arrived, 1 did not within 9\.0 s; "
+        rf"trainer rank 1 is at {tmp_path}/actor\.py:8 \(train\); evidence in {tmp_path}/hang",
+        line,
+    )
+    found = evidence(tmp_path)
+    assert found["verdict"] == line
+    assert [(actor["rank"], actor["stack_from"]) for actor in found["actors"]] == [
+        (0, "faulthandler"),
+        (1, "faulthandler"),
+    ]
+    for rank in (0, 1):
+        assert "most recent call first" in (tmp_path / "hang" / f"stack_trainer_{rank}.txt").read_text()
+
+
+def test_whoever_is_in_a_call_is_missing_where_an_error_names_nobody(start: Start, tmp_path: Path) -> None:
+    start(0, "idle")
+    start(1, "call")
+    line = collect(in_vain(True), tmp_path)
+    assert line is not None
+    assert line.startswith("hang: phase train, the trainers: trainer rank 0 waited in vain; trainer rank 1 is at ")
+
+
+def test_a_stopped_process_is_reported_in_time(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(0, "idle")
+    process = start(1, "call")
+    process.send_signal(signal.SIGSTOP)
+    # Where there is no py-spy.
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    started_s = time.monotonic()
+    line = collect(timeout(), tmp_path)
+    assert line is not None
+    assert "; trainer rank 1 gives no stack, stopped; " in line
+    assert time.monotonic() - started_s < 12  # of the 16 that it waits for answers
+    assert (tmp_path / "hang" / "stack_trainer_1.txt").read_text() == "no stack: the process is stopped\n"
+    assert evidence(tmp_path)["actors"][1]["status"] == "stopped"
+    assert process.poll() is None
+
+
+def test_a_rank_without_a_process_here_is_said_to_have_none(tmp_path: Path) -> None:
+    line = collect(timeout(), tmp_path, patience_s=3.0)
+    assert line is not None
+    assert "; trainer rank 1 has no process on this machine; " in line
+
+
+def test_evidence_of_an_earlier_run_by_the_same_name_goes(tmp_path: Path) -> None:
+    (tmp_path / "hang").mkdir()
+    (tmp_path / "hang" / "stack_trainer_7.txt").touch()
+    collect(timeout(), tmp_path, patience_s=3.0)
+    assert [path.name for path in (tmp_path / "hang").iterdir()] == ["verdict.json"]
+
+
+def test_a_process_that_does_not_listen_yet_is_not_signalled(tmp_path: Path) -> None:
+    variables = actor_env("trainer", RUN, 1.0, rank=1, hang_dir=tmp_path)
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
+    process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        collect(timeout(), tmp_path, patience_s=3.0)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_child_of_an_actor_is_not_taken_for_it(tmp_path: Path) -> None:
+    variables = actor_env("trainer", RUN, 1.0, rank=1, hang_dir=tmp_path)
+    child = f"import subprocess; subprocess.run(['{sys.executable}', '-c', 'print(flush=True); input()'])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", child],
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert [(actor.who, actor.process.pid) for actor in find_actors(RUN)] == [(("trainer", 1), process.pid)]
+    finally:
+        process.communicate(b"\n")
+
+
+def flight(*ended: bool) -> bytes:
+    """A Flight Recorder file as torch 2.13 writes it, without what is not read."""
+    entries = [
+        {
+            "profiling_name": "gloo:all_reduce",
+            "process_group": ("3", "EXPERT_GROUP"),
+            "state": "scheduled",
+            "retired": has_ended,
+            "collective_seq_id": number,
+            "time_created_ns": time.time_ns(),
+        }
+        for number, has_ended in enumerate(ended, start=1)
+    ]
+    return pickle.dumps({"version": "2.10", "entries": entries})
+
+
+@pytest.mark.parametrize(
+    ("file", "number"), [(flight(True, False, False), 2), (flight(True), None), (b"\x80cut off", None)]
+)
+def test_the_oldest_collective_under_way_is_the_one_waited_in(
+    start: Start, tmp_path: Path, file: bytes, number: int | None
+) -> None:
+    start(0, "idle")
+    (tmp_path / "asked" / "flight_gloo_7").write_bytes(file)
+    line = collect(timeout(), tmp_path)
+    assert line is not None
+    works: Mapping[str, Any] = evidence(tmp_path)["works"]
+    assert (works["7"]["number"] if number else works) == (number or {})
+    assert ("phase train, the trainers, all_reduce of EXPERT_GROUP: " in line) == (number is not None)
+
+
+def test_a_flight_file_that_would_run_code_is_refused(start: Start, tmp_path: Path) -> None:
+    start(0, "idle")
+    (tmp_path / "asked" / "flight_gloo_7").write_bytes(pickle.dumps({"entries": Path("/")}))
+    assert collect(timeout(), tmp_path) is not None
+    assert evidence(tmp_path)["works"] == {}
+
+
+def test_ranks_at_the_same_place_are_named_together(tmp_path: Path) -> None:
+    wait = wait_of(timeout(missing=(0, 1)), 2)
+    assert wait is not None
+    missing = {("trainer", 0), ("trainer", 1)}
+    assert verdict(wait, missing, [], {}, elsewhere=3, target=tmp_path) == (
+        "hang: phase train, the trainers: none arrived, 0-1 did not within 9.0 s; trainer rank 0-1 has no process on "
+        f"this machine; 3 actors are on other machines; evidence in {tmp_path}"
+    )
+
+
+def work(group: str, number: int, created_s: float, *, has_ended: bool = True) -> Work:
+    return Work(op="all_reduce", group=group, number=number, has_ended=has_ended, created_s=created_s)
+
+
+def test_a_collective_that_gave_up_is_known_by_the_missing_ranks_not_having_begun_it() -> None:
+    both = [work("A", 1, 1.0), work("B", 1, 2.0)]
+    last = work("A", 2, 3.0)
+    assert works_waited_in({0: [*both, last], 1: both}, {1}) == {0: last}
+    assert works_waited_in({0: both, 1: both}, {1}) == {}
+    # Of a stopped rank there is no record.
+    assert works_waited_in({0: [*both, last]}, {1}) == {}
