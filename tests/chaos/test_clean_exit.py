@@ -35,7 +35,7 @@ def _end(rank: int, address: StoreAddress, config: RunConfig) -> float:
     return began_s
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(100, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("times", [1, pytest.param(100, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)])])
 def test_eight_ranks_of_a_pipeline_of_four_end_together(times: int) -> None:
     config = run_config(Path("unused"), pp=4, ep=2)
     for _ in range(times):

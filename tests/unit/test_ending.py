@@ -61,13 +61,20 @@ def test_no_group_waits_for_another() -> None:
 
 
 def test_what_does_not_end_is_aborted_and_told() -> None:
-    well, stuck = Backend(), Backend(waits_for=threading.Event())
+    release = threading.Event()
+    well, stuck = Backend(), Backend(waits_for=release)
     backends: list[Any] = [("well", well), ("stuck", stuck)]
     started_s = time.monotonic()
     failure = end_together(backends, SOON)
     assert time.monotonic() - started_s < 2
     assert str(failure) == "shutdown of communicators did not end within 0.2 s"
     assert (well.calls, stuck.calls) == (["shutdown"], ["shutdown", "abort"])
+    # What was left behind ends all the same, later, and does no harm.
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name == "rl_safe ending":
+            thread.join(5)
+    assert backends == []
 
 
 def test_what_fails_is_named_and_aborted_and_the_rest_ends_all_the_same() -> None:
