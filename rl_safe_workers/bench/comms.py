@@ -11,14 +11,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import rl_safe_workers
 from rl_safe_workers import env
-from rl_safe_workers.bench.gpu import count_gpus, gpu_row
+from rl_safe_workers.bench.gpu import count_gpus, gpu_row, make_model
 from rl_safe_workers.bench.table import Row, at_least, at_most
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError, RunError
@@ -77,15 +77,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         raise ResourceError(f"bench comms: needs {RANKS} GPUs, there are {count_gpus()}")
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
         model = Path(folder) / "model"
-        make = [
-            sys.executable,
-            "-m",
-            "rl_safe_workers.models.seeded",
-            str(model),
-            json.dumps(asdict(LARGE)),
-            "bfloat16",
-        ]
-        subprocess.run(make, check=True, timeout=JOB_S)
+        make_model(model, LARGE)
         found = run_layouts(
             Path(folder), LAYOUTS, [f"model.path={model}", *LARGE_BATCH], rows=ROWS, tokens=TOKENS, report=report
         )
@@ -173,6 +165,7 @@ def run_processes(module: str, arguments: Sequence[str], out: Path, *, what: str
             env={
                 **os.environ,
                 **env.actor_env("trainer", out.name, 1.0),
+                **env.DETERMINISTIC,
                 **_FORKS,
                 env.CUDA_VISIBLE_DEVICES: str(rank),
             },

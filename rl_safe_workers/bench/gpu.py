@@ -208,13 +208,17 @@ def resume(folder: Path, report: Callable[[str], None]) -> Row:
     return gpu_row("saved on 2 (EP2), loaded on 4 (EP4): digests of all parameters", "", len(digests), at_most(1))
 
 
+def make_model(path: Path, spec: SeededModelConfig) -> None:
+    """Makes a seeded model in bf16, in a process of its own, whose memory goes with it."""
+    make = [sys.executable, "-m", "rl_safe_workers.models.seeded", str(path), json.dumps(asdict(spec)), "bfloat16"]
+    subprocess.run(make, check=True, timeout=RUN_S)
+
+
 def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list[Row]:
     """Sync, steps, offload and saves of a model of 3 B parameters, with two trainers and what GPUs are left."""
     model = folder / "large"
     started_s = time.monotonic()
-    spec = json.dumps(asdict(LARGE))
-    make = [sys.executable, "-m", "rl_safe_workers.models.seeded", str(model), spec, "bfloat16"]
-    subprocess.run(make, check=True, timeout=RUN_S)
+    make_model(model, LARGE)
     report(f"large model made in {time.monotonic() - started_s:.0f} s")
     overrides = [
         f"model.path={model}", "cluster.num_trainers=2", "megatron.expert_model_parallel_size=2",

@@ -88,14 +88,14 @@ def _one_abort(backends: Iterable[Any]) -> Iterator[None]:
 
 def _at_once(works: Sequence[Callable[[], None]]) -> None:
     """Does each in a thread of its own and waits for all."""
-    threads = [_thread(work) for work in works]
+    threads = [device_thread(work) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _thread(work: Callable[[], object]) -> threading.Thread:
+def device_thread(work: Callable[[], object]) -> threading.Thread:
     """Returns a thread on this one's device, which may be left behind."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -114,7 +114,7 @@ def within(work: Callable[[], object], patience_s: float, *, what: str) -> None:
         CommunicatorError: If it has not ended after ``patience_s``. The thread is left behind.
     """
     outcomes: list[Exception | None] = []
-    thread = _thread(lambda: outcomes.append(failure_of(work)))
+    thread = device_thread(lambda: outcomes.append(failure_of(work)))
     thread.start()
     thread.join(patience_s)
     if not outcomes:

@@ -6,7 +6,6 @@ would be taken to cost, and which no release gives back.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rl_safe_workers.comms.channel import Channel
+from rl_safe_workers.comms.ending import device_thread
 
 _loaded: set[torch.device] = set()
 
@@ -59,7 +59,7 @@ def loaded_kernels(device: torch.device, probe: Callable[[], int], *, timeout: t
     _loaded.add(device)
     # The communicator's own megabytes are counted, too, and go with it.
     kernels = Kernels(bytes=probe() - before, seconds=time.monotonic() - started_s)
-    ending = threading.Thread(target=alone.detach().shutdown, name="rl_safe kernels", daemon=True)
+    ending = device_thread(alone.detach().shutdown)
     ending.start()
     yield kernels
     ending.join(timeout.total_seconds())

@@ -70,17 +70,19 @@ class Session:
             self._record(calls.phase, time.monotonic() - calls.started_s)
 
     def _gather(self, calls: PendingCalls) -> list[Any]:
+        busy = {actor.handle for actor in calls.refs.values()}
+        idle = [actor for actor in self._cluster.actors if actor.handle not in busy]
+
+        def check() -> None:
+            self._interrupts.check()
+            self._vitals.check(idle, calls.phase)
+
         return gather(
             calls,
             timeout_s=self.timeout_s(calls.phase),
             on_events=self.events.extend,
-            check=lambda: self._check(calls),
+            check=check,
         )
-
-    def _check(self, calls: PendingCalls) -> None:
-        self._interrupts.check()
-        busy = {actor.handle for actor in calls.refs.values()}
-        self._vitals.check([actor for actor in self._cluster.actors if actor.handle not in busy], calls.phase)
 
     def run_here(self, phase: Phase, work: Callable[[], T]) -> T:
         """Runs work of a phase in this process, within the phase's timeout, and notices signals meanwhile.

@@ -136,12 +136,7 @@ class SafeWorker:
         Raises:
             RlSafeError: This rank's own failure, or the same kind of error with that of others.
         """
-        # Counted in the store, which outlives a worker.
-        number = self.store.add(f"together/{phase}/{self.training_rank}", 1)
-        value: T = self._agreement(phase, number).settle(
-            self.remaining(), failure=failure, decide=lambda reports: work()
-        )
-        self._agreement(phase, number - 1).forget()
+        value: T = self._settle(phase, failure=failure, decide=lambda reports: work())
         return value
 
     def failed_ranks(self, phase: Phase, failure: str | None) -> dict[int, str]:
@@ -149,10 +144,16 @@ class SafeWorker:
 
         Collective over: the training world, through the store, within the current phase's deadline.
         """
-        number = self.store.add(f"together/{phase}/{self.training_rank}", 1)
-        reports = self._agreement(phase, number).settle(self.remaining(), report=failure, decide=list)
-        self._agreement(phase, number - 1).forget()
+        reports = self._settle(phase, report=failure, decide=list)
         return {rank: text for rank, text in enumerate(reports) if text is not None}
+
+    def _settle(self, phase: Phase, **arguments: Any) -> Any:
+        """Settles the next agreement of a phase, as `Agreement.settle`."""
+        # Counted in the store, which outlives a worker.
+        number = self.store.add(f"together/{phase}/{self.training_rank}", 1)
+        value = self._agreement(phase, number).settle(self.remaining(), **arguments)
+        self._agreement(phase, number - 1).forget()
+        return value
 
     def _agreement(self, phase: Phase, number: int) -> Agreement:
         subject = f"{phase}/{number}"

@@ -7,11 +7,7 @@ takes some ten minutes and ends with the table of all figures; ``-k`` chooses la
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,6 +15,7 @@ import pytest
 import torch
 
 from rl_safe_workers.bench import comms
+from rl_safe_workers.bench.gpu import make_model
 from rl_safe_workers.bench.table import Row
 
 pytestmark = pytest.mark.timeout(560)
@@ -40,15 +37,7 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Path:
     path = folder / "model"
-    make = [
-        sys.executable,
-        "-m",
-        "rl_safe_workers.models.seeded",
-        str(path),
-        json.dumps(asdict(comms.LARGE)),
-        "bfloat16",
-    ]
-    subprocess.run(make, check=True, timeout=comms.JOB_S)
+    make_model(path, comms.LARGE)
     return path
 
 
