@@ -1,6 +1,6 @@
 """Communicators: what our bootstrap takes, and leaves for later, against what others do and against nothing.
 
-Needs four GPUs. Every figure is of the rank that takes most, in one run of the command.
+Needs four GPUs, or two for smaller layouts. Every figure is of the rank that takes most, in one run of the command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError, RunError
 from rl_safe_workers.worlds.store import serve_store
 
-RANKS = 4
 RECIPE = Path(rl_safe_workers.__file__).parents[1] / "recipes" / "quickstart_gpu.yaml"
 LARGE = SeededModelConfig(
     num_hidden_layers=4, hidden_size=4096, intermediate_size=4096, moe_intermediate_size=2048,
@@ -44,44 +43,61 @@ MODULE = "rl_safe_workers.bench.comms_ranks"
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout of four ranks.
+    """A layout.
 
-    Example: ``Layout(name="TP1 EP2", overrides=("megatron.expert_model_parallel_size=2",))``
+    Example: ``Layout(name="TP1 EP2", ranks=4, overrides=("megatron.expert_model_parallel_size=2",))``
     """
 
     name: str
+    ranks: int = 4
     overrides: Sequence[str]
 
 
+_EP1 = "megatron.expert_model_parallel_size=1"
 _EP2 = "megatron.expert_model_parallel_size=2"
 _PP2 = "megatron.pipeline_model_parallel_size=2"
+_TP2 = "megatron.tensor_model_parallel_size=2"
+_INTERLEAVED = "megatron.virtual_pipeline_model_parallel_size=2"
 LAYOUTS = (
-    Layout(name="TP2 EP2", overrides=(_EP2, "megatron.tensor_model_parallel_size=2")),
+    Layout(name="TP2 EP2", overrides=(_EP2, _TP2)),
     Layout(name="TP1 EP2, 2 instances", overrides=(_EP2, "megatron.num_distributed_optimizer_instances=2")),
     Layout(name="PP2 EP2", overrides=(_EP2, _PP2)),
-    Layout(
-        name="PP2 EP2, interleaved",
-        overrides=(_EP2, _PP2, "megatron.virtual_pipeline_model_parallel_size=2"),
-    ),
+    Layout(name="PP2 EP2, interleaved", overrides=(_EP2, _PP2, _INTERLEAVED)),
+)
+SMALL_LAYOUTS = (
+    Layout(name="2 ranks, EP2", ranks=2, overrides=(_EP2,)),
+    Layout(name="2 ranks, TP2 EP2", ranks=2, overrides=(_EP2, _TP2)),
+    Layout(name="2 ranks, PP2", ranks=2, overrides=(_EP1, _PP2)),
+    Layout(name="2 ranks, PP2, interleaved", ranks=2, overrides=(_EP1, _PP2, _INTERLEAVED)),
 )
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Runs every layout with every way of warming up; takes some twelve minutes.
+    """Runs every layout of four ranks, or else of two, with every way of warming up; takes some twelve minutes.
 
     Raises:
-        ResourceError: If there are fewer than four GPUs.
+        ResourceError: If there are fewer than two GPUs.
         RunError: If a rank fails.
     """
-    if count_gpus() < RANKS:
-        raise ResourceError(f"bench comms: needs {RANKS} GPUs, there are {count_gpus()}")
+    layouts = layouts_for(count_gpus())
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
         model = Path(folder) / "model"
         make_model(model, LARGE)
         found = run_layouts(
-            Path(folder), LAYOUTS, [f"model.path={model}", *LARGE_BATCH], rows=ROWS, tokens=TOKENS, report=report
+            Path(folder), layouts, [f"model.path={model}", *LARGE_BATCH], rows=ROWS, tokens=TOKENS, report=report
         )
-    return [row for layout in LAYOUTS for row in rows(layout.name, found[layout.name])]
+    return [row for layout in layouts for row in rows(layout.name, found[layout.name])]
+
+
+def layouts_for(gpus: int) -> Sequence[Layout]:
+    """Those of four ranks, or of two where there are fewer than four GPUs.
+
+    Raises:
+        ResourceError: If there are fewer than two.
+    """
+    if gpus < SMALL_LAYOUTS[0].ranks:
+        raise ResourceError(f"bench comms: needs 4 GPUs, or 2 for smaller layouts; there are {gpus}")
+    return LAYOUTS if gpus >= LAYOUTS[0].ranks else SMALL_LAYOUTS
 
 
 def run_layouts(
@@ -95,7 +111,7 @@ def run_layouts(
     warmups: Sequence[str] = WARMUPS,
     recipe: Path = RECIPE,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Runs layouts one after the other on four ranks; returns the worst rank's figures by layout and way.
+    """Runs layouts one after the other; returns the worst rank's figures by layout and way.
 
     Args:
         folder: For the jobs and their results.
@@ -120,7 +136,7 @@ def _run_layout(
     out: Path, layout: Layout, overrides: Sequence[str], rows: int, tokens: int, warmups: Sequence[str], recipe: Path
 ) -> dict[str, dict[str, float]]:
     stores = [serve_store("127.0.0.1", timeout=timedelta(minutes=5)) for _ in warmups]
-    settings = [f"cluster.num_trainers={RANKS}", *overrides, *layout.overrides]
+    settings = [f"cluster.num_trainers={layout.ranks}", *overrides, *layout.overrides]
     jobs: list[dict[str, Any]] = [
         {
             "warmup": warmup, "recipe": str(recipe), "overrides": settings, "port": address.port, "rows": rows,
@@ -130,29 +146,36 @@ def _run_layout(
     ]  # fmt: skip
     file = out / "jobs.json"
     file.write_text(json.dumps(jobs))
-    run_processes(MODULE, [str(file)], out, what=f"bench comms: {layout.name}", timeout_s=JOB_S * len(jobs))
-    found = {warmup: _worst(out, number) for number, warmup in enumerate(warmups)}
+    what = f"bench comms: {layout.name}"
+    run_processes(MODULE, [str(file)], out, ranks=layout.ranks, what=what, timeout_s=JOB_S * len(jobs))
+    ranks = range(layout.ranks)
+    results = [
+        [json.loads((out / f"{number}_{rank}.json").read_text()) for rank in ranks] for number in range(len(jobs))
+    ]
+    found = {warmup: _worst(of_ranks) for warmup, of_ranks in zip(warmups, results, strict=True)}
     if {OURS, RELEASES} <= found.keys():
-        found[RELEASES]["differing_steps"] = _differing(out, warmups.index(OURS), warmups.index(RELEASES))
+        ours, releases = (results[warmups.index(way)] for way in (OURS, RELEASES))
+        found[RELEASES]["differing_steps"] = _differing(ours, releases)
     return found
 
 
-def _differing(out: Path, one: int, other: int) -> int:
+def _differing(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> int:
     """Of the steps that two jobs have in common, how many have not the same figures, bit for bit, on every rank."""
     differing: set[int] = set()
-    for rank in range(RANKS):
-        steps = [json.loads((out / f"{number}_{rank}.json").read_text())["figures"] for number in (one, other)]
-        differing |= {step for step, (a, b) in enumerate(zip(*steps, strict=True)) if a != b}
+    for of_rank in zip(one, other, strict=True):
+        steps = zip(*(found["figures"] for found in of_rank), strict=True)
+        differing |= {step for step, (a, b) in enumerate(steps) if a != b}
     return len(differing)
 
 
-def run_processes(module: str, arguments: Sequence[str], out: Path, *, what: str, timeout_s: float) -> None:
+def run_processes(module: str, arguments: Sequence[str], out: Path, *, ranks: int, what: str, timeout_s: float) -> None:
     """Runs a module on every rank, with a GPU for each: ``python -m MODULE RANK ARGUMENTS...``.
 
     Args:
         module: Its name.
         arguments: After the rank.
         out: Where the ranks leave complaints, as ``*.error``.
+        ranks: How many.
         what: For errors.
         timeout_s: Longest time.
 
@@ -172,7 +195,7 @@ def run_processes(module: str, arguments: Sequence[str], out: Path, *, what: str
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        for rank in range(RANKS)
+        for rank in range(ranks)
     ]
     try:
         codes = [process.wait(timeout=timeout_s) for process in processes]
@@ -186,8 +209,7 @@ def run_processes(module: str, arguments: Sequence[str], out: Path, *, what: str
         raise RunError(f"{what} failed: {'; '.join(complaints) or 'a rank died'}")
 
 
-def _worst(out: Path, number: int) -> dict[str, float]:
-    ranks = [json.loads((out / f"{number}_{rank}.json").read_text()) for rank in range(RANKS)]
+def _worst(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     heaviest = max(ranks, key=lambda found: found["warm_bytes"] + found["late_bytes"])
     keys = ("warm_bytes", "late_bytes", "growth_bytes", "predicted_bytes", "kernel_bytes", "freed_bytes")
     slowest = ("warmup_s", "step_s", "release_s", "rebuild_s", "cycle_s", "cycles_growth_bytes")

@@ -1,6 +1,6 @@
 """What a limit of CTAs costs in bandwidth and leaves of memory, for every kind of collective: the budget's reasons.
 
-Needs four GPUs. Groups of two and of four ranks, every rank in one; the figures are of rank 0.
+Needs four GPUs, or two for groups of two only. Groups of two and of four ranks, every rank in one; figures are of rank 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rl_safe_workers.bench.comms import RANKS, run_processes
+from rl_safe_workers.bench.comms import run_processes
 from rl_safe_workers.bench.gpu import count_gpus, gpu_row
 from rl_safe_workers.bench.table import Row, at_least, at_most
 from rl_safe_workers.errors import ResourceError
@@ -36,15 +36,17 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     """Runs every limit on groups of two and of four; takes a minute and a half.
 
     Raises:
-        ResourceError: If there are fewer than four GPUs.
+        ResourceError: If there are fewer than two GPUs.
         RunError: If a rank fails.
     """
-    if count_gpus() < RANKS:
-        raise ResourceError(f"bench comms_limits: needs {RANKS} GPUs, there are {count_gpus()}")
+    gpus = count_gpus()
+    if gpus < min(SIZES):
+        raise ResourceError(f"bench comms_limits: needs 4 GPUs, or 2 for groups of two only; there are {gpus}")
+    ranks = max(size for size in SIZES if size <= gpus)
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
         _, address = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
-        arguments = [str(RANKS), str(address.port), folder]
-        run_processes(MODULE, arguments, Path(folder), what="bench comms_limits", timeout_s=JOB_S)
+        arguments = [str(ranks), str(address.port), folder]
+        run_processes(MODULE, arguments, Path(folder), ranks=ranks, what="bench comms_limits", timeout_s=JOB_S)
         records: list[dict[str, Any]] = json.loads((Path(folder) / "0.json").read_text())
     for record in records:
         report(json.dumps(record))

@@ -1,6 +1,6 @@
 """One rank of the limits' benchmark: ``python -m rl_safe_workers.bench.comms_limits_ranks RANK SIZE PORT OUT``.
 
-All ranks form groups of two, then of four, one after the other, each with another limit of CTAs.
+All ranks form groups of two, then, if there are as many, of four, one after the other, each with another limit of CTAs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure(rank: int, ranks: int) -> Iterator[dict[str, Any]]:
     given, out = (torch.zeros(elements, dtype=torch.bfloat16, device=device) for _ in range(2))
     with loaded_kernels(device, probe, timeout=WAIT) as kernels:
         yield {"size": 1, "max_ctas": 1, "bytes": {"kernels": kernels.bytes}, "seconds": {}}
-    for size in SIZES:
+    for size in (size for size in SIZES if size <= ranks):
         # The first is for the clocks, and for what CUDA loads late.
         for discarded, limit in ((True, None), *((False, limit) for limit in LIMITS)):
             group = _group(rank, ranks, size, limit)

@@ -16,8 +16,9 @@ from rl_safe_workers.errors import ConfigError
 BENCHMARKS: Mapping[str, str] = {
     "quickstart": "the main job for three seeds: learning, agreement, seconds, memory",
     "gpu": "the main job on 2 or 4 GPUs; a larger model's sync, steps, offload and saves, against plain ones",
-    "comms": "communicators on 4 GPUs: memory and seconds of the bootstrap, against what others do",
-    "comms_limits": "limits of NCCL's channels on 4 GPUs: what each costs in bandwidth, and leaves of memory",
+    "comms": "communicators on 2 or 4 GPUs: memory and seconds of the bootstrap, against what others do",
+    "exits": "the end of ranks with every communicator alive, on 2 or 4 GPUs, against torch's own",
+    "comms_limits": "limits of NCCL's channels on 2 or 4 GPUs: what each costs in bandwidth, and leaves of memory",
     "save": "saves, loads and audits of a checkpoint of 6,144 experts, against megatron-core's own",
 }
 """What each measures, by name, which is also that of its module in ``rl_safe_workers.bench``."""

@@ -1,4 +1,4 @@
-"""Communicators on four GPUs: what must hold is asserted, what is fast is printed.
+"""Communicators on four GPUs, or on two in smaller layouts: what must hold is asserted, what is fast is printed.
 
     python -m pytest tests/gpu/test_comms_figures.py
 
@@ -41,10 +41,12 @@ def model(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("layout", comms.LAYOUTS, ids=lambda layout: layout.name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "layout", [*comms.LAYOUTS, *comms.SMALL_LAYOUTS], ids=lambda layout: layout.name.replace(" ", "_")
+)
 def test_the_bootstrap_is_complete_and_small(layout: comms.Layout, model: Path, rows: list[Row]) -> None:
-    if torch.cuda.device_count() < comms.RANKS:
-        pytest.skip(f"needs {comms.RANKS} GPUs; there are {torch.cuda.device_count()}")
+    if layout not in comms.layouts_for(torch.cuda.device_count()):
+        pytest.skip(f"for {layout.ranks} GPUs; there are {torch.cuda.device_count()}")
     out = model.parent / layout.name.replace(" ", "_")
     out.mkdir()
     found = comms.run_layouts(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from rl_safe_workers.bench import comms, comms_limits
+from rl_safe_workers.bench import comms, comms_limits, exits
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError, RunError
 from rl_safe_workers.models.seeded import create_seeded_model
@@ -44,7 +45,7 @@ def test_every_kind_of_job_trains_on_four_ranks(model: Path, tmp_path: Path) -> 
 def test_a_rank_that_fails_is_refused_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "0_2.error").write_text("Traceback (most recent call last):\nValueError: no such layout\n")
     with pytest.raises(RunError, match="EP3 failed: ValueError: no such layout"):
-        comms.run_processes("a_module_that_is_not_there", [], tmp_path, what="EP3", timeout_s=30)
+        comms.run_processes("a_module_that_is_not_there", [], tmp_path, ranks=1, what="EP3", timeout_s=30)
 
 
 def _figures(warm_mib: float, late_mib: float, *, seconds: float = 1.0, step_s: float = 0.5) -> dict[str, float]:
@@ -120,7 +121,27 @@ def test_a_limit_of_the_budget_that_costs_bandwidth_or_a_model_that_is_wrong_is_
     assert missed == ["2 ranks, 12 CTAs: unbatched_p2p of 32 MiB", "memory model, worst group: off by"]
 
 
-def test_without_four_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comms, "count_gpus", lambda: 2)
-    with pytest.raises(ResourceError, match="needs 4 GPUs, there are 2"):
-        comms.measure(print)
+@pytest.mark.parametrize(("gpus", "ranks"), [(2, 2), (3, 2), (4, 4), (8, 4)])
+def test_the_layouts_fit_the_gpus(gpus: int, ranks: int) -> None:
+    assert {layout.ranks for layout in comms.layouts_for(gpus)} == {ranks}
+
+
+@pytest.mark.parametrize("bench", [comms, comms_limits])
+def test_without_two_gpus_it_says_so(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "count_gpus", lambda: 1)
+    with pytest.raises(ResourceError, match="needs 4 GPUs, or 2 for .*; there are 1"):
+        bench.measure(print)
+
+
+def test_ranks_end_in_every_way_that_is_compared(model: Path, tmp_path: Path) -> None:
+    times = dict.fromkeys(exits.TIMES, 1)
+    overrides = [f"model.path={model}"]
+    found = exits.run_ways(tmp_path, comms.SMALL_LAYOUTS[0], overrides, times, recipe=RECIPE)
+    assert set(found) == set(times)
+    assert all(0 < seconds < 20 for (seconds,) in found.values())
+
+
+def test_an_end_that_takes_too_long_is_missed_and_so_is_one_slower_than_torch() -> None:
+    found = {exits.EVERY: [2.0, 9.0, 2.0], exits.OURS: [1.0], exits.EVERY_TORCH: [5.0]}
+    assert [row.met for row in exits.rows("TP2", found)] == [False, False, True, True]
+    assert not exits.rows("TP2", found | {exits.EVERY_TORCH: [1.0]})[2].met
