@@ -1,4 +1,4 @@
-"""The fault matrix: its cells, the run of each, and what must be true of how that run ends."""
+"""The fault matrix: its cells, the runs of them, and what must be true of how those end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Case:
     phase: Phase
     role: Role
     rank: int
-    restarts: int = 0
+    restarts: bool = False
+    """Whether the run is to start again after it."""
 
     def __str__(self) -> str:
         return f"{self.phase}-{self.role}{self.rank}-{self.column.replace(', ', '-')}"
@@ -75,23 +76,29 @@ class Case:
         """Of the phase."""
         return TIMEOUT_S.get(self.kind, GENEROUS_TIMEOUT_S)
 
-    def fault(self, folder: Path) -> Fault:
-        """What strikes in the run of this case."""
-        at_boundary = (POINT.get(self.kind) is Point.BOUNDARY) != bool(self.restarts)
+    def fault(self, folder: Path, number: int = 0) -> Fault:
+        """What strikes in the run of this case.
+
+        Args:
+            folder: For the marks.
+            number: How many faults have struck before it. From the second attempt on a run begins with its last step.
+        """
+        at_boundary = (POINT.get(self.kind) is Point.BOUNDARY) != self.restarts
+        occurrence = OCCURRENCE.get(self.phase, 1)
         return Fault(
             kind=self.kind,
             role=self.role,
             rank=self.rank,
             phase=self.phase,
             point=Point.BOUNDARY if at_boundary else Point.INSIDE,
-            occurrence=OCCURRENCE.get(self.phase, 1),
+            occurrence=occurrence - 1 if number and occurrence > 1 else occurrence,
+            number=number,
             folder=str(folder),
         )
 
     def overrides(self) -> list[str]:
         """Of the recipe."""
-        restarts = [f"rl_safe.restarts={self.restarts}"] if self.restarts else []
-        return [*CONFIG, "trainer.resume_mode=auto", f"rl_safe.timeouts.{self.phase}={self.timeout_s}", *restarts]
+        return [*CONFIG, "trainer.resume_mode=auto", f"rl_safe.timeouts.{self.phase}={self.timeout_s}"]
 
     def is_named_by(self, error: str) -> bool:
         """Whether an error message names the rank and the phase of the fault."""
@@ -129,7 +136,7 @@ def all_cases() -> list[Case]:
         Case(kind=kind, phase=phase, role=role, rank=rank, restarts=restarts)
         for phase in PHASES
         for role, rank in RANKS
-        for restarts, kinds in ((0, Kind), (1, (Kind.KILL, Kind.RAISE)))
+        for restarts, kinds in ((False, Kind), (True, (Kind.KILL, Kind.RAISE)))
         for kind in kinds
         if kind in ABRUPT or phase in TAKES_PART[role]
     ]
@@ -139,7 +146,17 @@ QUICK = frozenset(
     {
         Case(kind=Kind.RAISE, phase=Phase.TRAIN, role=Role.TRAINER, rank=1),
         Case(kind=Kind.KILL, phase=Phase.SYNC, role=Role.ROLLOUT, rank=0),
-        Case(kind=Kind.KILL, phase=Phase.TRAIN, role=Role.TRAINER, rank=1, restarts=1),
     }
 )
 """Those that are run without ``--chaos``; a stall is in ``tests/integration/test_hang.py``."""
+QUICK_CHAIN = (Case(kind=Kind.KILL, phase=Phase.TRAIN, role=Role.TRAINER, rank=1, restarts=True),)
+"""The like, of those that start again."""
+
+
+def chains() -> list[tuple[Case, ...]]:
+    """The cells that start again, as runs in which one fault follows the other, an attempt later each time."""
+    cells = [case for case in all_cases() if case.restarts]
+    by_phase = {phase: tuple(case for case in cells if case.phase is phase) for phase in PHASES}
+    # After a teardown there is nothing left to be done, and another fault has no occasion.
+    alone = by_phase.pop(Phase.TEARDOWN)
+    return [*by_phase.values(), *((case,) for case in alone)]

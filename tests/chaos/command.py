@@ -1,6 +1,6 @@
-"""The ``rl-safe`` command with a fault in one of its ranks: ``python -m tests.chaos.command run ...``.
+"""The ``rl-safe`` command with faults in its ranks: ``python -m tests.chaos.command run ...``.
 
-The fault is in the environment variable of `tests.chaos.plan`.
+The faults are in the environment variable of `tests.chaos.plan`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 from rl_safe_workers.cli.main import main
 from rl_safe_workers.driver import cluster
 from rl_safe_workers.driver.actors import ActorShell, RolloutActor, TrainerActor
-from tests.chaos.plan import VARIABLE, Fault
+from tests.chaos.plan import VARIABLE, from_json
 
 
 class ChaosShell(ActorShell):
-    """Tells its worker of the fault; Ray sends this class by value, and the fault with it."""
+    """Tells its worker of the faults; Ray sends this class by value, and the faults with it."""
 
-    fault = Fault.from_json(os.environ[VARIABLE])
+    faults = from_json(os.environ[VARIABLE])
 
     def _build(self) -> Any:
         worker = super()._build()
-        worker.expect(self.fault)
+        worker.expect(self.faults)
         return worker
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -13,54 +12,64 @@ from tests.chaos.cases import CONFIG, Case, all_cases
 from tests.integration.runs import RECIPES, REPOSITORY, Outcome, finish, rl_safe
 
 PAGE = REPOSITORY / "docs" / "reliability.md"
+SECONDS, NOTE = "chaos_seconds", "chaos_note"
+"""Properties of a test: ``(case, seconds)``, and a sentence for the page. pytest-xdist brings them from its workers."""
+LONG = ("test_orphans.py", "test_clean_exit.py")
+"""Begun first, so that none of them is left to run alone."""
+
+
+class Results:
+    """What the tests of a session have found."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Case, float | None] = {}
+        """Of each case that was run; None for one that failed."""
+        self.notes: list[str] = []
+        self._cases = {str(case): case for case in all_cases()}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collects what a test has found, wherever it was run."""
+        if report.when != "call":
+            return
+        for name, value in report.user_properties:
+            if name == SECONDS:
+                case, seconds = value
+                self.seconds[self._cases[case]] = seconds if report.passed else None
+            elif name == NOTE and report.passed:
+                self.notes.append(value)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Prints all."""
+        for case, seconds in self.seconds.items():
+            outcome = table.FAILED if seconds is None else f"{seconds:.1f} s"
+            terminalreporter.write_line(f"{case}: {outcome}")
+        for note in self.notes:
+            terminalreporter.write_line(note)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Writes the page if nothing is missing."""
+        cases = list(self._cases.values())
+        if session.config.getoption("--chaos") and self.seconds.keys() == set(cases) and len(self.notes) == len(LONG):
+            table.write(PAGE, {case: self.seconds[case] for case in cases}, self.notes)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos", action="store_true", help="run the whole fault matrix and write docs/reliability.md")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # in pytest-xdist's controller, or where there is none
+        config.pluginmanager.register(Results())
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--chaos", default=False):
+        items.sort(key=lambda item: item.path.name not in LONG)
         return
     whole = [item for item in items if item.get_closest_marker("chaos")]
     if whole:
         config.hook.pytest_deselected(items=whole)
         items[:] = [item for item in items if item not in whole]
-
-
-@dataclass(kw_only=True)
-class Results:
-    """What the tests of this session have found."""
-
-    seconds: dict[Case, float | None] = field(default_factory=dict)
-    """From the fault to the end, of each case that was run; None for one that failed."""
-    orphans: str | None = None
-    """About the runs whose driver was killed; None if that was not tested."""
-
-
-RESULTS = pytest.StashKey[Results]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[RESULTS] = Results()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for case, seconds in config.stash[RESULTS].seconds.items():
-        outcome = table.FAILED if seconds is None else f"{seconds:.1f} s from the fault to the end"
-        terminalreporter.write_line(f"{case}: {outcome}")
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    results = session.config.stash[RESULTS]
-    if results.seconds.keys() == set(all_cases()) and results.orphans is not None:
-        table.write(PAGE, results.seconds, results.orphans)
-
-
-@pytest.fixture(scope="session")
-def results(pytestconfig: pytest.Config) -> Results:
-    """Where to put results. They are written to the page once there is one of every test."""
-    return pytestconfig.stash[RESULTS]
 
 
 @pytest.fixture(scope="session")

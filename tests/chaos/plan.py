@@ -1,4 +1,4 @@
-"""What is to go wrong in a run: one fault, in one rank, at one place of one phase."""
+"""What is to go wrong in a run: one fault in each attempt, in one rank, at one place of one phase."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rl_safe_workers.lifecycle import Phase, Role
 
 VARIABLE = "RL_SAFE_TEST_FAULT"
-"""Holds the fault, as JSON, in the environment of the command of `tests.chaos.command`."""
+"""Holds the faults, as JSON, in the environment of the command of `tests.chaos.command`."""
 
 
 class Kind(StrEnum):
@@ -50,7 +50,7 @@ ABRUPT = frozenset({Kind.KILL, Kind.EXIT})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault. It strikes once, also if the run is started again.
+    """One fault. It strikes once, also if the run is started again, and only after those before it have struck.
 
     Example: ``Fault(kind=Kind.KILL, role=Role.TRAINER, rank=1, phase=Phase.SAVE, folder="/tmp/t1")``
     """
@@ -62,7 +62,9 @@ class Fault:
     phase: Phase
     point: Point = Point.INSIDE
     occurrence: int = 1
-    """Which stay in the phase, counted from 1 by each rank."""
+    """Which stay in the phase, counted from 1 by each rank of the attempt."""
+    number: int = 0
+    """Its place among the faults of the run."""
     folder: str
     """Of the marks by which the processes of a run tell each other, and the test, what has happened."""
 
@@ -74,20 +76,28 @@ class Fault:
     @property
     def struck(self) -> Path:
         """Holds the Unix time at which the fault struck; made just before."""
-        return Path(self.folder, "struck")
+        return Path(self.folder, f"struck_{self.number}")
+
+    @property
+    def again(self) -> Path:
+        """Holds the Unix time at which some rank of a later attempt entered the phase."""
+        return Path(self.folder, f"again_{self.number}")
 
     @property
     def due(self) -> Path:
         """Made by rank 0 of the other role, for a rank that takes no part in the phase."""
-        return Path(self.folder, "due")
+        return Path(self.folder, f"due_{self.number}")
 
-    def to_json(self) -> str:
-        """The fault as text."""
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The fault of a text that `to_json` has made."""
-        fields: dict[str, Any] = json.loads(text)
-        kinds: dict[str, Callable[[Any], Any]] = {"kind": Kind, "role": Role, "phase": Phase, "point": Point}
-        return cls(**{name: kinds[name](value) if name in kinds else value for name, value in fields.items()})
+def to_json(*faults: Fault) -> str:
+    """Faults as text."""
+    return json.dumps([asdict(fault) for fault in faults])
+
+
+def from_json(text: str) -> tuple[Fault, ...]:
+    """The faults of a text that `to_json` has made."""
+    kinds: dict[str, Callable[[Any], Any]] = {"kind": Kind, "role": Role, "phase": Phase, "point": Point}
+    return tuple(
+        Fault(**{name: kinds[name](value) if name in kinds else value for name, value in fields.items()})
+        for fields in json.loads(text)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rl_safe_workers.lifecycle import Phase, Role
@@ -18,10 +19,10 @@ class ChaosRollout(VllmRollout):
 
     striker: Striker
 
-    def expect(self, fault: Fault) -> None:
-        """Prepares this process for a fault, which may be another's. Comes before everything else."""
+    def expect(self, faults: Sequence[Fault]) -> None:
+        """Prepares this process for the run's faults, which may be others'. Comes before everything else."""
         self.striker = striker = Striker(
-            fault, role=Role.ROLLOUT, rank=self.rollout_rank, timeouts=self.config.rl_safe.timeouts
+            faults, role=Role.ROLLOUT, rank=self.rollout_rank, timeouts=self.config.rl_safe.timeouts
         )
         self.lifecycle = lifecycle = ChaosLifecycle(striker)
 

@@ -7,8 +7,9 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rl_safe_workers.config import TimeoutsConfig
 from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
@@ -24,50 +25,55 @@ _PATIENCE_S = 20.0
 
 
 class Striker:
-    """Counts the phases of one process, and strikes when the fault is due there."""
+    """Counts the phases of one process, and strikes when the attempt's fault is due there."""
 
-    def __init__(self, fault: Fault, *, role: Role, rank: int, timeouts: TimeoutsConfig) -> None:
-        self.role, self.rank = role, rank
-        self._fault, self._timeouts = fault, timeouts
+    def __init__(self, faults: Sequence[Fault], *, role: Role, rank: int, timeouts: TimeoutsConfig) -> None:
+        self.role, self.rank, self._timeouts = role, rank, timeouts
         self._entered: Counter[Phase] = Counter()
-        # In a run that was started again the fault has struck already.
-        self._is_over = fault.struck.exists()
-        self._is_victim = (role, rank) == (fault.role, fault.rank)
-        if self._is_victim and fault.finds_it_idle and not self._is_over:
-            threading.Thread(target=self._strike_when_due, daemon=True).start()
+        past = [fault for fault in faults if fault.struck.exists()]
+        self._past, self._fault = past[-1:], next(iter(faults[len(past) :]), None)
+        if self._fault is not None and self._fault.finds_it_idle and self._is_victim(self._fault):
+            threading.Thread(target=self._strike_when_due, args=(self._fault,), daemon=True).start()
 
     def entered(self, phase: Phase) -> None:
         """To be called on entering a phase, before anything of it is done."""
         self._entered[phase] += 1
-        if not self._is_due(phase):
+        for past in self._past:
+            if phase is past.phase and not past.again.exists():
+                _write_now(past.again)
+        fault = self._due(phase)
+        if fault is None:
             return
-        if self._is_victim and self._fault.point is Point.BOUNDARY:
-            self._strike()
-        elif self._fault.finds_it_idle and self.role is not self._fault.role and self.rank == 0:
-            self._fault.due.touch()
-            _wait_for(self._fault.struck.exists)
+        if self._is_victim(fault) and fault.point is Point.BOUNDARY:
+            self._strike(fault)
+        elif fault.finds_it_idle and self.role is not fault.role and self.rank == 0:
+            fault.due.touch()
+            _wait_for(fault.struck.exists)
             time.sleep(NOTICED_S)  # a phase of a real run lasts
 
     def inside(self, phase: Phase) -> None:
         """To be called at the marked point inside a phase."""
-        if self._is_due(phase) and self._is_victim and self._fault.point is Point.INSIDE:
-            self._strike()
+        fault = self._due(phase)
+        if fault is not None and self._is_victim(fault) and fault.point is Point.INSIDE:
+            self._strike(fault)
 
-    def _is_due(self, phase: Phase) -> bool:
+    def _is_victim(self, fault: Fault) -> bool:
+        return (self.role, self.rank) == (fault.role, fault.rank)
+
+    def _due(self, phase: Phase) -> Fault | None:
         fault = self._fault
-        return not self._is_over and (phase, self._entered[phase]) == (fault.phase, fault.occurrence)
+        is_due = fault is not None and (phase, self._entered[phase]) == (fault.phase, fault.occurrence)
+        return fault if is_due else None
 
-    def _strike_when_due(self) -> None:
-        while not self._fault.due.exists():
+    def _strike_when_due(self, fault: Fault) -> None:
+        while not fault.due.exists():
             time.sleep(_POLL_S)
-        self._strike()
+        self._strike(fault)
 
-    def _strike(self) -> None:
-        self._is_over = True
-        # Whole at once: someone waits for it to exist.
-        (written := self._fault.struck.with_suffix(".new")).write_text(str(time.time()))
-        written.rename(self._fault.struck)
-        match self._fault.kind:
+    def _strike(self, fault: Fault) -> None:
+        self._fault = None
+        _write_now(fault.struck)
+        match fault.kind:
             case Kind.KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
             case Kind.RAISE:
@@ -75,9 +81,15 @@ class Striker:
             case Kind.STALL:
                 time.sleep(3600)
             case Kind.LATE:
-                time.sleep(getattr(self._timeouts, self._fault.phase) + LATE_S)
+                time.sleep(getattr(self._timeouts, fault.phase) + LATE_S)
             case Kind.EXIT:
                 os._exit(0)
+
+
+def _write_now(file: Path) -> None:
+    # Whole at once: someone may wait for it to exist.
+    (written := file.with_suffix(f".{os.getpid()}")).write_text(str(time.time()))
+    written.rename(file)
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:

@@ -26,9 +26,10 @@ in which one fault strikes one rank in one phase. `scripts/test --chaos` runs al
 | stall | never goes on, inside the phase |
 | late | comes to the phase {late:.0f} s after its timeout has passed |
 | exit | ends with status 0 on entering the phase, without teardown |
-| restart | as the column says, but on entering the phase, with `rl_safe.restarts: 1` |
+| restart | as the column says, but on entering the phase, with `rl_safe.restarts`; one run has all faults of a phase |
 
-A cell gives the seconds from the fault to the end of the run. It stands for a test that has passed: the run ended
+A cell gives the seconds from the fault to the end of the run; with a restart, until the run has come to the same phase
+again. It stands for a test that has passed: the run ended
 within the phase's timeout + {slack:.0f} s, with exit code 1 and an error that names the rank and the phase; no process,
 no file in `/dev/shm` and no temporary file was left; and the newest complete checkpoint had the digests of an
 undisturbed run, every byte of it read. The timeout was {short:.0f} s for stall and late, {generous:.0f} s else. With a
@@ -38,12 +39,12 @@ happen to it.
 """
 
 
-def render(results: Mapping[Case, float | None], orphans: str) -> str:
+def render(results: Mapping[Case, float | None], notes: Sequence[str]) -> str:
     """The page.
 
     Args:
         results: Seconds of each case; None for one that failed.
-        orphans: What became of the runs whose driver was killed, as a sentence.
+        notes: Sentences about the rest.
     """
     columns = list(dict.fromkeys(case.column for case in sorted(results, key=lambda case: case.restarts)))
     rows = list(dict.fromkeys(case.row for case in results))
@@ -59,7 +60,7 @@ def render(results: Mapping[Case, float | None], orphans: str) -> str:
             for phase, role, rank in rows
         ),
         "",
-        f"{sum(s is not None for s in results.values())} of {len(results)} cases passed. {orphans}",
+        f"{sum(s is not None for s in results.values())} of {len(results)} cases passed. {' '.join(notes)}",
         "",
         _machine(),
     ]
@@ -75,6 +76,6 @@ def _machine() -> str:
     return f"Machine: {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}. Versions: {versions}."
 
 
-def write(path: Path, results: Mapping[Case, float | None], orphans: str) -> None:
+def write(path: Path, results: Mapping[Case, float | None], notes: Sequence[str]) -> None:
     """Writes the page."""
-    path.write_text(render(results, orphans))
+    path.write_text(render(results, notes))

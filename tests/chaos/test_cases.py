@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 
 from rl_safe_workers.lifecycle import Phase, Role
-from tests.chaos.cases import PHASES, QUICK, RANKS, Case, all_cases
-from tests.chaos.plan import Fault, Kind
+from tests.chaos.cases import PHASES, QUICK, QUICK_CHAIN, RANKS, Case, all_cases, chains
+from tests.chaos.plan import Kind, from_json, to_json
 
 TRAIN_1 = Case(kind=Kind.KILL, phase=Phase.TRAIN, role=Role.TRAINER, rank=1)
 SYNC_ROLLOUT = Case(kind=Kind.STALL, phase=Phase.SYNC, role=Role.ROLLOUT, rank=0)
 
 
 def test_a_fault_survives_the_way_through_the_environment() -> None:
-    for case in all_cases():
-        fault = case.fault(Path("/tmp/run"))
-        assert Fault.from_json(fault.to_json()) == fault
+    faults = tuple(case.fault(Path("/tmp/run"), number) for number, case in enumerate(all_cases()))
+    assert from_json(to_json(*faults)) == faults
 
 
 def test_every_phase_and_rank_has_a_case_and_so_has_every_kind_where_the_rank_takes_part() -> None:
@@ -26,6 +25,13 @@ def test_every_phase_and_rank_has_a_case_and_so_has_every_kind_where_the_rank_ta
     assert {case.row for case in cases} == {(phase, role, rank) for phase in PHASES for role, rank in RANKS}
     assert {case.kind for case in cases if case.row == TRAIN_1.row} == set(Kind)
     assert set(cases) > QUICK
+
+
+def test_every_cell_that_starts_again_is_in_one_chain() -> None:
+    assert sorted(map(str, (case for chain in chains() for case in chain))) == sorted(
+        str(case) for case in all_cases() if case.restarts
+    )
+    assert QUICK_CHAIN[0] in all_cases()
 
 
 @pytest.mark.parametrize(

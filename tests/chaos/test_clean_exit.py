@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.worlds.address import StoreAddress
+from tests.chaos.conftest import NOTE
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.worker import Worker, run_config, served_store
 
@@ -35,11 +37,23 @@ def _end(rank: int, address: StoreAddress, config: RunConfig) -> float:
     return began_s
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(100, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)])])
-def test_eight_ranks_of_a_pipeline_of_four_end_together(times: int) -> None:
-    config = run_config(Path("unused"), pp=4, ep=2)
+def _slowest_end_s(times: int) -> float:
+    """The longest that the ranks have taken from the moment that all had begun to end."""
+    config, slowest_s = run_config(Path("unused"), pp=4, ep=2), 0.0
     for _ in range(times):
         with served_store() as address:
             began_s = values(run_ranks(_end, RANKS, address, config))
-            ended_s = time.monotonic()
-        assert ended_s - max(began_s) <= SOON_S
+            slowest_s = max(slowest_s, time.monotonic() - max(began_s))
+    return slowest_s
+
+
+def test_eight_ranks_of_a_pipeline_of_four_end_together() -> None:
+    assert _slowest_end_s(1) <= SOON_S
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1200)
+def test_they_do_a_hundred_times(record_property: Callable[[str, object], None]) -> None:
+    slowest_s = _slowest_end_s(100)
+    assert slowest_s <= SOON_S
+    record_property(NOTE, f"Eight ranks in 24 groups (PP4 EP2) ended together 100 times, in at most {slowest_s:.1f} s.")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.cases import CONFIG
-from tests.chaos.conftest import Results
+from tests.chaos.conftest import NOTE
 from tests.integration.runs import SHARED_MEMORY, Outcome, Running, rl_safe, running
 
 RUNS = 20
@@ -40,7 +41,7 @@ def kill_driver(undisturbed: Outcome, folder: Path, *, after_s: float) -> tuple[
 @pytest.mark.chaos
 @pytest.mark.timeout(RUNS * (LONGEST_S + SETTLE_S + 20))
 def test_nothing_outlives_twenty_runs_whose_driver_was_killed(
-    undisturbed: Outcome, results: Results, tmp_path: Path
+    undisturbed: Outcome, record_property: Callable[[str, object], None], tmp_path: Path
 ) -> None:
     moments, killed, left = random.Random(0), 0, []
     for number in range(RUNS):
@@ -48,9 +49,10 @@ def test_nothing_outlives_twenty_runs_whose_driver_was_killed(
         killed += is_alive
         # The temporary folder is nobody's to remove any more.
         left += [what for what in of_run if what.startswith(("process ", f"{SHARED_MEMORY}/"))]
-    results.orphans = (
+    record_property(
+        NOTE,
         f"After {RUNS} runs, the driver of {killed} of which was killed at a random moment, {len(left)} processes and "
-        "files in `/dev/shm` were left."
+        "files in `/dev/shm` were left.",
     )
     assert killed > RUNS // 2
     assert left == []

@@ -17,7 +17,7 @@ teardown    rollout   before it leaves the joint group
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,10 @@ class ChaosTrainer(TrainerWorker):
 
     striker: Striker
 
-    def expect(self, fault: Fault) -> None:
-        """Prepares this process for a fault, which may be another's. Comes before everything else."""
+    def expect(self, faults: Sequence[Fault]) -> None:
+        """Prepares this process for the run's faults, which may be others'. Comes before everything else."""
         self.striker = striker = Striker(
-            fault, role=Role.TRAINER, rank=self._rank, timeouts=self.config.rl_safe.timeouts
+            faults, role=Role.TRAINER, rank=self._rank, timeouts=self.config.rl_safe.timeouts
         )
 
         class ChaosBootstrap(Bootstrap):

@@ -144,7 +144,8 @@ class Running:
 
     def _files_left(self) -> Iterator[str]:
         for path in sorted({*SHARED_MEMORY.iterdir()} - self._shared_before):
-            yield str(path)
+            if not is_in_use(path):
+                yield str(path)
         for path in sorted(self._temp.rglob("*")):
             # The process that makes a model imports so much of torch that it gets a cache folder, which stays empty.
             if not (path.name.startswith("torchinductor_") and not any(path.iterdir())):
@@ -158,6 +159,17 @@ class Running:
         self.process.wait(10)
         for folder in (self._temp, self._logs):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether some process has a file of shared memory open or mapped: that of another run then, beside this one."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # gone meanwhile
+            if str(path) in (process / "maps").read_text():
+                return True
+            if any(descriptor.readlink() == path for descriptor in (process / "fd").iterdir()):
+                return True
+    return False
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_safe_workers.lifecycle import Phase, Role
-from tests.chaos.plan import VARIABLE, Fault, Kind
+from tests.chaos.plan import VARIABLE, Fault, Kind, to_json
 from tests.integration.runs import RECIPES, SMALL, finish
 
 
@@ -18,7 +18,7 @@ def test_a_trainer_that_sleeps_for_ever_is_found_where_it_sleeps(
     moe_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = Fault(kind=Kind.STALL, role=Role.TRAINER, rank=1, phase=Phase.TRAIN, folder=str(tmp_path))
-    monkeypatch.setenv(VARIABLE, fault.to_json())
+    monkeypatch.setenv(VARIABLE, to_json(fault))
     command = [
         *(sys.executable, "-m", "tests.chaos.command", "run", str(RECIPES / "quickstart.yaml")),
         *(f"model.path={moe_model}", "trainer.total_training_steps=1", *SMALL, "rl_safe.timeouts.train=4"),
