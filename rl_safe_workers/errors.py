@@ -126,11 +126,17 @@ class PhaseTimeoutError(RunError):
     def __init__(
         self, *, phase: str, group: str, missing: Sequence[int], waited_s: float, setting: str, detail: str = ""
     ) -> None:
-        self.phase, self.group, self.missing = phase, group, tuple(missing)
-        self.waited_s, self.setting = waited_s, setting
+        self.phase, self.waited_s, self.setting = phase, waited_s, setting
+        self.blame(group, missing, detail)
+
+    def blame(self, group: str, missing: Sequence[int], detail: str = "") -> None:
+        """Says who is missing: another than at first, once it is known who waits, and for whom."""
+        self.group, self.missing = group, tuple(missing)
         who = f"rank {format_ranks(missing)} of {group} did not arrive" if missing else f"{group} did not finish"
         tail = f" ({detail})" if detail else ""
-        super().__init__(f"phase {phase}: {who} within {waited_s:.1f} s{tail}; to wait longer raise {setting}")
+        self.args = (
+            f"phase {self.phase}: {who} within {self.waited_s:.1f} s{tail}; to wait longer raise {self.setting}",
+        )
 
 
 class RankError(RunError):

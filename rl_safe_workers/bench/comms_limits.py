@@ -1,6 +1,6 @@
 """What a limit of CTAs costs in bandwidth and leaves of memory, for every kind of collective: the budget's reasons.
 
-Needs four GPUs, or two for groups of two. Groups of two and of four ranks, every rank in one; the figures are of rank 0.
+Needs four GPUs, or two for groups of two. Groups of two and of four ranks, each rank in one; the figures are of rank 0.
 """
 
 from __future__ import annotations

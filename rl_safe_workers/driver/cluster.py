@@ -24,6 +24,7 @@ from rl_safe_workers.driver.actor_group import ActorRef
 from rl_safe_workers.driver.actors import ActorShell, RolloutActor, TrainerActor
 from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
+from rl_safe_workers.driver.ipc_files import remove_ipc_files
 from rl_safe_workers.errors import ClusterError, PhaseTimeoutError, ResourceError
 from rl_safe_workers.lifecycle import Phase
 
@@ -57,6 +58,7 @@ class Cluster:
         self._group: PlacementGroup | None = None
         self._temp_dir: Path | None = None
         self._hang_dir: Path | None = None
+        self._pids: set[int] = set()
         self.trainers: list[ActorRef] = []
         self.rollouts: list[ActorRef] = []
 
@@ -171,6 +173,13 @@ class Cluster:
         )
         return ActorRef(role=shell.role, rank=rank, handle=handle)
 
+    def note_processes(self) -> None:
+        """Remembers who belongs to the run, for `close`: to be called once all actors have started.
+
+        One that is killed later leaves files behind, and nobody could tell any more whose they are.
+        """
+        self._pids |= {process.pid for process in run_processes(self._run_id)}
+
     def close(self, *, kill_after_s: float) -> None:
         """Ends every process of the run: actors, their children, and Ray itself if it is ours.
 
@@ -185,6 +194,7 @@ class Cluster:
             attempt("giving up placement", lambda: remove_placement_group(group), timeout_s=kill_after_s)
         attempt("shutting down Ray", ray.shutdown, timeout_s=kill_after_s)
         reap(self._run_id, kill_after_s=kill_after_s)
+        remove_ipc_files(pid for pid in self._pids if not psutil.pid_exists(pid))
         for folder in (self._hang_dir, self._temp_dir):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)

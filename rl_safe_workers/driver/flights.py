@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import pickle
-import subprocess
-import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +45,24 @@ def read_flights(target: Path) -> dict[int, list[Work]]:
     for file in (file for prefix in (GLOO_FLIGHTS, env.NCCL_FLIGHTS) for file in target.glob(f"{prefix}*")):
         try:
             with file.open("rb") as opened:
-                works = [_work(entry) for entry in _PlainUnpickler(opened).load()["entries"]]
+                works = _works(_PlainUnpickler(opened).load()["entries"])
             records.setdefault(int(file.name.rpartition("_")[2]), []).extend(works)
         except Exception as error:  # whatever torch has made of it: the rest of the evidence counts more
             logger.warning("%s cannot be read: %s: %s", file, type(error).__name__, error)
     return {rank: sorted(works, key=lambda work: work.created_s) for rank, works in sorted(records.items())}
+
+
+def _works(entries: Sequence[Mapping[str, Any]]) -> list[Work]:
+    """The works of one file. A group's end in their order, though of a batch NCCL's record ends the last part alone."""
+    found: list[Work] = []
+    ended: set[Any] = set()
+    for entry in reversed(entries):
+        group = tuple(entry["process_group"])
+        work = _work(entry)
+        found.append(replace(work, has_ended=work.has_ended or group in ended))
+        if work.has_ended:
+            ended.add(group)
+    return found[::-1]
 
 
 def _work(entry: Mapping[str, Any]) -> Work:
@@ -88,16 +99,6 @@ def works_waited_in(records: Mapping[int, Sequence[Work]], missing: Collection[i
     return found
 
 
-def analyse_flights(target: Path, *, timeout_s: float) -> None:
-    """Keeps what torch's own reader says of the Flight Recorder files; this process has no torch."""
-    # Of gloo's it can make nothing: it looks groups up by names that those files lack.
-    if not list(target.glob(f"{env.NCCL_FLIGHTS}*")):
-        return
-    try:
-        result = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(target), "-p", env.NCCL_FLIGHTS],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return
-    (target / "flight_recorder.txt").write_text(result.stdout)
+def waiting_ranks(works: Mapping[int, Work]) -> set[int]:
+    """Training ranks that have a collective under way: they have come, and wait in it for others."""
+    return {rank for rank, work in works.items() if not work.has_ended}

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from rl_safe_workers import env
 from rl_safe_workers.driver.actors import GLOO_FLIGHTS, GLOO_REQUESTS, IN_VAIN, STACK_SIGNAL, stack_file
 from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.cluster import run_processes
-from rl_safe_workers.driver.flights import Work, analyse_flights, read_flights, works_waited_in
+from rl_safe_workers.driver.flights import Work, read_flights, waiting_ranks, works_waited_in
 from rl_safe_workers.driver.stacks import Stack, py_spy, relative
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, format_ranks
 from rl_safe_workers.lifecycle import Role
@@ -94,11 +94,11 @@ def collect_evidence(
     elsewhere are listed in the verdict as such. Never raises.
 
     Args:
-        error: What the run has failed with.
+        error: What the run has failed with. Where it names all that are in a call, and the Flight Recorder shows that
+            some of them only wait for the others, it names these others from then on: on a GPU nobody else can tell.
         run_id: Marks the run's processes.
         folder: The run's; gets ``hang/`` with ``verdict.json``, ``stack_<role>_<rank>.txt`` for each actor here, and
-            of trainers ``flight_<backend>_<rank>``, what the Flight Recorder has, as torch writes it; of NCCL also
-            ``flight_recorder.txt``, what torch's reader makes of it.
+            of trainers ``flight_<backend>_<rank>``, what the Flight Recorder has, as torch writes it.
         trainers: Number of training ranks.
         patience_s: Longest wait, in seconds.
 
@@ -129,7 +129,14 @@ def _collect(error: BaseException, run_id: str, folder: Path, trainers: int, dea
     attempt("asking Ray for its actors", lambda: in_ray.extend(_ray_actors()), timeout_s=_left(deadline_s) / 2)
     busy = frozenset(actor.who for actor in actors if actor.stack is None or actor.stack.is_in_a_call)
     missing = busy - wait.arrived if wait.missing is None else wait.missing
-    works = works_waited_in(read_flights(target), {rank for role, rank in missing if role == Role.TRAINER})
+    records = read_flights(target)
+    works = works_waited_in(records, _training_ranks(missing))
+    waiting = {(Role.TRAINER.value, rank) for rank in waiting_ranks(works)} & missing
+    if waiting and waiting < missing:
+        missing = missing - waiting
+        works = works_waited_in(records, _training_ranks(missing))
+        wait = replace(wait, missing=missing, arrived=wait.arrived | waiting)
+        _blame(error, missing)
     elsewhere = sum(not actor["is_here"] for actor in in_ray)
     line = verdict(wait, missing, actors, works, elsewhere=elsewhere, target=target)
     found = {
@@ -151,8 +158,19 @@ def _collect(error: BaseException, run_id: str, folder: Path, trainers: int, dea
         "ray": in_ray,
     }  # fmt: skip
     (target / "verdict.json").write_text(json.dumps(found, indent=1))
-    analyse_flights(target, timeout_s=_left(deadline_s))
     return line
+
+
+def _training_ranks(who: Collection[Who]) -> set[int]:
+    return {rank for role, rank in who if role == Role.TRAINER}
+
+
+def _blame(error: BaseException, missing: Collection[Who]) -> None:
+    """Makes a driver's error name those who are missing; one of the ranks' own knows better."""
+    groups = {f"the {role}s": [rank for of, rank in missing if of == role] for role in Role}
+    if isinstance(error, PhaseTimeoutError) and error.group in groups:
+        group = next(group for group, ranks in groups.items() if ranks)
+        error.blame(group, groups[group])
 
 
 def _left(deadline_s: float) -> float:

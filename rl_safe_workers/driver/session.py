@@ -133,6 +133,7 @@ class Session:
                 everyone: list[ActorRef] = self._cluster.actors
                 launched_s = time.time()
                 self._gather(start_calls(everyone, Phase.START, "start", lambda rank: (launched_s,)))
+                self._cluster.note_processes()
             finally:
                 self._record(Phase.START, time.monotonic() - started_s)
         with self._console.phase(Phase.WORLD, self.timeout_s(Phase.WORLD)):

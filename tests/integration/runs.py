@@ -75,7 +75,8 @@ class Running:
         self._temp = Path(tempfile.mkdtemp(prefix="t"))
         self._logs = Path(tempfile.mkdtemp(prefix="rl_safe_test_logs_"))
         self._shared_before = set(SHARED_MEMORY.iterdir())
-        variables = {MARK: self._mark, "TMPDIR": str(self._temp), "PYTHONPATH": str(REPOSITORY)}
+        python_path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        variables = {MARK: self._mark, "TMPDIR": str(self._temp), "PYTHONPATH": python_path}
         with self._log("out").open("wb") as out, self._log("err").open("wb") as err:
             self.process = subprocess.Popen(
                 command,

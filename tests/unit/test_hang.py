@@ -260,12 +260,12 @@ def test_a_child_of_an_actor_is_not_taken_for_it(tmp_path: Path) -> None:
         process.communicate(b"\n")
 
 
-def flight(*ended: bool) -> bytes:
+def flight(*ended: bool, group: str = "EXPERT_GROUP") -> bytes:
     """A Flight Recorder file as torch 2.13 writes it, without what is not read."""
     entries = [
         {
             "profiling_name": "gloo:all_reduce",
-            "process_group": ("3", "EXPERT_GROUP"),
+            "process_group": ("3", group),
             "state": "scheduled",
             "retired": has_ended,
             "collective_seq_id": number,
@@ -276,8 +276,21 @@ def flight(*ended: bool) -> bytes:
     return pickle.dumps({"version": "2.10", "entries": entries})
 
 
+def both_in(*files: bytes) -> bytes:
+    """One file with the entries of several."""
+    return pickle.dumps({"entries": [entry for file in files for entry in pickle.loads(file)["entries"]]})
+
+
 @pytest.mark.parametrize(
-    ("file", "number"), [(flight(True, False, False), 2), (flight(True), None), (b"\x80cut off", None)]
+    ("file", "number"),
+    [
+        (flight(True, False, False), 2),
+        (flight(True), None),
+        (b"\x80cut off", None),
+        # Of a batch of sends NCCL's record ends the last entry alone, and leaves its parts as they were.
+        (flight(True, False, True), None),
+        (both_in(flight(False, True, group="KERNELS"), flight(True, False)), 2),
+    ],
 )
 def test_the_oldest_collective_under_way_is_the_one_waited_in(
     start: Start, tmp_path: Path, file: bytes, number: int | None
@@ -289,6 +302,30 @@ def test_the_oldest_collective_under_way_is_the_one_waited_in(
     works: Mapping[str, Any] = evidence(tmp_path)["works"]
     assert (works["7"]["number"] if number else works) == (number or {})
     assert ("phase train, the trainers, all_reduce of EXPERT_GROUP: " in line) == (number is not None)
+
+
+def test_a_rank_in_a_collective_waits_for_those_that_are_in_none_and_the_error_says_so(
+    start: Start, tmp_path: Path
+) -> None:
+    start(0, "call")
+    start(1, "call")
+    (tmp_path / "asked" / "flight_nccl_0").write_bytes(flight(True, False))
+    (tmp_path / "asked" / "flight_nccl_1").write_bytes(flight(True))
+    error = timeout(missing=(0, 1), detail="nor rollout rank 0")
+    line = collect(error, tmp_path)
+    assert line is not None
+    assert "all_reduce of EXPERT_GROUP: trainer rank 0 arrived, trainer rank 1, rollout rank 0 did not" in line
+    assert str(error).startswith("phase train: rank 1 of the trainers did not arrive within 9.0 s; to wait")
+    assert error.missing == (1,)
+
+
+def test_ranks_that_all_wait_in_collectives_are_all_named(start: Start, tmp_path: Path) -> None:
+    start(0, "call")
+    for rank in (0, 1):
+        (tmp_path / "asked" / f"flight_nccl_{rank}").write_bytes(flight(False, group=f"GROUP_{rank}"))
+    error = timeout(missing=(0, 1))
+    assert collect(error, tmp_path) is not None
+    assert error.missing == (0, 1)
 
 
 def test_a_flight_file_that_would_run_code_is_refused(start: Start, tmp_path: Path) -> None:

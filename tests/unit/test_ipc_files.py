@@ -1,0 +1,33 @@
+"""What processes leave in shared memory goes with them, and nobody else's does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rl_safe_workers.driver.ipc_files import remove_ipc_files
+
+PID = 3550
+
+
+def test_only_the_files_of_those_processes_go(tmp_path: Path) -> None:
+    user = os.getuid()
+    gone = (f"torch_{PID}_2659072989_0", f"cuda.shm.{user}.dde.1", f"cuda.shm.{user}.dde.2")
+    kept = (
+        f"torch_{PID}1_7_0",
+        f"cuda.shm.{user}.dde1.1",
+        f"cuda.shm.{user + 1}.dde.1",
+        "psm_3550",
+        f"torch_{PID - 1}_1_0",
+    )
+    for name in (*gone, *kept):
+        (tmp_path / name).touch()
+    remove_ipc_files([PID, PID + 100], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_file_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path) -> None:
+    (tmp_path / f"torch_{PID}_1_0").mkdir()
+    (tmp_path / f"torch_{PID}_2_0").touch()
+    remove_ipc_files([PID], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"torch_{PID}_1_0"]
