@@ -85,10 +85,20 @@ class CheckpointMismatchError(UsageError):
 
 
 class RunError(RlSafeError):
-    """Something failed while running."""
+    """Something failed while running.
+
+    Attributes:
+        culprit: The training rank that has failed, in an error that every rank raises because of it; else None.
+    """
 
     may_pass = True
     """Whether the same run may go well if it is started again."""
+    culprit: int | None = None
+
+    def __init__(self, *args: object, culprit: int | None = None) -> None:
+        super().__init__(*args)
+        if culprit is not None:
+            self.culprit = culprit
 
 
 class LifecycleError(RunError):
@@ -151,13 +161,24 @@ class RankError(RunError):
         raised_at: Unix time of the exception on the rank's host, to find the first of several; 0 for a process that
             died.
         in_vain: Whether the rank only waited in vain for others: it is not the culprit.
+        follows: Whether it only says what another rank has failed with.
     """
 
     def __init__(
-        self, *, role: str, rank: int, phase: str, cause: str, trace: str, raised_at: float, in_vain: bool = False
+        self,
+        *,
+        role: str,
+        rank: int,
+        phase: str,
+        cause: str,
+        trace: str,
+        raised_at: float,
+        in_vain: bool = False,
+        follows: bool = False,
     ) -> None:
         self.role, self.rank, self.phase = role, rank, phase
-        self.cause, self.trace, self.raised_at, self.in_vain = cause, trace, raised_at, in_vain
+        self.cause, self.trace, self.raised_at = cause, trace, raised_at
+        self.in_vain, self.follows = in_vain, follows
         super().__init__(f"{role} rank {rank} failed in phase {phase}: {cause}")
 
 

@@ -169,12 +169,15 @@ class Bootstrap:
         self._limits, self._device, self._probe = limits, device, probe
         self.connected: dict[str, frozenset[OpClass]] = {}
 
-    def run(self, *, timeout: timedelta, elsewhere: Collection[Any] = ()) -> BootstrapReport:
+    def run(
+        self, *, timeout: timedelta, elsewhere: Collection[Any] = (), phase: Phase = Phase.BOOTSTRAP
+    ) -> BootstrapReport:
         """Connects every live communicator of this rank. Collective over: the training world. Idempotent.
 
         Args:
             timeout: Longest time for all of it.
             elsewhere: Groups of the process that are not of the training world.
+            phase: The phase whose deadline that is, for errors.
 
         Raises:
             CommunicatorError: On every rank, before any collective, if the ranks' plans differ; or if a rank fails in
@@ -185,18 +188,19 @@ class Bootstrap:
         # First, so that a rank that fails below has counted, too. After groups were rebuilt, the keys of the bootstrap
         # before may still be in the store.
         call = self._store.add(f"bootstrap/calls/{self._rank}", 1)
-        groups = live_groups(elsewhere=elsewhere)
-        steps = plan_bootstrap(groups, self._layout, self._features, self._limits)
-        unknown = tuple(str(group) for group in groups if not group.is_known)
         work = Supervision(
-            self._store, "bootstrap", call, phase=Phase.BOOTSTRAP, training_rank=self._rank,
-            size=self._layout.world_size, timeout=timeout,
+            self._store, "bootstrap", call, phase=phase, training_rank=self._rank, size=self._layout.world_size,
+            timeout=timeout,
         )  # fmt: skip
+        groups, steps = work.alone("the plan of the bootstrap", lambda: self._plan(elsewhere))
+        unknown = tuple(str(group) for group in groups if not group.is_known)
         work.compare("plan", {str(s.group): [*s.classes, s.max_ctas] for s in steps}, [s.group.ranks for s in steps])
         with (
             nullcontext()
             if self._probe is None
-            else loaded_kernels(self._device, self._probe, timeout=timeout) as kernels
+            else loaded_kernels(
+                self._device, self._probe, timeout=timeout, supervised=partial(work.alone, "NCCL's kernels")
+            ) as kernels
         ):
             entries = [entry for step in steps for entry in self._connect(step, work)]
             work.finish()
@@ -208,6 +212,10 @@ class Bootstrap:
         )  # fmt: skip
         self._log(report, plan_digest(steps))
         return report
+
+    def _plan(self, elsewhere: Collection[Any]) -> tuple[Sequence[LiveGroup], list[BootstrapStep]]:
+        groups = live_groups(elsewhere=elsewhere)
+        return groups, plan_bootstrap(groups, self._layout, self._features, self._limits)
 
     def _connect(self, step: BootstrapStep, work: Supervision) -> Iterator[LedgerEntry]:
         group = step.group

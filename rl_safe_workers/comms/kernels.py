@@ -33,8 +33,18 @@ class Kernels:
     seconds: float = 0.0
 
 
+def _at_once(work: Callable[[], Any]) -> Any:
+    return work()
+
+
 @contextmanager
-def loaded_kernels(device: torch.device, probe: Callable[[], int], *, timeout: timedelta) -> Iterator[Kernels]:
+def loaded_kernels(
+    device: torch.device,
+    probe: Callable[[], int],
+    *,
+    timeout: timedelta,
+    supervised: Callable[[Callable[[], Any]], Any] = _at_once,
+) -> Iterator[Kernels]:
     """Loads NCCL's kernels in this process, if they are not; yields what that cost. Not collective.
 
     A communicator of this rank alone does it. Its end, half a second in a thread, is awaited after the body only.
@@ -43,10 +53,22 @@ def loaded_kernels(device: torch.device, probe: Callable[[], int], *, timeout: t
         device: The CUDA device.
         probe: Tells the device memory that is not torch's.
         timeout: Longest wait for its end.
+        supervised: Does the loading, in whatever thread, and returns its value.
     """
     if device in _loaded:
         yield Kernels()
         return
+    kernels, alone = supervised(lambda: _load(device, probe, timeout))
+    _loaded.add(device)
+    ending = device_thread(alone.shutdown)
+    ending.start()
+    yield kernels
+    ending.join(timeout.total_seconds())
+
+
+def _load(device: torch.device, probe: Callable[[], int], timeout: timedelta) -> tuple[Kernels, Any]:
+    """Returns what it has cost, and the communicator, to be shut down."""
+    torch.cuda.set_device(device)
     # torch's own kernels first: they are not NCCL's.
     message, answer = torch.zeros(1, device=device), torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
@@ -56,13 +78,9 @@ def loaded_kernels(device: torch.device, probe: Callable[[], int], *, timeout: t
     alone = Channel("cuda", "nccl", kept=False, timeout=timeout, options=options)
     alone.connect(dist.HashStore(), 0, 1, name="rl_safe_kernels", members=[dist.get_rank()], bound=timeout)
     _fire(alone.inner, message, answer, device)
-    _loaded.add(device)
     # The communicator's own megabytes are counted, too, and go with it.
     kernels = Kernels(bytes=probe() - before, seconds=time.monotonic() - started_s)
-    ending = device_thread(alone.detach().shutdown)
-    ending.start()
-    yield kernels
-    ending.join(timeout.total_seconds())
+    return kernels, alone.detach()
 
 
 def _fire(group: Any, message: torch.Tensor, answer: torch.Tensor, device: torch.device) -> None:

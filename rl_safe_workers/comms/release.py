@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.comms.ending import describe, end_alone, end_together, failure_of, within
 from rl_safe_workers.comms.releasable import STORE_PREFIX, GroupState, ReleasableGroup
-from rl_safe_workers.errors import CommunicatorError, RlSafeError
+from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.worlds.agreement import Agreement
 
@@ -107,7 +107,8 @@ def release(
         _drain(live, ranks.share())
 
     failure = failure_of(drain)
-    gone = ranks.agree(failure, groups=live)["groups"]
+    ranks.agree(failure, groups=live)
+    gone = ranks.generations
     before = used_bytes() if used_bytes is not None else 0
     # Nobody is inside a collective any more, on any rank.
     failure = _drop(live, missing_call, ranks.share())
@@ -130,7 +131,7 @@ def rebuild(
     training_rank: int,
     size: int,
     timeout: timedelta,
-    bootstrap: Callable[[], object] | None = None,
+    bootstrap: Callable[[timedelta], object] | None = None,
     phase: Phase = Phase.ONLOAD,
     used_bytes: Callable[[], int] | None = None,
 ) -> RebuildReport:
@@ -144,9 +145,9 @@ def rebuild(
         store: The run's store.
         training_rank: This process's rank.
         size: Number of trainers.
-        timeout: Longest time that this takes, except that of ``bootstrap`` on NCCL, which a missing peer can hold up.
-        bootstrap: Called once every rank has its groups, to connect each op class of each; collectives on the groups
-            are bound by what is left of ``timeout`` then.
+        timeout: Longest time that this takes.
+        bootstrap: Called once every rank has its groups, to connect each op class of each within the time that it is
+            given; collectives on the groups are bound by that, too.
         phase: The phase whose deadline that is, for errors.
         used_bytes: Tells the device memory in use; called before and after.
 
@@ -184,6 +185,8 @@ class _Ranks:
     ) -> None:
         self._store, self._what, self._phase = store, what, phase
         self._rank, self._size = training_rank, size
+        self.generations: dict[str, int] = {}
+        """Of every rank's groups at the last agreement, by the group's name; on rank 0."""
         self._together_s = time.monotonic()
         self._deadline_s = self._together_s + timeout.total_seconds()
 
@@ -215,7 +218,7 @@ class _Ranks:
                 for it in vain.
 
         Returns:
-            ``generation``, the next one, and ``groups``, the present generation of each group by its name.
+            ``generation``, the next one.
 
         Raises:
             PhaseTimeoutError: If a rank does not come.
@@ -234,9 +237,18 @@ class _Ranks:
             "after_s": self.elapsed_s() if after_s is None else after_s,
             "groups": {group.key: [group.generation, group.size(), group.label] for group in groups},
         }
+
+        def decide(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+            outcome = _judge(reports)
+            self.generations = outcome.pop("groups")
+            return outcome
+
         try:
-            outcome = self._agreement(number).settle(self.remaining(), report=report, decide=_judge)
+            outcome = self._agreement(number).settle(self.remaining(), report=report, decide=decide)
         except RlSafeError as error:
+            # Who has named the missing ranks knows better than who finds others gone, for that very reason.
+            if isinstance(failure, PhaseTimeoutError):
+                raise failure from error
             raise error from failure
         self._agreement(number - 1).forget()
         self._together_s = time.monotonic()
@@ -343,10 +355,12 @@ def _reconnect(groups: Sequence[ReleasableGroup], generation: int, ranks: _Ranks
             ) from error
 
 
-def _bounded_bootstrap(groups: Sequence[ReleasableGroup], bootstrap: Callable[[], object], ranks: _Ranks) -> None:
+def _bounded_bootstrap(
+    groups: Sequence[ReleasableGroup], bootstrap: Callable[[timedelta], object], ranks: _Ranks
+) -> None:
     for group in groups:
         group.limit(ranks.share())
-    bootstrap()
+    bootstrap(ranks.share())
     for group in groups:
         group.limit(None)
 

@@ -7,6 +7,7 @@ has given up.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -22,18 +23,26 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.worlds.attendance import attend, attendants
 
 logger = logging.getLogger(__name__)
 
 _SLICE = timedelta(milliseconds=500)
 """How long a rank waits before it looks whether another one has given up."""
 _LOOK_S = 0.02
+_BEAT_S = 0.1
+"""How often a rank shows that it lives, while another one looks who does."""
 _BETWEEN = "null"
 """Where a rank is that is in no part."""
 _COLLECTIVE = ("torch/distributed/distributed_c10d.py", "torch/cuda/__init__.py")
 """Where a thread is that issues a collective, or waits for the device to finish it."""
 _GRACE = timedelta(seconds=1)
 """What those wait longer who can only hear of a rank that is missing elsewhere."""
+
+
+def _slot(name: str) -> str:
+    """A short key for a name of any length."""
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def _is_in_a_collective(thread: threading.Thread) -> bool:
@@ -67,7 +76,7 @@ class Supervision:
         connection: Store = store.clone()  # type: ignore[attr-defined]
         self._store = PrefixStore(f"{subject}/{call}", connection)
         self._before = PrefixStore(f"{subject}/{call - 1}", connection)
-        self._keys: list[str] = []
+        self._keys: dict[str, None] = {}
         """What this rank has put there, and is to remove."""
         self._phase, self._rank, self._size = phase, training_rank, size
         self._started_s = time.monotonic()
@@ -76,10 +85,13 @@ class Supervision:
     def part(self, name: str, ranks: Sequence[int], work: Callable[[], Any]) -> Any:
         """Does a part of the work once all who take part have come; returns its value.
 
+        Keys are short, whatever the name: TCPStore drops a connection over a key of more than 8 KiB, which the ranks of
+        a large group fill.
+
         Collective over: ``ranks``. Every rank goes through its parts in an order that all agree on.
 
         Args:
-            name: For keys and errors; unique within the work, e.g. ``"EXPERT_DATA_PARALLEL_GROUP [0, 2]"``.
+            name: For errors; unique within the work, e.g. ``"EXPERT_DATA_PARALLEL_GROUP [0, 2]"``.
             ranks: Training ranks that take part, this one among them.
             work: Called in a thread.
 
@@ -87,38 +99,60 @@ class Supervision:
             PhaseTimeoutError: On every training rank, if some do not come or do not finish in time; names them.
             CommunicatorError: On every training rank, if ``work`` raises on one; names it.
         """
-        self._arrive(f"{name}/came", name, ranks)
+        self._arrive(f"part/{_slot(name)}", name, ranks)
         value = self._run(name, work, ranks)
         self._set(f"at/{self._rank}", _BETWEEN)
         return value
+
+    def alone(self, name: str, work: Callable[[], Any]) -> Any:
+        """Does what no other rank takes part in, but all wait for in the end; returns its value. Not collective.
+
+        Args:
+            name: For errors.
+            work: Called in a thread.
+
+        Raises:
+            PhaseTimeoutError: As `part`.
+            CommunicatorError: As `part`.
+        """
+        return self._run(name, work, [self._rank])
 
     def compare(self, name: str, mine: Mapping[str, Any], members: Sequence[Sequence[int]]) -> None:
         """Makes sure that every rank has the same plan for what it shares with others.
 
         Collective over: the training world. Each rank compares with its next neighbour in every group: around a group
-        the comparisons close a ring, so equal neighbours mean that all members agree.
+        the comparisons close a ring, so equal neighbours mean that all members agree. Neighbours also compare the order
+        of the groups that they share.
 
         Args:
             name: For keys, e.g. ``"plan"``.
-            mine: This rank's plan by group; fit for JSON.
+            mine: This rank's plan by group, in order; fit for JSON.
             members: Training ranks of each group, in the plan's order.
 
         Raises:
             CommunicatorError: On every rank, if two plans differ.
             PhaseTimeoutError: On every rank, if one publishes none in time.
         """
-        self._set(f"{name}/{self._rank}", json.dumps(mine))
-        for (key, planned), ranks in zip(mine.items(), members, strict=True):
+        slots = [_slot(key) for key in mine]
+        planned = json.loads(json.dumps(dict(zip(slots, mine.values(), strict=True))))
+        self._set(f"{name}/{self._rank}", json.dumps(planned))
+        self._ask(attend, self._store, f"{name}/came", self._rank)
+        if self._rank == 0:
+            self._keys[f"{name}/came"] = None
+        others: dict[int, dict[str, Any]] = {}
+        for key, slot, ranks in zip(mine, slots, members, strict=True):
             neighbour = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
-            self._await(f"{name}/{neighbour}", partial(self._absent, name, ranks), part=key)
-            theirs = json.loads(self._ask(self._store.get, f"{name}/{neighbour}")).get(key)
-            if theirs != json.loads(json.dumps(planned)):
-                self._give_up(
-                    {
-                        "part": key, "rank": self._rank,
-                        "text": f"it plans {planned}, but rank {neighbour} {theirs}: their configurations differ",
-                    }
-                )  # fmt: skip
+            if neighbour not in others:
+                self._await(f"{name}/{neighbour}", partial(self._absent, name, ranks), part=key)
+                others[neighbour] = json.loads(self._ask(self._store.get, f"{name}/{neighbour}"))
+            theirs = others[neighbour]
+            if theirs.get(slot) != planned[slot]:
+                text = f"it plans {planned[slot]}, but rank {neighbour} {theirs.get(slot)}"
+            elif [s for s in planned if s in theirs] != [s for s in theirs if s in planned]:
+                text = f"it connects the groups that it shares with rank {neighbour} in another order"
+            else:
+                continue
+            self._give_up({"part": key, "rank": self._rank, "text": f"{text}: their configurations differ"})
         self._arrive(f"{name}/agreed", f"the {self._phase}'s plan", range(self._size))
         self._set(f"at/{self._rank}", _BETWEEN)
 
@@ -130,19 +164,20 @@ class Supervision:
             CommunicatorError: As `part`.
         """
         self._deadline_s += _GRACE.total_seconds()
-        keys, self._keys = self._keys, []
+        keys, self._keys = self._keys, {}
         self._arrive("end", f"the {self._phase}", range(self._size))
         # All are through, so nobody reads these any more; of the call before nobody waits for the end either.
         for key in keys:
             self._ask(self._store.delete_key, key)
-        for key in (f"end/{self._rank}", *(("end/count", "end/all", "failed") if self._rank == 0 else ())):
+        for key in ("end/came", "end/count", "end/all", "failed", "judge") if self._rank == 0 else ():
             self._ask(self._before.delete_key, key)
 
     def _arrive(self, key: str, name: str, ranks: Sequence[int]) -> None:
         self._set(f"at/{self._rank}", json.dumps([key, name, list(ranks)]))
-        self._set(f"{key}/{self._rank}", "")
+        self._ask(attend, self._store, f"{key}/came", self._rank)
         if self._ask(self._store.add, f"{key}/count", 1) == len(ranks):
-            self._keys.append(f"{key}/count")
+            if key != "end":
+                self._keys |= dict.fromkeys((f"{key}/count", f"{key}/came"))
             # Those who have come before may have given up since.
             self._heed_failures()
             self._set(f"{key}/all", "")
@@ -150,7 +185,8 @@ class Supervision:
         self._await(f"{key}/all", partial(self._absent, key, ranks), part=name)
 
     def _absent(self, key: str, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if not self._ask(self._store.check, [f"{key}/{rank}"])]
+        came = self._ask(attendants, self._store, f"{key}/came")
+        return [rank for rank in ranks if rank not in came]
 
     def _await(self, key: str, absent: Callable[[], list[int]], *, part: str) -> None:
         """Waits for a key; gives up with those that are absent when the time is up."""
@@ -159,8 +195,10 @@ class Supervision:
             self._heed_failures()
             late_s = time.monotonic() - self._deadline_s
             # Whoever has come meanwhile may have gone on already, and says so at once unless it has died.
-            if late_s > 0 and ((missing := absent()) or late_s > _GRACE.total_seconds()):
-                self._report_missing(*self._root(part, missing))
+            if late_s > 0 and (absent() or late_s > _GRACE.total_seconds()):
+                self._let_one_judge()
+                if not self._ask(self._has_come, key):
+                    self._report_missing(*self._root(part, absent()))
 
     def _root(self, part: str, missing: list[int]) -> tuple[str, list[int]]:
         """Returns the part that everyone waits for in the end, and who is missing there.
@@ -219,10 +257,12 @@ class Supervision:
                 self._heed_failures()
             if time.monotonic() > self._deadline_s:
                 self._set(f"elsewhere/{self._rank}", "" if _is_in_a_collective(thread) else "1")
+                self._let_one_judge()
                 self._report_missing(name, self._silent(ranks))
             thread.join(_LOOK_S)
         if errors:
             if self._is_deadline(errors[0]):
+                self._let_one_judge()
                 self._report_missing(name, self._silent(ranks))
             self._report(name, errors[0])
         return values[0]
@@ -233,10 +273,26 @@ class Supervision:
         return bool(has_waited) and self._left() < _SLICE
 
     def _beat(self) -> None:
-        key = f"beat/{self._rank}"
-        if key not in self._keys:
-            self._keys.append(key)
-        self._ask(self._store.add, key, 1)
+        self._keys[f"beat/{self._rank}"] = None
+        self._ask(self._store.add, f"beat/{self._rank}", 1)
+
+    def _let_one_judge(self) -> None:
+        """Lets the first who finds the time up find out who is missing, and the others wait to be told.
+
+        It takes requests in proportion to the ranks, which all of them together would be the square of. They return,
+        to look for themselves, if they are not told.
+        """
+        first = self._ask(self._store.compare_set, "judge", "", str(self._rank))
+        if int(first) != self._rank:
+            self._listen(2 * _SLICE + _GRACE)
+
+    def _listen(self, patience: timedelta) -> None:
+        """Shows that this rank lives, until another one gives up or the time has passed."""
+        until_s = time.monotonic() + patience.total_seconds()
+        while time.monotonic() < until_s:
+            self._beat()
+            self._heed_failures()
+            time.sleep(_BEAT_S)
 
     def _silent(self, ranks: Sequence[int]) -> list[int]:
         """Those among members whose process does nothing any more, or who are not in the collective but before it.
@@ -244,11 +300,7 @@ class Supervision:
         None if all are in it, and it does not end.
         """
         before = [self._ask(self._store.add, f"beat/{rank}", 0) for rank in ranks]
-        until_s = time.monotonic() + 2 * _SLICE.total_seconds()
-        while time.monotonic() < until_s:
-            self._beat()
-            self._heed_failures()
-            time.sleep(_LOOK_S)
+        self._listen(2 * _SLICE)
         after = [self._ask(self._store.add, f"beat/{rank}", 0) for rank in ranks]
         silent = [rank for rank, a, b in zip(ranks, before, after, strict=True) if a == b]
         return silent or [rank for rank in ranks if self._is_elsewhere(rank)]
@@ -258,8 +310,7 @@ class Supervision:
         return bool(self._ask(self._store.check, [key]) and self._ask(self._store.get, key))
 
     def _set(self, key: str, value: str) -> None:
-        if key not in self._keys:
-            self._keys.append(key)
+        self._keys[key] = None
         self._ask(self._store.set, key, value)
 
     def _report_missing(self, name: str, missing: Sequence[int]) -> None:
@@ -294,7 +345,8 @@ class Supervision:
                 setting=f"rl_safe.timeouts.{self._phase}",
             )  # fmt: skip
         raise CommunicatorError(
-            f"phase {self._phase}: training rank {failure['rank']} failed in {failure['part']}: {failure['text']}"
+            f"phase {self._phase}: training rank {failure['rank']} failed in {failure['part']}: {failure['text']}",
+            culprit=failure["rank"],
         ) from (cause if failure["rank"] == self._rank else None)
 
     def _ask(self, request: Callable[..., Any], *args: Any) -> Any:

@@ -18,8 +18,15 @@ from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
 
 SLACK_S = 5.0
 """How much longer than its ranks the driver waits: a rank that notices a missing one can name it, the driver cannot."""
-WITHOUT_DEADLINE = frozenset({Phase.START, Phase.ROLLOUT})
-"""Phases in which ranks look at no clock, so that there is nothing to wait longer for."""
+WITHOUT_DEADLINE = frozenset(
+    {
+        (Phase.START, Role.TRAINER),
+        (Phase.START, Role.ROLLOUT),
+        (Phase.ROLLOUT, Role.ROLLOUT),
+        (Phase.TEARDOWN, Role.ROLLOUT),
+    }
+)
+"""Where ranks look at no clock, so that there is nothing to wait longer for."""
 GRACE_S = 2.0
 """How long to go on listening after the first failure: a dead rank is often reported after those it took along."""
 
@@ -75,7 +82,7 @@ def gather(
 
     Args:
         calls: What `start_calls` returned.
-        timeout_s: Seconds from their start; covers all of them. Where ranks keep the deadline themselves, the driver
+        timeout_s: Seconds from their start; covers all of them. For ranks that keep the deadline themselves the driver
             waits ``SLACK_S`` longer.
         on_events: Takes the phase events that the replies carry.
         check: Called several times a second; what it raises ends the wait.
@@ -86,11 +93,11 @@ def gather(
     """
     pending = list(calls.refs)
     replies: dict[Any, Reply] = {}
-    deadline = calls.started_s + timeout_s + (0.0 if calls.phase in WITHOUT_DEADLINE else SLACK_S)
     while pending:
         check()
+        keeps_time = any((calls.phase, calls.refs[ref].role) not in WITHOUT_DEADLINE for ref in pending)
         # One last look after the deadline: replies that lay ready while the driver did something else are in time.
-        is_over = time.monotonic() >= deadline
+        is_over = time.monotonic() >= calls.started_s + timeout_s + (SLACK_S if keeps_time else 0.0)
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=0 if is_over else SLICE_S)
         replies |= {ref: _fetch(calls, ref) for ref in done}
         for ref in done:
@@ -136,11 +143,14 @@ def _timeout(calls: PendingCalls, pending: Sequence[Any], waited_s: float, detai
     )
 
 
-def _blame(error: RunError) -> tuple[bool, float]:
-    """Sorts errors by how likely they are the cause: those that waited in vain last, else the earliest first."""
+def _blame(error: RunError) -> tuple[bool, bool, float]:
+    """Sorts errors by how likely they are the cause: those that waited in vain last, else the earliest first.
+
+    Before them what a rank has failed with itself, and not only heard of.
+    """
     if isinstance(error, RankError):
-        return error.in_vain, error.raised_at
-    return True, math.inf
+        return error.in_vain, error.follows, error.raised_at
+    return True, True, math.inf
 
 
 def _culprit(

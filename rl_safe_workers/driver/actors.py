@@ -22,11 +22,13 @@ import ray
 
 from rl_safe_workers import env
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.errors import PhaseTimeoutError, RankError, RunError
+from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, RunError, WeightSyncError
 from rl_safe_workers.lifecycle import PhaseEvent, Role
 
 IN_VAIN = re.compile(r"timed? ?out|connection (closed|reset)|lost the run's store", re.IGNORECASE)
 """What torch says on a rank that waited for another, or whose peer is gone: it has no type of error for that."""
+_OF_A_WAIT = (RuntimeError, CommunicatorError, WeightSyncError)
+"""Errors of torch.distributed are RuntimeErrors."""
 
 
 NODE_IP = "node_ip"
@@ -92,14 +94,17 @@ class ActorShell:
         return str(ray.util.get_node_ip_address())
 
     def _as_rank_error(self, error: Exception, phase: str) -> RankError:
+        raised_at = time.time()  # before the trace, which takes a while
         return RankError(
             role=self.role,
             rank=self._rank,
             phase=phase,
             cause=f"{type(error).__name__}: {error}",
             trace="".join(traceback.format_exception(error)),
-            raised_at=time.time(),
-            in_vain=IN_VAIN.search(str(error)) is not None,
+            raised_at=raised_at,
+            # A file system may time out, too.
+            in_vain=isinstance(error, _OF_A_WAIT) and IN_VAIN.search(str(error)) is not None,
+            follows=self.role is Role.TRAINER and getattr(error, "culprit", None) not in (None, self._rank),
         )
 
     def _build(self) -> Any:

@@ -34,7 +34,8 @@ LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * 2**20
 """Ray's shared memory for a local run; only token batches pass through it."""
 TEMP_PREFIX, RUN_FILE = "rl_safe_", "run_id"
-"""Of a run's temporary folder, and the file in it that says whose it is: run id, process id and creation time."""
+"""Of a run's temporary folder, and the file in it that says whose it is: run id, driver's process id, when that was
+created, and the namespace in which the number counts."""
 GPU_SHARE = 0.5
 """Of a trainer and of the rollout rank on its GPU, as Ray counts; neither is held to it."""
 LESS_OF = {
@@ -59,6 +60,7 @@ class Cluster:
         self._temp_dir: Path | None = None
         self._hang_dir: Path | None = None
         self._pids: set[int] = set()
+        self._made_at = time.time()
         self.trainers: list[ActorRef] = []
         self.rollouts: list[ActorRef] = []
 
@@ -135,7 +137,8 @@ class Cluster:
         remove_leftovers(Path(tempfile.gettempdir()))
         self._temp_dir = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
         driver = psutil.Process()
-        (self._temp_dir / RUN_FILE).write_text(f"{self._run_id} {driver.pid} {driver.create_time()}")
+        whose = f"{self._run_id} {driver.pid} {driver.create_time()} {process_namespace()}"
+        (self._temp_dir / RUN_FILE).write_text(whose)
         ray.init(
             address="local",
             num_cpus=len(os.sched_getaffinity(0)),
@@ -194,7 +197,7 @@ class Cluster:
             attempt("giving up placement", lambda: remove_placement_group(group), timeout_s=kill_after_s)
         attempt("shutting down Ray", ray.shutdown, timeout_s=kill_after_s)
         reap(self._run_id, kill_after_s=kill_after_s)
-        remove_ipc_files(pid for pid in self._pids if not psutil.pid_exists(pid))
+        remove_ipc_files((pid for pid in self._pids if not psutil.pid_exists(pid)), since_s=self._made_at)
         for folder in (self._hang_dir, self._temp_dir):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -234,10 +237,20 @@ def remove_leftovers(temp: Path) -> None:
     """
     for file in temp.glob(f"{TEMP_PREFIX}*/{RUN_FILE}"):
         with suppress(OSError, ValueError):  # another user's, gone meanwhile, or just being written
-            run_id, pid, created_at = file.read_text().split()
-            # A run that is only starting has no other process yet.
-            if not _lives(int(pid), float(created_at)) and not run_processes(run_id):
+            run_id, pid, created_at, namespace = file.read_text().split()
+            # Of another container's processes nobody here can tell. A run that is only starting has no other process.
+            if (
+                namespace == process_namespace()
+                and not _lives(int(pid), float(created_at))
+                and not run_processes(run_id)
+            ):
                 shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def process_namespace() -> str:
+    """Tells this machine and container from others that may share a folder for temporary files."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def _lives(pid: int, created_at: float) -> bool:

@@ -15,17 +15,23 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def remove_ipc_files(pids: Iterable[int], folder: Path = SHARED_MEMORY) -> None:
+def remove_ipc_files(pids: Iterable[int], *, since_s: float, folder: Path = SHARED_MEMORY) -> None:
     """Removes what processes that have ended left: ``torch_<pid>_...`` and ``cuda.shm.<user>.<pid in hex>....``.
 
     Args:
         pids: Processes of this machine that have ended.
+        since_s: When they began, in Unix seconds. Older files are those of another process by the same number, as are
+            those of another user.
         folder: Where shared memory is mounted.
     """
     for pid in pids:
         for pattern in (f"torch_{pid}_*", f"cuda.shm.{os.getuid()}.{pid:x}.*"):
             for file in folder.glob(pattern):
                 try:
-                    file.unlink(missing_ok=True)
+                    found = file.stat()
+                    if found.st_uid == os.getuid() and found.st_mtime >= since_s:
+                        file.unlink()
+                except FileNotFoundError:
+                    continue
                 except OSError as error:
                     logger.warning("%s is left of process %d: %s", file, pid, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import MappingProxyType
 from typing import cast
 
@@ -70,9 +71,15 @@ class CommsMixin(GroupsMixin):
         return group.group.group_name in self._connected
 
     def _connect_groups(
-        self, probe: Callable[[], int] | None
+        self, probe: Callable[[], int] | None, *, phase: Phase = Phase.BOOTSTRAP, timeout: timedelta | None = None
     ) -> tuple[BootstrapReport, Mapping[str, frozenset[OpClass]]]:
-        """Connects every group; also after they were released. Collective over: the training world."""
+        """Connects every group; also after they were released. Collective over: the training world.
+
+        Args:
+            probe: Tells the device memory that is not torch's.
+            phase: The phase that this is part of, for errors.
+            timeout: Longest time for it; None: what is left of the phase.
+        """
         plan = self.plan_comms()
         bootstrap = Bootstrap(
             self.store,
@@ -83,7 +90,7 @@ class CommsMixin(GroupsMixin):
             device=self.device,
             probe=probe,
         )
-        report = bootstrap.run(timeout=self.remaining(), elsewhere=self.world.host_groups)
+        report = bootstrap.run(timeout=timeout or self.remaining(), elsewhere=self.world.host_groups, phase=phase)
         return report, bootstrap.connected
 
     @contextmanager
@@ -281,7 +288,11 @@ class CommsMixin(GroupsMixin):
         if failed:
             self.leave(failed=True)
             reason = failed.get(self.training_rank) or next(iter(failed.values()))
-            raise WeightSyncError(f"weight sync failed on training rank {format_ranks(list(failed))}: {reason}")
+            raise WeightSyncError(
+                f"weight sync failed on training rank {format_ranks(list(failed))}: {reason}",
+                # Whoever has failed itself says so.
+                culprit=self.training_rank if self.training_rank in failed else min(failed),
+            )
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -57,7 +58,7 @@ class GroupsMixin(SafeWorker):
                 size=self.training_size,
                 backend=backend,
                 timeout=self.timeout(Phase.WORLD),
-                options=world_options(self.plan_comms().limits) if self._has_nccl else None,
+                options=self._world_options(),
             )
 
     def carve_world(self, address: StoreAddress, *, training_joint_ranks: Sequence[int]) -> None:
@@ -77,13 +78,18 @@ class GroupsMixin(SafeWorker):
                 self.store = connect_store(address, timeout=self.timeout(Phase.WORLD))
             self._open_roll_call()
             self.roll_call.arrive(Phase.WORLD, timeout=self.timeout(Phase.WORLD))
-            self.world = carve_training_world(training_joint_ranks, timeout=self.timeout(Phase.WORLD))
+            self.world = carve_training_world(
+                training_joint_ranks, timeout=self.timeout(Phase.WORLD), options=self._world_options()
+            )
             place, expected = (self.world.training_rank, self.world.size), (self.training_rank, self.training_size)
             if place != expected:
                 raise CommunicatorError(
                     f"this process is training rank {place[0]} of {place[1]} in {list(training_joint_ranks)}, but was "
                     f"set up as training rank {expected[0]} of {expected[1]}: give setup_worker the former"
                 )
+
+    def _world_options(self) -> Any:
+        return world_options(self.plan_comms().limits) if self._has_nccl else None
 
     def _check_memory(self, plan: CommsPlan) -> None:
         """Refuses the groups on every rank if one has no room for them."""

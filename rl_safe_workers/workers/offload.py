@@ -191,7 +191,9 @@ class OffloadMixin(CommsMixin):
             training_rank=self.training_rank,
             size=self.training_size,
             timeout=self.remaining(),
-            bootstrap=lambda: self._connect_groups(outside_torch(self.device)),
+            bootstrap=lambda patience: self._connect_groups(
+                outside_torch(self.device), phase=Phase.ONLOAD, timeout=patience
+            ),
             used_bytes=outside_torch(self.device),
         )
 

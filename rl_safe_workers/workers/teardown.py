@@ -6,6 +6,7 @@ import logging
 import time
 from datetime import timedelta
 
+from rl_safe_workers.comms.ending import describe, failure_of, within
 from rl_safe_workers.comms.teardown import abort_groups, destroy_groups, exchange_verdicts
 from rl_safe_workers.errors import RlSafeError
 from rl_safe_workers.lifecycle import Phase
@@ -15,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 _ABORT = timedelta(seconds=10)
 """Longest time to abort groups that cannot be destroyed."""
+_JOINT_SHARE = 0.5
+"""Of the teardown's time, to leave the joint group."""
 
 
 class TeardownMixin(CommsMixin):
@@ -25,8 +28,9 @@ class TeardownMixin(CommsMixin):
     def teardown(self, failure: str | None = None) -> dict[int, str]:
         """Exchanges verdicts, then destroys every group if all is well. Idempotent; also after a partial set-up.
 
-        Collective over: the training world. If some rank failed or gave no verdict, groups are not destroyed, which
-        would wait for that rank, but aborted, so that this process can end by itself.
+        Collective over: the training world. If some rank failed or gave no verdict, or does not come after it has given
+        one, groups are not destroyed, which would wait for that rank, but aborted, so that this process can end by
+        itself.
 
         Args:
             failure: None if this rank is well, else one line of what failed.
@@ -39,11 +43,12 @@ class TeardownMixin(CommsMixin):
             PhaseTimeoutError: If a rank that was well does not come in time; names it.
         """
         with self.lifecycle.enter(Phase.TEARDOWN):
-            self.leave()
             if not hasattr(self, "world") or self._verdict is not None:
+                self.leave(failed=True)
                 return self._verdict or {}
             failure = self._finish_everything() if failure is None else self._give_up_everything(failure)
             self._deadline_s = time.monotonic() + self.timeout(Phase.TEARDOWN).total_seconds()
+            failure = self._leave_joint_group(failure)
             failed = exchange_verdicts(
                 self.store,
                 training_rank=self.training_rank,
@@ -56,7 +61,12 @@ class TeardownMixin(CommsMixin):
                 logger.warning("teardown: groups are aborted, because of %s", failed)
                 abort_groups(self.world, timeout=_ABORT)
                 return failed
-            self.roll_call.arrive(Phase.TEARDOWN, timeout=self.remaining())
+            try:
+                self.roll_call.arrive(Phase.TEARDOWN, timeout=self.remaining())
+            except RlSafeError as error:
+                self._verdict = {self.training_rank: str(error)}
+                abort_groups(self.world, timeout=_ABORT)
+                raise
             destroy_groups(self.world, timeout=self.remaining())
             # The owner of the store stays until every other trainer has left its groups.
             self.roll_call.sign_off(Phase.TEARDOWN, timeout=self.remaining())
@@ -70,6 +80,19 @@ class TeardownMixin(CommsMixin):
             logger.warning("teardown: %s", error)
             return str(error)
         return None
+
+    def _leave_joint_group(self, failure: str | None) -> str | None:
+        """Leaves it without waiting where something has failed; NCCL waits for rollout ranks else, here not too long.
+
+        Returns what has failed, or None.
+        """
+        if failure is not None:
+            self.leave(failed=True)
+            return failure
+        left = failure_of(
+            lambda: within(self.leave, _JOINT_SHARE * self.remaining().total_seconds(), what="leaving the joint group")
+        )
+        return describe(left)
 
     def _give_up_everything(self, failure: str) -> str:
         """Lets the other mixins tell whoever waits for this rank that it has failed; returns what has failed."""

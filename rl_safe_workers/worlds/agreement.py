@@ -24,6 +24,7 @@ from rl_safe_workers.errors import (
     RlSafeError,
 )
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.worlds.attendance import attend, attendants
 
 
 class Agreement:
@@ -48,6 +49,8 @@ class Agreement:
     def report(self, data: bytes) -> None:
         """Publishes this rank's report. Does not wait."""
         self._set(f"report/{self._rank}", data)
+        with self._store_in_reach():
+            attend(self._store, "came", self._rank)
 
     def reports(self, timeout: timedelta) -> list[bytes]:
         """Waits for every rank's report; returns them by rank. Rank 0 calls it.
@@ -127,8 +130,8 @@ class Agreement:
         """Removes this rank's report, and on rank 0 the decision, from the store; once no rank needs them any more."""
         with self._store_in_reach():
             self._store.delete_key(f"report/{self._rank}")
-            if self._rank == 0:
-                self._store.delete_key("decision")
+            for key in ("decision", "came") if self._rank == 0 else ():
+                self._store.delete_key(key)
 
     def _set(self, key: str, data: bytes) -> None:
         with self._store_in_reach():
@@ -155,7 +158,9 @@ class Agreement:
             with self._store_in_reach():
                 self._store.wait(keys, timeout)
         except DistStoreError:
-            silent = [rank for rank in range(self._size) if not self._has([f"report/{rank}"])]
+            with self._store_in_reach():
+                came = attendants(self._store, "came")
+            silent = [rank for rank in range(self._size) if rank not in came]
             raise PhaseTimeoutError(
                 phase=self._phase,
                 group="training world",

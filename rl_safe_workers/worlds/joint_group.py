@@ -59,7 +59,8 @@ class JointGroup:
         # The group by itself would wait for the missing, too, but could not say who they are.
         roll_call = RollCall(store, world=f"joint group {generation}", group_rank=joint_rank, size=size)
         roll_call.arrive(Phase.JOINT, timeout=timeout)
-        prefix = PrefixStore(f"joint/{generation}", store)
+        # Over a connection of its own: NCCL waits in it for peers without end, and would keep everyone else out.
+        prefix = PrefixStore(f"joint/{generation}", store.clone())  # type: ignore[attr-defined]
         # The stubs leave out what it inherits from Backend.
         self._group: Any = None
         self._works: deque[Any] = deque()

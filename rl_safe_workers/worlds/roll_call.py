@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -12,6 +12,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.worlds.attendance import attend, attendants
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +46,18 @@ class RollCall:
         call = self._calls[phase] = self._calls.get(phase, 0) + 1
         prefix = f"{phase}/{call}"
         with self._store_in_reach(phase):
-            self._store.set(f"{prefix}/{self._rank}", "1")
+            attend(self._store, f"{prefix}/came", self._rank)
             if self._store.add(f"{prefix}/count", 1) == self._size:
                 self._store.set(f"{prefix}/complete", "1")
             else:
-                self._wait(f"{prefix}/complete", phase, prefix, timeout)
+                self._wait_for([f"{prefix}/complete"], phase, timeout, self._absent)
             self._forget(f"{phase}/{call - 1}")
 
     def _forget(self, prefix: str) -> None:
         """Removes an earlier call's keys: everyone has made a later one, so nobody waits for it any more."""
-        self._store.delete_key(f"{prefix}/{self._rank}")
         if self._rank == 0:
-            self._store.delete_key(f"{prefix}/count")
-            self._store.delete_key(f"{prefix}/complete")
+            for key in ("came", "count", "complete"):
+                self._store.delete_key(f"{prefix}/{key}")
 
     def sign_off(self, phase: Phase, *, timeout: timedelta) -> None:
         """Reports that this rank needs the store no more. Rank 0, the owner, waits for all others; nobody else waits.
@@ -69,20 +69,30 @@ class RollCall:
         """
         prefix = f"{phase}/signed_off"
         with self._store_in_reach(phase):
-            # Unlike add, set waits for no answer, which an owner who is free to go might not live to give.
-            self._store.set(f"{prefix}/{self._rank}", "1")
-            for rank in range(1, self._size) if self._rank == 0 else ():
-                self._wait(f"{prefix}/{rank}", phase, prefix, timeout)
+            if self._rank != 0:
+                # Unlike add, set waits for no answer, which an owner who is free to go might not live to give.
+                self._store.set(f"{prefix}/{self._rank}", "1")
+                return
+            self._wait_for([f"{prefix}/{rank}" for rank in range(1, self._size)], phase, timeout, self._not_signed_off)
 
-    def _wait(self, key: str, phase: Phase, prefix: str, timeout: timedelta) -> None:
+    def _not_signed_off(self, phase: Phase) -> list[int]:
+        return [rank for rank in range(1, self._size) if not self._store.check([f"{phase}/signed_off/{rank}"])]
+
+    def _absent(self, phase: Phase) -> list[int]:
+        came = attendants(self._store, f"{phase}/{self._calls[phase]}/came")
+        return [rank for rank in range(self._size) if rank not in came]
+
+    def _wait_for(
+        self, keys: list[str], phase: Phase, timeout: timedelta, missing: Callable[[Phase], list[int]]
+    ) -> None:
         start_s = time.monotonic()
         try:
-            self._store.wait([key], timeout)
+            self._store.wait(keys, timeout)
         except DistStoreError:
             raise PhaseTimeoutError(
                 phase=phase,
                 group=self._world,
-                missing=[r for r in range(self._size) if not self._store.check([f"{prefix}/{r}"])],
+                missing=missing(phase),
                 waited_s=time.monotonic() - start_s,
                 setting=f"rl_safe.timeouts.{phase}",
             ) from None

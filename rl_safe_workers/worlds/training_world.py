@@ -55,7 +55,8 @@ def init_training_world(
     its ranks must take part (NeMo RL 3189).
 
     Args:
-        store: The run's store; keys go under the prefix ``train``.
+        store: The run's store; keys go under the prefix ``train``, over a connection of their own: NCCL waits in it
+            for peers without end, and would keep everyone else out.
         training_rank: This process's rank.
         size: Number of trainers.
         backend: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
@@ -70,14 +71,17 @@ def init_training_world(
             f"this process already has a default group of {dist.get_world_size()} ranks; in a host that creates it, "
             "use carve_training_world"
         )
+    own: Store = store.clone()  # type: ignore[attr-defined]
     dist.init_process_group(
-        backend, store=PrefixStore("train", store), rank=training_rank, world_size=size, timeout=timeout,
+        backend, store=PrefixStore("train", own), rank=training_rank, world_size=size, timeout=timeout,
         pg_options=options,
     )  # fmt: skip
     return TrainingWorld(training_rank=training_rank, size=size, joint_ranks=tuple(range(size)))
 
 
-def carve_training_world(training_joint_ranks: Sequence[int], *, timeout: timedelta) -> TrainingWorld:
+def carve_training_world(
+    training_joint_ranks: Sequence[int], *, timeout: timedelta, options: Any = None
+) -> TrainingWorld:
     """Makes the trainers' subgroup the default group of this process, permanently.
 
     Collective over: the training ranks only. Rollout ranks must not call it and are never waited for. Call it
@@ -89,6 +93,7 @@ def carve_training_world(training_joint_ranks: Sequence[int], *, timeout: timede
         training_joint_ranks: Ranks of the trainers in the host's default group, ascending: torch numbers the
             members of a new group in that order, whichever order it is given.
         timeout: Longest wait of one collective of the training world.
+        options: The backend's, such as ``ProcessGroupNCCL.Options``; None for its own.
 
     Raises:
         CommunicatorError: If there is no default group, this process is not among the ranks, the ranks are not
@@ -110,7 +115,7 @@ def carve_training_world(training_joint_ranks: Sequence[int], *, timeout: timede
             "that all of its ranks must join, rollout ranks included; drop device_id from init_process_group"
         )
     host_groups, host_group_count = frozenset(c10d._world.pg_map), c10d._world.group_count
-    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    group = dist.new_group(ranks, timeout=timeout, pg_options=options, use_local_synchronization=True)
     c10d._update_default_pg(group)
     # Without its own rank map torch translates the carved group's ranks through the host's, and ShardedTensor
     # fails with "Global rank 0 does not exist in input process group".

@@ -101,7 +101,7 @@ class Case:
         return [*CONFIG, "trainer.resume_mode=auto", f"rl_safe.timeouts.{self.phase}={self.timeout_s}"]
 
     def is_named_by(self, error: str) -> bool:
-        """Whether an error message names the rank and the phase of the fault."""
+        """Whether an error message names the rank of the fault, before any other, and the phase."""
         if f"phase {self.phase}" not in error:
             return False
         who = rf"(trainer|training) rank {self.rank}\b" if self.role is Role.TRAINER else rf"rollout rank {self.rank}\b"
@@ -109,7 +109,8 @@ class Case:
         missing = rf"\brank {self.rank} of ({groups})"
         # Joint ranks count the trainers first.
         joint = rf"\brank {self.rank + (TRAINERS if self.role is Role.ROLLOUT else 0)} of (the )?joint"
-        return re.search(f"{who}|{missing}|{joint}", error) is not None
+        named = re.search(f"{who}|{missing}|{joint}", error)
+        return named is not None and re.search(r"\brank \d", error[: named.start()]) is None
 
     @property
     def recorded_steps(self) -> list[int]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.chaos import table
-from tests.chaos.cases import CONFIG, Case, all_cases
+from tests.chaos.cases import CONFIG, all_cases
 from tests.integration.runs import RECIPES, REPOSITORY, Outcome, finish, rl_safe
 
 PAGE = REPOSITORY / "docs" / "reliability.md"
+KEPT = REPOSITORY / "outputs" / "chaos.json"
+"""What the last run with ``--chaos`` has found, for one with ``--chaos-again``."""
 SECONDS, NOTE = "chaos_seconds", "chaos_note"
 """Properties of a test: ``(case, seconds)``, and a sentence for the page. pytest-xdist brings them from its workers."""
 LONG = ("test_orphans.py", "test_clean_exit.py")
@@ -22,10 +25,10 @@ class Results:
     """What the tests of a session have found."""
 
     def __init__(self) -> None:
-        self.seconds: dict[Case, float | None] = {}
+        self.seconds: dict[str, float | None] = {}
         """Of each case that was run; None for one that failed."""
-        self.notes: list[str] = []
-        self._cases = {str(case): case for case in all_cases()}
+        self.notes: dict[str, str] = {}
+        """By test."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collects what a test has found, wherever it was run."""
@@ -34,27 +37,35 @@ class Results:
         for name, value in report.user_properties:
             if name == SECONDS:
                 case, seconds = value
-                self.seconds[self._cases[case]] = seconds if report.passed else None
+                self.seconds[case] = seconds if report.passed else None
             elif name == NOTE and report.passed:
-                self.notes.append(value)
+                self.notes[report.nodeid] = value
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Prints all."""
         for case, seconds in self.seconds.items():
             outcome = table.FAILED if seconds is None else f"{seconds:.1f} s"
             terminalreporter.write_line(f"{case}: {outcome}")
-        for note in self.notes:
+        for note in self.notes.values():
             terminalreporter.write_line(note)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Writes the page if nothing is missing."""
-        cases = list(self._cases.values())
-        if session.config.getoption("--chaos") and self.seconds.keys() == set(cases) and len(self.notes) == len(LONG):
-            table.write(PAGE, {case: self.seconds[case] for case in cases}, self.notes)
+        """Keeps all, and writes the page if nothing is missing."""
+        if not session.config.getoption("--chaos"):
+            return
+        if session.config.getoption("--chaos-again"):
+            kept = json.loads(KEPT.read_text())
+            self.seconds, self.notes = kept["seconds"] | self.seconds, kept["notes"] | self.notes
+        KEPT.parent.mkdir(exist_ok=True)
+        KEPT.write_text(json.dumps({"seconds": self.seconds, "notes": self.notes}))
+        cases = all_cases()
+        if {*map(str, cases)} <= self.seconds.keys() and len(self.notes) == len(LONG):
+            table.write(PAGE, {case: self.seconds[str(case)] for case in cases}, list(self.notes.values()))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos", action="store_true", help="run the whole fault matrix and write docs/reliability.md")
+    parser.addoption("--chaos-again", action="store_true", help="with --chaos: keep what the run before has found")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -28,6 +28,8 @@ in which one fault strikes one rank in one phase. `scripts/test --chaos` runs al
 | exit | ends with status 0 on entering the phase, without teardown |
 | restart | as the column says, but on entering the phase, with `rl_safe.restarts`; one run has all faults of a phase |
 
+`scripts/test --chaos --chaos-again -k NAME` repeats the cells of that name and keeps the rest of the page.
+
 A cell gives the seconds from the fault to the end of the run; with a restart, until the run has come to the same phase
 again. It stands for a test that has passed: the run ended
 within the phase's timeout + {slack:.0f} s, with exit code 1 and an error that names the rank and the phase; no process,

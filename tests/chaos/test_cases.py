@@ -43,6 +43,8 @@ def test_every_cell_that_starts_again_is_in_one_chain() -> None:
         (TRAIN_1, "rollout rank 1 failed in phase train: the process died", False),
         (TRAIN_1, "phase train: rank 1 of training world did not arrive within 6.0 s", True),
         (TRAIN_1, "phase train: rank 0 of training world did not arrive within 6.0 s", False),
+        (TRAIN_1, "trainer rank 0 failed in phase train: phase train: training rank 1 failed in A", False),
+        (TRAIN_1, "trainer rank 1 failed in phase train: training rank 0 is gone", True),
         (SYNC_ROLLOUT, "phase sync: rank 0 of the rollouts did not arrive within 6.0 s", True),
         (SYNC_ROLLOUT, "phase sync: rank 0 of the trainers did not arrive within 6.0 s", False),
     ],

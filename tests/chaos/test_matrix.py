@@ -35,7 +35,7 @@ def run_with(
     shutil.copytree(checkpoints_of(undisturbed.folder) / first, checkpoints_of(folder) / first)
     monkeypatch.setenv(VARIABLE, to_json(*faults))
     with running(chaos_command(undisturbed.folder / "model", *overrides), folder) as run:
-        run.process.wait(ATTEMPT_S * len(faults))
+        run.process.wait(ATTEMPT_S * (len(faults) + 1))
         ended_at = time.time()
         return run.finish(), ended_at
 

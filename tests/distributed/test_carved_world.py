@@ -99,7 +99,7 @@ def _worker(joint_rank: int, host: Host, model: Path) -> Worker:
     return Worker(config, rank=host.trainers.index(joint_rank), size=TRAINERS)
 
 
-def _do_not_carve(training_joint_ranks: list[int], *, timeout: timedelta) -> TrainingWorld:
+def _do_not_carve(training_joint_ranks: list[int], *, timeout: timedelta, options: object) -> TrainingWorld:
     return TrainingWorld(
         training_rank=dist.get_rank(), size=TRAINERS, joint_ranks=tuple(training_joint_ranks), host_group=None
     )

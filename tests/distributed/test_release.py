@@ -364,7 +364,7 @@ def _one_is_slow(rank: int, address: StoreAddress) -> tuple[float, float]:
     start_s = time.monotonic()
     world.rebuild()
     connected_s = time.monotonic() - start_s
-    world.rebuild(bootstrap=lambda: time.sleep(0.6 if rank == 1 else 0))
+    world.rebuild(bootstrap=lambda patience: time.sleep(0.6 if rank == 1 else 0))
     dist.all_reduce(torch.zeros(1))
     return connected_s, time.monotonic() - start_s
 
@@ -439,7 +439,7 @@ def _fail_once(rank: int, address: StoreAddress, where: str) -> tuple[Any, Any, 
 
     if rank == 2 and where == "connect":
         Channel.connect = fail  # type: ignore[method-assign]
-    bootstrap = fail if rank == 2 and where == "bootstrap" else lambda: dist.all_reduce(torch.zeros(1))
+    bootstrap = fail if rank == 2 and where == "bootstrap" else lambda patience: dist.all_reduce(torch.zeros(1))
     error = _error(lambda: world.rebuild(timeout=timedelta(seconds=4), bootstrap=bootstrap))
     states = {group.state for group in releasable_groups()}
     Channel.connect = connect  # type: ignore[method-assign]
@@ -463,7 +463,7 @@ def test_a_rank_that_fails_in_a_rebuild_fails_all_and_the_next_rebuild_succeeds(
 def _die(rank: int, address: StoreAddress) -> Any:
     world = Ranks(rank, address)
     world.release()
-    return _error(lambda: world.rebuild(timeout=SHORT, bootstrap=lambda: os._exit(1) if rank == 2 else None))
+    return _error(lambda: world.rebuild(timeout=SHORT, bootstrap=lambda patience: os._exit(1) if rank == 2 else None))
 
 
 def test_a_rank_that_dies_in_a_rebuild_is_named(address) -> None:

@@ -128,20 +128,28 @@ def test_a_rank_without_a_verdict_counts_as_failed_once_the_time_is_up(address, 
         assert TEARDOWN_S <= end["took_s"] < TEARDOWN_S + 1
 
 
-def _one_dies_after_its_verdict(rank: int, address: StoreAddress, config: RunConfig) -> dict[str, Any]:
+def _one_dies_after_its_verdict(
+    rank: int, address: StoreAddress, config: RunConfig
+) -> tuple[PhaseTimeoutError, dict[int, str], list[bool]]:
     worker = Worker(config, rank=rank, size=SIZE)
     worker.start(address)
     if rank == 1:
         worker.roll_call.arrive = lambda *args, **kwargs: os._exit(1)
-    return _end(worker)
+    aborted: list[bool] = []
+    teardown_mixin.abort_groups = lambda *args, **kwargs: aborted.append(True)
+    with pytest.raises(PhaseTimeoutError) as raised:
+        worker.teardown()
+    return raised.value, worker.teardown(), aborted
 
 
-def test_a_rank_that_dies_after_its_verdict_is_named_once_the_time_is_up(address, config) -> None:
+def test_a_rank_that_dies_after_its_verdict_is_named_and_the_others_abort(address, config) -> None:
     outcomes = run_ranks(_one_dies_after_its_verdict, SIZE, address, config)
-    for error in [outcome.error for outcome in outcomes if outcome.rank != 1]:
-        assert isinstance(error, PhaseTimeoutError)
+    for outcome in [outcome for outcome in outcomes if outcome.rank != 1]:
+        error, verdict, aborted = values([outcome])[0]
         assert error.missing == (1,)
         assert error.waited_s < TEARDOWN_S + 1
+        assert verdict == {outcome.rank: str(error)}
+        assert aborted == [True]
 
 
 def _owning(rank: int, end: Callable[[int, Worker], Any], config: RunConfig, file: Path) -> Any:

@@ -205,6 +205,16 @@ def test_a_rank_that_names_who_is_missing_is_believed(ray: FakeRay) -> None:
     assert (error.group, error.missing) == ("training world", (2,))
 
 
+def test_who_has_failed_wins_over_who_has_only_heard_of_it_earlier(ray: FakeRay) -> None:
+    heard = failure(0, "CommunicatorError: training rank 1 failed in A: no", at_s=2.0)
+    assert isinstance(heard.error, RankError)
+    heard.error.follows = True
+    replies = [heard, failure(1, "CommunicatorError: training rank 1 failed in A: no", at_s=3.0)]
+    error = error_of(trainers(ray, *((1.0, reply) for reply in replies)))
+    assert isinstance(error, RankError)
+    assert error.rank == 1
+
+
 def test_if_all_that_failed_waited_for_one_that_is_busy_it_is_named(ray: FakeRay) -> None:
     vain = failure(0, "RuntimeError: Timed out waiting", at_s=5.0, in_vain=True)
     error = error_of(trainers(ray, (1.0, vain), (NEVER_S, value(1))))
@@ -232,6 +242,19 @@ def test_at_the_deadline_silent_ranks_of_both_roles_are_named(ray: FakeRay) -> N
     assert isinstance(error, PhaseTimeoutError)
     assert (error.group, error.missing) == ("the trainers", (1,))
     assert "(nor rollout rank 0)" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("trainer_s", "waited_s"), [(1.0, TIMEOUT_S), (TIMEOUT_S + 2, TIMEOUT_S + 2), (NEVER_S, TIMEOUT_S + SLACK_S)]
+)
+def test_a_rank_that_looks_at_no_clock_is_waited_for_no_longer_than_those_that_do(
+    ray: FakeRay, trainer_s: float, waited_s: float
+) -> None:
+    late = rollouts(ray, (TIMEOUT_S + SLACK_S + 1, value(9)))
+    calls = start_calls([*trainers(ray, (trainer_s, value(0))), *late], Phase.TEARDOWN, "teardown", lambda rank: ())
+    with pytest.raises(PhaseTimeoutError) as raised:
+        wait_for(calls)
+    assert waited_s <= raised.value.waited_s <= waited_s + 2 * SLICE_S
 
 
 def test_the_time_runs_from_the_start_of_the_calls(ray: FakeRay) -> None:

@@ -22,12 +22,21 @@ def test_only_the_files_of_those_processes_go(tmp_path: Path) -> None:
     )
     for name in (*gone, *kept):
         (tmp_path / name).touch()
-    remove_ipc_files([PID, PID + 100], tmp_path)
+    remove_ipc_files([PID, PID + 100], since_s=0, folder=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
 def test_a_file_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path) -> None:
     (tmp_path / f"torch_{PID}_1_0").mkdir()
     (tmp_path / f"torch_{PID}_2_0").touch()
-    remove_ipc_files([PID], tmp_path)
+    remove_ipc_files([PID], since_s=0, folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [f"torch_{PID}_1_0"]
+
+
+def test_files_from_before_the_run_are_of_another_process_by_the_same_number(tmp_path: Path) -> None:
+    (file := tmp_path / f"torch_{PID}_1_0").touch()
+    written_s = file.stat().st_mtime
+    remove_ipc_files([PID], since_s=written_s + 1, folder=tmp_path)
+    assert file.exists()
+    remove_ipc_files([PID], since_s=written_s, folder=tmp_path)
+    assert not file.exists()

@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_safe_workers.driver.cluster import RUN_FILE, TEMP_PREFIX, remove_leftovers
+from rl_safe_workers.driver.cluster import RUN_FILE, TEMP_PREFIX, process_namespace, remove_leftovers
 from rl_safe_workers.env import RUN_ID
 
 ME = psutil.Process()
+HERE = process_namespace()
 
 
 def folder(temp: Path, content: str) -> Path:
@@ -27,12 +28,12 @@ def folder(temp: Path, content: str) -> Path:
 def test_a_folder_of_which_nobody_lives_goes(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    left = folder(tmp_path, f"feedbeef {gone.pid} 1.0")
+    left = folder(tmp_path, f"feedbeef {gone.pid} 1.0 {HERE}")
     remove_leftovers(tmp_path)
     assert not left.exists()
 
 
-@pytest.mark.parametrize("content", [f"feedbeef {ME.pid} {ME.create_time()}", "", "feedbeef 12"])
+@pytest.mark.parametrize("content", [f"feedbeef {ME.pid} {ME.create_time()} {HERE}", "", "feedbeef 12"])
 def test_a_folder_of_a_run_that_starts_or_is_not_understood_stays(tmp_path: Path, content: str) -> None:
     mine = folder(tmp_path, content)
     remove_leftovers(tmp_path)
@@ -44,11 +45,17 @@ def test_a_folder_of_which_an_actor_lives_stays(tmp_path: Path) -> None:
     variables = {**os.environ, RUN_ID: run_id}
     actor = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=variables)
     try:
-        used = folder(tmp_path, f"{run_id} {ME.pid} 1.0")
+        used = folder(tmp_path, f"{run_id} {ME.pid} 1.0 {HERE}")
         remove_leftovers(tmp_path)
         assert used.exists()
     finally:
         actor.communicate(b"")
+
+
+def test_a_folder_of_another_container_stays(tmp_path: Path) -> None:
+    theirs = folder(tmp_path, "feedbeef 1 1.0 another/4026531836")
+    remove_leftovers(tmp_path)
+    assert theirs.exists()
 
 
 def test_other_folders_stay(tmp_path: Path) -> None:

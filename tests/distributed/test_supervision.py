@@ -1,0 +1,78 @@
+"""Work under one deadline: groups of any size, plans in one order, and whatever fails anywhere is heard by all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import pytest
+
+from rl_safe_workers.comms.supervision import Supervision
+from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.store import connect_store
+from tests.distributed.ranks import run_ranks, values
+
+SIZE = 2
+A_THOUSAND_RANKS = f"WORLD {list(range(2048))}"
+"""Longer than a key of TCPStore may be."""
+
+
+def _work(rank: int, address: StoreAddress) -> Supervision:
+    store = connect_store(address, timeout=timedelta(seconds=30))
+    return Supervision(
+        store, "test", 1, phase=Phase.BOOTSTRAP, training_rank=rank, size=SIZE, timeout=timedelta(seconds=10)
+    )
+
+
+def _large(rank: int, address: StoreAddress) -> int:
+    work = _work(rank, address)
+    work.compare("plan", {A_THOUSAND_RANKS: ["reduce"]}, [range(SIZE)])
+    done: int = work.part(A_THOUSAND_RANKS, range(SIZE), lambda: rank)
+    work.finish()
+    return done
+
+
+def test_the_name_of_a_large_group_is_no_key(address: StoreAddress) -> None:
+    assert len(A_THOUSAND_RANKS) > 8192
+    assert values(run_ranks(_large, SIZE, address)) == [0, 1]
+
+
+def _compare(rank: int, address: StoreAddress, plans: Mapping[int, dict[str, list[str]]]) -> None:
+    _work(rank, address).compare("plan", plans[rank], [range(SIZE)] * len(plans[rank]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "complaint"),
+    [
+        ({"A": ["reduce"], "B": []}, r"it plans \[(|'reduce')\], but rank \d \[(|'reduce')\]"),
+        ({"B": ["reduce"], "A": []}, r"it connects the groups that it shares with rank \d in another order"),
+    ],
+)
+def test_plans_that_differ_in_classes_or_in_order_are_refused_on_every_rank(
+    plan: dict[str, list[str]], complaint: str, address: StoreAddress
+) -> None:
+    outcomes = run_ranks(_compare, SIZE, address, {0: {"A": [], "B": ["reduce"]}, 1: plan})
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CommunicatorError)
+        assert outcome.error.culprit in (0, 1)
+        with pytest.raises(CommunicatorError, match=complaint):
+            raise outcome.error
+
+
+def _fail_alone(rank: int, address: StoreAddress) -> None:
+    work = _work(rank, address)
+    if rank == 1:
+        work.alone("NCCL's kernels", lambda: [].pop())
+    work.part("A", range(SIZE), lambda: None)
+
+
+def test_what_fails_on_one_rank_alone_is_heard_by_the_others_at_once(address: StoreAddress) -> None:
+    outcomes = run_ranks(_fail_alone, SIZE, address)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CommunicatorError)
+        assert outcome.error.culprit == 1
+        assert str(outcome.error) == (
+            "phase bootstrap: training rank 1 failed in NCCL's kernels: IndexError: pop from empty list"
+        )
