@@ -79,7 +79,7 @@ class Channel:
         inner._set_default_backend(backend_type)
         inner._register_backend(device, backend_type, live)
         inner._set_group_name(name)
-        # Who is passed the inner group, as a dispatch mode is, may ask for its members.
+        # Who is passed the inner group, as a trace is, may ask for its members.
         c10d._world.pg_group_ranks[inner] = {member: index for index, member in enumerate(members)}
         self._live, self.inner = live, inner
         self.limit(self.timeout)

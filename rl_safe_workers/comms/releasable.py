@@ -224,10 +224,12 @@ class ReleasableGroup(dist.ProcessGroup):
             channel.pending.add(work)
         return work
 
+    @torch.compiler.disable
     def _start_coalescing(self, device: torch.device) -> None:
         channel = self._channel_for("_start_coalescing", device.type)
         self._inner_for("_start_coalescing", channel)._start_coalescing(device)
 
+    @torch.compiler.disable
     def _end_coalescing(self, device: torch.device) -> Any:
         channel = self._channel_for("_end_coalescing", device.type)
         return self._inner_for("_end_coalescing", channel)._end_coalescing(device)
@@ -313,7 +315,7 @@ def _forwarder(op: str) -> Callable[..., Any]:
     def forward(self: ReleasableGroup, *args: Any, **kwargs: Any) -> Any:
         return self._forward(op, args, kwargs)
 
-    return forward
+    return _left_to_eager(forward)
 
 
 def _refusal(op: str) -> Callable[..., Any]:
@@ -323,7 +325,13 @@ def _refusal(op: str) -> Callable[..., Any]:
             "use a plain one, made with the backend of its device"
         )
 
-    return refuse
+    return _left_to_eager(refuse)
+
+
+def _left_to_eager(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes Dynamo break the graph at a method, as it does at a plain group's; else it would go into this one."""
+    left: Callable[..., Any] = torch.compiler.disable(method)
+    return left
 
 
 def _complete_methods() -> None:

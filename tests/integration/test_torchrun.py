@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+import rl_safe_workers
 
 README = Path(__file__).parents[2] / "README.md"
 TIMEOUT_S = 120
@@ -38,6 +47,31 @@ def test_a_rank_that_fails_is_named_by_the_others_and_keeps_its_own_error(tmp_pa
     done = _run(tmp_path, failing)
     assert done.returncode != 0
     assert "AssertionError: no more disk" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "device", "backend"), [(True, torch.device("cuda", 3), "nccl"), (False, torch.device("cpu"), "gloo")]
+)
+def test_the_readmes_script_uses_the_gpu_of_its_rank_if_there_are_gpus(
+    has_gpu: bool, device: torch.device, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = mock.Mock()
+    calls.guard.return_value = nullcontext()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
+    monkeypatch.setattr(torch, "ones", lambda size, **kwargs: kwargs.get("device", torch.device("cpu")))
+    for name in ("init_process_group", "all_reduce", "get_rank"):
+        monkeypatch.setattr(dist, name, getattr(calls, name))
+    for name in ("initialize_model_parallel", "get_expert_data_parallel_group"):
+        monkeypatch.setattr(parallel_state, name, getattr(calls, name))
+    for name in ("bootstrap", "guard", "teardown"):
+        monkeypatch.setattr(rl_safe_workers, name, getattr(calls, name))
+    calls.bootstrap.return_value.seconds = 0.0
+    exec(compile(_script(), "script.py", "exec"), {})
+    made = mock.call.init_process_group(backend)
+    assert calls.mock_calls[: has_gpu + 1] == [*([mock.call.set_device(device)] if has_gpu else []), made]
+    assert [call.args[0] for call in calls.all_reduce.call_args_list] == [device] * 3
 
 
 def test_a_phase_before_the_bootstrap_is_refused_and_a_collective_that_it_missed_is_told(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ EXAMPLES: dict[str, errors.RlSafeError] = {
     "PhaseTimeoutError": errors.PhaseTimeoutError(
         phase="save", group="training world", missing=[1, 2], waited_s=3.0, setting="rl_safe.timeouts.save"
     ),
+    "RunError": errors.RunError("training rank 1 failed", culprit=1),
     "RankError": errors.RankError(
         role="trainer", rank=1, phase="train", cause="ValueError: x", trace="Traceback", raised_at=12.5
     ),
