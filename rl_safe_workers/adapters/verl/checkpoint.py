@@ -1,0 +1,248 @@
+"""verl's checkpoint manager with our saves and loads: its layout and files, without its collectives.
+
+    global_step_10/actor/
+      ckpt_contents.json            verl's manifest, written last
+      transformer_config.json
+      model/huggingface/            HF weights, by verl's bridge
+      model/dist_ckpt/              shards, with use_dist_checkpointing
+      optimizer/dist_ckpt/          shards and the scheduler
+      extra/dist_ckpt/              random states
+
+What is stored is described in verl's own format, so that each reads the other's checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core import parallel_state
+from torch.distributed import PrefixStore
+from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+
+from rl_safe_workers.adapters.verl.pending import PendingSave
+from rl_safe_workers.adapters.verl.process import TrainerProcess
+from rl_safe_workers.checkpoint.loader import Loader, read_content_metadata
+from rl_safe_workers.checkpoint.manifest import SHARDS, fsync
+from rl_safe_workers.checkpoint.optimizer_state import FULLY_RESHARDABLE, is_in_place
+from rl_safe_workers.checkpoint.plan import Replicas
+from rl_safe_workers.checkpoint.saver import Saver
+from rl_safe_workers.checkpoint.state import restore_state, sharded_state
+from rl_safe_workers.checkpoint.writer import WrittenFile
+from rl_safe_workers.errors import CheckpointError, RlSafeError
+from rl_safe_workers.lifecycle import Phase
+
+MANIFEST = "ckpt_contents.json"
+TREES = ("model", "optimizer", "extra")
+
+
+class SafeCheckpointManager(MegatronCheckpointManager):
+    """Overrides how verl's manager describes, writes and reads shards; its ``save_checkpoint`` stays in charge."""
+
+    process: TrainerProcess
+    name: str
+    _savers: dict[str, Saver]
+
+    @classmethod
+    def take_over(cls, manager: MegatronCheckpointManager, process: TrainerProcess, name: str) -> SafeCheckpointManager:
+        """Makes one of a manager that verl has made: it is constructed by name (transformer_impl.py:627)."""
+        ours: SafeCheckpointManager = cls.__new__(cls)
+        ours.__dict__.update(manager.__dict__)
+        ours.process, ours.name, ours._savers = process, name, {}
+        return ours
+
+    def _build_optimizer_state_dict(
+        self, model_sharded_state_dict: dict[str, Any], metadata: dict[str, Any], is_loading: bool = False
+    ) -> dict[str, Any]:
+        """As verl's, without its barrier; in verl's ``fully_reshardable`` format also without Megatron's gather."""
+        if self._is_in_place(metadata):
+            state = {"optimizer": self._describe(metadata, is_loading=is_loading)["optimizer"]}
+        else:
+            state = {"optimizer": self.optimizer.sharded_state_dict(
+                model_sharded_state_dict, is_loading=is_loading, metadata=metadata
+            )}  # fmt: skip
+        if self.lr_scheduler is not None:
+            state["lr_scheduler"] = self.lr_scheduler.state_dict()
+        return state
+
+    def _is_in_place(self, metadata: dict[str, Any]) -> bool:
+        is_reshardable = metadata.get("distrib_optim_sharding_type") == FULLY_RESHARDABLE
+        return is_reshardable and self.peft_cls is None and is_in_place(self.optimizer)
+
+    def _build_extra_state_dict(self) -> dict[str, Any]:
+        return {"rng_state": self.get_rng_state()}
+
+    def _describe(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        return sharded_state(
+            self.model, self.optimizer, training_rank=self.process.training_rank, size=self.process.training_size,
+            is_loading=is_loading, metadata=metadata, rng=False,
+        )  # fmt: skip
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Saves as verl does. Collective over: the training world, within ``timeouts.save``.
+
+        Shards take no collective. HF weights take the bridge's, on tensor, pipeline and expert groups, and verl's one
+        barrier before them (megatron_checkpoint_manager.py:1276).
+
+        Raises:
+            CheckpointError: On every rank, if one cannot write.
+            PhaseTimeoutError: If a rank does not arrive, or has not written, in time; names it.
+        """
+        self.process.finish_saves()
+        started_s = time.monotonic()
+        with self.process.phase(Phase.SAVE):
+            try:
+                self._uncommit(local_path)
+                super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+            except RlSafeError:
+                raise  # every rank's
+            except Exception as error:
+                self.process.fail(Phase.SAVE, error)
+        self.process.save_seconds = time.monotonic() - started_s
+
+    def _uncommit(self, local_path: str) -> None:
+        """Makes half of a new checkpoint no whole one: a run that resumed may save a step again."""
+        manifest = Path(local_path) / MANIFEST
+        if self.rank == 0 and manifest.exists():
+            manifest.unlink()
+            fsync(manifest.parent)
+
+    def _save_dist_checkpoint(self, dist_checkpoint_path: str, state_dict: dict[str, Any]) -> Saver | None:
+        directory = Path(dist_checkpoint_path).absolute()
+        background = bool(self.checkpoint_config.async_save)
+        saver = self._saver(directory.parent.name)
+        saver.begin(
+            state_dict,
+            directory,
+            content_metadata=self._build_sharded_state_dict_metadata(),
+            prepare=functools.partial(_make_anew, directory),
+            commit=functools.partial(_make_durable, directory),
+            timeout=self.process.remaining(),
+            background=background,
+        )
+        if background:
+            return saver
+        saver.finish(self.process.remaining())
+        return None
+
+    def _saver(self, tree: str) -> Saver:
+        if tree not in self._savers:
+            dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+            self._savers[tree] = Saver(
+                PrefixStore(f"{self.name}/{tree}", self.process.store),
+                training_rank=self.process.training_rank,
+                size=self.process.training_size,
+                replicas=Replicas(
+                    dense=dense,
+                    expert=parallel_state.get_expert_data_parallel_world_size(),
+                    optimizer=not self.use_distributed_optimizer,
+                ),
+            )
+        return self._savers[tree]
+
+    def _dispatch_finalize(self, async_requests: list[Saver], finalize_save_fn: Callable[[], None]) -> None:
+        if async_requests:
+            self.process.together(Phase.SAVE, lambda: None)  # HF weights are written by now, on every rank
+            self.process.follow(PendingSave(async_requests, finalize_save_fn))
+            return
+        self.process.together(Phase.SAVE, finalize_save_fn)
+        if self.rank != 0:
+            finalize_save_fn()
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Loads what verl or we have saved. Collective over: the training world, within ``timeouts.load``.
+
+        Raises:
+            CheckpointError: On every rank, if one cannot read its part, or there is no complete checkpoint.
+            CheckpointMismatchError: On every rank, with the keys and shapes that differ.
+        """
+        with self.process.phase(Phase.LOAD):
+            if self.use_megatron_fsdp or self.peft_cls is not None:
+                super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+                return
+            self._load(local_path)
+
+    def _load(self, local_path: str) -> None:
+        # Not by verl's functions for these paths, which make the directories.
+        model, optimizer, extra = (Path(local_path).absolute() / tree / SHARDS for tree in TREES)
+        self._check_complete(local_path)
+        metadata = self._metadata_of([model, optimizer, extra])
+        if self.should_load_dist_ckpt_model:
+            self._read("model", model, lambda: self._build_model_sharded_state_dict(metadata), self._put_model)
+        elif self.should_load_hf_model:
+            self._load_model_as_hf_via_bridge(str(model.parent / "huggingface"))
+        if self.should_load_optimizer:
+            self._read("optimizer", optimizer, lambda: {
+                "optimizer": self._describe(dict(metadata), is_loading=True)["optimizer"]
+            }, self._put_optimizer)  # fmt: skip
+        if self.should_load_extra:
+            self._read("extra", extra, self._build_extra_state_dict, self._put_extra)
+
+    def _check_complete(self, local_path: str) -> None:
+        def check() -> None:
+            if not Path(local_path).is_dir():
+                raise CheckpointError(f"there is no checkpoint {local_path}")
+            self._raise_for_old_layout(local_path)
+            if not (Path(local_path) / MANIFEST).is_file():
+                raise CheckpointError(f"{local_path} is not a complete checkpoint: it has no {MANIFEST}")
+
+        self.process.together(Phase.LOAD, check)
+
+    def _metadata_of(self, trees: Sequence[Path]) -> dict[str, Any]:
+        for tree in trees:
+            if (tree / "metadata.json").is_file():
+                found = read_content_metadata(tree)
+                if found is None:
+                    raise CheckpointError(
+                        f"{tree} does not say in which format it is: it is older than megatron-core 0.14"
+                    )
+                return found
+        return {}
+
+    def _read(
+        self,
+        tree: str,
+        directory: Path,
+        describe: Callable[[], dict[str, Any]],
+        restore: Callable[[dict[str, Any]], None],
+    ) -> None:
+        store = PrefixStore(f"{self.name}/{tree}", self.process.store)
+        loader = Loader(store, training_rank=self.process.training_rank, size=self.process.training_size)
+        loader.load(describe, directory, timeout=self.process.remaining(), restore=restore)
+
+    def _put_model(self, loaded: dict[str, Any]) -> None:
+        for index, chunk in enumerate(self.model):
+            chunk.load_state_dict(loaded["model" if len(self.model) == 1 else f"model{index}"], strict=True)
+
+    def _put_optimizer(self, loaded: dict[str, Any]) -> None:
+        restore_state(self.model, self.optimizer, {"optimizer": loaded["optimizer"]})
+        if self.use_checkpoint_opt_param_scheduler and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(loaded["lr_scheduler"])
+
+    def _put_extra(self, loaded: dict[str, Any]) -> None:
+        self.load_rng_states(loaded["rng_state"])
+
+
+def _make_anew(directory: Path) -> None:
+    """Makes an empty directory, in the place of what an earlier save of the step has left."""
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)  # verl makes it on every rank that asks for its name
+
+
+def _make_durable(directory: Path, files: Mapping[str, WrittenFile], notes: Sequence[str]) -> str:
+    """Syncs what the ranks have not: the metadata, and the directories."""
+    for path in directory.iterdir():
+        if path.name not in files:
+            fsync(path)
+    for folder in (directory, directory.parent, directory.parent.parent):
+        fsync(folder)
+    return str(directory)

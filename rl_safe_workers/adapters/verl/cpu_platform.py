@@ -1,0 +1,196 @@
+"""What lets verl's Megatron engine run on gloo without a GPU: a device platform of verl's own kind, and shims.
+
+For tests and the small recipe; ``VERL_PLATFORM=rl_safe_cpu`` chooses it. Line numbers are verl 0.9.1's. `apply` changes
+the process, and refuses to where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+from rl_safe_workers.adapters.verl.environment import CPU_PLATFORM
+from rl_safe_workers.platforms import cpu
+
+_applied = False
+
+
+class _Host(str):
+    """The one device, which verl uses as it is, and as ``f"{name}:{index}"`` (megatron_utils.py:233)."""
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+_MODULE = SimpleNamespace(
+    current_device=lambda: _Host("cpu"),
+    device_count=lambda: 1,
+    get_device_name=lambda *args: "cpu",
+    is_available=lambda: True,
+    manual_seed=torch.manual_seed,
+    manual_seed_all=torch.manual_seed,
+    mem_get_info=lambda *args: (0, 0),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"), _zero),
+    **dict.fromkeys(("empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_device", "synchronize"), _nothing),
+)
+"""What verl asks of ``torch.cuda``, or of its like."""
+
+
+class HostPlatform(PlatformBase):
+    """A machine without accelerators, as one device named ``cpu``."""
+
+    device_name = "cpu"
+    vendor_name = "host"
+    device_module: Any = _MODULE
+
+    def is_available(self) -> bool:
+        """Always."""
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        """Never found out by itself: it has to be asked for."""
+        return False
+
+    def current_device(self) -> Any:
+        """The one device, which is no number."""
+        return _Host("cpu")
+
+    def device_count(self) -> int:
+        """One: without any verl does not seed Megatron's generators (engine/megatron/utils.py:35)."""
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        """Nothing to choose from."""
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Everything on a CPU has already happened."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seeds torch."""
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seeds torch."""
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        """There is no allocator to set."""
+
+    def empty_cache(self) -> None:
+        """There is no cache."""
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        """None."""
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        """Gloo."""
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        """CUDA's, which stays empty."""
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        """No profiler listens."""
+        yield
+
+    def profiler_start(self) -> None:
+        """No profiler listens."""
+
+    def profiler_stop(self) -> None:
+        """No profiler listens."""
+
+    def ray_resource_name(self) -> str:
+        """What verl's resource pools ask Ray for; ``ray.init(num_gpus=N)`` provides it without a GPU."""
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        """None."""
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        """No handles of device memory; verl then sends weights through shared memory."""
+        return False
+
+    def cudart(self) -> Any:
+        """None."""
+        return None
+
+
+def register_platform() -> None:
+    """Enters the platform into verl's registry. Idempotent."""
+    if PlatformRegistry.get(CPU_PLATFORM) is None:
+        PlatformRegistry.register(platform=CPU_PLATFORM)(HostPlatform)
+
+
+class _LocalBridge:
+    """Stands for mbridge's ``AutoBridge``: layers without Transformer Engine (transformer_impl.py:329)."""
+
+    @staticmethod
+    def from_config(hf_config: Any, dtype: torch.dtype = torch.bfloat16, **_: Any) -> Any:
+        """Makes the bridge of our own CPU runs."""
+        from rl_safe_workers.models.mbridge_bridge import open_mbridge
+
+        bridge: Any = open_mbridge(hf_config, dtype=dtype, settings={})
+        load = bridge.load_weights
+
+        def load_weights(models: Sequence[torch.nn.Module], weights_path: str, **_: Any) -> None:
+            load(models, weights_path)
+            # Where mbridge remembers how the files were cut, for save_weights.
+            bridge.safetensor_io = bridge._get_safetensor_io(weights_path)
+
+        bridge.load_weights = load_weights
+        provider_of = bridge._model_provider
+
+        def model_provider(*args: Any, **kwargs: Any) -> Any:
+            provide = provider_of(*args, **kwargs)
+
+            def provided(*args: Any, **kwargs: Any) -> Any:
+                model = provide(*args, **kwargs)
+                model.register_forward_pre_hook(_without_padding_mask, with_kwargs=True)
+                return model
+
+            return provided
+
+        bridge._model_provider = model_provider
+        return bridge
+
+
+def _without_padding_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Drops verl's mask of padding ``[batch, sequence]``, which Megatron's local attention takes for one of scores.
+
+    Padding follows the tokens, so that the causal mask alone keeps it from them.
+    """
+    return args, {**kwargs, "attention_mask": None}
+
+
+def apply() -> None:
+    """Applies every shim to this process. Idempotent.
+
+    Raises:
+        ResourceError: If this process sees a GPU.
+    """
+    global _applied
+    if _applied:
+        return
+    cpu.apply()
+    from verl.models.mcore import mbridge
+
+    mbridge.AutoBridge = _LocalBridge
+    _applied = True

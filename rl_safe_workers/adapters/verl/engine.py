@@ -1,0 +1,130 @@
+"""verl's Megatron engines with our bootstrap, phases, saves and loads. Importing it imports Megatron."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from verl.utils.megatron_utils import (
+    get_megatron_module_device,
+    load_megatron_model_to_gpu,
+    offload_megatron_model_to_cpu,
+)
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
+
+from rl_safe_workers.adapters.verl import environment
+from rl_safe_workers.adapters.verl.checkpoint import SafeCheckpointManager
+from rl_safe_workers.adapters.verl.features import features_of
+from rl_safe_workers.adapters.verl.process import TrainerProcess, trainer_process
+from rl_safe_workers.lifecycle import Phase
+
+logger = logging.getLogger(__name__)
+
+
+class SafeEngineMixin:
+    """Mixed over one of verl's Megatron engines; every method is one that verl calls."""
+
+    process: TrainerProcess
+    model_config: Any
+    engine_config: Any
+    module: Any
+    checkpoint_mananager: Any
+    """verl's spelling."""
+    is_value_model: bool
+    _is_offload_param: bool
+
+    def _init_device_mesh(self) -> None:
+        """Creates Megatron's groups and connects them: the device holds neither a model nor vLLM yet.
+
+        Collective over: the training world.
+        """
+        if environment.is_cpu():
+            from rl_safe_workers.adapters.verl import cpu_platform
+
+            cpu_platform.apply()
+        self.process = trainer_process()
+        with self.process.creating_groups():
+            super()._init_device_mesh()  # type: ignore[misc]
+        self.process.connect(features_of(self.model_config.hf_config, self.engine_config))
+        # A warning, because verl shows nothing less of its workers.
+        logger.warning(
+            "rl_safe active: %s on training rank %d of %d",
+            type(self).__name__, self.process.training_rank, self.process.training_size,
+        )  # fmt: skip
+
+    def initialize(self) -> None:
+        """Builds the model as verl does, and has its checkpoints written and read by us."""
+        super().initialize()  # type: ignore[misc]
+        if self.engine_config.forward_only:
+            return
+        name = self.process.add_engine("critic" if self.is_value_model else "actor")
+        self.checkpoint_mananager = SafeCheckpointManager.take_over(self.checkpoint_mananager, self.process, name)
+
+    def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+        """One update, as a phase: it begins once every rank has come, and names who has not."""
+        with self.process.phase(Phase.TRAIN):
+            return super().train_batch(data, loss_function)  # type: ignore[misc]
+
+    def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
+        """One forward batch, as a phase."""
+        with self.process.phase(Phase.LOGPROB):
+            return super().infer_batch(data, loss_function)  # type: ignore[misc]
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Moves state between device and host; not to the host before communicators are connected."""
+        if device == "cpu":
+            self.process.require_bootstrap("offload")
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)  # type: ignore[misc]
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        """What a weight sync sends; not before communicators are connected."""
+        self.process.require_bootstrap("weight sync")
+        return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Saves as verl does, without its last barrier: our saves end in an agreement.
+
+        Collective over: the training world, within ``timeouts.save``.
+        """
+        if self._is_offload_param or get_megatron_module_device(self.module) == "cpu":
+            load_megatron_model_to_gpu(self.module, load_grad=True)
+        self.checkpoint_mananager.save_checkpoint(
+            local_path=local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=max_ckpt_to_keep
+        )
+        if self._is_offload_param:
+            offload_megatron_model_to_cpu(self.module)
+
+
+class SafeMegatronEngine(SafeEngineMixin, MegatronEngineWithLMHead):
+    """verl's language model engine, safe."""
+
+
+class SafeMegatronValueEngine(SafeEngineMixin, MegatronEngineWithValueHead):
+    """verl's value model engine, safe."""
+
+
+_ENGINES = {"language_model": SafeMegatronEngine, "value_model": SafeMegatronValueEngine}
+_DEVICES = ["cuda", "cpu"]
+"""verl asks for the latter on our CPU platform only."""
+
+
+def is_registered() -> bool:
+    """Whether verl's registry has our engines."""
+    return any(engine in EngineRegistry._engines[kind]["megatron"].values() for kind, engine in _ENGINES.items())
+
+
+def register() -> None:
+    """Enters our engines into verl's registry under our vendor key; verl's own stay. Idempotent."""
+    if is_registered():
+        return
+    for kind, engine in _ENGINES.items():
+        EngineRegistry.register(model_type=kind, backend="megatron", device=_DEVICES, vendor=environment.VENDOR)(engine)

@@ -1,0 +1,64 @@
+"""Checks of a run's configuration on the driver, before Ray is started, and what its workers are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from rl_safe_workers.adapters.verl import environment
+from rl_safe_workers.adapters.verl.compatibility import check_verl
+from rl_safe_workers.adapters.verl.settings import NODE, STRATEGY, VerlSettings, read_settings
+from rl_safe_workers.errors import ConfigError
+
+MODES = ("sync", "colocate_async", "separate_async")
+
+
+def check_run(config: DictConfig) -> VerlSettings | None:
+    """Returns the run's settings; None if our engines are not asked for, and verl is to run as it is.
+
+    Raises:
+        ConfigError: If the node has an unknown key or wrong value, verl's version is not supported, or the run is of a
+            kind that the adapter has nothing for.
+    """
+    settings = read_settings(config)
+    environment.check_loadable()
+    if not settings.enabled:
+        if environment.is_wanted():
+            raise ConfigError(
+                f"{environment.ENGINE_VENDOR}={environment.VENDOR} is set, but {NODE}.enabled is not true: set both, "
+                "or run verl.trainer.main_ppo for the engines alone"
+            )
+        return None
+    check_verl()
+    actor = OmegaConf.select(config, "actor_rollout_ref.actor.strategy")
+    if actor != STRATEGY:
+        raise ConfigError(
+            f"{NODE}.enabled=true with actor_rollout_ref.actor.strategy={actor}: it must be {STRATEGY}; set "
+            f"model_engine={STRATEGY}"
+        )
+    if not OmegaConf.select(config, "trainer.use_v1"):
+        raise ConfigError(f"{NODE}.enabled=true with trainer.use_v1=false: verl's deprecated trainer is not supported")
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
+    if mode not in MODES:
+        raise ConfigError(f"{NODE}.enabled=true with trainer.v1.trainer_mode={mode}: use {' or '.join(MODES)}")
+    return settings
+
+
+def prepare_job(config: DictConfig, settings: VerlSettings) -> dict[str, str]:
+    """Adds what every process of the job needs to ``ray_kwargs.ray_init.runtime_env``; returns it.
+
+    Raises:
+        ConfigError: If the configuration or the job that this is submitted to says otherwise.
+    """
+    variables = environment.job_variables(settings)
+    with open_dict(config):
+        ray_init: Any = config.ray_kwargs.ray_init
+        runtime_env: Any = OmegaConf.to_container(ray_init.get("runtime_env") or OmegaConf.create({}), resolve=True)
+        given: dict[str, Any] = runtime_env.setdefault("env_vars", {}) or {}
+        for name, value in variables.items():
+            if str(given.get(name, value)) != value:
+                raise ConfigError(f"ray_kwargs.ray_init.runtime_env.env_vars.{name} says other than {NODE}: remove it")
+        runtime_env["env_vars"] = {**given, **variables}
+        ray_init.runtime_env = runtime_env
+    return variables

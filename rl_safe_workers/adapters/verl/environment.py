@@ -1,0 +1,93 @@
+"""The environment variables by which verl finds us, and by which a job's settings reach its workers.
+
+Nothing else of the adapter touches ``os.environ``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+
+from rl_safe_workers.adapters.verl.settings import NODE, VerlSettings
+from rl_safe_workers.errors import ConfigError
+
+PLUGIN = "rl_safe_workers.adapters.verl.plugin"
+VENDOR = "rl_safe"
+"""Our key in verl's engine registry."""
+CPU_PLATFORM = "rl_safe_cpu"
+
+ENGINE_VENDOR = "VERL_ENGINE_VENDOR"
+"""verl's: the vendor whose engines its registry prefers."""
+EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
+"""verl's: modules that ``import verl`` imports, separated by commas; one that is missing is an error."""
+EXTERNAL_PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
+"""verl's: which entry points ``import verl`` loads: ``auto``, ``none``, or names separated by commas."""
+PLATFORM = "VERL_PLATFORM"
+"""verl's: the name of the device platform, if it is not to be found out."""
+SETTINGS = "RL_SAFE_VERL"
+"""Ours: the settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
+
+
+def is_wanted(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether verl is told to use our engines; in this process unless told."""
+    return (os.environ if environ is None else environ).get(ENGINE_VENDOR) == VENDOR
+
+
+def is_cpu() -> bool:
+    """Whether verl is told to use our CPU platform."""
+    return os.environ.get(PLATFORM, "").strip().lower() == CPU_PLATFORM
+
+
+def settings() -> VerlSettings:
+    """The settings that the driver gave this process; the defaults if it gave none.
+
+    Raises:
+        ConfigError: If the variable cannot be read.
+    """
+    return VerlSettings.from_json(os.environ.get(SETTINGS) or "{}", source=SETTINGS)
+
+
+def job_variables(wanted: VerlSettings, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that a job needs beside those that it has; every process of a job inherits them.
+
+    Args:
+        wanted: What to tell the workers.
+        environ: The driver's environment; None: this process's.
+
+    Raises:
+        ConfigError: If the job was submitted with other values: Ray does not let a driver change them.
+    """
+    environ = os.environ if environ is None else environ
+    given = environ.get(EXTERNAL_MODULES, "")
+    modules = [name.strip() for name in given.split(",") if name.strip()]
+    if modules and PLUGIN not in modules:
+        raise ConfigError(f"{EXTERNAL_MODULES}={given} lacks {PLUGIN}: add it, separated by a comma")
+    if environ.get(ENGINE_VENDOR, VENDOR) != VENDOR:
+        raise ConfigError(
+            f"{ENGINE_VENDOR}={environ[ENGINE_VENDOR]} with {NODE}.enabled=true: set it to {VENDOR}, or not at all"
+        )
+    text = wanted.to_json()
+    if SETTINGS in environ and VerlSettings.from_json(environ[SETTINGS], source=SETTINGS) != wanted:
+        raise ConfigError(f"{SETTINGS} says other than {NODE}: with this entry set the latter alone")
+    needed = {EXTERNAL_MODULES: PLUGIN, ENGINE_VENDOR: VENDOR, SETTINGS: text}
+    return {name: value for name, value in needed.items() if name not in environ}
+
+
+def check_loadable(environ: Mapping[str, str] | None = None) -> None:
+    """Checks that ``import verl`` loads the plugin wherever this environment is inherited.
+
+    Raises:
+        ConfigError: If our engines are wanted and it would not: verl would use its own without a word.
+    """
+    environ = os.environ if environ is None else environ
+    if not is_wanted(environ):
+        return
+    modules = [name.strip() for name in environ.get(EXTERNAL_MODULES, "").split(",")]
+    policy = environ.get(EXTERNAL_PLUGINS, "auto").strip().lower()
+    ours = {entry.name for entry in entry_points(group="verl.plugins") if entry.value == PLUGIN}
+    allowed = ours if policy == "auto" else ours & {name.strip() for name in policy.split(",")}
+    if PLUGIN not in modules and not allowed:
+        raise ConfigError(
+            f"{ENGINE_VENDOR}={VENDOR} is set, and nothing loads the plugin: set {EXTERNAL_MODULES}={PLUGIN}"
+        )

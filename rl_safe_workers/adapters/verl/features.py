@@ -1,0 +1,38 @@
+"""What of verl's configuration decides which collectives Megatron's groups will carry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_safe_workers.topology.groups import Features
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Where HF configurations keep the number of experts."""
+
+
+def features_of(hf_config: Any, engine_config: Any) -> Features:
+    """Returns those of a model under verl's engine.
+
+    verl sets what is a default here (transformer_impl.py:365-372), and ``override_transformer_config`` overrides it.
+
+    Args:
+        hf_config: transformers' configuration of the model.
+        engine_config: verl's ``McoreEngineConfig``.
+    """
+    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    overrides = dict(engine_config.override_transformer_config or {})
+    dispatcher = overrides.get("moe_token_dispatcher_type", "alltoall")
+    ddp = dict(engine_config.override_ddp_config or {})
+    return Features(
+        moe_dispatcher="allgather" if dispatcher == "allgather" else "alltoall",
+        moe=any((getattr(text, name, 0) or 0) > 0 for name in _EXPERTS),
+        tied_embeddings=bool(getattr(hf_config, "tie_word_embeddings", True)),
+        batched_p2p=bool(overrides.get("batch_p2p_comm", False)),
+        variable_seq_lengths=bool(overrides.get("variable_seq_lengths", True)),
+        virtual_pipeline=engine_config.virtual_pipeline_model_parallel_size is not None,
+        distributed_optimizer=engine_config.use_distributed_optimizer,
+        fp8=bool(overrides.get("fp8")),
+        expert_bias=bool(overrides.get("moe_router_enable_expert_bias", getattr(text, "n_routed_experts", 0))),
+        aux_loss=overrides.get("moe_router_load_balancing_type", "none") != "none",
+        optimizer_instances=int(ddp.get("num_distributed_optimizer_instances", 1)),
+    )

@@ -1,0 +1,52 @@
+"""A save that goes on while verl trains: the trees of one checkpoint, and what verl does once they are written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from rl_safe_workers.checkpoint.saver import Saver
+
+
+class PendingSave:
+    """The trees of one checkpoint on their way to storage.
+
+    Args:
+        savers: One for each tree, with its save begun.
+        finalise: verl's own last part, which writes its manifest and names the step as the newest.
+    """
+
+    def __init__(self, savers: Sequence[Saver], finalise: Callable[[], None]) -> None:
+        self._savers, self._finalise = list(savers), finalise
+
+    def is_in_progress(self) -> bool:
+        """Moves every tree on, without waiting; whether one is still being written. Not collective."""
+        # Every one, not up to the first: each has to be moved on.
+        still = [saver.poll() for saver in self._savers]
+        return any(still)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a tree that is not in progress any more has failed, which `finish` raises."""
+        return any(saver.in_flight for saver in self._savers)
+
+    def finish(self, timeout: timedelta) -> None:
+        """Waits until every tree is committed. Collective over: the training world, through the store.
+
+        Raises:
+            CheckpointError: On every rank, if one has failed.
+            PhaseTimeoutError: Naming the ranks that have not written in time.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        for saver in self._savers:
+            saver.finish(timedelta(seconds=max(0.1, deadline_s - time.monotonic())))
+
+    def finalise(self) -> None:
+        """Does verl's last part."""
+        self._finalise()
+
+    def abandon(self, reason: str) -> None:
+        """Gives it up and tells the others. Does not wait."""
+        for saver in self._savers:
+            saver.abandon(reason)

@@ -1,0 +1,234 @@
+"""One trainer process of verl's: its place in the training world, shared by all the engines in it.
+
+verl creates the default group and Megatron's groups, and since 0.7.1 the default group holds trainers alone. So the
+training world is not made here but taken as it is found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+
+from rl_safe_workers.adapters.verl import environment
+from rl_safe_workers.adapters.verl.host_groups import HostBootstrap
+from rl_safe_workers.adapters.verl.pending import PendingSave
+from rl_safe_workers.adapters.verl.settings import VerlSettings
+from rl_safe_workers.comms.groups import set_group_timeouts
+from rl_safe_workers.comms.report import BootstrapReport
+from rl_safe_workers.config import MegatronConfig
+from rl_safe_workers.errors import CheckpointError, LifecycleError, PhaseTimeoutError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.topology.groups import Features, OpClass
+from rl_safe_workers.workers.teardown import TeardownMixin
+from rl_safe_workers.worlds.training_world import TrainingWorld
+
+_FINISHES_SAVES = frozenset({Phase.LOAD, Phase.TEARDOWN})
+"""Phases that begin by finishing every save in the background."""
+_HEARD = timedelta(seconds=5)
+"""How long a rank that has failed alone waits for the others to hear of it."""
+
+
+class TrainerProcess(TeardownMixin):
+    """What the engines of one process share: phases with deadlines, the bootstrap, saves in flight, the teardown."""
+
+    def __init__(self, settings: VerlSettings) -> None:
+        """Takes the default group as the training world. Not collective."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.settings = settings
+        self.report: BootstrapReport | None = None
+        self.save_seconds = 0.0
+        self._bootstrapped: set[Features] = set()
+        self._engines = 0
+        self._pending: list[PendingSave] = []
+        self.setup_worker(
+            training_rank=rank, training_size=size, rl_safe=settings.rl_safe(), megatron=MegatronConfig(),
+            device=_device(),
+        )  # fmt: skip
+        with self.lifecycle.enter(Phase.WORLD):
+            # A connection of its own: NCCL waits in the group's for peers, and would keep everyone else out.
+            connection: Store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            self.store = PrefixStore("rl_safe", connection)
+            self.world = TrainingWorld(training_rank=rank, size=size, joint_ranks=tuple(range(size)))
+            self._open_roll_call()
+
+    def add_engine(self, role: str) -> str:
+        """Names an engine of this process, alike on every rank."""
+        self._engines += 1
+        return f"{role}-{self._engines}"
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """As `SafeWorker.phase`; outside of phases collectives time out after ``nccl_timeout``."""
+        with super().phase(phase):
+            try:
+                yield
+            finally:
+                set_group_timeouts(timedelta(seconds=self.settings.nccl_timeout))
+
+    @contextmanager
+    def creating_groups(self) -> Iterator[None]:
+        """Wraps the host's creation of Megatron's groups. Collective over: the training world."""
+        if self.lifecycle.has_completed(Phase.GROUPS):
+            yield
+            return
+        with self.phase(Phase.GROUPS):
+            yield
+            self.megatron = _sizes()
+            if self._has_nccl:
+                self._check_memory(self.plan_comms())
+
+    def connect(self, features: Features) -> None:
+        """Connects every communicator for what models like this one need. Collective over: the training world."""
+        if features in self._bootstrapped:
+            return
+        self.features = features
+        self.plan_comms().check_backend(dist.get_backend_config())
+        self.report = self.bootstrap()
+        self._bootstrapped.add(features)
+
+    def _connect_groups(
+        self, probe: Callable[[], int] | None, *, phase: Phase = Phase.BOOTSTRAP, timeout: timedelta | None = None
+    ) -> tuple[BootstrapReport, Mapping[str, frozenset[OpClass]]]:
+        report, connected = super()._connect_groups(probe, phase=phase, timeout=timeout)
+        plan = self.plan_comms()
+        host = HostBootstrap(
+            self.store, training_rank=self.training_rank, layout=plan.layout, features=plan.features, limits={},
+            device=self.device, probe=probe,
+        )  # fmt: skip
+        entries, of_host = host.run_host(timeout=timeout or self.remaining())
+        merged = {
+            name: connected.get(name, frozenset()) | of_host.get(name, frozenset())
+            for name in connected.keys() | of_host.keys()
+        }
+        report = replace(
+            report, entries=report.entries + entries, skipped=report.skipped - len(of_host.keys() - connected.keys()),
+            seconds=report.seconds + sum(entry.seconds for entry in entries),
+        )  # fmt: skip
+        return report, merged
+
+    def require_bootstrap(self, what: str) -> None:
+        """Holds something of the host's back until the bootstrap has run.
+
+        Raises:
+            LifecycleError: If it has not, and ``bootstrap.on_missing`` does not say to run it now.
+        """
+        if self.lifecycle.has_completed(Phase.BOOTSTRAP):
+            return
+        if self.rl_safe.bootstrap.on_missing == "bootstrap" and self.lifecycle.has_completed(Phase.GROUPS):
+            self.report = self.bootstrap()
+            return
+        raise LifecycleError(
+            f"{what} on training rank {self.training_rank}: the bootstrap has not run, so communicators would connect "
+            "later, when memory is full; build the engine first"
+        )
+
+    def check_phase(self, phase: Phase) -> None:
+        """Finishes saves in the background before a phase that they must not reach into; else moves them on."""
+        super().check_phase(phase)
+        if phase in _FINISHES_SAVES:
+            self.finish_saves()
+        else:
+            self.poll_saves()
+
+    def follow(self, save: PendingSave) -> None:
+        """Sees to the end of a save in the background."""
+        self._pending.append(save)
+
+    def poll_saves(self) -> None:
+        """Finalises saves in the background once all of them are written. Not collective; does not wait."""
+        still = [save.is_in_progress() for save in self._pending]
+        # A failure is raised by `finish_saves`, on every rank.
+        if self._pending and not any(still) and not any(save.has_failed for save in self._pending):
+            self._finalise()
+
+    def finish_saves(self) -> None:
+        """Waits for saves in the background and finalises them. Collective over: the training world, by the store.
+
+        Raises:
+            CheckpointError: On every rank, if one has failed.
+            PhaseTimeoutError: Naming the ranks that have not written in time.
+        """
+        try:
+            for save in self._pending:
+                save.finish(self.timeout(Phase.SAVE))
+            self._finalise()
+        finally:
+            self._pending = []
+
+    def _finalise(self) -> None:
+        # All of a step's together: the actor's names the step as the newest, which a critic's must have been saved for.
+        pending, self._pending = self._pending, []
+        for save in pending:
+            save.finalise()
+
+    def give_up(self, reason: str) -> None:
+        """Gives up saves in the background, so that the others need not wait for this rank."""
+        super().give_up(reason)
+        pending, self._pending = self._pending, []
+        for save in pending:
+            save.abandon(reason)
+
+    def fail(self, phase: Phase, error: Exception) -> NoReturn:
+        """Tells the others of a failure of this rank alone, which has an agreement with them ahead; raises it."""
+        self._deadline_s = min(self._deadline_s, time.monotonic() + _HEARD.total_seconds())
+        try:
+            self.together(phase, lambda: None, failure=error)
+        except PhaseTimeoutError:
+            raise CheckpointError(f"training rank {self.training_rank}: {type(error).__name__}: {error}") from error
+        raise AssertionError("an agreement with a failure raises")
+
+    def metrics(self) -> dict[str, float]:
+        """What this rank has to tell of the adapter, under the names of verl's metrics."""
+        found = {"rl_safe/active": 1.0, "rl_safe/saves_in_background": float(len(self._pending))}
+        if self.report is not None:
+            found["rl_safe/bootstrap_groups"] = float(self.report.groups)
+            found["rl_safe/bootstrap_mib"] = (self.report.bytes or 0) / 2**20
+            found["rl_safe/late_allocations"] = float(len(self.late_allocations()))
+            found["timing_s/rl_safe_bootstrap"] = self.report.seconds
+        if self.save_seconds:
+            found["timing_s/rl_safe_save"] = self.save_seconds
+        return found
+
+
+_process: TrainerProcess | None = None
+
+
+def trainer_process() -> TrainerProcess:
+    """The one of this process, made at the first call, when the default group exists."""
+    global _process
+    if _process is None:
+        _process = TrainerProcess(environment.settings())
+    return _process
+
+
+def existing_process() -> TrainerProcess | None:
+    """The one of this process, if an engine has made it."""
+    return _process
+
+
+def _device() -> torch.device:
+    if "nccl" in dist.get_backend_config() and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _sizes() -> MegatronConfig:
+    """The sizes that Megatron's groups were made with."""
+    return MegatronConfig(
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+    )

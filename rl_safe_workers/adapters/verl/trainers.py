@@ -1,0 +1,150 @@
+"""verl's trainers over our workers: each mode's own, with metrics, and an end that always comes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+from rl_safe_workers.adapters.verl.settings import read_settings
+from rl_safe_workers.adapters.verl.workers import safe_worker
+from rl_safe_workers.errors import RunError, format_ranks
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 15.0
+"""What a worker may take longer than its own deadline."""
+_GROUPS = ("actor_rollout_wg", "critic_wg", "ref_policy_wg")
+
+
+class SafeTrainerMixin:
+    """Mixed over one of verl's trainers; every method but the first two is one that verl calls."""
+
+    config: Any
+    role_worker_mapping: dict[Any, Any]
+
+    def _worker_groups(self) -> list[Any]:
+        """The worker groups that exist, each once."""
+        found = {id(group): group for name in _GROUPS if (group := getattr(self, name, None)) is not None}
+        return list(found.values())
+
+    @contextmanager
+    def _ended_on_failure(self, when: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            # The workers are told, and the error goes on whatever they answer.
+            self.end_groups(f"{when}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            raise
+
+    def _init_resource_pool_mgr(self) -> None:
+        """Chooses workers as verl does, then takes ours in the place of each."""
+        super()._init_resource_pool_mgr()  # type: ignore[misc]
+        self.role_worker_mapping = {
+            role: ray.remote(safe_worker(_plain(cls))) for role, cls in self.role_worker_mapping.items()
+        }
+
+    def init(self) -> None:
+        """Starts workers as verl does; ends their groups if that fails."""
+        with self._ended_on_failure("driver, in init"):
+            super().init()  # type: ignore[misc]
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Trains as verl does; then the groups end, together if all is well.
+
+        Raises:
+            RunError: If training went well and the end did not; names the ranks.
+        """
+        with self._ended_on_failure("driver, in fit"):
+            super().fit(agent_loop_manager)  # type: ignore[misc]
+        failed = self.end_groups(None)
+        if failed:
+            raise RunError(f"teardown: {'; '.join(failed)}")
+
+    def on_step_end(self) -> None:
+        """As verl's; the adapter's metrics go with the step's."""
+        super().on_step_end()  # type: ignore[misc]
+        pending = dict(getattr(self, "_pending_sync_metrics", None) or {})
+        self._pending_sync_metrics = {**pending, **_worst(self.actor_rollout_wg.rl_safe_metrics())}  # type: ignore[attr-defined]
+
+    def end_groups(self, failure: str | None) -> list[str]:
+        """Has every worker end its groups, within the teardown's deadline; logs what goes wrong.
+
+        Args:
+            failure: None if all is well, else what has failed.
+
+        Returns:
+            What went wrong, one line for each worker group.
+        """
+        timeouts = read_settings(self.config).timeouts
+        # Saves in the background are finished first, if all is well.
+        patience_s = timeouts.teardown + _GRACE_S + (timeouts.save if failure is None else 0.0)
+        found = []
+        for group in self._worker_groups():
+            answers = _gather(group.teardown_groups(failure), patience_s)
+            found += [answers] if answers else []
+        for text in found:
+            logger.warning("teardown: %s", text)
+        return found
+
+
+def _gather(calls: Sequence[Any], patience_s: float) -> str:
+    """Waits for every rank's answer; returns what went wrong, or nothing."""
+    done, late = ray.wait(list(calls), num_returns=len(calls), timeout=patience_s)
+    wrong = []
+    if late:
+        ranks = [rank for rank, call in enumerate(calls) if call in late]
+        wrong.append(f"rank {format_ranks(ranks)} did not end within {patience_s:.0f} s")
+    for rank, call in enumerate(calls):
+        if call not in done:
+            continue
+        try:
+            verdicts = ray.get(call)
+        except ray.exceptions.RayError as error:
+            wrong.append(f"rank {rank}: {str(error).splitlines()[-1]}")
+        else:
+            wrong += [f"rank {other}: {text}" for other, text in verdicts.items()]
+    return "; ".join(dict.fromkeys(wrong))
+
+
+def _worst(everyone: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest value over all ranks; of ``rl_safe/active`` the smallest: 1 means that every rank is ours."""
+    names = {name for metrics in everyone for name in metrics}
+    found = {name: max(metrics.get(name, 0.0) for metrics in everyone) for name in sorted(names)}
+    found["rl_safe/active"] = min((metrics.get("rl_safe/active", 0.0) for metrics in everyone), default=0.0)
+    return found
+
+
+def _plain(cls: Any) -> type:
+    plain: type = getattr(cls, "__ray_actor_class__", cls)
+    return plain
+
+
+class SafeTrainerSync(SafeTrainerMixin, PPOTrainerSync):
+    """verl's trainer of mode ``sync``."""
+
+
+class SafeTrainerColocateAsync(SafeTrainerMixin, PPOTrainerColocateAsync):
+    """verl's trainer of mode ``colocate_async``."""
+
+
+class SafeTrainerSeparateAsync(SafeTrainerMixin, PPOTrainerSeparateAsync):
+    """verl's trainer of mode ``separate_async``."""
+
+
+TRAINERS = {
+    "sync": SafeTrainerSync,
+    "colocate_async": SafeTrainerColocateAsync,
+    "separate_async": SafeTrainerSeparateAsync,
+}
+"""By ``trainer.v1.trainer_mode``, which must keep verl's names: verl takes every other for an asynchronous one."""
+
+
+def use_trainers() -> None:
+    """Enters our trainers under verl's names in this process; verl's decorator refuses a name that is taken."""
+    TRAINER_REGISTRY.update(TRAINERS)

@@ -1,0 +1,101 @@
+"""verl's workers with the timeout that its configuration names, and with calls for metrics and an agreed end.
+
+A call exists for verl's driver only if its method carries verl's ``register``: an override without it loses its binding
+without a word. None here overrides one that verl has registered.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from verl.experimental.separation.engine_workers import DetachActorWorker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+from rl_safe_workers.adapters.verl import environment
+from rl_safe_workers.adapters.verl.process import existing_process
+from rl_safe_workers.adapters.verl.settings import STRATEGY
+from rl_safe_workers.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class _Calls:
+    """What our driver calls on every worker."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rl_safe_metrics(self) -> dict[str, float]:
+        """This rank's metrics of the adapter; empty where no engine of ours is."""
+        process = existing_process()
+        return {} if process is None else process.metrics()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def teardown_groups(self, failure: str | None = None) -> dict[int, str]:
+        """Ends the groups of this process as all ranks agree. Idempotent. Collective over: the training world.
+
+        Args:
+            failure: None if all is well, else one line of what failed, here or in the driver.
+
+        Returns:
+            Failure by training rank; empty if every rank was well.
+        """
+        process = existing_process()
+        return {} if process is None else process.teardown(failure)
+
+
+class SafeTrainingWorker(_Calls, TrainingWorker):
+    """verl's training worker, which a critic is itself and actors hold, over one of our engines."""
+
+    def __init__(self, config: Any) -> None:
+        """Creates the default group with the timeout that was asked for, then all the rest as verl does.
+
+        Raises:
+            ConfigError: If verl has chosen an engine of its own.
+        """
+        # verl passes none (engine_workers.py:89) and returns early where there is a group.
+        timeout_s = environment.settings().nccl_timeout
+        initialize_global_process_group_ray(timeout_s, backend="gloo" if environment.is_cpu() else None)
+        super().__init__(config)
+        if self.engine_config.strategy == STRATEGY and not hasattr(self.engine, "process"):
+            raise ConfigError(
+                f"verl has chosen {type(self.engine).__name__}, which is not ours: the plugin has not been loaded in "
+                f"this worker; set {environment.ENGINE_VENDOR}={environment.VENDOR} and "
+                f"{environment.EXTERNAL_MODULES}={environment.PLUGIN} for the whole job"
+            )
+
+
+class SafeActorRolloutRefWorker(_Calls, ActorRolloutRefWorker):
+    """verl's actor, rollout and reference worker over our training workers."""
+
+    actor_worker_cls = SafeTrainingWorker
+    ref_worker_cls = SafeTrainingWorker
+
+
+class SafeDetachActorWorker(_Calls, DetachActorWorker):
+    """The same for trainers that keep copies of the actor's weights."""
+
+    actor_worker_cls = SafeTrainingWorker
+    ref_worker_cls = SafeTrainingWorker
+
+
+_SAFE: dict[type, type] = {
+    TrainingWorker: SafeTrainingWorker,
+    ActorRolloutRefWorker: SafeActorRolloutRefWorker,
+    DetachActorWorker: SafeDetachActorWorker,
+}
+
+
+def safe_worker(stock: type) -> type:
+    """Our class in the place of one of verl's.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if stock in _SAFE.values():
+        return stock
+    if stock not in _SAFE:
+        known = ", ".join(sorted(cls.__name__ for cls in _SAFE))
+        raise ConfigError(f"worker class {stock.__name__} has no safe twin; known are {known}")
+    return _SAFE[stock]

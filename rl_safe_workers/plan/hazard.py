@@ -1,0 +1,108 @@
+"""What a hazard is: data about something that will go wrong, and a function that finds where.
+
+A hazard that a plan has becomes a finding, the form that every check of this package answers in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from rl_safe_workers.plan.plan import Plan
+
+
+class Severity(StrEnum):
+    """What a finding does to a run."""
+
+    STOPS = "stops"
+    """The run hangs, fails, or computes something else."""
+    RISKS = "risks"
+    """It may: when memory is short, a rank late, or at its end."""
+    COSTS = "costs"
+    """Time or memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Where a hazard is in a plan.
+
+    Example: ``Where(groups=("EXPERT_DATA_PARALLEL_GROUP",), ranks="0-31", detail="2.1 GiB")``
+    """
+
+    groups: Sequence[str] = ()
+    ranks: str = ""
+    detail: str = ""
+    """What is particular to this plan."""
+    severity: Severity | None = None
+    """If it is another than the hazard's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A hazard that is there.
+
+    Example: ``find(plan)[0].code``
+    """
+
+    code: str
+    severity: Severity
+    text: str
+    """What will happen."""
+    groups: tuple[str, ...]
+    ranks: str
+    since: str
+    evidence: tuple[str, ...]
+    avoid: str
+    """The setting that avoids it."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns it for JSON."""
+        return asdict(self) | {"severity": str(self.severity)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hazard:
+    """Something that can be wrong with a run.
+
+    Example: see ``hazards_world.HAZARDS``
+    """
+
+    code: str
+    severity: Severity
+    text: str
+    """What will happen, one sentence without a full stop; ``Where.detail`` follows in brackets."""
+    since: str
+    evidence: tuple[str, ...]
+    avoid: str
+    """What to set, with ``{names}`` of facts, which are put in the words of the plan's source."""
+    find: Callable[[Plan], Iterable[Where]]
+
+    def findings(self, plan: Plan) -> list[Finding]:
+        """Returns where a plan has it; empty: nowhere."""
+        return [
+            Finding(
+                code=self.code,
+                severity=where.severity or self.severity,
+                text=f"{self.text} ({where.detail})" if where.detail else self.text,
+                groups=tuple(where.groups),
+                ranks=where.ranks,
+                since=self.since,
+                evidence=self.evidence,
+                avoid=_in_words_of(plan, self.avoid),
+            )
+            for where in self.find(plan)
+        ]
+
+
+class _Settings(dict[str, str]):
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __missing__(self, name: str) -> str:
+        return self._plan.request.setting(name)
+
+
+def _in_words_of(plan: Plan, text: str) -> str:
+    return text.format_map(_Settings(plan))

@@ -1,0 +1,21 @@
+"""Every hazard that a plan is searched for."""
+
+from __future__ import annotations
+
+from rl_safe_workers.plan import hazards_comms, hazards_layout, hazards_saves, hazards_world
+from rl_safe_workers.plan.hazard import Finding, Hazard, Severity
+from rl_safe_workers.plan.plan import Plan
+
+HAZARDS: tuple[Hazard, ...] = (
+    *hazards_layout.HAZARDS,
+    *hazards_world.HAZARDS,
+    *hazards_comms.HAZARDS,
+    *hazards_saves.HAZARDS,
+)
+
+
+def find(plan: Plan) -> list[Finding]:
+    """Returns what will go wrong, the worst first."""
+    order = list(Severity)
+    found = [finding for hazard in HAZARDS for finding in hazard.findings(plan)]
+    return sorted(found, key=lambda finding: order.index(finding.severity))

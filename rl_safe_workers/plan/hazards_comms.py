@@ -1,0 +1,178 @@
+"""Hazards of communicators: when they are connected, what that takes, and what cannot be given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.plan.families import ENGINE
+from rl_safe_workers.plan.hazard import Hazard, Severity, Where
+from rl_safe_workers.plan.memory import LAZY, WARMED
+from rl_safe_workers.plan.plan import Communicator, Plan
+from rl_safe_workers.topology.groups import EXPERT_DATA_PARALLEL, OpClass
+from rl_safe_workers.topology.memory import MIB, Links, group_bytes
+
+_OPTIMIZER = (
+    EXPERT_DATA_PARALLEL, "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0", "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1",
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+)  # fmt: skip
+_SHOWN = 8
+
+
+def _is_gpu(plan: Plan) -> bool:
+    return "nccl" in plan.request.backend
+
+
+def _expert_data(plan: Plan) -> Iterator[Where]:
+    if plan.request.bootstrap or not _is_gpu(plan):
+        return
+    late = [c for name in _OPTIMIZER if (c := plan.communicator(name)) is not None and c.classes]
+    if plan.moe and any("EXPERT_DATA" in c.family.description for c in late):
+        taken = {group.description: group.by_way[LAZY].likely for group in plan.memory.groups}
+        size = sum(taken[c.family.description] for c in late)
+        yield Where(
+            groups=tuple(c.family.description for c in late), ranks=plan.trainer_ranks, detail=f"{size / MIB:.0f} MiB"
+        )
+
+
+def _late(plan: Plan) -> Iterator[Where]:
+    if plan.request.bootstrap or not _is_gpu(plan):
+        return
+    late = plan.memory.late()
+    names = [g.description for g in plan.memory.groups if g.first_phase is Phase.TRAIN]
+    if names:
+        yield Where(
+            groups=tuple(names), ranks=plan.trainer_ranks,
+            detail=f"{late.low / MIB:.0f} to {late.high / MIB:.0f} MiB on each GPU",
+        )  # fmt: skip
+
+
+def _cumem(plan: Plan) -> Iterator[Where]:
+    if not plan.request.cumem and plan.request.release_comms:
+        yield Where(ranks=plan.trainer_ranks)
+
+
+def _kept(plan: Plan) -> Iterator[Where]:
+    if plan.request.colocated and not plan.request.release_comms and _is_gpu(plan):
+        from_when = LAZY if not plan.request.bootstrap else "rl_safe_workers"
+        total = plan.memory.total(from_when)
+        yield Where(ranks=plan.trainer_ranks, detail=f"{total.low / MIB:.0f} to {total.high / MIB:.0f} MiB")
+
+
+def _alone(plan: Plan) -> Iterator[Where]:
+    if plan.request.bootstrap or not _is_gpu(plan):
+        return
+    alone = [c for c in plan.communicators if c.family.size == 1 and c.key and c.family.backend == "nccl"]
+    fires = [c for c in alone if c.classes]
+    if fires:
+        taken = {group.description: group.by_way[WARMED].likely for group in plan.memory.groups}
+        size = sum(taken[c.family.description] for c in fires)
+        yield Where(groups=tuple(c.family.description for c in fires), detail=f"{size / MIB:.0f} MiB on each GPU")
+
+
+def _gather(plan: Plan) -> Iterator[Where]:
+    request = plan.request
+    if request.backend != "nccl" or request.host == "rl-safe":
+        return
+    size = group_bytes((OpClass.ALL_TO_ALL,), size=request.trainers, max_ctas=None, links=Links(0, 0))
+    if size >= 4 * 2**30:
+        yield Where(groups=("WORLD",), ranks="0", detail=f"up to {size / 2**30:.1f} GiB")
+
+
+def _crossing(plan: Plan, communicator: Communicator) -> Where:
+    family, size = communicator.family, plan.request.gpus_per_node
+    ranks = [r for r in family.all_ranks() if r[0] // size != r[-1] // size] if communicator.crossing <= _SHOWN else []
+    shown = "; ".join(",".join(map(str, group[:16])) for group in ranks)
+    return Where(
+        groups=(family.description,),
+        ranks=shown or plan.trainer_ranks,
+        detail=f"{communicator.crossing} of {family.count} groups of {family.size} lie on two or more nodes of {size}",
+    )
+
+
+def _straddled(plan: Plan, *names: str) -> Iterator[Where]:
+    for name in names:
+        communicator = plan.communicator(name)
+        if communicator is not None and communicator.crossing and communicator.is_used:
+            yield _crossing(plan, communicator)
+
+
+def _tensor_straddles(plan: Plan) -> Iterator[Where]:
+    yield from _straddled(plan, "TENSOR_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_PARALLEL_GROUP")
+
+
+def _expert_straddles(plan: Plan) -> Iterator[Where]:
+    yield from _straddled(plan, "EXPERT_MODEL_PARALLEL_GROUP")
+
+
+def _engine_straddles(plan: Plan) -> Iterator[Where]:
+    engines = plan.communicator(ENGINE)
+    if engines is not None and engines.crossing:
+        size, count = plan.request.vllm_tp, engines.family.count
+        yield Where(
+            groups=(ENGINE,), ranks=plan.rollout_ranks,
+            detail=f"{engines.crossing} of {count} engines of {size} lie on two or more nodes",
+        )  # fmt: skip
+
+
+_BOOTSTRAP = "rl_safe_workers.bootstrap before the model is built; in a run of ours it always happens"
+HAZARDS = (
+    Hazard(
+        code="expert-dp-late", severity=Severity.RISKS,
+        text="the first optimizer step hangs: communicators of expert data parallelism are connected there, when "
+        "memory is full, and no NCCL timeout covers that",
+        since="every version of megatron-core", evidence=("ms-swift 9486", "pytorch 88103"),
+        avoid=_BOOTSTRAP, find=_expert_data,
+    ),
+    Hazard(
+        code="comms-late", severity=Severity.RISKS,
+        text="the first training step runs out of memory: NCCL allocates when the activations are there",
+        since="every version of NCCL", evidence=("ms-swift 9602", "ms-swift 6387", "AReaL 1548", "nccl 1685"),
+        avoid=f"{_BOOTSTRAP}; rl_safe.bootstrap.budget=true makes them small", find=_late,
+    ),
+    Hazard(
+        code="cumem-off", severity=Severity.STOPS,
+        text="NCCL_CUMEM_ENABLE=0: NCCL cannot suspend a communicator, and gives nothing back to the rollout",
+        since="NCCL 2.29.7", evidence=("slime actor_group.py:67", "verl 6408"),
+        avoid="NCCL_CUMEM_ENABLE=1 in trainers and rollouts", find=_cumem,
+    ),
+    Hazard(
+        code="comms-kept", severity=Severity.COSTS,
+        text="communicators keep their memory while vLLM generates on the same GPU",
+        since="every version of NCCL", evidence=("verl 6266", "slime 153"),
+        avoid="rollout.release_comms=auto", find=_kept,
+    ),
+    Hazard(
+        code="comms-alone", severity=Severity.COSTS,
+        text="Megatron issues collectives on groups of one rank, and NCCL gives each a communicator of full size",
+        since="every version of NCCL", evidence=("nccl 2363",),
+        avoid="rl_safe.bootstrap.budget=true, which leaves them one channel", find=_alone,
+    ),
+    Hazard(
+        code="gather-on-nccl", severity=Severity.RISKS,
+        text="the plan of a save is gathered over NCCL: rank 0 connects every other rank, and runs out of memory",
+        since="every version of torch", evidence=("radixark/Megatron-LM 62", "Megatron-LM 1873"),
+        avoid="a default group with gloo for CPU tensors (cpu:gloo,cuda:nccl), or saves of rl_safe_workers",
+        find=_gather,
+    ),
+    Hazard(
+        code="tp-straddles", severity=Severity.COSTS,
+        text="tensor parallelism leaves the node: each layer's reductions go over the network",
+        since="every version", evidence=("megatron-core 0.16.1 parallel_state.py:700",),
+        avoid="sizes of {tp} and {etp} that divide {gpus_per_node}", find=_tensor_straddles,
+    ),
+    Hazard(
+        code="ep-straddles", severity=Severity.COSTS,
+        text="expert parallelism leaves the node: tokens go over the network, and NCCL's connections to far peers "
+        "need memory of their own",
+        since="every version", evidence=("NeMo RL 2937",),
+        avoid="{ep} times {etp} that divides {gpus_per_node}", find=_expert_straddles,
+    ),
+    Hazard(
+        code="engine-straddles", severity=Severity.COSTS,
+        text="a vLLM engine leaves the node: each token's reductions go over the network",
+        since="every version", evidence=("NeMo RL grpo.py:855, which gives rollouts whole nodes",),
+        avoid="{vllm_tp} that divides {gpus_per_node}, and rollouts that begin a node", find=_engine_straddles,
+    ),
+)  # fmt: skip
+"""About communicators."""

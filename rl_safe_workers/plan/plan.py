@@ -1,0 +1,201 @@
+"""A run before it exists: who is where, every communicator, their memory, the saves, and what will go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from rl_safe_workers.errors import ModelError, format_ranks
+from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.plan.families import (
+    ENGINE,
+    JOINT,
+    RULES,
+    GroupFamily,
+    engine_family,
+    joint_family,
+    megatron_families,
+    world_family,
+)
+from rl_safe_workers.plan.memory import MemoryPlan, plan_memory
+from rl_safe_workers.plan.model import ModelSize, split_layers
+from rl_safe_workers.plan.request import Request
+from rl_safe_workers.plan.saves import GIB, RAISES_SINCE, SaveWay, plan_saves
+from rl_safe_workers.topology.budget import check_overrides
+from rl_safe_workers.topology.groups import UNUSED, Classes, Features, connected_classes, kinds_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communicator:
+    """All groups of one kind.
+
+    Example: ``Communicator(family=…, key="ep_dp", classes=(OpClass.REDUCE,), first_phase=Phase.TRAIN, crossing=0)``
+    """
+
+    family: GroupFamily
+    key: str
+    """Megatron's name of it in ``nccl_communicator_config_path``; empty: it has none."""
+    classes: Classes
+    """What it carries; empty: it is made and not used."""
+    first_phase: Phase | None
+    """The phase that uses it first, if nobody does before; None: none does."""
+    crossing: int
+    """How many of its groups have members on more than one node."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything goes over it."""
+        return bool(self.classes) or self.family.description in (JOINT, ENGINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that is known of a run beforehand.
+
+    Example: ``make_plan(make_request(Source(name="options", values={"trainers": 32, "ep": 8})))``
+    """
+
+    request: Request
+    model: ModelSize | None
+    features: Features
+    communicators: tuple[Communicator, ...]
+    """The default group, Megatron's in the order in which it makes them, the joint group, and vLLM's."""
+    memory: MemoryPlan
+    saves: tuple[SaveWay, ...]
+    """Empty without a model."""
+
+    def node(self, joint_rank: int) -> int:
+        """Returns the node of a process: nodes are filled in the order of ranks."""
+        request = self.request
+        shares = request.colocated and joint_rank >= request.trainers
+        return (joint_rank - request.trainers if shares else joint_rank) // request.gpus_per_node
+
+    def roles_by_node(self) -> Iterator[tuple[int, dict[Role, range]]]:
+        """Yields each node and the joint ranks on it, by role."""
+        request = self.request
+        size, first_rollout = request.gpus_per_node, request.trainers
+        last = request.trainers + request.rollouts
+        shift = request.trainers if request.colocated else 0
+        for node in range(request.nodes):
+            gpus = range(node * size, (node + 1) * size)
+            found = {
+                Role.TRAINER: range(gpus.start, min(gpus.stop, request.trainers)),
+                Role.ROLLOUT: range(max(gpus.start + shift, first_rollout), min(gpus.stop + shift, last)),
+            }
+            yield node, {role: ranks for role, ranks in found.items() if ranks}
+
+    def communicator(self, description: str) -> Communicator | None:
+        """Returns the communicators of a kind, if there are any."""
+        return self._by_description.get(description)
+
+    @cached_property
+    def _by_description(self) -> dict[str, Communicator]:
+        return {communicator.family.description: communicator for communicator in self.communicators}
+
+    @property
+    def moe(self) -> bool:
+        """Whether the model has experts, as far as is known."""
+        return bool(self.features.moe) or (self.features.moe is None and self.request.layout.expert > 1)
+
+    @property
+    def trainer_ranks(self) -> str:
+        """The training ranks, shortened."""
+        return format_ranks(range(self.request.trainers))
+
+    @property
+    def rollout_ranks(self) -> str:
+        """The joint ranks of rollouts, shortened."""
+        return format_ranks(range(self.request.trainers, self.request.trainers + self.request.rollouts))
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers of each pipeline stage, as even as they can be; empty without a model."""
+        request = self.request
+        if self.model is None:
+            return []
+        return split_layers(
+            self.model.shape.num_layers, request.layout.pipeline,
+            first=request.first_stage_layers, last=request.last_stage_layers,
+        )  # fmt: skip
+
+
+def make_plan(request: Request) -> Plan:
+    """Plans a run.
+
+    Raises:
+        ModelError: If the model's ``config.json`` cannot be read or lacks a size.
+        ConfigError: If a limit of channels names no group.
+    """
+    model = None if request.model is None else ModelSize.read(request.model, key=request.setting("model"))
+    features = request.features(
+        moe=None if model is None else model.shape.num_experts > 0,
+        tied=model is None or model.shape.tie_word_embeddings,
+    )
+    layout = request.layout
+    check_overrides(request.source.max_ctas, keys=[kind.key for kind in kinds_of(layout, features).values()])
+    of_megatron = megatron_families(
+        layout, instances=request.optimizer_instances, rules=request.megatron, gloo=request.gloo
+    )
+    families = [world_family(layout.world_size), *of_megatron]
+    memory = plan_memory(
+        layout, features, families,
+        limits=request.source.max_ctas, budget=request.host != "rl-safe" or request.budget,
+        gpus_per_node=request.gpus_per_node,
+    )  # fmt: skip
+    plan = Plan(
+        request=request, model=model, features=features, memory=memory, saves=(),
+        communicators=tuple(_communicators(request, families, features)),
+    )  # fmt: skip
+    if model is None:
+        return plan
+    return Plan(
+        request=request, model=model, features=features, memory=memory, communicators=plan.communicators,
+        saves=tuple(_saves(request, model, plan.layers)),
+    )  # fmt: skip
+
+
+def _communicators(request: Request, families: list[GroupFamily], features: Features) -> Iterator[Communicator]:
+    for family in families:
+        kind = family.kind
+        classes = () if kind is None else connected_classes(kind, family.size, request.layout, features)
+        yield Communicator(
+            family=family,
+            key="" if kind is None else kind.key,
+            classes=classes,
+            first_phase=kind.first_phase if kind and classes else None,
+            crossing=family.crossing(request.gpus_per_node),
+        )
+    if not request.rollouts:
+        return
+    shift = 0 if request.colocated else request.trainers
+    joint = joint_family(request.trainers + request.rollouts)
+    placed = engine_family(rollouts=request.rollouts, tensor=request.vllm_tp, first=shift)
+    engines = engine_family(rollouts=request.rollouts, tensor=request.vllm_tp, first=request.trainers)
+    crossing = int(request.nodes > 1)
+    yield Communicator(family=joint, key="", classes=(), first_phase=Phase.SYNC, crossing=crossing)
+    yield Communicator(
+        family=engines, key="", classes=(), first_phase=Phase.ROLLOUT,
+        crossing=placed.crossing(request.gpus_per_node),
+    )  # fmt: skip
+
+
+def _saves(request: Request, model: ModelSize, layers: list[int]) -> list[SaveWay]:
+    if sum(layers) != model.shape.num_layers or min(layers) < 0:
+        raise ModelError(
+            f"{request.setting('first_stage_layers')}={request.first_stage_layers} and "
+            f"{request.setting('last_stage_layers')}={request.last_stage_layers} do not go with "
+            f"{model.shape.num_layers} layers on {request.layout.pipeline} stages: leave them out, or let them leave "
+            "the others a layer each"
+        )
+    return plan_saves(
+        request.layout, model.stages(layers),
+        instances=request.optimizer_instances, weight_bytes=request.dtype_bytes,
+        gpus_per_node=request.gpus_per_node, node_bytes_s=request.write_gib_s * GIB,
+        raises=RULES.index(request.megatron) >= RULES.index(RAISES_SINCE),
+    )  # fmt: skip
+
+
+def is_spare(communicator: Communicator) -> bool:
+    """Whether Megatron makes it and nothing uses it, of whatever size."""
+    return not communicator.is_used or communicator.family.description in UNUSED

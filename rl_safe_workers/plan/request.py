@@ -1,0 +1,262 @@
+"""What is planned: checked facts about a run, from whatever source they came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from rl_safe_workers.errors import ConfigError, LayoutError
+from rl_safe_workers.plan.fields import BY_NAME, FIELDS, HABITS
+from rl_safe_workers.topology.groups import Features
+from rl_safe_workers.topology.layout import SETTINGS, WORLD_KEY, ParallelLayout, check_layout, divisors
+
+_AXES: Mapping[str, str] = {
+    "tensor": "tp", "pipeline": "pp", "expert": "ep", "expert_tensor": "etp", "context": "cp",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Facts as they were given, by name.
+
+    Example: ``Source(name="options", values={"tp": "4"}, keys={"tp": "--tp"})``
+    """
+
+    name: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """What each fact is called where it comes from."""
+    max_ctas: Mapping[str, int] = field(default_factory=dict)
+    """Limits of channels by Megatron's name of a group."""
+
+    def key(self, name: str) -> str:
+        """Returns what a fact is called here, also one that was not given."""
+        return self.keys.get(name) or BY_NAME[name].option
+
+    def overlaid(self, other: Source) -> Source:
+        """Returns these facts with another source's over them."""
+        return Source(
+            name=self.name,
+            values={**self.values, **other.values},
+            keys={**self.keys, **{name: other.key(name) for name in other.values}},
+            max_ctas={**self.max_ctas, **other.max_ctas},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A run to plan.
+
+    Example: ``make_request(Source(name="options", values={"trainers": 32, "ep": 8}))``
+    """
+
+    source: Source
+    trainers: int
+    rollouts: int
+    vllm_tp: int
+    gpus_per_node: int
+    colocated: bool
+    layout: ParallelLayout
+    vpp: int | None
+    optimizer_instances: int
+    dispatcher: str
+    first_stage_layers: int | None
+    last_stage_layers: int | None
+    sends: str
+    model: str | None
+    dtype_bytes: int
+    megatron: str
+    torch: float
+    cumem: bool
+    host: str
+    default_group: str
+    device_id: bool
+    backend: str
+    bootstrap: bool
+    budget: bool
+    release_comms: bool
+    timeout_s: float | None
+    unread_timeout_s: float | None
+    group_timeout_s: float | None
+    gloo: bool
+    fully_parallel_save: bool
+    validate_access_integrity: bool
+    async_save: bool
+    finalizes: bool
+    optimizer_sharding: str
+    teardown: str
+    write_gib_s: float
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the run takes."""
+        return self.trainers if self.colocated else self.trainers + self.rollouts
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the run takes."""
+        return -(-self.gpus // self.gpus_per_node)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the trainers' default group contains rollout ranks."""
+        return self.default_group == "joint" and self.rollouts > 0
+
+    def setting(self, name: str) -> str:
+        """Returns what sets a fact, in the words of the source."""
+        return self.source.key(name)
+
+    def features(self, *, moe: bool | None, tied: bool) -> Features:
+        """Returns what decides about the collectives.
+
+        Args:
+            moe: Whether the model has experts; None if not known.
+            tied: Whether the first and last stage share the embedding.
+        """
+        return Features(
+            moe_dispatcher="alltoall" if self.dispatcher == "flex" else self.dispatcher,
+            moe=moe,
+            tied_embeddings=tied,
+            batched_p2p={"batched": True, "one by one": False}.get(self.sends),
+            virtual_pipeline=self.vpp is not None,
+            optimizer_instances=self.optimizer_instances,
+            weights_over_world=self.colocated and self.host == "rl-safe",
+        )
+
+
+def make_request(source: Source, *, host: str = "megatron") -> Request:
+    """Checks facts and fills in what was not given.
+
+    Args:
+        source: The facts.
+        host: Whose habits are the defaults, unless the facts say.
+
+    Raises:
+        ConfigError: A value that cannot be used, or two that contradict each other.
+        LayoutError: Sizes that do not factor the training world.
+    """
+    given = {
+        field.name: field.parse(source.values[field.name], key=source.key(field.name))
+        for field in FIELDS
+        if source.values.get(field.name) is not None
+    }
+    habits = HABITS[given.setdefault("host", host)]
+    facts = {field.name: given.get(field.name, habits.get(field.name, field.default)) for field in FIELDS}
+    facts |= _people(given, facts, source)
+    layout = _layout(facts, source)
+    _check_instances(layout, facts["optimizer_instances"], source)
+    _check_pipeline(facts, source)
+    names = {field.name for field in fields(Request)}
+    kept = {name: value for name, value in facts.items() if name in names}
+    return Request(**kept, source=source, layout=layout)
+
+
+def _people(given: Mapping[str, Any], facts: Mapping[str, Any], source: Source) -> dict[str, int]:
+    """Finds how many trainers and rollout ranks there are."""
+    world, trainers, rollouts = given.get("world"), given.get("trainers"), given.get("rollouts")
+    if facts["colocated"]:
+        return _colocated(world, trainers, rollouts, source)
+    if trainers is None:
+        if world is None:
+            raise ConfigError(
+                f"{source.key('trainers')} is missing: say how many trainers there are, {BY_NAME['trainers'].valid}"
+            )
+        trainers = world - (rollouts or 0)
+        if trainers < 1:
+            raise ConfigError(
+                f"{source.key('rollouts')}={rollouts} leaves no trainer of {source.key('world')}={world}: it takes a "
+                f"whole number below {world}"
+            )
+    if world is not None and trainers > world:
+        raise ConfigError(
+            f"{source.key('trainers')}={trainers} is more than {source.key('world')}={world}: it takes 1 to {world}"
+        )
+    if rollouts is None:
+        rollouts = 0 if world is None else world - trainers
+    if world is not None and trainers + rollouts != world:
+        raise ConfigError(
+            f"{source.key('rollouts')}={rollouts} with {source.key('trainers')}={trainers} is not "
+            f"{source.key('world')}={world}: set it to {world - trainers}"
+        )
+    _check_engines(facts["vllm_tp"], rollouts, source)
+    return {"trainers": trainers, "rollouts": rollouts}
+
+
+def _colocated(world: int | None, trainers: int | None, rollouts: int | None, source: Source) -> dict[str, int]:
+    counts = {
+        name: count
+        for name, count in {"trainers": trainers, "world": world, "rollouts": rollouts}.items()
+        if count is not None
+    }
+    if not counts:
+        raise ConfigError(f"{source.key('trainers')} is missing: say how many trainers there are")
+    (first, number), *others = counts.items()
+    if number < 1:
+        raise ConfigError(
+            f"{source.key(first)}={number} with {source.key('colocated')}=true leaves nobody: it takes a whole number "
+            "of at least 1"
+        )
+    for name, count in others:
+        if count != number:
+            raise ConfigError(
+                f"{source.key(name)}={count} with {source.key('colocated')}=true shares the GPUs of "
+                f"{source.key(first)}={number}: it takes {number}"
+            )
+    return {"trainers": number, "rollouts": number}
+
+
+def _check_engines(size: int, rollouts: int, source: Source) -> None:
+    if rollouts % size:
+        fitting = ", ".join(map(str, divisors(rollouts)[:12]))
+        raise ConfigError(
+            f"{source.key('vllm_tp')}={size} does not divide {rollouts} rollout ranks: it takes one of {fitting}"
+        )
+
+
+def _layout(facts: Mapping[str, Any], source: Source) -> ParallelLayout:
+    sizes = {axis: facts[name] for axis, name in _AXES.items()}
+    sizes["expert_tensor"] = sizes["expert_tensor"] or sizes["tensor"]
+    layout = ParallelLayout(world_size=facts["trainers"], **sizes)
+    try:
+        check_layout(layout)
+    except LayoutError as error:
+        raise LayoutError(in_words_of(source, str(error))) from error
+    return layout
+
+
+def in_words_of(source: Source, text: str) -> str:
+    """Puts the source's keys in the place of a recipe's."""
+    names = {WORLD_KEY: "trainers", **{SETTINGS[axis]: name for axis, name in _AXES.items()}}
+    for key, name in names.items():
+        text = text.replace(key, source.key(name))
+    return text
+
+
+def _check_instances(layout: ParallelLayout, instances: int, source: Source) -> None:
+    copies = layout.data * layout.context
+    fitting = [n for n in divisors(copies) if layout.expert_data % n == 0]
+    if instances not in fitting:
+        raise LayoutError(
+            f"{source.key('optimizer_instances')}={instances} must divide {copies} data-parallel and "
+            f"{layout.expert_data} expert-data-parallel ranks: it takes one of {', '.join(map(str, fitting[:12]))}"
+        )
+
+
+def _check_pipeline(facts: Mapping[str, Any], source: Source) -> None:
+    for name in ("vpp", "first_stage_layers", "last_stage_layers"):
+        if facts[name] is not None and facts["pp"] == 1:
+            raise ConfigError(
+                f"{source.key(name)}={facts[name]} needs two or more pipeline stages: leave it out, or set "
+                f"{source.key('pp')} to 2 or more"
+            )
+
+
+def options_source(options: Mapping[str, Any]) -> Source:
+    """Returns the facts that a command's options give; those that are None were not given.
+
+    >>> options_source({"tp": "4", "pp": None}).values
+    {'tp': '4'}
+    """
+    values = {name: value for name, value in options.items() if name in BY_NAME and value is not None}
+    return Source(name="options", values=values)

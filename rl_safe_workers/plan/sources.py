@@ -1,0 +1,218 @@
+"""Where a plan's facts come from: a recipe of ours, verl's command line or YAML, NeMo RL's YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.plan.fields import BY_NAME, FIELDS
+from rl_safe_workers.plan.request import Source
+
+FROM = ("verl", "nemo-rl")
+_LAUNCHERS = ("python", "python3", "-m", "-u", "uv", "run", "bash", "--")
+_SUFFIXES = (".yaml", ".yml")
+_NOT_READ = ("world", "rollouts")
+
+
+def recipe_source(path: str, overrides: Sequence[str]) -> Source:
+    """Reads a recipe of ours as a run would.
+
+    Raises:
+        ConfigError: As ``recipe.load_recipe``.
+    """
+    from rl_safe_workers.recipe import load_recipe
+
+    config = load_recipe(path, overrides)
+    values: dict[str, Any] = {"host": "rl-safe"}
+    keys = {field.name: field.recipe for field in FIELDS if field.recipe}
+    for name, key in keys.items():
+        found: Any = config
+        for part in key.split("."):
+            found = getattr(found, part)
+        values[name] = found
+    if not (Path(str(values["model"])) / "config.json").is_file():
+        # The run makes the model, and its sizes are in the recipe.
+        values["model"] = None
+    values["dtype_bytes"] = 4 if config.model.dtype == "float32" else 2
+    values["backend"] = "gloo" if config.cluster.device == "cpu" else "nccl"
+    values["release_comms"] = config.rollout.release_comms == "always" or (
+        config.rollout.release_comms == "auto" and config.cluster.colocated
+    )
+    return Source(name=path, values=values, keys=keys, max_ctas=config.rl_safe.bootstrap.max_ctas.limits())
+
+
+def verl_source(arguments: Sequence[str]) -> Source:
+    """Reads what follows ``python -m verl.trainer.main_ppo``, the whole command, or YAML files, the later winning.
+
+    Raises:
+        ConfigError: A file that cannot be read, or an argument that is neither one nor ``key=value``.
+    """
+    config = OmegaConf.create()
+    for argument in arguments:
+        if _is_launcher(argument):
+            continue
+        if argument.endswith(_SUFFIXES) and "=" not in argument:
+            config = _merged(config, _read(Path(argument)), argument)
+        else:
+            config = _merged(config, _override(argument, host="verl"), argument)
+    names = {field.name: field.verl for field in FIELDS if field.verl}
+    values = {"host": "verl", **_selected(config, names)}
+    _add_verl_people(values, names, config)
+    return Source(name="verl", values=values, keys=names)
+
+
+def nemo_rl_source(arguments: Sequence[str]) -> Source:
+    """Reads a YAML of NeMo RL, those that its ``defaults`` name, and ``key=value`` after it.
+
+    Raises:
+        ConfigError: A file that cannot be read, or a setting that leaves no trainer.
+    """
+    if not arguments or not arguments[0].endswith(_SUFFIXES):
+        raise ConfigError("--from nemo-rl takes a YAML file, and key=value after it")
+    config = _with_defaults(Path(arguments[0]), ())
+    for argument in arguments[1:]:
+        config = _merged(config, _override(argument, host="nemo-rl"), argument)
+    names = {field.name: field.nemo_rl for field in FIELDS if field.nemo_rl}
+    values = {"host": "nemo-rl", **_selected(config, names)}
+    _add_nemo_rl_people(values, names, config)
+    if not _is_there(values.get("model")):
+        values.pop("model", None)  # the name of a model on a hub, which is not looked up
+    return Source(name=arguments[0], values=values, keys=names)
+
+
+def read_source(host: str, arguments: Sequence[str]) -> Source:
+    """Reads one of `FROM`.
+
+    Raises:
+        ConfigError: As the reader, or for another name.
+    """
+    readers = {"verl": verl_source, "nemo-rl": nemo_rl_source}
+    if host not in readers:
+        raise ConfigError(f"--from={host} is not known: it takes one of {', '.join(FROM)}")
+    return readers[host](arguments)
+
+
+def _is_launcher(argument: str) -> bool:
+    return argument in _LAUNCHERS or argument.startswith(("verl.trainer.", "--config")) or argument.endswith(".py")
+
+
+def _add_verl_people(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
+    """Trainers have ``trainer.nnodes`` nodes; rollouts share them, or have nodes of their own."""
+    nodes = _count(config, "trainer.nnodes", default=1)
+    size = _count(config, "trainer.n_gpus_per_node", default=8)
+    own_nodes = _count(config, "actor_rollout_ref.rollout.nnodes", default=0, least=0)
+    own_size = _count(config, "actor_rollout_ref.rollout.n_gpus_per_node", default=size)
+    names |= {"trainers": "trainer.nnodes", "world": "trainer.nnodes", "rollouts": "actor_rollout_ref.rollout.nnodes"}
+    values |= {"trainers": nodes * size, "gpus_per_node": size, "colocated": own_nodes == 0}
+    if own_nodes:
+        values["rollouts"] = own_nodes * own_size
+    if not _is_there(values.get("model")):
+        values.pop("model", None)  # a path of the cluster, or a name on a hub
+
+
+def _add_nemo_rl_people(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
+    """Nodes are the cluster's; those of a generation that is not colocated come off."""
+    nodes = _count(config, "cluster.num_nodes", default=1)
+    size = _count(config, "cluster.gpus_per_node", default=8)
+    names |= {"trainers": "cluster.num_nodes", "world": "cluster.num_nodes"}
+    resources = "policy.generation.colocated.resources"
+    names["rollouts"] = f"{resources}.num_nodes"
+    colocated = values.get("colocated", True)
+    if BY_NAME["colocated"].parse(colocated, key=names["colocated"]):
+        values |= {"trainers": nodes * size, "colocated": True}
+        return
+    own_size = _count(config, f"{resources}.gpus_per_node", default=size)
+    default = 0 if nodes == 1 else 1
+    own_nodes = _count(config, f"{resources}.num_nodes", default=default, least=0)
+    rollouts = own_nodes * own_size if nodes > 1 else own_size
+    if rollouts >= nodes * size:
+        key = f"{resources}.num_nodes" if nodes > 1 else f"{resources}.gpus_per_node"
+        most = nodes - 1 if nodes > 1 else size - 1
+        raise ConfigError(
+            f"{key}={own_nodes if nodes > 1 else own_size} leaves no trainer of cluster.num_nodes={nodes} with "
+            f"cluster.gpus_per_node={size}: it takes a whole number from 1 to {most}"
+        )
+    values |= {"trainers": nodes * size - rollouts, "rollouts": rollouts, "colocated": False}
+
+
+def _is_there(model: object) -> bool:
+    try:
+        return model is not None and Path(str(model)).exists()
+    except OSError:
+        return False
+
+
+def _count(config: DictConfig, key: str, *, default: int, least: int = 1) -> int:
+    value = _select(config, key)
+    field = BY_NAME["rollouts" if least == 0 else "trainers"]
+    return default if value is None else cast(int, field.parse(value, key=key))
+
+
+def _selected(config: DictConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    found = {name: _select(config, key) for name, key in names.items() if name not in _NOT_READ}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _select(config: DictConfig, key: str) -> Any:
+    try:
+        value = OmegaConf.select(config, key, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        first = str(error).partition("\n")[0]
+        raise ConfigError(f"{key} cannot be resolved ({first}): give it as {key}=VALUE") from error
+    if isinstance(value, (Mapping, list, DictConfig)):
+        raise ConfigError(f"{key} holds a section: it takes a single value")
+    return value
+
+
+def _override(argument: str, *, host: str) -> DictConfig:
+    text = argument.lstrip("+~")
+    key, equals, _ = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--from {host}: {argument!r:.80} is not understood: it takes key=value or a YAML file")
+    try:
+        return OmegaConf.from_dotlist([text])
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        first = str(error).partition("\n")[0]
+        raise ConfigError(f"--from {host}: {argument!r:.80} cannot be read ({first}): quote the value") from error
+
+
+def _merged(under: DictConfig, over: DictConfig, what: str) -> DictConfig:
+    try:
+        return cast(DictConfig, OmegaConf.merge(under, over))
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        first = str(error).partition("\n")[0]
+        raise ConfigError(f"{what:.80} does not go with what comes before it: {first}") from error
+
+
+def _with_defaults(path: Path, children: tuple[Path, ...]) -> DictConfig:
+    chain = (*children, path)
+    if path.resolve() in [child.resolve() for child in children]:
+        raise ConfigError(f"{path}: defaults lead back to it: {' -> '.join(map(str, chain))}; remove one")
+    config = _read(path)
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict), "a DictConfig holds a mapping"
+    defaults = plain.get("defaults") or []
+    names = [defaults] if isinstance(defaults, str) else defaults
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: defaults={defaults!s:.80} cannot be used: it takes a file name or a list of them")
+    merged = OmegaConf.create()
+    for name in names:
+        merged = _merged(merged, _with_defaults(path.parent / name, chain), str(path))
+    return _merged(merged, config, str(path))
+
+
+def _read(path: Path) -> DictConfig:
+    try:
+        found = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+        raise ConfigError(f"{path} cannot be read ({reason}): it takes a YAML file of keys") from error
+    if not isinstance(found, DictConfig):
+        raise ConfigError(f"{path} holds no mapping: it takes a YAML file of keys")
+    return found

@@ -1,0 +1,166 @@
+"""Our node beside verl's configuration: with command lines of verl's Megatron engine, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
+from rl_safe_workers.adapters.verl.settings import VerlSettings, read_node, read_settings
+from rl_safe_workers.errors import ConfigError
+from tests.verl.examples import command_lines
+
+MODEL = ("model_engine=megatron", "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=/models/moe")
+SIZES = "actor_rollout_ref.actor.megatron"
+COMMAND_LINES = {
+    "dense": [*MODEL, f"{SIZES}.tensor_model_parallel_size=2", f"{SIZES}.pipeline_model_parallel_size=2"],
+    "experts": [
+        *MODEL, f"{SIZES}.tensor_model_parallel_size=4", f"{SIZES}.expert_model_parallel_size=8",
+        f"{SIZES}.expert_tensor_parallel_size=1", f"{SIZES}.param_offload=True", f"{SIZES}.optimizer_offload=True",
+        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type=alltoall",
+    ],
+    "critic": [
+        *MODEL, "algorithm.adv_estimator=gae", "critic.megatron.tensor_model_parallel_size=2",
+        "critic.megatron.pipeline_model_parallel_size=2", "critic.model.path=/models/moe",
+    ],
+}  # fmt: skip
+VERL_SRC = "VERL_SRC"
+"""Environment variable: a checkout of verl's repository, whose examples are composed then, too."""
+GROUP = ["hydra.searchpath=[pkg://rl_safe_workers.adapters.verl.conf]", "+rl_safe=enabled"]
+
+
+def composed(*overrides: str) -> DictConfig:
+    """verl's configuration with these overrides."""
+    names = [override.partition("=")[2] for override in overrides if override.startswith("--config-name=")]
+    rest = [override for override in overrides if not override.startswith("--config-")]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose((names or ["ppo_trainer"])[0], overrides=rest)
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VERL_ENGINE_VENDOR", "VERL_USE_EXTERNAL_MODULES", "VERL_USE_EXTERNAL_PLUGINS", "RL_SAFE_VERL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def assert_composes(overrides: list[str]) -> None:
+    config = composed(*overrides, *GROUP)
+    assert read_settings(config) == VerlSettings(enabled=True, nccl_timeout=config.actor_rollout_ref.nccl_timeout)
+    assert config.actor_rollout_ref.actor.strategy == "megatron"
+    del config.actor_rollout_ref.rl_safe
+    assert config == composed(*overrides)
+
+
+@pytest.mark.parametrize("kind", COMMAND_LINES)
+def test_a_command_line_composes_with_ours_and_is_otherwise_unchanged(kind) -> None:
+    assert_composes(COMMAND_LINES[kind])
+
+
+@pytest.mark.skipif(VERL_SRC not in os.environ, reason=f"{VERL_SRC} names no checkout of verl")
+@pytest.mark.timeout(900)
+def test_so_does_every_megatron_example_that_verl_composes_itself(tmp_path) -> None:
+    composed_by_verl, refused_by_verl = [], []
+    for name, overrides in command_lines(Path(os.environ[VERL_SRC]), tmp_path):
+        try:
+            composed(*overrides)
+        except HydraException as error:
+            refused_by_verl.append(f"{name}: {str(error).splitlines()[0]}")
+            continue
+        assert_composes(overrides)
+        composed_by_verl.append(name)
+
+    assert len(composed_by_verl) > 20, refused_by_verl
+
+
+def test_the_group_has_every_key_with_its_default() -> None:
+    config = composed("model_engine=megatron", GROUP[0], "+rl_safe=default")
+    node = OmegaConf.to_container(config.actor_rollout_ref.rl_safe)
+    assert read_node(node, source="x") == VerlSettings()
+    assert {**node, "nccl_timeout": 600.0} == OmegaConf.to_container(OmegaConf.structured(VerlSettings))
+
+
+def test_without_the_node_verl_runs_as_it_is() -> None:
+    assert check_run(composed("model_engine=megatron")) is None
+
+
+ON = ["model_engine=megatron", "+actor_rollout_ref.rl_safe.enabled=true"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+actor_rollout_ref.rl_safe.enabled=true"], "strategy=fsdp: it must be megatron"),
+        ([*ON, "+actor_rollout_ref.rl_safe.timeouts.sav=3"], "unknown key .*timeouts.sav; the nearest .*timeouts.save"),
+        ([*ON, "+actor_rollout_ref.rl_safe.timeouts.save=soon"], "rl_safe.timeouts.save: .*could not be converted"),
+        ([*ON, "+actor_rollout_ref.rl_safe.timeouts.save=0"], "timeouts.save=0.0 must be a number above 0"),
+        ([*ON, "+actor_rollout_ref.rl_safe.bootstrap.on_late=cry"], "on_late=cry is not supported: use warn or raise"),
+        ([*ON, "+actor_rollout_ref.rl_safe.nccl_timeout=3"], "set actor_rollout_ref.nccl_timeout"),
+        ([*ON, "trainer.use_v1=false"], "deprecated trainer is not supported"),
+        ([*ON, "trainer.v1.trainer_mode=mine"], "trainer_mode=mine: use sync or colocate_async or separate_async"),
+        (["model_engine=megatron", "+actor_rollout_ref.rl_safe=7"], "must hold keys"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_on_the_driver(overrides, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_run(composed(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("variables", "overrides", "message"),
+    [
+        ({"VERL_ENGINE_VENDOR": "rl_safe"}, ["model_engine=megatron"], "rl_safe.enabled is not true"),
+        (
+            {"VERL_ENGINE_VENDOR": "rl_safe", "VERL_USE_EXTERNAL_PLUGINS": "none"}, ON,
+            "nothing loads the plugin: set VERL_USE_EXTERNAL_MODULES=",
+        ),
+    ],
+    ids=["not_enabled", "not_loaded"],
+)  # fmt: skip
+def test_the_vendor_alone_is_refused(variables, overrides, message, monkeypatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        check_run(composed(*overrides))
+
+
+def test_an_unsupported_version_is_refused_with_the_range(monkeypatch) -> None:
+    monkeypatch.setattr("rl_safe_workers.adapters.verl.compatibility.version", lambda name: "0.8.0")
+    with pytest.raises(ConfigError, match=r"verl 0.8.0 is not supported: the adapter supports verl >=0.9.0,<0.10"):
+        check_run(composed(*ON))
+
+
+def _job_variables(*overrides: str) -> Any:
+    config = composed(*ON, *overrides)
+    prepare_job(config, read_settings(config))
+    return OmegaConf.to_container(config.ray_kwargs.ray_init.runtime_env.env_vars)
+
+
+def test_workers_are_told_by_the_jobs_environment() -> None:
+    variables = _job_variables("actor_rollout_ref.nccl_timeout=900", "+ray_kwargs.ray_init.runtime_env.env_vars.MINE=1")
+    assert variables["VERL_ENGINE_VENDOR"] == "rl_safe"
+    assert variables["VERL_USE_EXTERNAL_MODULES"] == "rl_safe_workers.adapters.verl.plugin"
+    told = VerlSettings.from_json(variables["RL_SAFE_VERL"], source="RL_SAFE_VERL")
+    assert told == VerlSettings(enabled=True, nccl_timeout=900.0)
+    assert variables["MINE"] == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("VERL_ENGINE_VENDOR=metax", "VERL_ENGINE_VENDOR=metax with .*enabled=true"),
+        ("VERL_USE_EXTERNAL_MODULES=mine", "VERL_USE_EXTERNAL_MODULES=mine lacks"),
+        ('RL_SAFE_VERL={"timeouts": {"save": 7}}', "RL_SAFE_VERL says other than"),
+    ],
+)
+def test_a_job_that_was_submitted_with_something_else_is_refused(variable, message, monkeypatch) -> None:
+    name, _, value = variable.partition("=")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        _job_variables()

@@ -1,0 +1,77 @@
+"""How verl finds our engines: its registry, in fresh processes with a job's environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+PLUGIN = "rl_safe_workers.adapters.verl.plugin"
+RESOLVE = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import verl
+light = sorted({"megatron", "verl.workers.engine", "rl_safe_workers.adapters.verl.engine"} & sys.modules.keys())
+from verl.workers.engine import EngineRegistry
+names = ["language_model megatron", "value_model megatron", "language_model fsdp", "value_model fsdp2"]
+kinds = [name.split() for name in names]
+found = [EngineRegistry.get_engine_cls(*kind).__name__ for kind in kinds]
+print(json.dumps([light, found]))
+"""
+OURS = ["SafeMegatronEngine", "SafeMegatronValueEngine", "FSDPEngineWithLMHead", "FSDPEngineWithValueHead"]
+STOCK = ["MegatronEngineWithLMHead", "MegatronEngineWithValueHead", *OURS[2:]]
+
+
+def run_python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process whose environment names nothing of ours but what is given."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "RL_SAFE"))}
+    environment = {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+def resolved(**variables: str) -> Any:
+    result = run_python(RESOLVE, **variables)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "loaded_by",
+    [{"VERL_USE_EXTERNAL_MODULES": PLUGIN, "VERL_USE_EXTERNAL_PLUGINS": "none"}, {}],
+    ids=["module", "entry_point"],
+)
+def test_megatron_engines_are_ours_and_others_verls_where_the_vendor_is_ours(loaded_by) -> None:
+    light, found = resolved(VERL_ENGINE_VENDOR="rl_safe", **loaded_by)
+    assert found == OURS
+    assert light == [], "import verl itself stays as light as it was"
+
+
+@pytest.mark.parametrize("variables", [{}, {"VERL_ENGINE_VENDOR": "metax"}], ids=["unset", "other"])
+def test_without_our_vendor_every_engine_is_verls(variables) -> None:
+    _, found = resolved(VERL_USE_EXTERNAL_MODULES=PLUGIN, **variables)
+    assert found == STOCK
+
+
+@pytest.mark.parametrize("how", [{"VERL_USE_EXTERNAL_MODULES": PLUGIN}, {}], ids=["module", "entry_point"])
+def test_a_plugin_that_cannot_load_ends_the_process_and_says_why(how) -> None:
+    result = run_python("import verl; print('went on')", VERL_ENGINE_VENDOR="rl_safe", RL_SAFE_VERL="{oops", **how)
+    assert result.returncode != 0
+    assert "went on" not in result.stdout
+    assert "rl_safe: VERL_ENGINE_VENDOR=rl_safe is set, but RL_SAFE_VERL is not JSON" in result.stderr
+
+
+def test_an_unsupported_version_of_verl_ends_the_process_and_names_the_range() -> None:
+    code = """
+import importlib.metadata as m
+real = m.version
+m.version = lambda name: "0.11.0" if name == "verl" else real(name)
+import verl
+"""
+    result = run_python(code, VERL_ENGINE_VENDOR="rl_safe", VERL_USE_EXTERNAL_MODULES=PLUGIN)
+    assert result.returncode != 0
+    assert "verl 0.11.0 is not supported: the adapter supports verl >=0.9.0,<0.10" in result.stderr
