@@ -272,7 +272,8 @@ class BootstrapConfig:
     on_missing: str = "raise"
     """What offload and rollout do if the bootstrap has not run: ``raise``, or ``bootstrap`` first."""
     budget: bool = True
-    """Give groups that carry only scalars, or have one rank, a single channel; false: NCCL's own number for all."""
+    """Give groups that carry only scalars, or have one rank, a single channel, and those between pipeline stages 12;
+    false: NCCL's own number for all."""
     max_ctas: MaxCtasConfig = field(default_factory=MaxCtasConfig)
     watch_steps: int = 3
     """In how many first training steps each collective is looked at for device memory that it takes late; 0: never."""
