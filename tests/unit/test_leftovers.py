@@ -33,7 +33,9 @@ def test_a_folder_of_which_nobody_lives_goes(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-@pytest.mark.parametrize("content", [f"feedbeef {ME.pid} {ME.create_time()} {HERE}", "", "feedbeef 12"])
+@pytest.mark.parametrize(
+    "content", [f"feedbeef {ME.pid} {ME.create_time()} {HERE}", "", "feedbeef 12"], ids=["starts", "empty", "cut_off"]
+)
 def test_a_folder_of_a_run_that_starts_or_is_not_understood_stays(tmp_path: Path, content: str) -> None:
     mine = folder(tmp_path, content)
     remove_leftovers(tmp_path)
