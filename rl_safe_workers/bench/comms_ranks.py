@@ -7,14 +7,13 @@ outlive a job, and nobody waits for imports.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from rl_safe_workers.bench.comms_peers import WARMUPS
+from rl_safe_workers.bench.forks import in_a_fork
 from rl_safe_workers.comms.trace import CollectiveTrace
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms.cuda import make_deterministic
@@ -193,21 +193,12 @@ def _batch(job: Job, rank: int) -> SequenceBatch:
 
 def run(jobs: Sequence[Job], rank: int, out: Path) -> int:
     """Runs each job in a fork, one after the other; returns how many have failed. Writes a line of JSON for each."""
-    failed = 0
-    for number, job in enumerate(jobs):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                (out / f"{number}_{rank}.json").write_text(json.dumps({**asdict(job), **measure(job, rank)}))
-                code = 0
-            except BaseException:
-                (out / f"{number}_{rank}.error").write_text(traceback.format_exc())
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        failed += status != 0
-    return failed
+
+    def work(job: Job) -> dict[str, Any]:
+        return {**asdict(job), **measure(job, rank)}
+
+    done = [in_a_fork(partial(work, job), out / f"{number}_{rank}.json") for number, job in enumerate(jobs)]
+    return done.count(False)
 
 
 def main() -> None:

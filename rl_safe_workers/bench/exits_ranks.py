@@ -8,17 +8,17 @@ from __future__ import annotations
 import atexit
 import gc
 import json
-import os
 import sys
 import time
-import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from rl_safe_workers.bench.comms_peers import every_group
+from rl_safe_workers.bench.forks import in_a_fork
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.recipe import load_recipe
 from rl_safe_workers.trainer.worker import TrainerWorker
@@ -42,8 +42,8 @@ class Job:
     port: int
 
 
-def live_and_end(job: Job, rank: int) -> float:
-    """Builds everything, and ends; returns when the end began, in Unix seconds."""
+def live_and_end(job: Job, rank: int) -> dict[str, float]:
+    """Builds everything, and ends; returns when the end began, as ``began_at`` in Unix seconds."""
     limits = [] if job.way == OURS else ["rl_safe.bootstrap.budget=false"]
     config = load_recipe(job.recipe, [*job.overrides, *limits])
     worker = TrainerWorker(config, training_rank=rank)
@@ -65,7 +65,7 @@ def live_and_end(job: Job, rank: int) -> float:
     # What an interpreter does at its end; a fork has none of its own.
     atexit._run_exitfuncs()
     gc.collect()
-    return began_at
+    return {"began_at": began_at}
 
 
 def main() -> None:
@@ -73,19 +73,9 @@ def main() -> None:
     rank, jobs_file = int(sys.argv[1]), Path(sys.argv[2])
     for number, fields in enumerate(json.loads(jobs_file.read_text())):
         result = jobs_file.with_name(f"{number}_{rank}.json")
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                result.write_text(json.dumps({"began_at": live_and_end(Job(**fields), rank)}))
-                code = 0
-            except BaseException:
-                result.with_suffix(".error").write_text(traceback.format_exc())
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
+        is_well = in_a_fork(partial(live_and_end, Job(**fields), rank), result)
         ended_at = time.time()
-        if status != 0:
+        if not is_well:
             sys.exit(1)
         result.write_text(json.dumps(json.loads(result.read_text()) | {"ended_at": ended_at}))
 

@@ -23,7 +23,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.worlds.attendance import attend, attendants
+from rl_safe_workers.worlds.attendance import absentees, attend
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +185,8 @@ class Supervision:
         self._await(f"{key}/all", partial(self._absent, key, ranks), part=name)
 
     def _absent(self, key: str, ranks: Sequence[int]) -> list[int]:
-        came = self._ask(attendants, self._store, f"{key}/came")
-        return [rank for rank in ranks if rank not in came]
+        absent: list[int] = self._ask(absentees, self._store, f"{key}/came", ranks)
+        return absent
 
     def _await(self, key: str, absent: Callable[[], list[int]], *, part: str) -> None:
         """Waits for a key; gives up with those that are absent when the time is up."""

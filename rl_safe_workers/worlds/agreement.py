@@ -24,7 +24,7 @@ from rl_safe_workers.errors import (
     RlSafeError,
 )
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.worlds.attendance import attend, attendants
+from rl_safe_workers.worlds.attendance import absentees, attend
 
 
 class Agreement:
@@ -159,8 +159,7 @@ class Agreement:
                 self._store.wait(keys, timeout)
         except DistStoreError:
             with self._store_in_reach():
-                came = attendants(self._store, "came")
-            silent = [rank for rank in range(self._size) if rank not in came]
+                silent = absentees(self._store, "came", range(self._size))
             raise PhaseTimeoutError(
                 phase=self._phase,
                 group="training world",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch.distributed import Store
 
 
@@ -10,6 +12,7 @@ def attend(store: Store, key: str, rank: int) -> None:
     store.append(key, f"{rank} ")  # type: ignore[attr-defined]
 
 
-def attendants(store: Store, key: str) -> frozenset[int]:
-    """The ranks that have come. Does not wait."""
-    return frozenset(map(int, store.get(key).split())) if store.check([key]) else frozenset()
+def absentees(store: Store, key: str, ranks: Iterable[int]) -> list[int]:
+    """Those of the ranks that have not come. Does not wait."""
+    came = frozenset(map(int, store.get(key).split())) if store.check([key]) else frozenset()
+    return [rank for rank in ranks if rank not in came]

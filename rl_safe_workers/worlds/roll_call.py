@@ -12,7 +12,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.worlds.attendance import attend, attendants
+from rl_safe_workers.worlds.attendance import absentees, attend
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,7 @@ class RollCall:
         return [rank for rank in range(1, self._size) if not self._store.check([f"{phase}/signed_off/{rank}"])]
 
     def _absent(self, phase: Phase) -> list[int]:
-        came = attendants(self._store, f"{phase}/{self._calls[phase]}/came")
-        return [rank for rank in range(self._size) if rank not in came]
+        return absentees(self._store, f"{phase}/{self._calls[phase]}/came", range(self._size))
 
     def _wait_for(
         self, keys: list[str], phase: Phase, timeout: timedelta, missing: Callable[[Phase], list[int]]
