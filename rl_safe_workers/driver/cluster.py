@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,17 @@ from rl_safe_workers.config import ClusterConfig, RunConfig
 from rl_safe_workers.driver.actor_group import ActorRef
 from rl_safe_workers.driver.actors import ActorShell, RolloutActor, TrainerActor
 from rl_safe_workers.driver.cleanup import attempt
+from rl_safe_workers.driver.guardian import Guardian
 from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
 from rl_safe_workers.driver.ipc_files import remove_ipc_files
+from rl_safe_workers.driver.processes import (
+    RUN_FILE,
+    TEMP_PREFIX,
+    process_namespace,
+    reap,
+    remove_leftovers,
+    run_processes,
+)
 from rl_safe_workers.errors import ClusterError, PhaseTimeoutError, ResourceError
 from rl_safe_workers.lifecycle import Phase
 
@@ -33,9 +41,6 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * 2**20
 """Ray's shared memory for a local run; only token batches pass through it."""
-TEMP_PREFIX, RUN_FILE = "rl_safe_", "run_id"
-"""Of a run's temporary folder, and the file in it that says whose it is: run id, driver's process id, when that was
-created, and the namespace in which the number counts."""
 GPU_SHARE = 0.5
 """Of a trainer and of the rollout rank on its GPU, as Ray counts; neither is held to it."""
 LESS_OF = {
@@ -60,6 +65,7 @@ class Cluster:
         self._temp_dir: Path | None = None
         self._hang_dir: Path | None = None
         self._pids: set[int] = set()
+        self._guardian: Guardian | None = None
         self._made_at = time.time()
         self.trainers: list[ActorRef] = []
         self.rollouts: list[ActorRef] = []
@@ -81,6 +87,8 @@ class Cluster:
             ResourceError: If the cluster has fewer CPUs than the run asks for.
             PhaseTimeoutError: If the places are not free within ``rl_safe.timeouts.start``.
         """
+        kill_after_s = self._config.rl_safe.teardown.kill_after_s
+        self._guardian = Guardian(self._run_id, since_s=self._made_at, kill_after_s=kill_after_s)
         self._start_ray()
         # Ray has installed a SIGTERM handler of its own, which would end this process and leave the rest.
         self._interrupts.listen()
@@ -109,6 +117,7 @@ class Cluster:
             )  # fmt: skip
         # Not in the run's folder, where a run that does not hang is to leave nothing of it.
         self._hang_dir = Path(tempfile.mkdtemp(prefix="hang_" if self._temp_dir else TEMP_PREFIX, dir=self._temp_dir))
+        self._guardian.tell(folders=[self._hang_dir])
         n = cluster.num_trainers
         self.trainers = [self._create(TrainerActor, rank, rank) for rank in range(n)]
         first = 0 if cluster.colocated else n
@@ -136,6 +145,8 @@ class Cluster:
         ray_constants.ENABLE_RAY_CLUSTER = False
         remove_leftovers(Path(tempfile.gettempdir()))
         self._temp_dir = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
+        if self._guardian is not None:
+            self._guardian.tell(folders=[self._temp_dir])
         driver = psutil.Process()
         whose = f"{self._run_id} {driver.pid} {driver.create_time()} {process_namespace()}"
         (self._temp_dir / RUN_FILE).write_text(whose)
@@ -182,6 +193,8 @@ class Cluster:
         One that is killed later leaves files behind, and nobody could tell any more whose they are.
         """
         self._pids |= {process.pid for process in run_processes(self._run_id)}
+        if self._guardian is not None:
+            self._guardian.tell(pids=self._pids)
 
     def close(self, *, kill_after_s: float) -> None:
         """Ends every process of the run: actors, their children, and Ray itself if it is ours.
@@ -191,6 +204,7 @@ class Cluster:
         bounded in time, and goes ahead whatever became of the one before.
         """
         actors, group = list(reversed(self.actors)), self._group
+        guardian, self._guardian = self._guardian, None
         self.trainers, self.rollouts, self._group = [], [], None
         attempt("killing actors", lambda: [ray.kill(a.handle, no_restart=True) for a in actors], timeout_s=kill_after_s)
         if group is not None and not self.is_local:  # a local Ray takes it along
@@ -201,6 +215,8 @@ class Cluster:
         for folder in (self._hang_dir, self._temp_dir):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
+        if guardian is not None:
+            guardian.dismiss(timeout_s=kill_after_s)
 
     def keep_logs(self, target: Path) -> None:
         """Copies Ray's logs, which hold the actors' output, out of the folder that `close` removes."""
@@ -215,68 +231,3 @@ def placement(cluster: ClusterConfig) -> list[dict[str, float]]:
         return [{"CPU": cluster.cpus_per_trainer + cluster.cpus_per_rollout, **gpu}] * cluster.num_trainers
     trainers = [{"CPU": cluster.cpus_per_trainer, **gpu}] * cluster.num_trainers
     return trainers + [{"CPU": cluster.cpus_per_rollout, **gpu}] * cluster.num_rollouts
-
-
-def run_processes(run_id: str) -> list[psutil.Process]:
-    """Lists the living processes, other than this one, that carry the run's mark."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and env.belongs_to_run(process.environ(), run_id):
-                found.append(process)
-        except psutil.Error:
-            continue  # gone, or another user's
-    return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
-def remove_leftovers(temp: Path) -> None:
-    """Removes temporary folders of runs of which no process is left: their drivers were killed.
-
-    Args:
-        temp: The folder for temporary files.
-    """
-    for file in temp.glob(f"{TEMP_PREFIX}*/{RUN_FILE}"):
-        with suppress(OSError, ValueError):  # another user's, gone meanwhile, or just being written
-            run_id, pid, created_at, namespace = file.read_text().split()
-            # Of another container's processes nobody here can tell. A run that is only starting has no other process.
-            if (
-                namespace == process_namespace()
-                and not _lives(int(pid), float(created_at))
-                and not run_processes(run_id)
-            ):
-                shutil.rmtree(file.parent, ignore_errors=True)
-
-
-def process_namespace() -> str:
-    """Tells this machine and container from others that may share a folder for temporary files."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-
-
-def _lives(pid: int, created_at: float) -> bool:
-    try:
-        return bool(psutil.Process(pid).create_time() == created_at)
-    except psutil.Error:
-        return False
-
-
-def reap(run_id: str, *, kill_after_s: float) -> None:
-    """Terminates, then kills, whatever of a run is still alive. Blocks for little more than ``kill_after_s``."""
-    left = run_processes(run_id)
-    for process in left:
-        _signal(process.terminate)
-    _, alive = psutil.wait_procs(left, timeout=kill_after_s)
-    deadline = time.monotonic() + kill_after_s
-    while alive or (alive := run_processes(run_id)):
-        for process in alive:
-            _signal(process.kill)
-        psutil.wait_procs(alive, timeout=1)
-        alive = []
-        if time.monotonic() > deadline:
-            logger.error("processes of run %s cannot be ended: %s", run_id, run_processes(run_id))
-            return
-
-
-def _signal(send: Any) -> None:
-    with suppress(psutil.NoSuchProcess):
-        send()

@@ -39,7 +39,9 @@ def _child(function: Callable[..., Any], rank: int, args: tuple[Any, ...], pipe:
         except Exception:
             pipe.send(Outcome(rank=rank, error=RuntimeError(repr(error)), trace=traceback.format_exc()))
     pipe.close()
-    # Groups that a failed rank left behind must not hold up its exit.
+    # Groups that a failed rank left behind must not hold up its exit; nor may megatron-core's writers outlive it.
+    for process in multiprocessing.active_children():
+        process.kill()
     os._exit(0)
 
 

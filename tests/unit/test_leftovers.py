@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_safe_workers.driver.cluster import RUN_FILE, TEMP_PREFIX, process_namespace, remove_leftovers
+from rl_safe_workers.driver.processes import RUN_FILE, TEMP_PREFIX, process_namespace, remove_leftovers
 from rl_safe_workers.env import RUN_ID
 
 ME = psutil.Process()

@@ -1,0 +1,89 @@
+"""The processes and temporary folders of runs on this machine: found by their mark, ended, removed.
+
+Imports no Ray, since the guardian that does without it needs this too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from rl_safe_workers import env
+
+logger = logging.getLogger(__name__)
+
+TEMP_PREFIX, RUN_FILE = "rl_safe_", "run_id"
+"""Of a run's temporary folder, and the file in it that says whose it is: run id, driver's process id, when that was
+created, and the namespace in which the number counts."""
+
+
+def run_processes(run_id: str) -> list[psutil.Process]:
+    """Lists the living processes, other than this one, that carry the run's mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and env.belongs_to_run(process.environ(), run_id):
+                found.append(process)
+        except psutil.Error:
+            continue  # gone, or another user's
+    return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def remove_leftovers(temp: Path) -> None:
+    """Removes temporary folders of runs of which no process is left: their drivers were killed.
+
+    Args:
+        temp: The folder for temporary files.
+    """
+    for file in temp.glob(f"{TEMP_PREFIX}*/{RUN_FILE}"):
+        with suppress(OSError, ValueError):  # another user's, gone meanwhile, or just being written
+            run_id, pid, created_at, namespace = file.read_text().split()
+            # Of another container's processes nobody here can tell. A run that is only starting has no other process.
+            if (
+                namespace == process_namespace()
+                and not _lives(int(pid), float(created_at))
+                and not run_processes(run_id)
+            ):
+                shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def process_namespace() -> str:
+    """Tells this machine and container from others that may share a folder for temporary files."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def _lives(pid: int, created_at: float) -> bool:
+    try:
+        return bool(psutil.Process(pid).create_time() == created_at)
+    except psutil.Error:
+        return False
+
+
+def reap(run_id: str, *, kill_after_s: float) -> None:
+    """Terminates, then kills, whatever of a run is still alive. Blocks for little more than ``kill_after_s``."""
+    left = run_processes(run_id)
+    for process in left:
+        _signal(process.terminate)
+    _, alive = psutil.wait_procs(left, timeout=kill_after_s)
+    deadline = time.monotonic() + kill_after_s
+    while alive or (alive := run_processes(run_id)):
+        for process in alive:
+            _signal(process.kill)
+        psutil.wait_procs(alive, timeout=1)
+        alive = []
+        if time.monotonic() > deadline:
+            logger.error("processes of run %s cannot be ended: %s", run_id, run_processes(run_id))
+            return
+
+
+def _signal(send: Callable[[], None]) -> None:
+    with suppress(psutil.NoSuchProcess):
+        send()

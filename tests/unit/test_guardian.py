@@ -1,0 +1,96 @@
+"""The process that ends what is left of a run whose driver was killed."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_safe_workers.driver.guardian import Guardian, guard
+from rl_safe_workers.env import RUN_ID
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from rl_safe_workers.driver.guardian import Guardian
+guardian = Guardian(sys.argv[1], since_s=0.0, kill_after_s=1.0)
+guardian.tell(folders=[Path(sys.argv[2])])
+print(guardian._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def run_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+@pytest.fixture
+def actor(run_id: str) -> Iterator[psutil.Process]:
+    """A process of the run that takes no notice of being asked to end."""
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", stubborn]
+    with subprocess.Popen(command, env=os.environ | {RUN_ID: run_id}, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield psutil.Process(process.pid)
+        process.kill()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def wait_for_end(process: psutil.Process, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not has_ended(process):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_killed_driver_takes_processes_and_folders_along(run_id: str, actor: psutil.Process, tmp_path: Path) -> None:
+    folder = tmp_path / "of_the_run"
+    (folder / "session").mkdir(parents=True)
+    command = [sys.executable, "-c", DRIVER, run_id, str(folder)]
+    # The driver bears the mark, as with a local Ray; its guardian must not, or it would end itself.
+    with subprocess.Popen(command, env=os.environ | {RUN_ID: run_id}, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        guardian = psutil.Process(int(driver.stdout.readline()))
+        assert RUN_ID not in guardian.environ()
+        driver.kill()
+    wait_for_end(actor)
+    wait_for_end(guardian)
+    assert not folder.exists()
+
+
+def test_a_driver_that_is_done_leaves_nothing_to_do(run_id: str, actor: psutil.Process, tmp_path: Path) -> None:
+    guardian = Guardian(run_id, since_s=0.0, kill_after_s=1.0)
+    guardian.tell(folders=[tmp_path])
+    guardian.dismiss(timeout_s=10.0)
+    assert guardian._process.returncode == 0
+    assert not has_ended(actor)
+    assert tmp_path.exists()
+
+
+def test_what_was_cut_off_ends_the_run_too(run_id: str, actor: psutil.Process, tmp_path: Path) -> None:
+    whole = f'{{"pids": [], "folders": ["{tmp_path}"]}}\n'
+    assert guard(io.StringIO(whole + '{"pids": [1'), run_id, since_s=0.0, kill_after_s=0.2)
+    assert has_ended(actor)
+    assert not tmp_path.exists()
+
+
+def test_a_guardian_that_was_killed_is_missed_not_waited_for(run_id: str, caplog: pytest.LogCaptureFixture) -> None:
+    guardian = Guardian(run_id, since_s=0.0, kill_after_s=1.0)
+    guardian._process.kill()
+    guardian._process.wait()
+    guardian.tell(pids=[1])
+    assert "guardian is gone" in caplog.text
+    guardian.dismiss(timeout_s=10.0)
