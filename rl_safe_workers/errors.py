@@ -41,9 +41,14 @@ def _rebuild(cls: type[RlSafeError], message: str, fields: dict[str, Any]) -> Rl
 
 
 class RlSafeError(Exception):
-    """Root of the hierarchy. ``str(error)`` is one line that says what to do."""
+    """Root of the hierarchy. ``str(error)`` is one line that says what to do.
+
+    Attributes:
+        culprit: The training rank that has failed, in an error that every rank raises because of it; else None.
+    """
 
     exit_code = 1
+    culprit: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # BaseException's own __reduce__ calls the constructor with `args`, which loses every keyword-only field.
@@ -85,15 +90,10 @@ class CheckpointMismatchError(UsageError):
 
 
 class RunError(RlSafeError):
-    """Something failed while running.
-
-    Attributes:
-        culprit: The training rank that has failed, in an error that every rank raises because of it; else None.
-    """
+    """Something failed while running."""
 
     may_pass = True
     """Whether the same run may go well if it is started again."""
-    culprit: int | None = None
 
     def __init__(self, *args: object, culprit: int | None = None) -> None:
         super().__init__(*args)

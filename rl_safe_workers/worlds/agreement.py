@@ -108,23 +108,26 @@ class Agreement:
         self.report(json.dumps([_describe(failure), report]).encode())
         if self._rank == 0:
             self.decide(json.dumps(self._decide(timeout, decide)).encode())
-        described, value = json.loads(self.decision(timeout))
+        described, culprit, value = json.loads(self.decision(timeout))
         if failure is not None:
             raise _as_ours(failure) from failure
         if described is not None:
-            raise _KINDS[described[0]](described[1])
+            error = _KINDS[described[0]](described[1])
+            error.culprit = culprit
+            raise error
         return value
 
-    def _decide(self, timeout: timedelta, decide: Callable[[Sequence[Any]], Any]) -> tuple[Any, Any]:
+    def _decide(self, timeout: timedelta, decide: Callable[[Sequence[Any]], Any]) -> tuple[Any, int | None, Any]:
+        """Returns the failure, the rank that it is of, and the decision."""
         reports = [json.loads(data) for data in self.reports(timeout)]
         failures = [(rank, described) for rank, (described, _) in enumerate(reports) if described is not None]
         if failures:
             text = "; ".join(f"training rank {rank}: {text}" for rank, (_, text) in failures)
-            return (failures[0][1][0], text), None
+            return (failures[0][1][0], text), failures[0][0], None
         try:
-            return None, decide([report for _, report in reports])
+            return None, None, decide([report for _, report in reports])
         except Exception as error:
-            return _describe(error), None
+            return _describe(error), 0, None
 
     def forget(self) -> None:
         """Removes this rank's report, and on rank 0 the decision, from the store; once no rank needs them any more."""

@@ -28,9 +28,10 @@ def training_worker(model: Path, *, model_type: str = "language_model", **settin
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
-    from rl_safe_workers.adapters.verl import cpu_platform
+    from rl_safe_workers.adapters.verl import cpu_platform, local_layers
 
     cpu_platform.apply()
+    local_layers.apply()
     initialize_global_process_group_ray(60, backend="gloo")
     checkpoint = CheckpointConfig(**settings.pop("checkpoint", {}))
     shards = settings.pop("shards", False)

@@ -14,7 +14,7 @@ from verl.utils.megatron_utils import (
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
-from rl_safe_workers.adapters.verl import environment
+from rl_safe_workers.adapters.verl import environment, local_layers
 from rl_safe_workers.adapters.verl.checkpoint import SafeCheckpointManager
 from rl_safe_workers.adapters.verl.features import features_of
 from rl_safe_workers.adapters.verl.process import TrainerProcess, trainer_process
@@ -44,10 +44,12 @@ class SafeEngineMixin:
             from rl_safe_workers.adapters.verl import cpu_platform
 
             cpu_platform.apply()
+        local_layers.apply()
         self.process = trainer_process()
-        with self.process.creating_groups():
+        features = features_of(self.model_config.hf_config, self.engine_config)
+        with self.process.creating_groups(features, self.engine_config):
             super()._init_device_mesh()  # type: ignore[misc]
-        self.process.connect(features_of(self.model_config.hf_config, self.engine_config))
+        self.process.connect(features)
         # A warning, because verl shows nothing less of its workers.
         logger.warning(
             "rl_safe active: %s on training rank %d of %d",

@@ -35,7 +35,7 @@ class HostBootstrap(Bootstrap):
         call = self._store.add(f"host_bootstrap/calls/{self._rank}", 1)
         mine = parallel_state.get_data_parallel_group()
         steps = [
-            BootstrapStep(group=group, classes=DATA_PARALLEL, max_ctas=None)
+            BootstrapStep(group=group, classes=DATA_PARALLEL, max_ctas=self._limits.get("dp"))
             for group in live_groups()
             if group.group is mine and group.size > 1
         ]

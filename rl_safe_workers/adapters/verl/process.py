@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,12 @@ from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.host_groups import HostBootstrap
 from rl_safe_workers.adapters.verl.pending import PendingSave
 from rl_safe_workers.adapters.verl.settings import VerlSettings
-from rl_safe_workers.comms.groups import set_group_timeouts
+from rl_safe_workers.comms.groups import create_megatron_groups, set_group_timeouts
 from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.errors import CheckpointError, LifecycleError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.topology.comms_plan import CommsPlan
 from rl_safe_workers.topology.groups import Features, OpClass
 from rl_safe_workers.workers.teardown import TeardownMixin
 from rl_safe_workers.worlds.training_world import TrainingWorld
@@ -49,6 +50,8 @@ class TrainerProcess(TeardownMixin):
         self.save_seconds = 0.0
         self._bootstrapped: set[Features] = set()
         self._engines = 0
+        self._limited = False
+        """Whether the groups were made with limits of NCCL's channels."""
         self._pending: list[PendingSave] = []
         self.setup_worker(
             training_rank=rank, training_size=size, rl_safe=settings.rl_safe(), megatron=MegatronConfig(),
@@ -75,17 +78,51 @@ class TrainerProcess(TeardownMixin):
             finally:
                 set_group_timeouts(timedelta(seconds=self.settings.nccl_timeout))
 
+    def plan_comms(self) -> CommsPlan:
+        """As `GroupsMixin.plan_comms`, with the limits that the groups were made with."""
+        plan = super().plan_comms()
+        limits = {key: limit for key, limit in plan.limits.items() if self._limited and key != "world"}
+        return CommsPlan.of(plan.layout, plan.features, limits, budget=False)
+
     @contextmanager
-    def creating_groups(self) -> Iterator[None]:
-        """Wraps the host's creation of Megatron's groups. Collective over: the training world."""
+    def creating_groups(self, features: Features, engine: Any) -> Iterator[None]:
+        """Creates Megatron's groups, and wraps the host's own creation, which does nothing where there are any.
+
+        verl gives Megatron no limits of NCCL's channels (transformer_impl.py:271), and takes groups as it finds them.
+
+        Collective over: the training world.
+
+        Args:
+            features: Of the first engine's model, for the limits; the engines of a process share its groups.
+            engine: verl's ``McoreEngineConfig``.
+        """
         if self.lifecycle.has_completed(Phase.GROUPS):
             yield
             return
         with self.phase(Phase.GROUPS):
+            self.features = features
+            # Groups for dynamic context parallelism are verl's to check and create.
+            if not engine.dynamic_context_parallel and not parallel_state.model_parallel_is_initialized():
+                self._create_groups(engine)
             yield
             self.megatron = _sizes()
             if self._has_nccl:
                 self._check_memory(self.plan_comms())
+
+    def _create_groups(self, engine: Any) -> None:
+        self.megatron = MegatronConfig(
+            tensor_model_parallel_size=engine.tensor_model_parallel_size,
+            pipeline_model_parallel_size=engine.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=engine.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=engine.expert_model_parallel_size,
+            expert_tensor_parallel_size=engine.expert_tensor_parallel_size or engine.tensor_model_parallel_size,
+            context_parallel_size=engine.context_parallel_size,
+        )
+        self._limited = self._has_nccl and self.rl_safe.bootstrap.budget
+        limits = self.plan_comms().limits
+        create_megatron_groups(
+            self.megatron, timeout=self.remaining(), limits=limits if self._has_nccl else None, with_gloo_twins=True
+        )
 
     def connect(self, features: Features) -> None:
         """Connects every communicator for what models like this one need. Collective over: the training world."""
@@ -102,8 +139,8 @@ class TrainerProcess(TeardownMixin):
         report, connected = super()._connect_groups(probe, phase=phase, timeout=timeout)
         plan = self.plan_comms()
         host = HostBootstrap(
-            self.store, training_rank=self.training_rank, layout=plan.layout, features=plan.features, limits={},
-            device=self.device, probe=probe,
+            self.store, training_rank=self.training_rank, layout=plan.layout, features=plan.features,
+            limits=plan.limits, device=self.device, probe=probe,
         )  # fmt: skip
         entries, of_host = host.run_host(timeout=timeout or self.remaining())
         merged = {

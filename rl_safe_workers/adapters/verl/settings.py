@@ -43,6 +43,9 @@ class VerlBootstrap:
 
     on_missing: str = "raise"
     """What an offload or a weight sync does if the bootstrap has not run: ``raise``, or ``bootstrap`` first."""
+    budget: bool = True
+    """Give groups that carry only scalars, or have one rank, a single NCCL channel, and those between pipeline stages
+    12; false: NCCL's own number for all."""
     watch_steps: int = 3
     """In how many first updates each collective is looked at for device memory that it takes late; 0: never."""
     on_late: str = "warn"
@@ -65,8 +68,7 @@ class VerlSettings:
         own = asdict(self.timeouts)
         return RlSafeConfig(
             timeouts=TimeoutsConfig(**own, world=self.nccl_timeout, groups=self.timeouts.bootstrap),
-            # verl creates the groups, without limits of their channels.
-            bootstrap=BootstrapConfig(**asdict(self.bootstrap), budget=False),
+            bootstrap=BootstrapConfig(**asdict(self.bootstrap)),
             checkpoint=CheckpointConfig(),
         )
 
