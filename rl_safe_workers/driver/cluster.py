@@ -22,10 +22,12 @@ from rl_safe_workers.config import ClusterConfig, RunConfig
 from rl_safe_workers.driver.actor_group import ActorRef
 from rl_safe_workers.driver.actors import ActorShell, RolloutActor, TrainerActor
 from rl_safe_workers.driver.cleanup import attempt
-from rl_safe_workers.driver.guardian import Guardian
 from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
-from rl_safe_workers.driver.ipc_files import remove_ipc_files
-from rl_safe_workers.driver.processes import (
+from rl_safe_workers.errors import ClusterError, PhaseTimeoutError, ResourceError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.reaping.guardian import Guardian
+from rl_safe_workers.reaping.ipc_files import remove_ipc_files
+from rl_safe_workers.reaping.processes import (
     RUN_FILE,
     TEMP_PREFIX,
     process_namespace,
@@ -33,8 +35,6 @@ from rl_safe_workers.driver.processes import (
     remove_leftovers,
     run_processes,
 )
-from rl_safe_workers.errors import ClusterError, PhaseTimeoutError, ResourceError
-from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from rl_safe_workers import env
 from rl_safe_workers.driver.actors import GLOO_FLIGHTS, GLOO_REQUESTS, IN_VAIN, STACK_SIGNAL, stack_file
 from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.flights import Work, read_flights, waiting_ranks, works_waited_in
-from rl_safe_workers.driver.processes import run_processes
 from rl_safe_workers.driver.stacks import Stack, py_spy, relative
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, format_ranks
 from rl_safe_workers.lifecycle import Role
+from rl_safe_workers.reaping.processes import run_processes
 
 logger = logging.getLogger(__name__)
 

@@ -100,6 +100,11 @@ class Running:
                     found.append(process)
         return found
 
+    @property
+    def out(self) -> str:
+        """What it has printed so far."""
+        return self._log("out").read_text()
+
     def has_started_a_trainer(self) -> bool:
         """Whether some process has become a trainer, whose imports then take seconds."""
         titles = []
@@ -127,7 +132,7 @@ class Running:
         return Outcome(
             folder=self.folder,
             code=code,
-            out=self._log("out").read_text(),
+            out=self.out,
             err=self._log("err").read_text(),
             left=[*self._processes_left(), *self._files_left()],
         )

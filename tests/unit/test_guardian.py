@@ -14,13 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_safe_workers.driver.guardian import Guardian, guard
 from rl_safe_workers.env import RUN_ID
+from rl_safe_workers.reaping.guardian import Guardian, guard
 
 DRIVER = """
 import sys, time
 from pathlib import Path
-from rl_safe_workers.driver.guardian import Guardian
+from rl_safe_workers.reaping.guardian import Guardian
 guardian = Guardian(sys.argv[1], since_s=0.0, kill_after_s=1.0)
 guardian.tell(folders=[Path(sys.argv[2])])
 print(guardian._process.pid, flush=True)

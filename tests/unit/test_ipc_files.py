@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rl_safe_workers.driver.ipc_files import remove_ipc_files
+from rl_safe_workers.reaping.ipc_files import remove_ipc_files
 
 PID = 3550
 

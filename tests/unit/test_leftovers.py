@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_safe_workers.driver.processes import RUN_FILE, TEMP_PREFIX, process_namespace, remove_leftovers
 from rl_safe_workers.env import RUN_ID
+from rl_safe_workers.reaping.processes import RUN_FILE, TEMP_PREFIX, process_namespace, remove_leftovers
 
 ME = psutil.Process()
 HERE = process_namespace()

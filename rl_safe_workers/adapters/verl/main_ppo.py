@@ -6,8 +6,10 @@ either it is verl's own entry.
 
 from __future__ import annotations
 
+import signal
 import sys
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import hydra
 import ray
@@ -30,7 +32,31 @@ class _SearchPath(SearchPathPlugin):
         search_path.append("rl_safe_workers", CONF)
 
 
-def safe_task_runner() -> Any:
+class _Stopped(KeyboardInterrupt):
+    """SIGTERM, as `ray job stop` sends it: takes the path of Ctrl-C, the only one that a wait of Ray's leaves whole."""
+
+
+class _StartedLast:
+    """A class of Ray actors of which verl makes one, right after it has started Ray."""
+
+    def __init__(self, actor_class: Any) -> None:
+        self._actor_class = actor_class
+
+    def options(self, **options: Any) -> _StartedLast:
+        """As Ray's."""
+        return _StartedLast(self._actor_class.options(**options))
+
+    def remote(self, *arguments: Any) -> Any:
+        """As Ray's. From now on SIGTERM is ours: Ray's handler would end this process and show its own stack."""
+        signal.signal(signal.SIGTERM, _stop)
+        return self._actor_class.remote(*arguments)
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    raise _Stopped
+
+
+def safe_task_runner() -> _StartedLast:
     """Returns verl's task runner, a Ray actor, made to choose among our trainers."""
     from verl.trainer.main_ppo import TaskRunnerV1
 
@@ -46,7 +72,7 @@ def safe_task_runner() -> Any:
             use_trainers()
             super().run(config)
 
-    return ray.remote(SafeTaskRunner)
+    return _StartedLast(ray.remote(SafeTaskRunner))
 
 
 def run(config: DictConfig) -> None:
@@ -83,6 +109,10 @@ def _main(config: DictConfig) -> None:
         # Hydra would show a traceback of its own and exit with 1.
         sys.stderr.write(f"rl_safe: {error}\n")
         sys.exit(error.exit_code)
+    except KeyboardInterrupt as interrupt:
+        signum = signal.SIGTERM if isinstance(interrupt, _Stopped) else signal.SIGINT
+        sys.stderr.write(f"rl_safe: stopped by {signum.name}; what was started has ended\n")
+        sys.exit(128 + signum)
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from typing import IO
 import psutil
 
 from rl_safe_workers import env
-from rl_safe_workers.driver.ipc_files import remove_ipc_files
-from rl_safe_workers.driver.processes import reap, run_processes
+from rl_safe_workers.reaping.ipc_files import remove_ipc_files
+from rl_safe_workers.reaping.processes import reap, run_processes
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Guardian:
             since_s: When the run began, in Unix seconds.
             kill_after_s: How long a process gets between being asked to end and being killed.
         """
-        command = [sys.executable, "-m", "rl_safe_workers.driver.guardian", run_id, str(since_s), str(kill_after_s)]
+        command = [sys.executable, "-m", "rl_safe_workers.reaping.guardian", run_id, str(since_s), str(kill_after_s)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
