@@ -138,7 +138,7 @@ def test_an_unsupported_version_is_refused_with_the_range(monkeypatch) -> None:
 
 def _job_variables(*overrides: str) -> Any:
     config = composed(*ON, *overrides)
-    prepare_job(config, read_settings(config))
+    prepare_job(config, read_settings(config), "feedbeef")
     return OmegaConf.to_container(config.ray_kwargs.ray_init.runtime_env.env_vars)
 
 

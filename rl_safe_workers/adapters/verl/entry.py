@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from rl_safe_workers import env
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.compatibility import check_verl
 from rl_safe_workers.adapters.verl.settings import NODE, STRATEGY, VerlSettings, read_settings
@@ -45,13 +46,18 @@ def check_run(config: DictConfig) -> VerlSettings | None:
     return settings
 
 
-def prepare_job(config: DictConfig, settings: VerlSettings) -> dict[str, str]:
+def prepare_job(config: DictConfig, settings: VerlSettings, run_id: str) -> dict[str, str]:
     """Adds what every process of the job needs to ``ray_kwargs.ray_init.runtime_env``; returns it.
+
+    Args:
+        config: The run's, which is changed.
+        settings: Of the adapter.
+        run_id: Marks the job's processes, so that they can be ended wherever they were forgotten.
 
     Raises:
         ConfigError: If the configuration or the job that this is submitted to says otherwise.
     """
-    variables = environment.job_variables(settings)
+    variables = {**environment.job_variables(settings), env.RUN_ID: run_id}
     with open_dict(config):
         ray_init: Any = config.ray_kwargs.ray_init
         runtime_env: Any = OmegaConf.to_container(ray_init.get("runtime_env") or OmegaConf.create({}), resolve=True)

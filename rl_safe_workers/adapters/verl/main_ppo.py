@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
 import hydra
+import psutil
 import ray
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 
+from rl_safe_workers import env
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.errors import RlSafeError
+from rl_safe_workers.reaping.guardian import Guardian
+from rl_safe_workers.reaping.ipc_files import remove_ipc_files
+from rl_safe_workers.reaping.processes import reap, run_processes
 
 CONF = "pkg://rl_safe_workers.adapters.verl.conf"
+KILL_AFTER_S = 10.0
+"""Seconds that a process gets between being asked to end and being killed."""
 
 
 class _SearchPath(SearchPathPlugin):
@@ -30,10 +41,6 @@ class _SearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Appends it: verl's own files come first."""
         search_path.append("rl_safe_workers", CONF)
-
-
-class _Stopped(KeyboardInterrupt):
-    """SIGTERM, as `ray job stop` sends it: takes the path of Ctrl-C, the only one that a wait of Ray's leaves whole."""
 
 
 class _StartedLast:
@@ -53,7 +60,31 @@ class _StartedLast:
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    raise _Stopped
+    """Takes the path of Ctrl-C: of what a handler raises, a wait of Ray's passes on nothing else."""
+    _signals.append(signal.Signals(signum))
+    raise KeyboardInterrupt
+
+
+_signals: list[signal.Signals] = []
+"""Those that were answered; not Ctrl-C, which Python answers."""
+
+
+@contextmanager
+def _taking_all_along(run_id: str) -> Iterator[None]:
+    """Ends Ray, if it is ours, and every process of the run on this machine when the body is left or this process dies.
+
+    Processes outlive the actors that had started them, e.g. the 32 workers with which each trainer compiles.
+    """
+    since_s = time.time()
+    guardian = Guardian(run_id, since_s=since_s, kill_after_s=KILL_AFTER_S)
+    try:
+        yield
+    finally:
+        pids = {process.pid for process in run_processes(run_id)}
+        ray.shutdown()
+        reap(run_id, kill_after_s=KILL_AFTER_S)
+        remove_ipc_files((pid for pid in pids if not psutil.pid_exists(pid)), since_s=since_s)
+        guardian.dismiss(timeout_s=KILL_AFTER_S)
 
 
 def safe_task_runner() -> _StartedLast:
@@ -93,12 +124,11 @@ def run(config: DictConfig) -> None:
         use_reference_policy=stock.need_reference_policy(config),
         use_critic=stock.need_critic(config),
     )
-    prepare_job(config, settings)
-    try:
+    run_id = uuid.uuid4().hex[:12]
+    prepare_job(config, settings, run_id)
+    env.mark_run(run_id)  # for a Ray that this process starts
+    with _taking_all_along(run_id):
         stock.run_ppo(config, task_runner_class=safe_task_runner())
-    finally:
-        # Else processes of a local Ray outlive the driver's last line, and their noise follows it.
-        ray.shutdown()
 
 
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
@@ -109,8 +139,8 @@ def _main(config: DictConfig) -> None:
         # Hydra would show a traceback of its own and exit with 1.
         sys.stderr.write(f"rl_safe: {error}\n")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt as interrupt:
-        signum = signal.SIGTERM if isinstance(interrupt, _Stopped) else signal.SIGINT
+    except KeyboardInterrupt:
+        (signum,) = _signals[:1] or [signal.SIGINT]
         sys.stderr.write(f"rl_safe: stopped by {signum.name}; what was started has ended\n")
         sys.exit(128 + signum)
 

@@ -1,0 +1,51 @@
+"""A whole job of verl's under our entry: what it has started ends with it, however it ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import REPOSITORY, Running, running
+
+RECIPE = REPOSITORY / "recipes" / "verl" / "quickstart.sh"
+SETTLE_S = 5.0
+ENDS_S = 30.0
+
+
+def start(folder: Path) -> list[str]:
+    """The small recipe on CPUs, which comes as far as to its engines: verl does not know vLLM's CPU build."""
+    overrides = [f"trainer.default_local_dir={folder / 'checkpoints'}"]
+    return ["env", "DEVICE=cpu", f"PYTHON={sys.executable}", "bash", str(RECIPE), *overrides]
+
+
+def left_after(run: Running, seconds: float) -> list[str]:
+    deadline = time.monotonic() + seconds
+    while (found := run.processes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [" ".join(process.cmdline())[:100] for process in found]
+
+
+def test_a_job_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with running(start(tmp_path), tmp_path / "job") as run:
+        outcome = run.finish()
+        assert left_after(run, 0) == []
+    assert outcome.code == 1
+    assert "rl_safe active: SafeMegatronEngine on training rank 0 of 2" in outcome.out + outcome.err
+    assert "vllm version None not supported" in outcome.err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda signum: signum.name)
+def test_a_job_that_is_stopped_or_killed_leaves_nothing(signum: signal.Signals, tmp_path: Path) -> None:
+    with running(start(tmp_path), tmp_path / "job") as run:
+        run.wait_until(lambda: "SafeTaskRunner" in run.out)
+        run.process.send_signal(signum)
+        stopped_s = time.monotonic()
+        code = run.process.wait(ENDS_S)
+        # What a killed driver leaves, its guardian ends.
+        assert left_after(run, ENDS_S if signum is signal.SIGKILL else SETTLE_S) == []
+        assert time.monotonic() - stopped_s < ENDS_S
+    assert code == (-signum if signum is signal.SIGKILL else 128 + signum)
