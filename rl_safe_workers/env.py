@@ -139,6 +139,11 @@ def mark_run(run_id: str) -> None:
     os.environ[RUN_ID] = run_id
 
 
+def marked(run_id: str) -> dict[str, str]:
+    """Returns this process's environment with the mark of a run, for a process that is to end with it."""
+    return {**os.environ, RUN_ID: run_id}
+
+
 def unmarked() -> dict[str, str]:
     """Returns this process's environment without the mark of a run, for a process that is to outlive it."""
     return {name: value for name, value in os.environ.items() if name != RUN_ID}

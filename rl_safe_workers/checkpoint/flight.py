@@ -47,7 +47,9 @@ class Outcome(NamedTuple):
     value: Any
     """Fit for JSON."""
     culprit: int | None = None
-    """The rank that has failed."""
+    """The rank that has failed; None if ranks are missing."""
+    late: dict[str, Any] | None = None
+    """What a `PhaseTimeoutError` is made of, if that is the failure."""
 
 
 class Flight:
@@ -141,13 +143,13 @@ class Flight:
 
         Raises:
             CheckpointError: If the save has failed, on this rank or on another.
-            PhaseTimeoutError: On rank 0, if ranks had not written in time.
+            PhaseTimeoutError: On every rank, if some had not written in time.
         """
         own = self._written.exception()
         if own is None and self._committed is not None:
             own = self._committed.exception()
-        if isinstance(own, PhaseTimeoutError):
-            raise own
+        if outcome.late is not None:
+            raise PhaseTimeoutError(**outcome.late) from own
         if outcome.failure:
             text = f"save of {self._directory.parent} failed: {outcome.failure}"
             raise CheckpointError(text, culprit=outcome.culprit) from own
@@ -191,7 +193,9 @@ class Flight:
         failed = {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure}
         if failed:
             text = "; ".join(f"training rank {rank}: {failure}" for rank, failure in failed.items())
-            raise CheckpointError(text, culprit=min(failed))
+            # One that has failed with what it heard of another is no culprit.
+            heard_of = [culprit for rank in failed if (culprit := outcomes[rank].culprit) is not None]
+            raise CheckpointError(text, culprit=min(heard_of or failed))
         return self._commit([_to_written(outcome.value) for outcome in outcomes])
 
 
@@ -205,10 +209,15 @@ def _left(deadline_s: float) -> timedelta:
     return timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
 
 
+_LATE = ("phase", "group", "missing", "waited_s", "setting")
+
+
 def _outcome(done: Future[T], rank: int, to_json: Callable[[T], Any] = lambda value: value) -> Outcome:
     error = done.exception()
     if error is None:
         return Outcome("", to_json(done.result()))
+    if isinstance(error, PhaseTimeoutError):
+        return Outcome(str(error), None, late={name: getattr(error, name) for name in _LATE})
     if isinstance(error, RlSafeError):
         return Outcome(str(error), None, rank if error.culprit is None else error.culprit)
     return Outcome(f"{type(error).__name__}: {error}", None, rank)

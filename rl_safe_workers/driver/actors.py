@@ -103,7 +103,7 @@ class ActorShell:
             trace="".join(traceback.format_exception(error)),
             raised_at=raised_at,
             # A file system may time out, too.
-            in_vain=isinstance(error, _OF_A_WAIT) and IN_VAIN.search(str(error)) is not None,
+            in_vain=any(isinstance(e, _OF_A_WAIT) and IN_VAIN.search(str(e)) for e in (error, error.__cause__)),
             follows=self.role is Role.TRAINER and getattr(error, "culprit", None) not in (None, self._rank),
         )
 

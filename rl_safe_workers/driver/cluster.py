@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from rl_safe_workers.reaping.ipc_files import remove_ipc_files
 from rl_safe_workers.reaping.processes import (
     RUN_FILE,
     TEMP_PREFIX,
+    ended,
     process_namespace,
     reap,
     remove_leftovers,
@@ -80,6 +82,16 @@ class Cluster:
         """Trainers, then rollout actors."""
         return [*self.trainers, *self.rollouts]
 
+    def guard(self) -> None:
+        """From now on everything with the run's mark ends, even if this process is killed. Idempotent."""
+        if self._guardian is None:
+            kill_after_s = self._config.rl_safe.teardown.kill_after_s
+            self._guardian = Guardian(self._run_id, since_s=self._made_at, kill_after_s=kill_after_s)
+
+    def _tell(self, *, pids: Iterable[int] = (), folders: Iterable[Path] = ()) -> None:
+        if self._guardian is not None:
+            self._guardian.tell(pids=pids, folders=folders)
+
     def start(self) -> None:
         """Starts or joins Ray, reserves every actor's place at once, and creates the actors.
 
@@ -87,8 +99,7 @@ class Cluster:
             ResourceError: If the cluster has fewer CPUs than the run asks for.
             PhaseTimeoutError: If the places are not free within ``rl_safe.timeouts.start``.
         """
-        kill_after_s = self._config.rl_safe.teardown.kill_after_s
-        self._guardian = Guardian(self._run_id, since_s=self._made_at, kill_after_s=kill_after_s)
+        self.guard()
         self._start_ray()
         # Ray has installed a SIGTERM handler of its own, which would end this process and leave the rest.
         self._interrupts.listen()
@@ -117,7 +128,7 @@ class Cluster:
             )  # fmt: skip
         # Not in the run's folder, where a run that does not hang is to leave nothing of it.
         self._hang_dir = Path(tempfile.mkdtemp(prefix="hang_" if self._temp_dir else TEMP_PREFIX, dir=self._temp_dir))
-        self._guardian.tell(folders=[self._hang_dir])
+        self._tell(folders=[self._hang_dir])
         n = cluster.num_trainers
         self.trainers = [self._create(TrainerActor, rank, rank) for rank in range(n)]
         first = 0 if cluster.colocated else n
@@ -145,8 +156,7 @@ class Cluster:
         ray_constants.ENABLE_RAY_CLUSTER = False
         remove_leftovers(Path(tempfile.gettempdir()))
         self._temp_dir = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
-        if self._guardian is not None:
-            self._guardian.tell(folders=[self._temp_dir])
+        self._tell(folders=[self._temp_dir])
         driver = psutil.Process()
         whose = f"{self._run_id} {driver.pid} {driver.create_time()} {process_namespace()}"
         (self._temp_dir / RUN_FILE).write_text(whose)
@@ -193,8 +203,7 @@ class Cluster:
         One that is killed later leaves files behind, and nobody could tell any more whose they are.
         """
         self._pids |= {process.pid for process in run_processes(self._run_id)}
-        if self._guardian is not None:
-            self._guardian.tell(pids=self._pids)
+        self._tell(pids=self._pids)
 
     def close(self, *, kill_after_s: float) -> None:
         """Ends every process of the run: actors, their children, and Ray itself if it is ours.
@@ -210,8 +219,10 @@ class Cluster:
         if group is not None and not self.is_local:  # a local Ray takes it along
             attempt("giving up placement", lambda: remove_placement_group(group), timeout_s=kill_after_s)
         attempt("shutting down Ray", ray.shutdown, timeout_s=kill_after_s)
-        reap(self._run_id, kill_after_s=kill_after_s)
-        remove_ipc_files((pid for pid in self._pids if not psutil.pid_exists(pid)), since_s=self._made_at)
+        attempt(
+            "ending processes", lambda: reap(self._run_id, kill_after_s=kill_after_s), timeout_s=3 * kill_after_s + 1
+        )
+        remove_ipc_files(ended(self._pids), since_s=self._made_at)
         for folder in (self._hang_dir, self._temp_dir):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rl_safe_workers import env
 from rl_safe_workers.checkpoint.manifest import complete_checkpoints
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.driver import metrics as names
@@ -177,7 +178,8 @@ class Job:
     def _train(self, log: MetricsLog) -> None:
         if self._config.model.create is not None and not Path(self._config.model.path).exists():
             with self._console.phase("model", self._config.rl_safe.timeouts.start):
-                create_model(self._config, self._config.model.create, self._interrupts)
+                self._cluster.guard()
+                create_model(self._config, self._config.model.create, self._run_id, self._interrupts)
             if self._resume is not None:
                 check_resume_point(self._resume, self._config)
         self._session.set_up()
@@ -299,7 +301,7 @@ class Job:
         }
 
 
-def create_model(config: RunConfig, spec: SeededModelConfig, interrupts: Interrupts) -> None:
+def create_model(config: RunConfig, spec: SeededModelConfig, run_id: str, interrupts: Interrupts) -> None:
     """Makes the seeded model at ``model.path``.
 
     In a process of its own, because it needs torch and transformers, which the driver does without.
@@ -314,6 +316,7 @@ def create_model(config: RunConfig, spec: SeededModelConfig, interrupts: Interru
         [sys.executable, "-m", "rl_safe_workers.models.seeded", *arguments],
         stderr=subprocess.PIPE,
         text=True,
+        env=env.marked(run_id),
         start_new_session=True,  # a terminal's Ctrl-C is for this process to pass on
     )
     deadline = time.monotonic() + timeout_s

@@ -17,11 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-import psutil
-
 from rl_safe_workers import env
 from rl_safe_workers.reaping.ipc_files import remove_ipc_files
-from rl_safe_workers.reaping.processes import reap, run_processes
+from rl_safe_workers.reaping.processes import ended, reap, run_processes
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +98,7 @@ def guard(told: IO[str], run_id: str, *, since_s: float, kill_after_s: float) ->
     pids |= {process.pid for process in run_processes(run_id)}
     logger.warning("the driver of run %s is gone: ending what is left of the run", run_id)
     reap(run_id, kill_after_s=kill_after_s)
-    remove_ipc_files((pid for pid in pids if not psutil.pid_exists(pid)), since_s=since_s)
+    remove_ipc_files(ended(pids), since_s=since_s)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     return True

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +33,27 @@ def run_processes(run_id: str) -> list[psutil.Process]:
                 found.append(process)
         except psutil.Error:
             continue  # gone, or another user's
-    return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in found if is_alive(process)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs. One that has ended, and that its parent has not asked for yet, does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ended(pids: Iterable[int]) -> list[int]:
+    """Those of the process ids under which nothing runs any more."""
+
+    def runs(pid: int) -> bool:
+        try:
+            return is_alive(psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            return False
+
+    return [pid for pid in pids if not runs(pid)]
 
 
 def remove_leftovers(temp: Path) -> None:
@@ -72,16 +92,23 @@ def reap(run_id: str, *, kill_after_s: float) -> None:
     left = run_processes(run_id)
     for process in left:
         _signal(process.terminate)
-    _, alive = psutil.wait_procs(left, timeout=kill_after_s)
+    alive = _outlast(left, kill_after_s)
     deadline = time.monotonic() + kill_after_s
     while alive or (alive := run_processes(run_id)):
         for process in alive:
             _signal(process.kill)
-        psutil.wait_procs(alive, timeout=1)
-        alive = []
+        alive = _outlast(alive, 1.0)
         if time.monotonic() > deadline:
             logger.error("processes of run %s cannot be ended: %s", run_id, run_processes(run_id))
             return
+
+
+def _outlast(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Waits for processes to end; returns those that have not. psutil would wait for zombies of other parents, too."""
+    deadline = time.monotonic() + timeout_s
+    while (processes := [process for process in processes if is_alive(process)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return processes
 
 
 def _signal(send: Callable[[], None]) -> None:

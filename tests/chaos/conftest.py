@@ -38,8 +38,9 @@ class Results:
             if name == SECONDS:
                 case, seconds = value
                 self.seconds[case] = seconds if report.passed else None
-            elif name == NOTE and report.passed:
-                self.notes[report.nodeid] = value
+            elif name == NOTE:
+                # Instead of what a run before may have found, too.
+                self.notes[report.nodeid] = value if report.passed else ""
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Prints all."""
@@ -59,7 +60,7 @@ class Results:
         KEPT.parent.mkdir(exist_ok=True)
         KEPT.write_text(json.dumps({"seconds": self.seconds, "notes": self.notes}))
         cases = all_cases()
-        if {*map(str, cases)} <= self.seconds.keys() and len(self.notes) == len(LONG):
+        if {*map(str, cases)} <= self.seconds.keys() and len([*filter(None, self.notes.values())]) == len(LONG):
             table.write(PAGE, {case: self.seconds[str(case)] for case in cases}, list(self.notes.values()))
 
 

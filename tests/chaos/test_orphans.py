@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.cases import CONFIG
 from tests.chaos.conftest import NOTE
-from tests.integration.runs import Outcome, Running, rl_safe, running
+from tests.integration.runs import Running, rl_safe, running
 
 RUNS = 20
 LONGEST_S = 18.0
@@ -26,9 +26,9 @@ def wait_until_all_have_ended(run: Running) -> None:
         time.sleep(0.2)
 
 
-def kill_driver(undisturbed: Outcome, folder: Path, *, after_s: float) -> tuple[bool, list[str]]:
+def kill_driver(folder: Path, *, after_s: float) -> tuple[bool, list[str]]:
     """Returns whether the run was alive when its driver was to be killed, and the processes and files left of it."""
-    command = rl_safe("quickstart.yaml", f"model.path={undisturbed.folder / 'model'}", *CONFIG)
+    command = rl_safe("quickstart.yaml", f"model.path={folder / 'model'}", "model.create={}", *CONFIG)
     with running(command, folder) as run:
         time.sleep(after_s)
         is_alive = run.process.poll() is None
@@ -41,11 +41,11 @@ def kill_driver(undisturbed: Outcome, folder: Path, *, after_s: float) -> tuple[
 @pytest.mark.chaos
 @pytest.mark.timeout(RUNS * (LONGEST_S + SETTLE_S + 20))
 def test_nothing_outlives_twenty_runs_whose_driver_was_killed(
-    undisturbed: Outcome, record_property: Callable[[str, object], None], tmp_path: Path
+    record_property: Callable[[str, object], None], tmp_path: Path
 ) -> None:
     moments, killed, left = random.Random(0), 0, []
     for number in range(RUNS):
-        is_alive, of_run = kill_driver(undisturbed, tmp_path / str(number), after_s=moments.uniform(1, LONGEST_S))
+        is_alive, of_run = kill_driver(tmp_path / str(number), after_s=moments.uniform(1, LONGEST_S))
         killed += is_alive
         left += of_run
     record_property(

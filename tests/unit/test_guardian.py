@@ -16,6 +16,7 @@ import pytest
 
 from rl_safe_workers.env import RUN_ID
 from rl_safe_workers.reaping.guardian import Guardian, guard
+from rl_safe_workers.reaping.processes import ended, reap, run_processes
 
 DRIVER = """
 import sys, time
@@ -94,3 +95,20 @@ def test_a_guardian_that_was_killed_is_missed_not_waited_for(run_id: str, caplog
     guardian.tell(pids=[1])
     assert "guardian is gone" in caplog.text
     guardian.dismiss(timeout_s=10.0)
+
+
+def test_a_process_that_nobody_has_asked_for_yet_has_ended(run_id: str, actor: psutil.Process) -> None:
+    actor.kill()
+    while actor.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert psutil.pid_exists(actor.pid)
+    assert ended([actor.pid, os.getpid()]) == [actor.pid]
+    assert run_processes(run_id) == []
+
+
+def test_what_takes_no_notice_is_killed_and_not_waited_for(run_id: str, actor: psutil.Process) -> None:
+    started_s = time.monotonic()
+    # It becomes a zombie of this process, which does not wait for it.
+    reap(run_id, kill_after_s=0.5)
+    assert has_ended(actor)
+    assert time.monotonic() - started_s < 5

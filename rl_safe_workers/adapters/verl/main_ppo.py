@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import hydra
-import psutil
 import ray
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
@@ -28,7 +27,7 @@ from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.errors import RlSafeError
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import remove_ipc_files
-from rl_safe_workers.reaping.processes import reap, run_processes
+from rl_safe_workers.reaping.processes import ended, reap, run_processes
 
 CONF = "pkg://rl_safe_workers.adapters.verl.conf"
 KILL_AFTER_S = 10.0
@@ -83,7 +82,7 @@ def _taking_all_along(run_id: str) -> Iterator[None]:
         pids = {process.pid for process in run_processes(run_id)}
         ray.shutdown()
         reap(run_id, kill_after_s=KILL_AFTER_S)
-        remove_ipc_files((pid for pid in pids if not psutil.pid_exists(pid)), since_s=since_s)
+        remove_ipc_files(ended(pids), since_s=since_s)
         guardian.dismiss(timeout_s=KILL_AFTER_S)
 
 
