@@ -2,22 +2,26 @@
 # GRPO of a tiny Qwen3-MoE through verl's own main_ppo with our engines and trainers: two trainers, EP2, and vLLM beside
 # them. DEVICE=cuda needs two GPUs; DEVICE=cpu, the default where there are none, needs scripts/setup verl, and docs/verl.md
 # says how far it gets: verl 0.9.1 does not know the name of vLLM's CPU build.
-# SUBMIT=1 submits it to the Ray cluster of RAY_ADDRESS. Further arguments are overrides of verl's.
+# SUBMIT=1 submits it to the Ray cluster of RAY_ADDRESS, whose nodes see this folder; PYTHON is then a path that they have.
+# Further arguments are overrides of verl's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 DEVICE="${DEVICE:-$([[ -e /dev/nvidia0 ]] && echo cuda || echo cpu)}"
-PYTHON="${PYTHON:-.venv-verl/bin/python}" MODEL=models/verl-quickstart-qwen3-moe PROMPTS=recipes/data/char_class.parquet
+PYTHON="${PYTHON:-$PWD/.venv-verl/bin/python}" MODEL=$PWD/models/verl-quickstart-qwen3-moe
 
 export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1
+cluster=(ray_kwargs.ray_init.num_cpus=16) # of the Ray that is started; one that runs has its own
 if [[ $DEVICE == cpu ]]; then
     # Our platform in the place of CUDA; Ray is told of GPUs that verl then asks it for, and that nobody touches.
     export VERL_PLATFORM=rl_safe_cpu GLOO_SOCKET_IFNAME=lo
+    cluster+=(+ray_kwargs.ray_init.num_gpus=2)
     of_device=(
         actor_rollout_ref.actor.megatron.param_offload=false
         actor_rollout_ref.actor.megatron.optimizer_offload=false
         actor_rollout_ref.rollout.free_cache_engine=false
-        +ray_kwargs.ray_init.num_gpus=2
+        +ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM=$VERL_PLATFORM
+        +ray_kwargs.ray_init.runtime_env.env_vars.GLOO_SOCKET_IFNAME=$GLOO_SOCKET_IFNAME
     )
 else
     # vLLM sleeps while the trainers, on the same GPUs, have their state there.
@@ -35,8 +39,8 @@ overrides=(
     model_engine=megatron
     +rl_safe=enabled
     algorithm.adv_estimator=grpo
-    data.train_files="$PROMPTS"
-    data.val_files="$PROMPTS"
+    data.train_files="$PWD/recipes/data/char_class.parquet"
+    data.val_files="$PWD/recipes/data/char_class.parquet"
     data.train_batch_size=4
     data.max_prompt_length=64
     data.max_response_length=16
@@ -52,7 +56,7 @@ overrides=(
     actor_rollout_ref.rollout.tensor_model_parallel_size=1
     actor_rollout_ref.rollout.enforce_eager=true
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2
-    reward.custom_reward_function.path=rl_safe_workers/driver/rewards.py
+    reward.custom_reward_function.path="$PWD/rl_safe_workers/driver/rewards.py"
     reward.custom_reward_function.name=char_class
     trainer.device="$DEVICE"
     trainer.nnodes=1
@@ -61,12 +65,14 @@ overrides=(
     trainer.save_freq=5
     trainer.test_freq=-1
     trainer.val_before_train=false
-    trainer.default_local_dir=checkpoints/verl_quickstart
+    trainer.default_local_dir="$PWD/checkpoints/verl_quickstart"
     "trainer.logger=[console]"
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1 # each takes a CPU
-    ray_kwargs.ray_init.num_cpus=16
     "${of_device[@]}"
 )
-command=("$PYTHON" -m rl_safe_workers.adapters.verl.main_ppo "${overrides[@]}" "$@")
-[[ -z "${SUBMIT:-}" ]] || command=(ray job submit --runtime-env ray_configs/verl_runtime_env.yaml -- "${command[@]}")
-exec "${command[@]}"
+main=("$PYTHON" -m rl_safe_workers.adapters.verl.main_ppo "${overrides[@]}")
+if [[ -n "${SUBMIT:-}" ]]; then
+    submit=("$PYTHON" -m ray.scripts.scripts job submit --working-dir . --runtime-env ray_configs/verl_runtime_env.yaml)
+    exec "${submit[@]}" -- env ${VERL_PLATFORM:+VERL_PLATFORM="$VERL_PLATFORM"} HF_HUB_OFFLINE=1 "${main[@]}" "$@"
+fi
+exec "${main[@]}" "${cluster[@]}" "$@"

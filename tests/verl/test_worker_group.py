@@ -75,9 +75,33 @@ def _rows() -> Any:
     })  # fmt: skip
 
 
+def _critic_config(model: Path) -> Any:
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, TrainingWorkerConfig
+
+    return TrainingWorkerConfig(
+        model_type="value_model",
+        model_config=HFModelConfig(path=str(model), use_remove_padding=False),
+        engine_config=McoreEngineConfig(
+            vanilla_mbridge=True, use_dynamic_bsz=False, micro_batch_size_per_gpu=2, infer_micro_batch_size_per_gpu=2,
+            expert_model_parallel_size=2,
+            # As verl's configuration of an actor: Megatron lets a process have one.
+            override_transformer_config={"attention_backend": "flash"},
+        ),
+        optimizer_config=McoreOptimizerConfig(lr=1e-3, total_training_steps=10),
+        checkpoint_config=CheckpointConfig(),
+    )  # fmt: skip
+
+
+def _towards_nothing(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, float]]:
+    values = model_output["values"].values()
+    value = values.float().square().mean()
+    return value, {"values": value.detach().item()}
+
+
 @pytest.mark.timeout(420)
 @pytest.mark.usefixtures("_cluster")
-def test_an_actors_group_answers_every_call(tiny_moe, tmp_path) -> None:
+def test_an_actors_and_a_critics_group_answer_every_call(tiny_moe, tmp_path) -> None:
     from verl.single_controller.ray.base import (
         RayClassWithInitArgs,
         RayResourcePool,
@@ -86,17 +110,22 @@ def test_an_actors_group_answers_every_call(tiny_moe, tmp_path) -> None:
     )  # fmt: skip
     from verl.utils import tensordict_utils as tu
 
-    from rl_safe_workers.adapters.verl.workers import SafeActorRolloutRefWorker
+    from rl_safe_workers.adapters.verl.workers import SafeActorRolloutRefWorker, SafeTrainingWorker
 
     actor = RayClassWithInitArgs(
         cls=ray.remote(SafeActorRolloutRefWorker), config=_config(tiny_moe), role="actor", distillation_config=None
     )
+    critic = RayClassWithInitArgs(cls=ray.remote(SafeTrainingWorker), config=_critic_config(tiny_moe))
     workers = RayWorkerGroup(
         resource_pool=RayResourcePool(process_on_nodes=[SIZE], use_gpu=False, max_colocate_count=1),
-        ray_cls_with_init=create_colocated_worker_cls({"actor": actor}),
+        ray_cls_with_init=create_colocated_worker_cls({"actor": actor, "critic": critic}),
         device_name="cpu",
     )
-    group = workers.spawn(prefix_set=["actor"])["actor"]
+    groups = workers.spawn(prefix_set=["actor", "critic"])
+    group, values = groups["actor"], groups["critic"]
+    # The critic first, as verl's trainers do.
+    values.reset()
+    values.set_loss_fn(_towards_nothing)
     group.init_model()
     group.set_loss_fn(loss)
 
@@ -116,5 +145,13 @@ def test_an_actors_group_answers_every_call(tiny_moe, tmp_path) -> None:
     assert all(found["timing_s/rl_safe_save"] > 0 for found in group.rl_safe_metrics())
     group.to("cpu")
 
+    losses = [tu.get(values.train_mini_batch(_rows()).get(), "metrics")["values"] for _ in range(4)]
+    assert sum(losses[-1]) < sum(losses[0]), losses
+    of_critic = tmp_path / "global_step_1" / "critic"
+    values.save_checkpoint(str(of_critic), None, 1)
+    values.load_checkpoint(str(of_critic))
+    assert (of_critic / "ckpt_contents.json").is_file()
+
     assert ray.get(group.teardown_groups(), timeout=60) == [{}] * SIZE
+    assert ray.get(values.teardown_groups(), timeout=60) == [{}] * SIZE, "the actor's groups are the critic's"
     assert ray.get(group.teardown_groups(), timeout=60) == [{}] * SIZE, "a second end does nothing"
