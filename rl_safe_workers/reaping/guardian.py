@@ -3,14 +3,17 @@
 Without it actors end within seconds, once Ray has noticed, but Ray's own agents only 40 to 60 s later, and what a dead
 actor's libraries had spawned may never end. The driver holds the only writing end of the guardian's stdin, which the
 kernel closes whatever the driver dies of. The guardian bears no mark of the run, so that nobody takes it for a process
-that was left behind.
+that was left behind. It is no child of the driver either, and takes no notice of SIGTERM: ``ray job stop`` sends that
+to the driver and all below it, and SIGKILL three seconds later.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -42,7 +45,7 @@ class Guardian:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # stays open until the guardian has ended
             text=True,
             env=env.unmarked(),
             start_new_session=True,  # what a terminal sends to the driver's group is for the driver to answer
@@ -58,10 +61,7 @@ class Guardian:
         try:
             self._process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        except BrokenPipeError:
-            self._process.wait()
+            logger.warning("the run's guardian has not ended within %.0f s", timeout_s)
 
     def _write(self, facts: dict[str, object]) -> None:
         assert self._process.stdin is not None
@@ -105,6 +105,10 @@ def guard(told: IO[str], run_id: str, *, since_s: float, kill_after_s: float) ->
 
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="rl-safe: %(message)s")
     mark, began_s, patience_s = sys.argv[1:]
     guard(sys.stdin, mark, since_s=float(began_s), kill_after_s=float(patience_s))

@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,7 +17,7 @@ import pytest
 
 from rl_safe_workers.env import RUN_ID
 from rl_safe_workers.reaping.guardian import Guardian, guard
-from rl_safe_workers.reaping.processes import ended, reap, run_processes
+from rl_safe_workers.reaping.processes import ended, is_alive, reap, run_processes
 
 DRIVER = """
 import sys, time
@@ -24,7 +25,7 @@ from pathlib import Path
 from rl_safe_workers.reaping.guardian import Guardian
 guardian = Guardian(sys.argv[1], since_s=0.0, kill_after_s=1.0)
 guardian.tell(folders=[Path(sys.argv[2])])
-print(guardian._process.pid, flush=True)
+print(flush=True)
 time.sleep(60)
 """
 
@@ -46,6 +47,18 @@ def actor(run_id: str) -> Iterator[psutil.Process]:
         process.kill()
 
 
+def guardian_of(run_id: str) -> psutil.Process:
+    """Once it is no child of its driver any more."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if run_id in process.cmdline() and "-m" in process.cmdline() and process.ppid() == 1:
+                    return process
+        time.sleep(0.02)
+    raise AssertionError("no guardian")
+
+
 def has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
@@ -64,8 +77,12 @@ def test_a_killed_driver_takes_processes_and_folders_along(run_id: str, actor: p
     # The driver bears the mark, as with a local Ray; its guardian must not, or it would end itself.
     with subprocess.Popen(command, env=os.environ | {RUN_ID: run_id}, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
-        guardian = psutil.Process(int(driver.stdout.readline()))
+        driver.stdout.readline()
+        guardian = guardian_of(run_id)
         assert RUN_ID not in guardian.environ()
+        # As `ray job stop` does, which looks for children of children.
+        assert not any(map(is_alive, psutil.Process(driver.pid).children(recursive=True)))
+        guardian.terminate()
         driver.kill()
     wait_for_end(actor)
     wait_for_end(guardian)
@@ -90,8 +107,9 @@ def test_what_was_cut_off_ends_the_run_too(run_id: str, actor: psutil.Process, t
 
 def test_a_guardian_that_was_killed_is_missed_not_waited_for(run_id: str, caplog: pytest.LogCaptureFixture) -> None:
     guardian = Guardian(run_id, since_s=0.0, kill_after_s=1.0)
-    guardian._process.kill()
-    guardian._process.wait()
+    process = guardian_of(run_id)
+    process.kill()
+    wait_for_end(process)
     guardian.tell(pids=[1])
     assert "guardian is gone" in caplog.text
     guardian.dismiss(timeout_s=10.0)

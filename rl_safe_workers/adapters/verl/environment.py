@@ -5,6 +5,7 @@ Nothing else of the adapter touches ``os.environ``.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -25,6 +26,8 @@ EXTERNAL_PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
 """verl's: which entry points ``import verl`` loads: ``auto``, ``none``, or names separated by commas."""
 PLATFORM = "VERL_PLATFORM"
 """verl's: the name of the device platform, if it is not to be found out."""
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray's: what a job was submitted with, as JSON."""
 SETTINGS = "RL_SAFE_VERL"
 """Ours: the settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
 
@@ -70,8 +73,10 @@ def job_variables(wanted: VerlSettings, environ: Mapping[str, str] | None = None
     text = wanted.to_json()
     if SETTINGS in environ and VerlSettings.from_json(environ[SETTINGS], source=SETTINGS) != wanted:
         raise ConfigError(f"{SETTINGS} says other than {NODE}: with this entry set the latter alone")
-    needed = {EXTERNAL_MODULES: PLUGIN, ENGINE_VENDOR: VENDOR, SETTINGS: text}
-    return {name: value for name, value in needed.items() if name not in environ}
+    needed = {EXTERNAL_MODULES: given or PLUGIN, ENGINE_VENDOR: VENDOR, SETTINGS: text}
+    # Ray refuses to be told twice. What only this process has, workers of a Ray that runs already do not.
+    submitted = json.loads(environ.get(JOB_CONFIG) or "{}").get("runtime_env", {}).get("env_vars", {})
+    return {name: value for name, value in needed.items() if name not in submitted}
 
 
 def check_loadable(environ: Mapping[str, str] | None = None) -> None:

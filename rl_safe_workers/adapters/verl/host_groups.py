@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 from megatron.core import parallel_state
 
@@ -17,6 +18,11 @@ from rl_safe_workers.topology.groups import Classes, OpClass
 DATA_PARALLEL: Classes = (OpClass.REDUCE, OpClass.GATHER_SCATTER)
 """Of the data-parallel group without context parallelism: verl counts tokens and averages the loss over it, and gathers
 metrics (transformer_impl.py:842, engine_workers.py:202)."""
+
+
+WEIGHTS: Classes = (OpClass.GATHER_SCATTER,)
+"""Of the expert-parallel and the pipeline group: bridges gather weights over them for each sync with vLLM (mbridge
+0.15.1, core/bridge.py:340 and 370)."""
 
 
 class HostBootstrap(Bootstrap):
@@ -33,10 +39,16 @@ class HostBootstrap(Bootstrap):
             PhaseTimeoutError: As `Bootstrap.run`.
         """
         call = self._store.add(f"host_bootstrap/calls/{self._rank}", 1)
-        mine = parallel_state.get_data_parallel_group()
+        wanted: list[tuple[Any, str, Classes]] = [
+            (parallel_state.get_data_parallel_group(), "dp", DATA_PARALLEL),
+            (parallel_state.get_expert_model_parallel_group(), "ep", WEIGHTS),
+            (parallel_state.get_pipeline_model_parallel_group(), "pp", WEIGHTS),
+        ]
+        live = list(live_groups())
         steps = [
-            BootstrapStep(group=group, classes=DATA_PARALLEL, max_ctas=self._limits.get("dp"))
-            for group in live_groups()
+            BootstrapStep(group=group, classes=classes, max_ctas=self._limits.get(key))
+            for mine, key, classes in wanted
+            for group in live
             if group.group is mine and group.size > 1
         ]
         work = Supervision(

@@ -50,8 +50,8 @@ class TrainerProcess(TeardownMixin):
         self.save_seconds = 0.0
         self._bootstrapped: set[Features] = set()
         self._engines = 0
-        self._limited = False
-        """Whether the groups were made with limits of NCCL's channels."""
+        self._limits: dict[str, int] = {}
+        """NCCL's channels at most, by Megatron's key of a group, that the groups were made with."""
         self._pending: list[PendingSave] = []
         self.setup_worker(
             training_rank=rank, training_size=size, rl_safe=settings.rl_safe(), megatron=MegatronConfig(),
@@ -81,8 +81,7 @@ class TrainerProcess(TeardownMixin):
     def plan_comms(self) -> CommsPlan:
         """As `GroupsMixin.plan_comms`, with the limits that the groups were made with."""
         plan = super().plan_comms()
-        limits = {key: limit for key, limit in plan.limits.items() if self._limited and key != "world"}
-        return CommsPlan.of(plan.layout, plan.features, limits, budget=False)
+        return CommsPlan.of(plan.layout, plan.features, self._limits, budget=False)
 
     @contextmanager
     def creating_groups(self, features: Features, engine: Any) -> Iterator[None]:
@@ -118,11 +117,14 @@ class TrainerProcess(TeardownMixin):
             expert_tensor_parallel_size=engine.expert_tensor_parallel_size or engine.tensor_model_parallel_size,
             context_parallel_size=engine.context_parallel_size,
         )
-        self._limited = self._has_nccl and self.rl_safe.bootstrap.budget
-        limits = self.plan_comms().limits
+        if self._has_nccl:
+            # The default group is verl's, and has none.
+            limits = super().plan_comms().limits
+            self._limits = {key: limit for key, limit in limits.items() if key != "world"}
         create_megatron_groups(
-            self.megatron, timeout=self.remaining(), limits=limits if self._has_nccl else None, with_gloo_twins=True
-        )
+            self.megatron, timeout=self.remaining(), limits=self._limits if self._has_nccl else None,
+            with_gloo_twins=True,
+        )  # fmt: skip
 
     def connect(self, features: Features) -> None:
         """Connects every communicator for what models like this one need. Collective over: the training world."""
