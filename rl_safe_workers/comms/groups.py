@@ -26,7 +26,7 @@ def world_options(limits: Mapping[str, int]) -> Any:
 
 
 @contextmanager
-def _nccl_config(limits: Mapping[str, int]) -> Iterator[str]:
+def nccl_config(limits: Mapping[str, int]) -> Iterator[str]:
     """Writes Megatron's ``nccl_communicator_config_path`` file for the body; JSON is YAML too."""
     with NamedTemporaryFile("w", suffix=".yaml", prefix="rl_safe_nccl_") as file:
         json.dump({key: {"max_ctas": limit} for key, limit in limits.items() if key != "world"}, file)
@@ -65,8 +65,8 @@ def create_megatron_groups(
         with_gloo_twins: Megatron's default, for a host that uses those of the data-parallel groups; each costs a
             connection.
     """
-    with nullcontext(None) if limits is None else _nccl_config(limits) as nccl_config:
-        _initialize(config, timeout=timeout, nccl_config=nccl_config, with_gloo_twins=with_gloo_twins)
+    with nullcontext(None) if limits is None else nccl_config(limits) as path:
+        _initialize(config, timeout=timeout, nccl_config=path, with_gloo_twins=with_gloo_twins)
 
 
 def _initialize(config: MegatronConfig, *, timeout: timedelta, nccl_config: str | None, with_gloo_twins: bool) -> None:

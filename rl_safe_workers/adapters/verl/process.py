@@ -7,30 +7,26 @@ training world is not made here but taken as it is found.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
+from rl_safe_workers.adapters.hosting import HostedTrainer, HostGroups, device_of_world, sizes_of_groups
 from rl_safe_workers.adapters.verl import environment
-from rl_safe_workers.adapters.verl.host_groups import HostBootstrap
+from rl_safe_workers.adapters.verl.host_groups import verl_groups
 from rl_safe_workers.adapters.verl.pending import PendingSave
 from rl_safe_workers.adapters.verl.settings import VerlSettings
 from rl_safe_workers.comms.groups import create_megatron_groups, set_group_timeouts
-from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.config import MegatronConfig
-from rl_safe_workers.errors import CheckpointError, LifecycleError, PhaseTimeoutError
+from rl_safe_workers.errors import CheckpointError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.topology.comms_plan import CommsPlan
-from rl_safe_workers.topology.groups import Features, OpClass
-from rl_safe_workers.workers.teardown import TeardownMixin
+from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.worlds.training_world import TrainingWorld
 
 _FINISHES_SAVES = frozenset({Phase.LOAD, Phase.TEARDOWN})
@@ -39,23 +35,22 @@ _HEARD = timedelta(seconds=5)
 """How long a rank that has failed alone waits for the others to hear of it."""
 
 
-class TrainerProcess(TeardownMixin):
+class TrainerProcess(HostedTrainer):
     """What the engines of one process share: phases with deadlines, the bootstrap, saves in flight, the teardown."""
+
+    _without_groups = "build the engine first"
 
     def __init__(self, settings: VerlSettings) -> None:
         """Takes the default group as the training world. Not collective."""
         rank, size = dist.get_rank(), dist.get_world_size()
         self.settings = settings
-        self.report: BootstrapReport | None = None
         self.save_seconds = 0.0
         self._bootstrapped: set[Features] = set()
         self._engines = 0
-        self._limits: dict[str, int] = {}
-        """NCCL's channels at most, by Megatron's key of a group, that the groups were made with."""
         self._pending: list[PendingSave] = []
         self.setup_worker(
             training_rank=rank, training_size=size, rl_safe=settings.rl_safe(), megatron=MegatronConfig(),
-            device=_device(),
+            device=device_of_world(),
         )  # fmt: skip
         with self.lifecycle.enter(Phase.WORLD):
             # A connection of its own: NCCL waits in the group's for peers, and would keep everyone else out.
@@ -78,11 +73,6 @@ class TrainerProcess(TeardownMixin):
             finally:
                 set_group_timeouts(timedelta(seconds=self.settings.nccl_timeout))
 
-    def plan_comms(self) -> CommsPlan:
-        """As `GroupsMixin.plan_comms`, with the limits that the groups were made with."""
-        plan = super().plan_comms()
-        return CommsPlan.of(plan.layout, plan.features, self._limits, budget=False)
-
     @contextmanager
     def creating_groups(self, features: Features, engine: Any) -> Iterator[None]:
         """Creates Megatron's groups, and wraps the host's own creation, which does nothing where there are any.
@@ -104,7 +94,7 @@ class TrainerProcess(TeardownMixin):
             if not engine.dynamic_context_parallel and not parallel_state.model_parallel_is_initialized():
                 self._create_groups(engine)
             yield
-            self.megatron = _sizes()
+            self.megatron = sizes_of_groups()
             if self._has_nccl:
                 self._check_memory(self.plan_comms())
 
@@ -118,13 +108,15 @@ class TrainerProcess(TeardownMixin):
             context_parallel_size=engine.context_parallel_size,
         )
         if self._has_nccl:
-            # The default group is verl's, and has none.
-            limits = super().plan_comms().limits
-            self._limits = {key: limit for key, limit in limits.items() if key != "world"}
+            self._limits = self.wanted_limits()
         create_megatron_groups(
             self.megatron, timeout=self.remaining(), limits=self._limits if self._has_nccl else None,
             with_gloo_twins=True,
         )  # fmt: skip
+
+    def host_groups(self) -> HostGroups:
+        """As `HostedTrainer.host_groups`."""
+        return verl_groups()
 
     def connect(self, features: Features) -> None:
         """Connects every communicator for what models like this one need. Collective over: the training world."""
@@ -134,42 +126,6 @@ class TrainerProcess(TeardownMixin):
         self.plan_comms().check_backend(dist.get_backend_config())
         self.report = self.bootstrap()
         self._bootstrapped.add(features)
-
-    def _connect_groups(
-        self, probe: Callable[[], int] | None, *, phase: Phase = Phase.BOOTSTRAP, timeout: timedelta | None = None
-    ) -> tuple[BootstrapReport, Mapping[str, frozenset[OpClass]]]:
-        report, connected = super()._connect_groups(probe, phase=phase, timeout=timeout)
-        plan = self.plan_comms()
-        host = HostBootstrap(
-            self.store, training_rank=self.training_rank, layout=plan.layout, features=plan.features,
-            limits=plan.limits, device=self.device, probe=probe,
-        )  # fmt: skip
-        entries, of_host = host.run_host(timeout=timeout or self.remaining())
-        merged = {
-            name: connected.get(name, frozenset()) | of_host.get(name, frozenset())
-            for name in connected.keys() | of_host.keys()
-        }
-        report = replace(
-            report, entries=report.entries + entries, skipped=report.skipped - len(of_host.keys() - connected.keys()),
-            seconds=report.seconds + sum(entry.seconds for entry in entries),
-        )  # fmt: skip
-        return report, merged
-
-    def require_bootstrap(self, what: str) -> None:
-        """Holds something of the host's back until the bootstrap has run.
-
-        Raises:
-            LifecycleError: If it has not, and ``bootstrap.on_missing`` does not say to run it now.
-        """
-        if self.lifecycle.has_completed(Phase.BOOTSTRAP):
-            return
-        if self.rl_safe.bootstrap.on_missing == "bootstrap" and self.lifecycle.has_completed(Phase.GROUPS):
-            self.report = self.bootstrap()
-            return
-        raise LifecycleError(
-            f"{what} on training rank {self.training_rank}: the bootstrap has not run, so communicators would connect "
-            "later, when memory is full; build the engine first"
-        )
 
     def check_phase(self, phase: Phase) -> None:
         """Finishes saves in the background before a phase that they must not reach into; else moves them on."""
@@ -253,21 +209,3 @@ def trainer_process() -> TrainerProcess:
 def existing_process() -> TrainerProcess | None:
     """The one of this process, if an engine has made it."""
     return _process
-
-
-def _device() -> torch.device:
-    if "nccl" in dist.get_backend_config() and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _sizes() -> MegatronConfig:
-    """The sizes that Megatron's groups were made with."""
-    return MegatronConfig(
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
-        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
-    )

@@ -1,0 +1,112 @@
+"""NeMo RL's import of HF weights, whole or absent.
+
+NeMo RL takes a conversion for finished if its folder ``iter_0000000`` is there (models/megatron/setup.py:579), which a
+run that was killed while it saved leaves behind, too. Here the import goes to a directory with another name, which gets
+its own once every rank has written; one that is not finished is made anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_safe_workers.checkpoint.lock import exclusive
+from rl_safe_workers.checkpoint.publish import make_parent, pending_path, publish, removed_on_failure, start_pending
+from rl_safe_workers.errors import RlSafeError
+from rl_safe_workers.lifecycle import Phase
+
+logger = logging.getLogger(__name__)
+
+ITERATION = "iter_0000000"
+CONFIG = "run_config.yaml"
+"""The last file that Bridge's save writes (training/checkpointing.py:1483)."""
+_FILES = (f"{ITERATION}/.metadata", f"{ITERATION}/metadata.json", f"{ITERATION}/{CONFIG}")
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class ConvertingProcess(Protocol):
+    """What a conversion needs of the process: agreements within its deadline, and no more."""
+
+    def together(self, phase: Phase, work: Callable[[], Any], *, failure: Exception | None = None) -> Any:
+        """As `SafeWorker.together`."""
+        ...
+
+    def fail(self, phase: Phase, error: Exception) -> Any:
+        """Tells the others of a failure of this rank alone; raises it."""
+        ...
+
+    def remaining(self) -> Any:
+        """Time left."""
+        ...
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a conversion is there to its last file."""
+    return all((path / name).is_file() for name in (*_FILES, TRACKER))
+
+
+def is_from_hf(config: Mapping[str, Any]) -> bool:
+    """Whether the first weights are HF's: with ``pretrained_checkpoint`` nothing is converted."""
+    return config.get("pretrained_checkpoint") is None
+
+
+def convert(
+    process: ConvertingProcess,
+    run_import: Callable[[str, bool], None],
+    path: str,
+    *,
+    force: bool,
+) -> None:
+    """Runs NeMo RL's import, unless its result is there. Collective over: the training world.
+
+    Args:
+        process: This rank's.
+        run_import: NeMo RL's import; takes where to write, and whether a conversion is there.
+        path: Where the conversion shall be, on storage that every rank sees.
+        force: Whether to convert although it is there.
+
+    Raises:
+        CheckpointError: On every rank, if one has failed; what had the name before has it still.
+        PhaseTimeoutError: If a rank does not come in time; names it.
+    """
+    final = Path(path).absolute()
+    pending = pending_path(final)
+    with ExitStack() as stack:
+
+        def decide() -> bool:
+            make_parent(final)
+            # Two runs take turns; the second finds what the first has made.
+            lock = final.with_name(f"{final.name}.lock")
+            stack.enter_context(
+                exclusive(lock, timeout=process.remaining() / 2, setting="rl_safe.timeouts.convert")
+            )  # on rank 0
+            if is_complete(final) and not force:
+                return False
+            if final.exists():
+                logger.warning("%s is %s: converting anew", final, "replaced" if force else "not complete")
+            start_pending(final)
+            # Removed by rank 0 alone, which has made it.
+            stack.enter_context(removed_on_failure(pending, what="the conversion"))
+            return True
+
+        if not process.together(Phase.CONVERT, decide):
+            run_import(str(final), True)
+            return
+        try:
+            run_import(str(pending), False)
+        except RlSafeError:
+            raise  # every rank's
+        except Exception as error:
+            process.fail(Phase.CONVERT, error)
+        process.together(Phase.CONVERT, lambda: _publish(pending, final))
+
+
+def _publish(pending: Path, final: Path) -> None:
+    config = pending / ITERATION / CONFIG
+    # It names the place that it was saved to.
+    config.write_text(config.read_text().replace(str(pending), str(final)))
+    publish(pending, final)
+    logger.info("converted to %s", final)

@@ -1,0 +1,30 @@
+"""What of Megatron-Bridge's configuration decides which collectives Megatron's groups will carry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_safe_workers.topology.groups import Features
+
+
+def features_of(megatron_cfg: Any) -> Features:
+    """Returns those of a run.
+
+    Args:
+        megatron_cfg: Bridge's ``ConfigContainer`` as NeMo RL has filled it, with the model's provider as ``model``.
+    """
+    model, ddp = megatron_cfg.model, megatron_cfg.ddp
+    balancing = getattr(model, "moe_router_load_balancing_type", "none")
+    return Features(
+        moe_dispatcher="allgather" if getattr(model, "moe_token_dispatcher_type", "") == "allgather" else "alltoall",
+        moe=bool(getattr(model, "num_moe_experts", None)),
+        tied_embeddings=bool(getattr(model, "share_embeddings_and_output_weights", True)),
+        batched_p2p=getattr(model, "batch_p2p_comm", None),
+        variable_seq_lengths=getattr(model, "variable_seq_lengths", None),
+        virtual_pipeline=getattr(model, "virtual_pipeline_model_parallel_size", None) is not None,
+        distributed_optimizer=bool(getattr(ddp, "use_distributed_optimizer", True)),
+        fp8=bool(getattr(model, "fp8", None)),
+        expert_bias=bool(getattr(model, "moe_router_enable_expert_bias", False)),
+        aux_loss=balancing not in (None, "none"),
+        optimizer_instances=int(getattr(ddp, "num_distributed_optimizer_instances", 1) or 1),
+    )

@@ -1,0 +1,52 @@
+"""Ends the groups that NeMo RL's import has made: Megatron forgets them, and leaves their NCCL communicators alive.
+
+``destroy_model_parallel`` after an import (models/megatron/setup.py:2036) destroys gloo groups alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from rl_safe_workers.comms.ending import Named, end_together
+from rl_safe_workers.errors import CommunicatorError
+
+logger = logging.getLogger(__name__)
+
+
+def groups_now() -> frozenset[Any]:
+    """Every group of this process. Not collective."""
+    return frozenset(c10d._world.pg_map)
+
+
+def end_groups_since(before: Collection[Any], *, timeout: timedelta) -> int:
+    """Destroys the groups that were made since. Collective over: their members.
+
+    Args:
+        before: As `groups_now` returned them.
+        timeout: Longest time for it.
+
+    Returns:
+        How many there were.
+
+    Raises:
+        CommunicatorError: If they could not be ended together; they were aborted.
+    """
+    ours = [group for group in c10d._world.pg_map if group not in before]
+    backends: list[Named] = [
+        (f"{group.group_desc or group.group_name}", group._get_backend(device))
+        for group in ours
+        for device in group._device_types
+    ]
+    failure = end_together(backends, timeout)
+    for group in ours:
+        dist.destroy_process_group(group)
+    logger.info("ended the %d groups of the import", len(ours))
+    if failure is not None:
+        raise CommunicatorError(f"the groups of the import were aborted, not destroyed: {failure}") from failure
+    return len(ours)

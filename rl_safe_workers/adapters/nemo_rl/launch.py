@@ -1,0 +1,167 @@
+"""The driver's side: NeMo RL's own example script, with our worker in the place of its Megatron policy worker."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import rl_safe_workers
+from rl_safe_workers.adapters.nemo_rl.settings import NODE, VARIABLE, NemoRlSettings, read_node
+from rl_safe_workers.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+WORKER = "rl_safe_workers.adapters.nemo_rl.worker.SafeMegatronPolicyWorker"
+HOST_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+KEY = "worker_extension_cls_fqn"
+"""NeMo RL's: an argument of ``Policy``; since PR 3809 also a key of the node ``policy``."""
+
+
+def register() -> str:
+    """Enters our worker into NeMo RL's registry with its own worker's Python, so that no second environment is built.
+
+    Where that is yet to be built, it is built under the name that NeMo RL gives it; Ray must be running then.
+
+    Returns:
+        The Python of the workers.
+    """
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY, get_actor_python_env
+
+    if WORKER not in ACTOR_ENVIRONMENT_REGISTRY:
+        python = get_actor_python_env(HOST_WORKER)
+        if python.startswith("uv"):
+            from nemo_rl.utils.venvs import create_local_venv_on_each_node
+
+            python = create_local_venv_on_each_node(py_executable=python, venv_name=HOST_WORKER)
+        ACTOR_ENVIRONMENT_REGISTRY[WORKER] = python
+    return str(ACTOR_ENVIRONMENT_REGISTRY[WORKER])
+
+
+def share_package(environ: MutableMapping[str, str]) -> None:
+    """Puts this package on the workers' ``PYTHONPATH``; its folder must be seen by every node.
+
+    NeMo RL hands its workers the driver's environment, and their Python has no other packages than NeMo RL's.
+    """
+    root = str(Path(rl_safe_workers.__file__).parents[1])
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if root not in paths:
+        environ["PYTHONPATH"] = os.pathsep.join([*paths, root])
+
+
+def give_settings(policy: MutableMapping[str, Any], settings: NemoRlSettings) -> None:
+    """Hands the settings to the policy's workers.
+
+    Raises:
+        ConfigError: If the policy is not Megatron's, or somebody else has given them other settings.
+    """
+    megatron = policy.get("megatron_cfg") or {}
+    if not megatron.get("enabled", False):
+        raise ConfigError(f"{NODE}.enabled=true needs policy.megatron_cfg.enabled=true: the worker is Megatron's")
+    if policy.get("quant_cfg") is not None:
+        raise ConfigError(f"{NODE}.enabled=true and policy.quant_cfg exclude each other: each has a worker of its own")
+    variables = dict(megatron.get("env_vars") or {})
+    given = variables.get(VARIABLE)
+    if given is not None and NemoRlSettings.from_json(given, source=VARIABLE) != settings:
+        raise ConfigError(f"policy.megatron_cfg.env_vars.{VARIABLE} says other than {NODE}: set the latter alone")
+    megatron["env_vars"] = {**variables, VARIABLE: settings.to_json()}
+
+
+def safe_factory(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what makes a policy of our workers.
+
+    Args:
+        factory: What makes one of NeMo RL's: ``Policy``, or the caller's own function.
+    """
+    by_argument = KEY in inspect.signature(_policy_class()).parameters
+
+    def make(**kwargs: Any) -> Any:
+        if by_argument:
+            kwargs[KEY] = WORKER
+        else:
+            kwargs["config"][KEY] = WORKER
+        return factory(**kwargs)
+
+    return make
+
+
+def _policy_class() -> Any:
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    return Policy
+
+
+def safe_setup(setup: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``nemo_rl.algorithms.grpo.setup``: our workers, and an end in order."""
+
+    @functools.wraps(setup)
+    def wrapped(master_config: Any, *args: Any, policy_factory: Any = None, **kwargs: Any) -> Any:
+        settings = read_node(getattr(master_config, NODE, None))
+        if not settings.enabled:
+            return setup(master_config, *args, policy_factory=policy_factory, **kwargs)
+        give_settings(master_config.policy, settings)
+        logger.info("policy workers are %s in %s", WORKER, register())
+        made = setup(
+            master_config, *args, policy_factory=safe_factory(policy_factory or _policy_class()), **kwargs
+        )  # fmt: skip
+        end_policy_first(made[0], made[1])
+        return made
+
+    return wrapped
+
+
+def end_policy_first(policy: Any, generation: Any) -> None:
+    """Has the policy's workers end before the rollout's.
+
+    ``run_grpo.py`` ends the rollout alone, and leaves the policy to Python's garbage collection, when Ray may be gone.
+    """
+    if generation is None or generation is policy:
+        return
+    end_generation = generation.shutdown
+
+    def shutdown(*args: Any, **kwargs: Any) -> Any:
+        try:
+            policy.shutdown()
+        finally:
+            ended = end_generation(*args, **kwargs)
+        return ended
+
+    generation.shutdown = shutdown
+
+
+def load_script(source: Path, name: str = "run_grpo") -> ModuleType:
+    """Loads one of NeMo RL's example scripts from its source.
+
+    Raises:
+        ConfigError: If it is not there.
+    """
+    path = source / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"there is no {path}: set NEMO_RL_SRC to a checkout of NeMo RL")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # as `python run_grpo.py` would, for what it pickles
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    """Runs ``examples/run_grpo.py`` of the checkout that ``NEMO_RL_SRC`` names, with its own arguments.
+
+    Raises:
+        ConfigError: If there is no such script, or the node ``rl_safe`` cannot be used.
+    """
+    source = os.environ.get("NEMO_RL_SRC")
+    if not source:
+        raise ConfigError("NEMO_RL_SRC is not set: it names a checkout of NeMo RL, in its image /opt/nemo-rl")
+    share_package(os.environ)
+    script = load_script(Path(source))
+    script.setup = safe_setup(script.setup)  # type: ignore[attr-defined]
+    script.main()

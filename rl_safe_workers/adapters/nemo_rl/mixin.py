@@ -1,0 +1,117 @@
+"""Our mixin over NeMo RL's Megatron policy worker. Every method is one that NeMo RL calls; none of it is imported."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, ClassVar
+
+from rl_safe_workers.adapters.nemo_rl.process import PolicyProcess
+from rl_safe_workers.adapters.nemo_rl.settings import worker_settings
+from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
+from rl_safe_workers.lifecycle import Phase
+
+logger = logging.getLogger(__name__)
+
+
+class SafePolicyMixin:
+    """Mix over ``MegatronPolicyWorkerImpl``, before it."""
+
+    host_module: ClassVar[str] = "nemo_rl.models.policy.workers.megatron_policy_worker"
+    """The module whose names the host's constructor looks up; it is imported by whoever mixes."""
+    safe: PolicyProcess
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        """Sets up as the host does; groups, bootstrap and conversion are ours.
+
+        Collective over: the training world.
+
+        Raises:
+            CommunicatorError: If the default group holds others than the policy's workers, or groups cannot be
+                connected.
+            CheckpointError: On every rank, if the conversion failed on one.
+            PhaseTimeoutError: If a rank does not come in time; names it.
+        """
+        self.safe = PolicyProcess(worker_settings())
+        annotations = kwargs.get("worker_sharding_annotations")
+        workers = None if annotations is None else int(annotations.size)
+        with self.safe.setting_up(sys.modules[self.host_module], config, workers=workers):
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """One update, as a phase: it begins once every rank has come, and names who has not."""
+        with self.safe.outermost(Phase.TRAIN):
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def finish_train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer step of an update in parts, as a phase."""
+        with self.safe.outermost(Phase.TRAIN):
+            return super().finish_train_step(*args, **kwargs)  # type: ignore[misc]
+
+    def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward batch, as a phase."""
+        with self.safe.outermost(Phase.LOGPROB):
+            return super().get_logprobs(*args, **kwargs)  # type: ignore[misc]
+
+    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> Any:
+        """Offloads gradients and optimizer; not before communicators are connected."""
+        self.safe.require_bootstrap("offload")
+        return super().prepare_for_lp_inference(*args, **kwargs)  # type: ignore[misc]
+
+    def offload_before_refit(self, *args: Any, **kwargs: Any) -> Any:
+        """Offloads; not before communicators are connected."""
+        self.safe.require_bootstrap("offload")
+        return super().offload_before_refit(*args, **kwargs)  # type: ignore[misc]
+
+    def offload_after_refit(self, *args: Any, **kwargs: Any) -> Any:
+        """Offloads; not before communicators are connected."""
+        self.safe.require_bootstrap("offload")
+        return super().offload_after_refit(*args, **kwargs)  # type: ignore[misc]
+
+    def init_collective(self, *args: Any, **kwargs: Any) -> None:
+        """Joins the communicator with the rollout ranks, in time; not before communicators are connected."""
+        join = super().init_collective  # type: ignore[misc]
+        self.safe.join_host(lambda: join(*args, **kwargs))
+
+    def init_nccl_reshard_comm_group(self, *args: Any, **kwargs: Any) -> None:
+        """Joins the communicator of this pipeline stage with the rollout ranks, likewise."""
+        join = super().init_nccl_reshard_comm_group  # type: ignore[misc]
+        self.safe.join_host(lambda: join(*args, **kwargs))
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Saves as the host does, with both of megatron-core's flags off.
+
+        Collective over: the training world, within ``timeouts.save``. The step's name is given by NeMo RL's driver,
+        once all workers have saved.
+
+        Raises:
+            CheckpointError: On every rank, if one cannot write.
+            PhaseTimeoutError: If a rank does not arrive, or has not written, in time; names it.
+        """
+        with self.safe.saving():
+            super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def shutdown(self) -> bool:
+        """Ends the groups as all ranks agree, then what the host ends. Within the host's 30 s. Idempotent.
+
+        Returns:
+            Whether every rank was well.
+        """
+        try:
+            failed = self.safe.end()
+        except (CommunicatorError, PhaseTimeoutError) as error:
+            # Aborted: the process can end. NeMo RL kills it in any case, and would print no more than this.
+            logger.warning("shutdown: %s", error)
+            failed = {self.safe.training_rank: str(error)}
+        return bool(super().shutdown()) and not failed  # type: ignore[misc]
+
+    def rl_safe_report(self) -> dict[str, float]:
+        """What this rank has to tell of the adapter. Not collective."""
+        report = self.safe.report
+        found = {"import_groups": float(self.safe.import_groups), "late": float(len(self.safe.late_allocations()))}
+        if report is not None:
+            found |= {
+                "bootstrap_groups": float(report.groups), "bootstrap_s": report.seconds,
+                "bootstrap_mib": (report.bytes or 0) / 2**20,
+            }  # fmt: skip
+        return found

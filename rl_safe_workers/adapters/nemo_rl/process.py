@@ -1,0 +1,289 @@
+"""One policy worker of NeMo RL's: its place in the training world, from set-up to the end.
+
+NeMo RL creates the default group, one for each worker group, so that it holds trainers alone (worker_groups.py:474);
+the training world is taken as it is found. Megatron's groups are made by Megatron-Bridge, up to twice: for the import
+of HF weights, and for training.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+
+from rl_safe_workers.adapters.hosting import HostedTrainer, HostGroups, device_of_world, sizes_of_groups
+from rl_safe_workers.adapters.nemo_rl.conversion import convert, is_from_hf
+from rl_safe_workers.adapters.nemo_rl.features import features_of
+from rl_safe_workers.adapters.nemo_rl.host_groups import nemo_rl_groups
+from rl_safe_workers.adapters.nemo_rl.import_groups import end_groups_since, groups_now
+from rl_safe_workers.adapters.nemo_rl.patches import replaced
+from rl_safe_workers.adapters.nemo_rl.settings import NemoRlSettings
+from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
+from rl_safe_workers.comms.ending import describe, within
+from rl_safe_workers.comms.groups import nccl_config, set_group_timeouts
+from rl_safe_workers.config import MegatronConfig
+from rl_safe_workers.errors import (
+    CheckpointError,
+    CommunicatorError,
+    PhaseTimeoutError,
+    RlSafeError,
+)
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.worlds.training_world import TrainingWorld
+
+logger = logging.getLogger(__name__)
+
+_HEARD = timedelta(seconds=5)
+"""How long a rank that has failed alone waits for the others to hear of it."""
+
+
+class PolicyProcess(HostedTrainer):
+    """What our worker asks: the world, the groups, the bootstrap, phases with deadlines, saves, the teardown.
+
+    Attributes:
+        import_groups: How many groups an import has made, which were ended.
+    """
+
+    _without_groups = "NeMo RL has not made Megatron's groups by initialize_model_parallel()"
+
+    def __init__(self, settings: NemoRlSettings) -> None:
+        """Records the settings. Touches nothing."""
+        self.settings = settings
+        self.import_groups = 0
+        self._importing = False
+        self._distributed_optimizer = True
+        self._writer: ShardWriter | None = None
+
+    @property
+    def has_world(self) -> bool:
+        """Whether the default group exists and is ours."""
+        return hasattr(self, "world")
+
+    @contextmanager
+    def setting_up(self, host: Any, config: Mapping[str, Any], *, workers: int | None) -> Iterator[None]:
+        """Has the host's constructor make its groups and its conversion through us, in the body.
+
+        Args:
+            host: The module whose names the constructor looks up.
+            config: NeMo RL's ``policy``.
+            workers: How many policy workers there are; None if not known.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(replaced(host, "setup_distributed", lambda f: self._setting_up_world(f, workers)))
+            stack.enter_context(replaced(host, "handle_model_import", lambda f: self._importing_model(f)))
+            stack.enter_context(replaced(host, "setup_model_and_optimizer", lambda f: self._building(f)))
+            stack.enter_context(replaced(parallel_state, "initialize_model_parallel", self._creating_groups))
+            try:
+                yield
+                self.require_bootstrap("the end of set-up")
+            except Exception as error:
+                # Else the others would wait for this rank in their next collective.
+                self.end(describe(error))
+                raise
+        # A warning, because NeMo RL shows nothing less of other packages.
+        logger.warning("rl_safe active: training rank %d of %d", self.training_rank, self.training_size)
+
+    def _setting_up_world(self, original: Callable[[], None], workers: int | None) -> Callable[[], None]:
+        timeout = timedelta(seconds=self.settings.timeouts.world)
+
+        def setup_distributed() -> None:
+            # NeMo RL passes no timeout (models/megatron/setup.py:321), and Bridge's own is not asked where there is a
+            # group (training/initialize.py:704).
+            def with_timeout(init: Callable[..., None]) -> Callable[..., None]:
+                return functools.partial(init, timeout=timeout)
+
+            with replaced(dist, "init_process_group", with_timeout):
+                original()
+            self._take_world(workers)
+
+        return setup_distributed
+
+    def _take_world(self, workers: int | None) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if workers is not None and size != workers:
+            raise CommunicatorError(
+                f"the default group has {size} ranks and the policy {workers} workers: others are in it, for whom "
+                "saves and Megatron's groups would wait; this adapter supports NeMo RL's separate worlds alone"
+            )
+        self.setup_worker(
+            training_rank=rank, training_size=size, rl_safe=self.settings.rl_safe(), megatron=MegatronConfig(),
+            device=device_of_world(),
+        )  # fmt: skip
+        with self.lifecycle.enter(Phase.WORLD):
+            # A connection of its own: NCCL waits in the group's for peers, and would keep everyone else out.
+            connection: Store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            self.store = PrefixStore("rl_safe", connection)
+            self._open_roll_call()
+            self._writer = ShardWriter(self.store, training_rank=rank, size=size)
+            self.world = TrainingWorld(training_rank=rank, size=size, joint_ranks=tuple(range(size)))
+
+    def _importing_model(self, original: Callable[..., None]) -> Callable[..., None]:
+        def handle_model_import(
+            config: Mapping[str, Any],
+            hf_model_name: str,
+            pretrained_path: str,
+            pt_checkpoint_exists: bool,
+            **hooks: Any,
+        ) -> None:
+            if not is_from_hf(config):
+                original(config, hf_model_name, pretrained_path, pt_checkpoint_exists, **hooks)
+                return
+
+            def run_import(path: str, exists: bool) -> None:
+                original(config, hf_model_name, path, exists, **hooks)
+
+            force = bool(config["megatron_cfg"].get("force_reconvert_from_hf", False))
+            with self._in_import():
+                convert(self, run_import, pretrained_path, force=force)
+
+        return handle_model_import
+
+    @contextmanager
+    def _in_import(self) -> Iterator[None]:
+        """Gives the body the deadline of phase ``convert``. Collective over: the training world.
+
+        No phase of the lifecycle: it comes before the groups of training, with groups of its own.
+        """
+        self._deadline_s = time.monotonic() + self.timeout(Phase.CONVERT).total_seconds()
+        self.roll_call.arrive(Phase.CONVERT, timeout=self.remaining())
+        set_group_timeouts(self.remaining())
+        before, self._importing = groups_now(), True
+        try:
+            with self._written("conversion", optimizer_replicated=True):
+                yield
+            self.import_groups = end_groups_since(before, timeout=self.remaining())
+        finally:
+            self._importing = False
+        set_group_timeouts(timedelta(seconds=self.settings.timeouts.world))
+
+    def _building(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def setup_model_and_optimizer(policy_cfg: Any, megatron_cfg: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.features is None:
+                self.features = features_of(megatron_cfg)
+                self._distributed_optimizer = self.features.distributed_optimizer
+            # So that its logs say what is done; what is done, `ShardWriter` decides.
+            megatron_cfg.checkpoint.fully_parallel_save = False
+            return original(policy_cfg, megatron_cfg, *args, **kwargs)
+
+        return setup_model_and_optimizer
+
+    def _creating_groups(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wraps Megatron's ``initialize_model_parallel``, which Bridge calls through its module."""
+
+        @functools.wraps(original)  # Bridge looks at its signature (training/initialize.py:794)
+        def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+            if self._importing or self.lifecycle.has_completed(Phase.BOOTSTRAP):
+                kwargs["distributed_timeout_minutes"] = self._minutes()
+                original(*args, **kwargs)
+                return
+            self._create_groups(original, *args, **kwargs)
+
+        return initialize_model_parallel
+
+    def _create_groups(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Creates the groups of training and connects them: the device holds no model yet."""
+        with self.phase(Phase.GROUPS):
+            self.megatron = _asked(kwargs)
+            given = kwargs.get("nccl_communicator_config_path")
+            self._limits = self.wanted_limits() if self._has_nccl and given is None else {}
+            with nccl_config(self._limits) if self._limits else nullcontext() as path:
+                if path is not None:
+                    kwargs["nccl_communicator_config_path"] = path
+                kwargs["distributed_timeout_minutes"] = self._minutes()
+                original(*args, **kwargs)
+            self.megatron = sizes_of_groups()
+            if self._has_nccl:
+                self._check_memory(self.plan_comms())
+        self.plan_comms().check_backend(dist.get_backend_config())
+        self.report = self.bootstrap()
+
+    def host_groups(self) -> HostGroups:
+        """As `HostedTrainer.host_groups`."""
+        return nemo_rl_groups()
+
+    def _minutes(self) -> float:
+        # Annotated as an int; Megatron makes a timedelta of it, which takes a fraction.
+        inside = self._importing or self.lifecycle.current is not None
+        return (self.remaining().total_seconds() if inside else self.settings.timeouts.world) / 60
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """As `SafeWorker.phase`; outside of phases collectives time out after ``timeouts.world``."""
+        with super().phase(phase):
+            try:
+                yield
+            finally:
+                set_group_timeouts(timedelta(seconds=self.settings.timeouts.world))
+
+    @contextmanager
+    def outermost(self, phase: Phase) -> Iterator[None]:
+        """As `phase`, for a method that the host also calls inside of another phase: nothing there."""
+        with nullcontext() if self.lifecycle.current is not None else self.phase(phase):
+            yield
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Phase ``save``, with what megatron-core would write written by us. Collective over: the training world."""
+        with self.phase(Phase.SAVE), self._written("training", optimizer_replicated=not self._distributed_optimizer):
+            try:
+                yield
+            except RlSafeError:
+                raise  # every rank's
+            except Exception as error:
+                self.fail(Phase.SAVE, error)
+
+    @contextmanager
+    def _written(self, kind: str, *, optimizer_replicated: bool) -> Iterator[None]:
+        assert self._writer is not None, "made with the world"
+        with self._writer.saving(kind, remaining=self.remaining, optimizer_replicated=optimizer_replicated):
+            yield
+
+    def join_host(self, join: Callable[[], object]) -> None:
+        """Joins the host's communicator with the rollout ranks, which waits for them without end, in time.
+
+        Raises:
+            LifecycleError: If the bootstrap has not run.
+            CommunicatorError: If it has not ended after ``timeouts.joint``.
+        """
+        self.require_bootstrap("weight sync")
+        with self.lifecycle.enter(Phase.JOINT):
+            seconds = self.settings.timeouts.joint
+            within(join, seconds, what="joining the rollout ranks (rl_safe.timeouts.joint)")
+
+    def fail(self, phase: Phase, error: Exception) -> NoReturn:
+        """Tells the others of a failure of this rank alone, which has an agreement with them ahead; raises it."""
+        self._deadline_s = min(self._deadline_s, time.monotonic() + _HEARD.total_seconds())
+        try:
+            if self._writer is not None:
+                self._writer.fail(error, self.remaining())
+            self.together(phase, lambda: None, failure=error)
+        except PhaseTimeoutError:
+            raise CheckpointError(f"training rank {self.training_rank}: {type(error).__name__}: {error}") from error
+        raise AssertionError("an agreement with a failure raises")
+
+    def end(self, failure: str | None = None) -> dict[int, str]:
+        """As `teardown`; nothing where there is no world yet."""
+        return self.teardown(failure) if self.has_world else {}
+
+
+def _asked(kwargs: Mapping[str, Any]) -> MegatronConfig:
+    """The sizes that Bridge asks Megatron for."""
+    tensor = kwargs.get("tensor_model_parallel_size") or 1
+    return MegatronConfig(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=kwargs.get("pipeline_model_parallel_size") or 1,
+        virtual_pipeline_model_parallel_size=kwargs.get("virtual_pipeline_model_parallel_size"),
+        expert_model_parallel_size=kwargs.get("expert_model_parallel_size") or 1,
+        expert_tensor_parallel_size=kwargs.get("expert_tensor_parallel_size") or tensor,
+        context_parallel_size=kwargs.get("context_parallel_size") or 1,
+        num_distributed_optimizer_instances=kwargs.get("num_distributed_optimizer_instances") or 1,
+    )

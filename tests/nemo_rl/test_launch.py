@@ -1,0 +1,156 @@
+"""The driver's side: our worker's name and settings reach NeMo RL, and the policy ends first."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl_safe_workers.adapters.nemo_rl import launch
+from rl_safe_workers.adapters.nemo_rl.settings import VARIABLE, NemoRlSettings, read_node, worker_settings
+from rl_safe_workers.errors import ConfigError
+
+
+class ByArgument:
+    """NeMo RL's Policy of August 2026, as far as its signature goes."""
+
+    def __init__(self, cluster: Any, config: Any, worker_extension_cls_fqn: str | None = None) -> None:
+        self.name = worker_extension_cls_fqn
+
+
+class ByKey:
+    """One without the argument, which looks at the key."""
+
+    def __init__(self, cluster: Any, config: Any) -> None:
+        self.name = config["worker_extension_cls_fqn"]
+
+
+def _registry(python: str) -> ModuleType:
+    module: Any = ModuleType("nemo_rl.distributed.ray_actor_environment_registry")
+    module.ACTOR_ENVIRONMENT_REGISTRY = {launch.HOST_WORKER: python}
+    module.get_actor_python_env = lambda name: module.ACTOR_ENVIRONMENT_REGISTRY[name]
+    return module
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = _registry("/venvs/mcore/bin/python")
+    for name in ("nemo_rl", "nemo_rl.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def _master(**more: Any) -> Any:
+    policy = {"megatron_cfg": {"enabled": True, "env_vars": {"A": "1"}}}
+    return SimpleNamespace(policy=policy, **more)
+
+
+@pytest.mark.parametrize("policy_class", [ByArgument, ByKey])
+def test_the_policy_is_made_of_our_workers_and_told_our_settings(policy_class, registry, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "_policy_class", lambda: policy_class)
+    ended: list[str] = []
+
+    def setup(config: Any, tokenizer: str, policy_factory: Any = None) -> Any:
+        policy = policy_factory(cluster=None, config=config.policy)
+        policy.shutdown = lambda: ended.append("policy")
+        return policy, SimpleNamespace(shutdown=lambda: ended.append("generation") or True)
+
+    master = _master(rl_safe={"timeouts": {"save": 77}})
+    policy, generation = launch.safe_setup(setup)(master, "tokenizer")
+    assert policy.name == launch.WORKER
+    assert registry.ACTOR_ENVIRONMENT_REGISTRY[launch.WORKER] == "/venvs/mcore/bin/python"
+    variables = master.policy["megatron_cfg"]["env_vars"]
+    assert variables["A"] == "1"
+    assert worker_settings(variables).timeouts.save == 77
+    assert generation.shutdown()
+    assert ended == ["policy", "generation"]
+
+
+def test_a_run_that_turns_us_off_is_nemo_rls_own(monkeypatch) -> None:
+    master = _master(rl_safe={"enabled": False})
+    assert launch.safe_setup(lambda config, policy_factory=None: policy_factory)(master) is None
+    assert VARIABLE not in master.policy["megatron_cfg"]["env_vars"]
+
+
+def test_an_environment_that_is_yet_to_be_built_is_built_under_the_hosts_name(registry, monkeypatch) -> None:
+    registry.ACTOR_ENVIRONMENT_REGISTRY[launch.HOST_WORKER] = "uv run --extra mcore"
+    venvs: Any = ModuleType("nemo_rl.utils.venvs")
+    venvs.create_local_venv_on_each_node = lambda py_executable, venv_name: f"/venvs/{venv_name}/bin/python"
+    monkeypatch.setitem(sys.modules, "nemo_rl.utils", ModuleType("nemo_rl.utils"))
+    monkeypatch.setitem(sys.modules, venvs.__name__, venvs)
+    assert launch.register() == f"/venvs/{launch.HOST_WORKER}/bin/python"
+    assert launch.register() == f"/venvs/{launch.HOST_WORKER}/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        ({"megatron_cfg": {"enabled": False}}, "needs policy.megatron_cfg.enabled=true"),
+        ({"megatron_cfg": {"enabled": True}, "quant_cfg": "nvfp4.yaml"}, "exclude each other"),
+        ({"megatron_cfg": {"enabled": True, "env_vars": {VARIABLE: '{"timeouts": {"save": 1}}'}}}, "says other than"),
+    ],
+)
+def test_a_policy_that_cannot_be_ours_is_refused(policy: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        launch.give_settings(policy, NemoRlSettings())
+
+
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        (
+            {"timeouts": {"saev": 1}},
+            "unknown key rl_safe.timeouts.saev; the nearest known key is rl_safe.timeouts.save",
+        ),
+        ({"timeouts": {"teardown": 25}}, "must be below 20"),
+        ({"timeouts": {"train": 0}}, "nothing waits without a deadline"),
+        ({"timeouts": {"train": "soon"}}, "rl_safe.timeouts.train"),
+        ({"bootstrap": {"on_late": "ignore"}}, "use warn or raise"),
+        ({"bootstrap": {"watch_steps": -1}}, "at least 0"),
+        ([], "must hold keys"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_refused(node: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read_node(node)
+
+
+def test_settings_come_back_from_the_variable() -> None:
+    settings = read_node({"timeouts": {"convert": 7200}, "bootstrap": {"budget": False}})
+    assert worker_settings({VARIABLE: settings.to_json()}) == settings
+    assert worker_settings({}) == NemoRlSettings()
+    with pytest.raises(ConfigError, match="is not JSON"):
+        worker_settings({VARIABLE: "{"})
+
+
+def test_the_package_is_on_the_workers_path_once() -> None:
+    environ = {"PYTHONPATH": "/elsewhere"}
+    launch.share_package(environ)
+    launch.share_package(environ)
+    elsewhere, root = environ["PYTHONPATH"].split(":")
+    assert elsewhere == "/elsewhere"
+    assert (Path(root) / "rl_safe_workers" / "__init__.py").is_file()
+
+
+def test_the_script_runs_with_our_setup(monkeypatch, tmp_path) -> None:
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "run_grpo.py").write_text(
+        "def setup(config, policy_factory=None): ...\ndef main():\n    global ran\n    ran = setup\n"
+    )
+    monkeypatch.setenv("NEMO_RL_SRC", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.delitem(sys.modules, "run_grpo", raising=False)
+    launch.main()
+    assert sys.modules.pop("run_grpo").ran.__wrapped__.__name__ == "setup"
+
+
+@pytest.mark.parametrize("source", ["", "/nowhere"])
+def test_a_source_that_is_not_there_is_named(source: str, monkeypatch) -> None:
+    monkeypatch.setenv("NEMO_RL_SRC", source)
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(ConfigError, match="NEMO_RL_SRC"):
+        launch.main()

@@ -1,0 +1,262 @@
+"""Our worker over a small host with NeMo RL's names, on gloo ranks: set-up, steps, saves, shutdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from torch.distributed import distributed_c10d as c10d
+
+from rl_safe_workers.adapters.nemo_rl.conversion import is_complete
+from rl_safe_workers.adapters.nemo_rl.settings import VARIABLE
+from rl_safe_workers.checkpoint.model_state import model_state, restore_model
+from rl_safe_workers.comms.catalog import live_groups
+from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.errors import CheckpointError, CommunicatorError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.models.seeded import create_seeded_model
+from rl_safe_workers.trainer.batch import SequenceBatch
+from tests.distributed import reference
+from tests.distributed.ranks import run_ranks, values
+from tests.distributed.recording import is_connected
+from tests.nemo_rl.host import SafeWorker, annotations, set_environment
+
+SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "moe"
+    create_seeded_model(path, SeededModelConfig())
+    return path
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def config_of(model: Path, folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "model_name": str(model), "converted": str(folder / "converted"),
+        "megatron_cfg": {"enabled": True, "expert_model_parallel_size": 2}, **more,
+    }  # fmt: skip
+
+
+def start(rank: int, port: int, config: dict[str, Any], *, size: int = SIZE, workers: int = SIZE) -> SafeWorker:
+    set_environment(rank, size, port)
+    os.environ[VARIABLE] = json.dumps({"timeouts": {"world": 40, "bootstrap": 40, "convert": 60, "save": 40}})
+    return SafeWorker(config, worker_sharding_annotations=annotations(workers))
+
+
+def batch() -> SequenceBatch:
+    return reference.random_batch(rows=8)
+
+
+def _set_up(rank: int, port: int, config: dict[str, Any]) -> dict[str, Any]:
+    worker = start(rank, port, config)
+    timeouts = {
+        str(group): group.group._get_backend(group.group._device_types[0]).options._timeout.total_seconds()
+        for group in live_groups()
+    }
+    expert_data = parallel_state.get_expert_data_parallel_group()
+    return {
+        "timeouts": timeouts,
+        "groups": len(c10d._world.pg_map),
+        "import_groups": worker.safe.import_groups,
+        "expert_data_connected": is_connected(expert_data),
+        "flag": worker.mcore_state.cfg.checkpoint.fully_parallel_save,
+        "phases": [event.phase for event in worker.safe.lifecycle.drain_events()],
+        "report": worker.rl_safe_report(),
+        "ended": worker.shutdown(),
+        "again": worker.shutdown(),
+        "left": dist.is_initialized(),
+        "events": worker.events,
+    }
+
+
+def test_a_worker_lives_from_set_up_to_shutdown(tiny_moe, tmp_path, port) -> None:
+    config = config_of(tiny_moe, tmp_path)
+    for found in values(run_ranks(_set_up, SIZE, port, config)):
+        assert set(found["timeouts"].values()) == {40.0}
+        assert found["import_groups"] > 0
+        assert found["expert_data_connected"]
+        assert found["flag"] is False
+        assert found["phases"] == [Phase.WORLD, Phase.GROUPS, Phase.BOOTSTRAP]
+        assert found["report"]["bootstrap_groups"] > 0
+        assert (found["ended"], found["again"], found["left"]) == (True, True, False)
+        assert found["events"] == ["shutdown", "shutdown"]
+    converted = tmp_path / "converted"
+    assert is_complete(converted)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["converted"]
+    assert (converted / "iter_0000000" / "run_config.yaml").read_text() == f"save: {converted}\n"
+
+
+def _convert_twice(rank: int, port: int, config: dict[str, Any]) -> tuple[int, bool]:
+    worker = start(rank, port, config)
+    chunks = worker.policy.chunks
+    weights = [param.detach().clone() for chunk in chunks for param in chunk.parameters()]
+    for chunk in chunks:
+        for param in chunk.parameters():
+            param.data.zero_()
+    path = f"{config['converted']}/iter_0000000"
+    state = dist_checkpointing.load(model_state(chunks), path, validate_access_integrity=False)  # megatron-core's own
+    restore_model(chunks, None, state)
+    loaded = [param for chunk in chunks for param in chunk.parameters()]
+    is_equal = all(torch.equal(a, b) for a, b in zip(weights, loaded, strict=True))
+    made = worker.safe.import_groups
+    worker.shutdown()
+    return made, is_equal
+
+
+@pytest.mark.parametrize("before", ["nothing", "complete", "half"])
+def test_a_conversion_is_used_only_if_it_is_complete(before, tiny_moe, tmp_path, port) -> None:
+    config = config_of(tiny_moe, tmp_path)
+    folder = tmp_path / "converted" / "iter_0000000"
+    if before != "nothing":
+        folder.mkdir(parents=True)
+        (folder / "__0_0.distcp").write_bytes(b"half of it")
+    if before == "complete":
+        values(
+            run_ranks(
+                _make,
+                SIZE,
+                port,
+                config | {"megatron_cfg": {**config["megatron_cfg"], "force_reconvert_from_hf": True}},
+            )
+        )
+        stamp = (folder / "run_config.yaml").stat().st_mtime_ns
+    for made, loaded in values(run_ranks(_convert_twice, SIZE, port, config)):
+        assert (made > 0) == (before != "complete")
+        assert loaded
+    assert is_complete(tmp_path / "converted")
+    if before == "complete":
+        assert (folder / "run_config.yaml").stat().st_mtime_ns == stamp
+
+
+def _make(rank: int, port: int, config: dict[str, Any]) -> None:
+    start(rank, port, config).shutdown()
+
+
+def _fail_converting(rank: int, port: int, config: dict[str, Any]) -> tuple[str, float]:
+    started_s = time.monotonic()
+    try:
+        start(rank, port, config)
+    except (CheckpointError, OSError) as error:
+        return str(error), time.monotonic() - started_s
+    raise AssertionError("it was set up")
+
+
+def test_a_rank_that_fails_in_the_conversion_fails_all_and_leaves_nothing(tiny_moe, tmp_path, port) -> None:
+    config = config_of(tiny_moe, tmp_path, fails_on=2)
+    for text, seconds in values(run_ranks(_fail_converting, SIZE, port, config)):
+        assert "no space left on device" in text
+        assert seconds < 50
+    assert list(tmp_path.iterdir()) == []
+
+
+def _save(rank: int, port: int, config: dict[str, Any], root: Path) -> tuple[dict[str, int], str, str]:
+    worker = start(rank, port, config)
+    worker.train(batch())
+    counts = worker.count_collectives("save_checkpoint", str(root / "step_1" / "weights"))
+    saved = worker.digest()
+    worker.train(batch())
+    assert worker.digest() != saved
+    loaded = _load(worker, root / "step_1" / "weights" / "iter_0000000")
+    worker.shutdown()
+    return counts, saved, loaded
+
+
+def _load(worker: SafeWorker, path: Path) -> str:
+    from rl_safe_workers.checkpoint.state import restore_state, sharded_state
+
+    state = sharded_state(
+        worker.policy.chunks, worker.policy.optimizer, training_rank=worker.rank, size=SIZE, is_loading=True
+    )
+    loaded = dist_checkpointing.load(state, str(path), validate_access_integrity=False)  # megatron-core's own
+    restore_state(worker.policy.chunks, worker.policy.optimizer, loaded)
+    return worker.digest()
+
+
+def test_a_save_takes_the_hosts_barriers_alone_and_megatron_reads_it(tiny_moe, tmp_path, port) -> None:
+    for counts, saved, loaded in values(run_ranks(_save, SIZE, port, config_of(tiny_moe, tmp_path), tmp_path)):
+        assert list(counts.values()) == [2]
+        assert "barrier" in next(iter(counts))
+        assert loaded == saved
+
+
+def _fail_saving(rank: int, port: int, config: dict[str, Any], root: Path) -> tuple[str, bool]:
+    worker = start(rank, port, config)
+    text = ""
+    try:
+        worker.save_checkpoint(str(root / "step_1" / "weights"))
+    except CheckpointError as error:
+        text = str(error)
+    return text, worker.shutdown()
+
+
+def test_a_rank_that_cannot_save_is_named_on_every_rank(tiny_moe, tmp_path, port) -> None:
+    config = config_of(tiny_moe, tmp_path, fails_saving_on=1)
+    for text, _ in values(run_ranks(_fail_saving, SIZE, port, config, tmp_path)):
+        assert "no space left on device" in text
+
+
+def _steps(rank: int, port: int, config: dict[str, Any]) -> tuple[list[str], int]:
+    worker = start(rank, port, config)
+    worker.init_collective("127.0.0.1", 0, SIZE + 1, train_world_size=SIZE)
+    worker.get_logprobs(data=batch())
+    worker.prepare_for_lp_inference()
+    worker.train(batch())
+    worker.offload_before_refit()
+    late = len(worker.safe.late_allocations())
+    worker.shutdown()
+    return worker.events, late
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_step_finds_every_communicator_connected(stages, tiny_moe, tmp_path, port) -> None:
+    config = config_of(tiny_moe, tmp_path)
+    config["megatron_cfg"]["pipeline_model_parallel_size"] = stages
+    for events, late in values(run_ranks(_steps, SIZE, port, config)):
+        assert events == [
+            "init_collective", "prepare_for_lp_inference", "train", "offload_before_refit", "shutdown"
+        ]  # fmt: skip
+        assert late == 0
+
+
+def test_a_world_with_others_in_it_is_refused(tiny_moe, tmp_path, port) -> None:
+    (text,) = values(run_ranks(_crowded, 1, port, config_of(tiny_moe, tmp_path)))
+    assert "the default group has 1 ranks and the policy 3 workers" in text
+
+
+def _crowded(rank: int, port: int, config: dict[str, Any]) -> str:
+    with pytest.raises(CommunicatorError) as caught:
+        start(rank, port, config, size=1, workers=3)
+    return str(caught.value)
+
+
+def _lose_one(rank: int, port: int, config: dict[str, Any]) -> tuple[bool, float]:
+    worker = start(rank, port, config)
+    if rank == 3:
+        os._exit(1)
+    started_s = time.monotonic()
+    return worker.shutdown(), time.monotonic() - started_s
+
+
+def test_a_lost_rank_holds_up_no_shutdown_beyond_the_hosts_patience(tiny_moe, tmp_path, port) -> None:
+    outcomes = run_ranks(_lose_one, SIZE, port, config_of(tiny_moe, tmp_path))
+    for outcome in outcomes[:3]:
+        assert outcome.error is None, outcome.trace
+        ended, seconds = outcome.value
+        assert not ended
+        assert seconds < 30

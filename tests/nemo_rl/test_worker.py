@@ -1,0 +1,73 @@
+"""What is imported by name: our worker over whatever class has NeMo RL's name; and saves in the background."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from rl_safe_workers.adapters.nemo_rl.mixin import SafePolicyMixin
+from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
+from tests.nemo_rl.host import HostImpl
+
+HOST = SafePolicyMixin.host_module
+WORKER = "rl_safe_workers.adapters.nemo_rl.worker"
+
+
+@pytest.fixture
+def worker_module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Our module, with the small host where NeMo RL's is imported from."""
+    utils: Any = ModuleType("nemo_rl.models.policy.utils")
+    utils.get_runtime_env_for_policy_worker = lambda name: {}
+    host: Any = ModuleType(HOST)
+    host.MegatronPolicyWorkerImpl = HostImpl
+    parts = HOST.split(".")
+    for name in [".".join(parts[:length]) for length in range(1, len(parts))]:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    monkeypatch.setitem(sys.modules, HOST, host)
+    monkeypatch.delitem(sys.modules, WORKER, raising=False)
+    yield importlib.import_module(WORKER)
+    sys.modules.pop(WORKER, None)
+
+
+def test_the_worker_is_an_actor_of_ours_over_the_hosts(worker_module) -> None:
+    impl = worker_module.SafeMegatronPolicyWorkerImpl
+    assert impl.__mro__.index(SafePolicyMixin) < impl.__mro__.index(HostImpl)
+    actor = worker_module.SafeMegatronPolicyWorker
+    assert hasattr(actor, "remote")
+    # NeMo RL's builder asks the actor's class for its options (worker_groups.py:184).
+    assert actor.configure_worker(num_gpus=1)[0] == {"num_gpus": 0}
+
+
+def test_a_save_in_the_background_is_megatrons_own_with_both_flags_off(tmp_path: Path, monkeypatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def save(
+        sharded_state_dict: Any, checkpoint_dir: str, sharded_strategy: Any = None,
+        validate_access_integrity: bool = True, async_sharded_save: bool = False, async_strategy: str = "nvrx",
+    ) -> str:  # fmt: skip
+        seen.update(locals())
+        return "request"
+
+    monkeypatch.setattr(dist_checkpointing, "save", save)
+    writer = ShardWriter(None, training_rank=0, size=1)  # type: ignore[arg-type]
+    bare = TorchDistSaveShardedStrategy("torch_dist", 1)
+    with writer.saving("training", remaining=lambda: timedelta(seconds=1), optimizer_replicated=False):
+        request = dist_checkpointing.save(
+            {"a": 1}, str(tmp_path), FullyParallelSaveStrategyWrapper(bare), async_sharded_save=True,
+            validate_access_integrity=True,
+        )  # fmt: skip
+    assert request == "request"
+    assert seen["sharded_strategy"] is bare
+    assert seen["validate_access_integrity"] is False
+    assert seen["async_strategy"] == "nvrx"
+    assert dist_checkpointing.save is save
