@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 NNODES="${NNODES:-4}" EP="${EP:-8}" TP="${TP:-2}" PP="${PP:-1}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-30B-A3B}"
 TRAIN_FILES="${TRAIN_FILES:-$HOME/data/gsm8k/train.parquet}" VAL_FILES="${VAL_FILES:-$HOME/data/gsm8k/test.parquet}"
-CKPTS_DIR="${CKPTS_DIR:-checkpoints/verl_qwen3_30b_a3b}"
+CKPTS_DIR="${CKPTS_DIR:-$PWD/checkpoints/verl_qwen3_30b_a3b}" # on storage that all nodes share
 
 overrides=(
     model_engine=megatron
@@ -49,5 +49,5 @@ overrides=(
     "trainer.logger=[console]"
 )
 command=(python -m rl_safe_workers.adapters.verl.main_ppo "${overrides[@]}" "$@")
-[[ -z "${SUBMIT:-}" ]] || command=(ray job submit --runtime-env ray_configs/verl_runtime_env.yaml -- "${command[@]}")
+[[ -z "${SUBMIT:-}" ]] || command=(ray job submit --working-dir . --runtime-env ray_configs/verl_runtime_env.yaml -- "${command[@]}")
 exec "${command[@]}"
