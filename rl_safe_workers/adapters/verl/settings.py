@@ -6,23 +6,19 @@ was set into one environment variable of the job, which every process of the job
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from rl_safe_workers.adapters.reading import BootstrapSettings, complaints, read
 from rl_safe_workers.config import BootstrapConfig, CheckpointConfig, RlSafeConfig, TimeoutsConfig
 from rl_safe_workers.errors import ConfigError
 
 NODE = "actor_rollout_ref.rl_safe"
 STRATEGY = "megatron"
-HEARING_S = 1.0
-"""The least timeout of a bootstrap: ranks look every half second whether another one has given up."""
 
 
 @dataclass(kw_only=True)
@@ -38,28 +34,13 @@ class VerlTimeouts:
 
 
 @dataclass(kw_only=True)
-class VerlBootstrap:
-    """The bootstrap of the communicators."""
-
-    on_missing: str = "raise"
-    """What an offload or a weight sync does if the bootstrap has not run: ``raise``, or ``bootstrap`` first."""
-    budget: bool = True
-    """Give groups that carry only scalars, or have one rank, a single NCCL channel, and those between pipeline stages
-    12; false: NCCL's own number for all."""
-    watch_steps: int = 3
-    """In how many first updates each collective is looked at for device memory that it takes late; 0: never."""
-    on_late: str = "warn"
-    """What to do about it: ``warn`` or ``raise``."""
-
-
-@dataclass(kw_only=True)
 class VerlSettings:
     """The node ``actor_rollout_ref.rl_safe``."""
 
     enabled: bool = False
     """Whether Megatron engines are ours."""
     timeouts: VerlTimeouts = field(default_factory=VerlTimeouts)
-    bootstrap: VerlBootstrap = field(default_factory=VerlBootstrap)
+    bootstrap: BootstrapSettings = field(default_factory=BootstrapSettings)
     nccl_timeout: float = 600.0
     """Seconds of one collective outside of these phases; taken from ``actor_rollout_ref.nccl_timeout``."""
 
@@ -116,47 +97,7 @@ def read_node(node: Mapping[str, Any], *, source: str) -> VerlSettings:
     Raises:
         ConfigError: If one is unknown, or has a value of the wrong type or out of range.
     """
-    known = dict(_walk(VerlSettings(), ""))
-    for key in _keys(node, known):
-        if key not in known:
-            (nearest,) = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown key {source}.{key}; the nearest known key is {source}.{nearest}")
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(VerlSettings), dict(node))
-        settings: VerlSettings = OmegaConf.to_object(merged)  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
-        key = f".{error.full_key}" if error.full_key else ""
-        raise ConfigError(f"{source}{key}: {str(error).splitlines()[0]}") from None
-    for complaint in _complaints(settings):
+    settings = read(VerlSettings, node, source=source)
+    for complaint in complaints(settings.timeouts, settings.bootstrap, nccl_timeout=settings.nccl_timeout):
         raise ConfigError(f"{source}.{complaint}")
     return settings
-
-
-def _walk(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for item in fields(section):
-        value = getattr(section, item.name)
-        yield prefix + item.name, value
-        if is_dataclass(value):
-            yield from _walk(value, f"{prefix}{item.name}.")
-
-
-def _keys(node: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in node.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key in known and is_dataclass(known[key]):
-            yield from _keys(value, known, f"{key}.")
-        else:
-            yield key
-
-
-def _complaints(settings: VerlSettings) -> Iterator[str]:
-    for key, value in (*_walk(settings.timeouts, "timeouts."), ("nccl_timeout", settings.nccl_timeout)):
-        if not 0 < value < math.inf:
-            yield f"{key}={value} must be a number above 0 and finite: nothing waits without a deadline"
-    if settings.timeouts.bootstrap < HEARING_S:
-        yield f"timeouts.bootstrap={settings.timeouts.bootstrap} must be at least {HEARING_S}"
-    if settings.bootstrap.watch_steps < 0:
-        yield f"bootstrap.watch_steps={settings.bootstrap.watch_steps} must be at least 0"
-    for key, choices in {"on_missing": ("raise", "bootstrap"), "on_late": ("warn", "raise")}.items():
-        if (value := getattr(settings.bootstrap, key)) not in choices:
-            yield f"bootstrap.{key}={value} is not supported: use {' or '.join(choices)}"
