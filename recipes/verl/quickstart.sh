@@ -2,6 +2,7 @@
 # GRPO of a tiny Qwen3-MoE through verl's own main_ppo with our engines and trainers: two trainers, EP2, and vLLM beside
 # them. DEVICE=cuda needs two GPUs; DEVICE=cpu, the default where there are none, needs scripts/setup verl, and docs/verl.md
 # says how far it gets: verl 0.9.1 does not know the name of vLLM's CPU build.
+# ENTRY=verl takes verl's own entry, with our engines alone.
 # SUBMIT=1 submits it to the Ray cluster of RAY_ADDRESS, whose nodes see this folder; PYTHON is then a path that they have.
 # Further arguments are overrides of verl's.
 set -euo pipefail
@@ -37,7 +38,6 @@ fi
 
 overrides=(
     model_engine=megatron
-    +rl_safe=enabled
     algorithm.adv_estimator=grpo
     data.train_files="$PWD/recipes/data/char_class.parquet"
     data.val_files="$PWD/recipes/data/char_class.parquet"
@@ -70,7 +70,12 @@ overrides=(
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1 # each takes a CPU
     "${of_device[@]}"
 )
-main=("$PYTHON" -m rl_safe_workers.adapters.verl.main_ppo "${overrides[@]}")
+if [[ "${ENTRY:-}" == verl ]]; then
+    export VERL_USE_EXTERNAL_MODULES=rl_safe_workers.adapters.verl.plugin VERL_ENGINE_VENDOR=rl_safe
+    main=("$PYTHON" -m verl.trainer.main_ppo "${overrides[@]}")
+else
+    main=("$PYTHON" -m rl_safe_workers.adapters.verl.main_ppo +rl_safe=enabled "${overrides[@]}")
+fi
 if [[ -n "${SUBMIT:-}" ]]; then
     submit=("$PYTHON" -m ray.scripts.scripts job submit --working-dir . --runtime-env ray_configs/verl_runtime_env.yaml)
     exec "${submit[@]}" -- env ${VERL_PLATFORM:+VERL_PLATFORM="$VERL_PLATFORM"} HF_HUB_OFFLINE=1 "${main[@]}" "$@"

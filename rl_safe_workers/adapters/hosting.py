@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
 
+from rl_safe_workers.adapters.totals import add_reports
 from rl_safe_workers.comms.bootstrap import Bootstrap, BootstrapStep
 from rl_safe_workers.comms.catalog import live_groups
+from rl_safe_workers.comms.groups import set_group_timeouts
+from rl_safe_workers.comms.late import LateWatch
 from rl_safe_workers.comms.report import BootstrapReport, LedgerEntry
 from rl_safe_workers.comms.supervision import Supervision
-from rl_safe_workers.config import MegatronConfig
-from rl_safe_workers.errors import LifecycleError
+from rl_safe_workers.config import MegatronConfig, RlSafeConfig
+from rl_safe_workers.errors import CheckpointError, LifecycleError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.platforms.device_memory import outside_torch
 from rl_safe_workers.topology.comms_plan import CommsPlan
-from rl_safe_workers.topology.groups import Classes, OpClass
+from rl_safe_workers.topology.groups import Classes, Features, OpClass
+from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.workers.teardown import TeardownMixin
+from rl_safe_workers.worlds.training_world import TrainingWorld
 
 HostGroups = Sequence[tuple[Any, str, Classes]]
 """A group of Megatron's, its key in ``nccl_communicator_config_path``, and what the host itself issues on it."""
+
+_HEARD = timedelta(seconds=5)
+"""How long a rank that has failed alone waits for the others to hear of it."""
 
 
 class HostBootstrap(Bootstrap):
@@ -68,7 +81,7 @@ class HostedTrainer(TeardownMixin):
     """A host's trainer process: Megatron's groups are made with our limits, connected, and ended by agreement.
 
     Attributes:
-        report: What the bootstrap has cost; None until it has run.
+        report: What all bootstraps have cost; None until one has run.
     """
 
     report: BootstrapReport | None = None
@@ -81,14 +94,70 @@ class HostedTrainer(TeardownMixin):
     def host_groups(self) -> HostGroups:
         """What the host itself issues on Megatron's groups, once they exist."""
 
+    @property
+    @abstractmethod
+    def outside_timeout(self) -> timedelta:
+        """Longest wait of one collective outside of phases."""
+
+    def take_world(self, rl_safe: RlSafeConfig) -> None:
+        """Takes the host's default group, which holds trainers alone, as the training world. Not collective."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.setup_worker(
+            training_rank=rank, training_size=size, rl_safe=rl_safe, megatron=MegatronConfig(), device=device_of_world()
+        )
+        with self.lifecycle.enter(Phase.WORLD):
+            # A connection of its own: NCCL waits in the group's for peers, and would keep everyone else out.
+            connection: Store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            self.store = PrefixStore("rl_safe", connection)
+            self.world = TrainingWorld(training_rank=rank, size=size, joint_ranks=tuple(range(size)))
+            self._open_roll_call()
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """As `CommsMixin.phase`; outside of phases collectives time out after `outside_timeout`."""
+        with super().phase(phase):
+            try:
+                yield
+            finally:
+                set_group_timeouts(self.outside_timeout)
+
+    def models(self) -> Collection[Features]:
+        """What decides about the collectives of every model that shares the groups."""
+        return (self.features or Features.of(self.megatron),)
+
+    def unlimited(self) -> Collection[str]:
+        """Keys of groups that the host itself sends weights over: they have a limit only if the user has set one."""
+        return ()
+
     def wanted_limits(self) -> dict[str, int]:
-        """The limits that groups should be made with. The default group is the host's, and has none."""
-        return {key: limit for key, limit in super().plan_comms().limits.items() if key != "world"}
+        """The limits that groups should be made with, which suit all models. The default group is the host's: none.
+
+        Raises:
+            ConfigError: As `GroupsMixin.plan_comms`.
+        """
+        settings = self.rl_safe.bootstrap
+        layout, own = ParallelLayout.of(self.megatron, world_size=self.training_size), settings.max_ctas.limits()
+        plans = [CommsPlan.of(layout, model, own, budget=settings.budget).limits for model in self.models()]
+        free = {"world", *(set(self.unlimited()) - own.keys())}
+        shared = set.intersection(*(set(plan) for plan in plans)) - free
+        return {key: max(plan[key] for plan in plans) for key in sorted(shared)}
 
     def plan_comms(self) -> CommsPlan:
         """As `GroupsMixin.plan_comms`, with the limits that the groups were made with."""
         plan = super().plan_comms()
         return CommsPlan.of(plan.layout, plan.features, self._limits, budget=False)
+
+    def bootstrap(self) -> BootstrapReport:
+        """As `CommsMixin.bootstrap`; again for another model over the same groups. Adds to `report`, and returns it."""
+        earlier, connected, late = self.report, self._connected, self.late_allocations()
+        report = super().bootstrap()
+        if earlier is not None:
+            report = add_reports(earlier, report)
+            self._connected = _united(connected, self._connected)
+            self._late = LateWatch(self._connected, probe=outside_torch(self.device))
+            self._late.found += late
+        self.report = report
+        return report
 
     def _connect_groups(
         self, probe: Callable[[], int] | None, *, phase: Phase = Phase.BOOTSTRAP, timeout: timedelta | None = None
@@ -100,15 +169,11 @@ class HostedTrainer(TeardownMixin):
             limits=plan.limits, device=self.device, probe=probe,
         )  # fmt: skip
         entries, of_host = host.run_host(self.host_groups(), timeout=timeout or self.remaining())
-        merged = {
-            name: connected.get(name, frozenset()) | of_host.get(name, frozenset())
-            for name in connected.keys() | of_host.keys()
-        }
         report = replace(
             report, entries=report.entries + entries, skipped=report.skipped - len(of_host.keys() - connected.keys()),
             seconds=report.seconds + sum(entry.seconds for entry in entries),
         )  # fmt: skip
-        return report, merged
+        return report, _united(connected, of_host)
 
     def require_bootstrap(self, what: str) -> None:
         """Holds something of the host's back until the bootstrap has run.
@@ -119,12 +184,40 @@ class HostedTrainer(TeardownMixin):
         if self.lifecycle.has_completed(Phase.BOOTSTRAP):
             return
         if self.rl_safe.bootstrap.on_missing == "bootstrap" and self.lifecycle.has_completed(Phase.GROUPS):
-            self.report = self.bootstrap()
+            self.bootstrap()
             return
         raise LifecycleError(
             f"{what} on training rank {self.training_rank}: the bootstrap has not run, so communicators would connect "
             f"later, when memory is full; {self._without_groups}"
         )
+
+    def fail(self, phase: Phase, error: Exception) -> NoReturn:
+        """Tells the others of a failure of this rank alone, which has an agreement with them ahead; raises it.
+
+        Raises:
+            CheckpointError: If the others have not heard of it in a few seconds.
+        """
+        self._deadline_s = min(self._deadline_s, time.monotonic() + _HEARD.total_seconds())
+        try:
+            self.tell_failure(error)
+            self.together(phase, lambda: None, failure=error)
+        except PhaseTimeoutError:
+            raise CheckpointError(f"training rank {self.training_rank}: {type(error).__name__}: {error}") from error
+        raise AssertionError("an agreement with a failure raises")
+
+    def tell_failure(self, error: Exception) -> None:
+        """Tells those who wait for this rank before the phase's next agreement. Adapters override it; may raise.
+
+        Args:
+            error: What this rank alone has failed with.
+        """
+
+
+def _united(
+    first: Mapping[str, frozenset[OpClass]], second: Mapping[str, frozenset[OpClass]]
+) -> dict[str, frozenset[OpClass]]:
+    nothing: frozenset[OpClass] = frozenset()
+    return {name: first.get(name, nothing) | second.get(name, nothing) for name in first.keys() | second.keys()}
 
 
 def device_of_world() -> torch.device:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rl_safe_workers.config import BootstrapConfig, MaxCtasConfig
 from rl_safe_workers.contradictions import HEARING_S
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.topology.budget import NCCL_MAXIMUM
 
 T = TypeVar("T")
 
@@ -26,10 +28,16 @@ class BootstrapSettings:
     budget: bool = True
     """Give groups that carry only scalars, or have one rank, a single NCCL channel, and those between pipeline stages
     12; false: NCCL's own number for all."""
+    max_ctas: MaxCtasConfig = field(default_factory=MaxCtasConfig)
+    """NCCL's channels at most, by Megatron's name of a group. Not of ``world``: the host makes the default group."""
     watch_steps: int = 3
     """In how many first updates each collective is looked at for device memory that it takes late; 0: never."""
     on_late: str = "warn"
     """What to do about it: ``warn`` or ``raise``."""
+
+    def config(self) -> BootstrapConfig:
+        """The same as the node that the mixins share."""
+        return BootstrapConfig(**{item.name: getattr(self, item.name) for item in fields(self)})
 
 
 def read(kind: type[T], node: Mapping[str, Any], *, source: str) -> T:
@@ -71,9 +79,18 @@ def complaints(timeouts: Any, bootstrap: BootstrapSettings, **seconds: float) ->
         yield f"timeouts.bootstrap={timeouts.bootstrap} must be at least {HEARING_S}"
     if bootstrap.watch_steps < 0:
         yield f"bootstrap.watch_steps={bootstrap.watch_steps} must be at least 0"
+    yield from _complaints_of_limits(bootstrap.max_ctas.limits())
     for key, choices in {"on_missing": ("raise", "bootstrap"), "on_late": ("warn", "raise")}.items():
         if (value := getattr(bootstrap, key)) not in choices:
             yield f"bootstrap.{key}={value} is not supported: use {' or '.join(choices)}"
+
+
+def _complaints_of_limits(limits: Mapping[str, int]) -> Iterator[str]:
+    for key, limit in limits.items():
+        if key == "world":
+            yield f"bootstrap.max_ctas.world={limit} is not supported: the host makes the default group"
+        elif not 1 <= limit <= NCCL_MAXIMUM:
+            yield f"bootstrap.max_ctas.{key}={limit} must be from 1 to {NCCL_MAXIMUM} CTAs"
 
 
 def _walk(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -98,6 +98,21 @@ def test_it_goes_on_from_the_save(folder: Path) -> None:
     assert list(run_to_the_end(folder, "goes_on", f"trainer.total_training_steps={STEPS + 2}")) == [6, 7]
 
 
+def test_verl_s_own_entry_trains_with_our_engines_alone(folder: Path) -> None:
+    command = start(folder, "own_entry", "trainer.total_training_steps=2", "trainer.save_freq=2")
+    command.insert(1, "ENTRY=verl")
+    checkpoints = folder / "own_entry_checkpoints"
+    with running([*command, f"trainer.default_local_dir={checkpoints}"], folder / "own_entry") as run:
+        outcome = run.finish(timeout_s=380)
+    logger.info("own entry: exit %d, %s", outcome.code, outcome.left)
+    show("own_entry", 0.0, metrics_of(outcome.out))
+    assert outcome.code == 0, outcome.err[-3000:]
+    assert list(metrics_of(outcome.out)) == [1, 2]
+    active = re.findall(r"rl_safe active: SafeMegatronEngine on training rank (\d) of 2", outcome.out + outcome.err)
+    assert set(active) == {"0", "1"}
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
 def test_a_run_that_is_stopped_ends(folder: Path) -> None:
     with running(start(folder, "stopped", "trainer.total_training_steps=1000"), folder / "stopped") as run:
         run.wait_until(lambda: len(metrics_of(run.out)) > 0, timeout_s=350)

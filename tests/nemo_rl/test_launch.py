@@ -111,6 +111,9 @@ def test_a_policy_that_cannot_be_ours_is_refused(policy: dict[str, Any], text: s
         ({"timeouts": {"train": "soon"}}, "rl_safe.timeouts.train"),
         ({"bootstrap": {"on_late": "ignore"}}, "use warn or raise"),
         ({"bootstrap": {"watch_steps": -1}}, "at least 0"),
+        ({"bootstrap": {"max_ctas": {"epp": 8}}}, "unknown key rl_safe.bootstrap.max_ctas.epp; the nearest known key"),
+        ({"bootstrap": {"max_ctas": {"ep": 65}}}, "max_ctas.ep=65 must be from 1 to 64 CTAs"),
+        ({"bootstrap": {"max_ctas": {"world": 8}}}, "max_ctas.world=8 is not supported"),
         ([], "must hold keys"),
     ],
 )
@@ -120,7 +123,8 @@ def test_a_setting_that_cannot_be_used_is_refused(node: Any, text: str) -> None:
 
 
 def test_settings_come_back_from_the_variable() -> None:
-    settings = read_node({"timeouts": {"convert": 7200}, "bootstrap": {"budget": False}})
+    settings = read_node({"timeouts": {"convert": 7200}, "bootstrap": {"budget": False, "max_ctas": {"ep": 8}}})
+    assert settings.rl_safe().bootstrap.max_ctas.limits() == {"ep": 8}
     assert worker_settings({VARIABLE: settings.to_json()}) == settings
     assert worker_settings({}) == NemoRlSettings()
     with pytest.raises(ConfigError, match="is not JSON"):

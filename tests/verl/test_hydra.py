@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
-from rl_safe_workers.adapters.verl.settings import VerlSettings, read_node, read_settings
+from rl_safe_workers.adapters.verl.settings import TAKEN, VerlSettings, read_node, read_settings
 from rl_safe_workers.errors import ConfigError
 from tests.verl.examples import command_lines
 
@@ -52,7 +53,8 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_composes(overrides: list[str]) -> None:
     config = composed(*overrides, *GROUP)
-    assert read_settings(config) == VerlSettings(enabled=True, nccl_timeout=config.actor_rollout_ref.nccl_timeout)
+    timeout = config.actor_rollout_ref.nccl_timeout
+    assert replace(read_settings(config), dispatchers=[]) == VerlSettings(enabled=True, nccl_timeout=timeout)
     assert config.actor_rollout_ref.actor.strategy == "megatron"
     del config.actor_rollout_ref.rl_safe
     assert config == composed(*overrides)
@@ -83,13 +85,20 @@ def test_the_group_has_every_key_with_its_default() -> None:
     config = composed("model_engine=megatron", GROUP[0], "+rl_safe=default")
     node = OmegaConf.to_container(config.actor_rollout_ref.rl_safe)
     assert read_node(node, source="x") == VerlSettings()
-    assert {**node, "nccl_timeout": 600.0} == OmegaConf.to_container(OmegaConf.structured(VerlSettings))
+    every = OmegaConf.to_container(OmegaConf.structured(VerlSettings))
+    for key in TAKEN:
+        del every[key]
+    del every["bootstrap"]["max_ctas"]["world"]
+    assert node == every
 
 
 def test_without_the_node_verl_runs_as_it_is() -> None:
     assert check_run(composed("model_engine=megatron")) is None
 
 
+CTAS = "+actor_rollout_ref.rl_safe.bootstrap.max_ctas"
+CRITIC = ["algorithm.adv_estimator=gae", "critic.model.path=/models/moe"]
+REFERENCE = ["actor_rollout_ref.actor.use_kl_loss=true"]
 ON = ["model_engine=megatron", "+actor_rollout_ref.rl_safe.enabled=true"]
 
 
@@ -102,6 +111,13 @@ ON = ["model_engine=megatron", "+actor_rollout_ref.rl_safe.enabled=true"]
         ([*ON, "+actor_rollout_ref.rl_safe.timeouts.save=0"], "timeouts.save=0.0 must be a number above 0"),
         ([*ON, "+actor_rollout_ref.rl_safe.bootstrap.on_late=cry"], "on_late=cry is not supported: use warn or raise"),
         ([*ON, "+actor_rollout_ref.rl_safe.nccl_timeout=3"], "set actor_rollout_ref.nccl_timeout"),
+        ([*ON, "+actor_rollout_ref.rl_safe.delta_weights=true"], "rollout.checkpoint_engine.backend"),
+        ([*ON, "+actor_rollout_ref.rl_safe.dispatchers=[x]"], "moe_token_dispatcher_type in each engine's"),
+        ([*ON, f"{CTAS}.epp=8"], "unknown key .*max_ctas.epp; the nearest known key is .*max_ctas"),
+        ([*ON, f"{CTAS}.ep=0"], "max_ctas.ep=0 must be from 1 to 64 CTAs"),
+        ([*ON, f"{CTAS}.world=8"], "max_ctas.world=8 is not supported: the host makes the default group"),
+        ([*ON, *CRITIC, "critic.strategy=fsdp"], "critic.strategy=fsdp: it must be megatron"),
+        ([*ON, *REFERENCE, "actor_rollout_ref.ref.strategy=fsdp2"], "ref.strategy=fsdp2: it must be megatron"),
         ([*ON, "trainer.use_v1=false"], "deprecated trainer is not supported"),
         ([*ON, "trainer.v1.trainer_mode=mine"], "trainer_mode=mine: use sync or colocate_async or separate_async"),
         (["model_engine=megatron", "+actor_rollout_ref.rl_safe=7"], "must hold keys"),
@@ -110,6 +126,27 @@ ON = ["model_engine=megatron", "+actor_rollout_ref.rl_safe.enabled=true"]
 def test_bad_input_is_refused_on_the_driver(overrides, message) -> None:
     with pytest.raises(ConfigError, match=message):
         check_run(composed(*overrides))
+
+
+def test_the_strategy_of_an_engine_that_a_run_does_not_have_is_not_asked_for() -> None:
+    assert check_run(composed(*ON, "algorithm.adv_estimator=grpo", "critic.strategy=fsdp")) is not None
+
+
+def _override(node: str, dispatcher: str) -> str:
+    return f"+{node}.megatron.override_transformer_config.moe_token_dispatcher_type={dispatcher}"
+
+
+def test_the_settings_say_what_engines_and_weight_sync_need() -> None:
+    plain = read_settings(composed(*ON, "algorithm.adv_estimator=grpo"))
+    assert (plain.dispatchers, plain.delta_weights) == (["alltoall"], False)
+    config = composed(
+        *ON, *CRITIC, _override("actor_rollout_ref.actor", "flex"), _override("critic", "allgather"),
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded", f"{CTAS}.ep=8",
+    )  # fmt: skip
+    settings = read_settings(config)
+    assert (settings.dispatchers, settings.delta_weights) == (["allgather", "alltoall"], True)
+    assert settings.rl_safe().bootstrap.max_ctas.limits() == {"ep": 8}
+    assert VerlSettings.from_json(settings.to_json(), source="x") == settings
 
 
 @pytest.mark.parametrize(
@@ -147,7 +184,7 @@ def test_workers_are_told_by_the_jobs_environment() -> None:
     assert variables["VERL_ENGINE_VENDOR"] == "rl_safe"
     assert variables["VERL_USE_EXTERNAL_MODULES"] == "rl_safe_workers.adapters.verl.plugin"
     told = VerlSettings.from_json(variables["RL_SAFE_VERL"], source="RL_SAFE_VERL")
-    assert told == VerlSettings(enabled=True, nccl_timeout=900.0)
+    assert replace(told, dispatchers=[]) == VerlSettings(enabled=True, nccl_timeout=900.0)
     assert variables["MINE"] == 1
 
 

@@ -75,3 +75,25 @@ import verl
     result = run_python(code, VERL_ENGINE_VENDOR="rl_safe", VERL_USE_EXTERNAL_MODULES=PLUGIN)
     assert result.returncode != 0
     assert "verl 0.11.0 is not supported: the adapter supports verl >=0.9.0,<0.10" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "code"),
+    [
+        ({"VERL_ENGINE_VENDOR": "rl_safe"}, 2),
+        ({"VERL_ENGINE_VENDOR": "rl_safe", "VERL_USE_EXTERNAL_MODULES": PLUGIN}, 0),
+        ({"VERL_ENGINE_VENDOR": "nvidia"}, 0),
+    ],
+    ids=["nothing_loads_it", "module", "other_vendor"],
+)
+def test_under_verls_own_entry_hydra_finds_that_nothing_would_load_our_engines(variables, code) -> None:
+    result = run_python(
+        "import sys; sys.argv[1:] = ['--cfg', 'job', 'model_engine=megatron', '+rl_safe=enabled']\n"
+        "from verl.trainer.main_ppo import main\nmain()",
+        VERL_USE_EXTERNAL_PLUGINS="none",
+        **variables,
+    )
+    assert result.returncode == code, result.stderr
+    refused = "rl_safe: VERL_ENGINE_VENDOR=rl_safe is set, and nothing loads the plugin" in result.stderr
+    assert refused == bool(code)
+    assert ("on_missing: raise" in result.stdout) == (not code)

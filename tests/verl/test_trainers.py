@@ -49,10 +49,17 @@ class _Stock:
         if self.failure is not None:
             raise self.failure
 
+    def on_step_end(self) -> None:
+        self._pending_sync_metrics = {"verl": 7.0}
+
 
 class _Group:
-    def __init__(self) -> None:
+    def __init__(self, *metrics: dict[str, float]) -> None:
         self.told: list[str | None] = []
+        self.metrics = list(metrics)
+
+    def rl_safe_metrics(self) -> list[dict[str, float]]:
+        return self.metrics
 
     def teardown_groups(self, failure: str | None) -> list[str | None]:
         self.told.append(failure)
@@ -85,3 +92,13 @@ def test_an_end_that_fails_fails_a_run_that_went_well(monkeypatch) -> None:
     trainer = _trainer(monkeypatch, wrong="rank 1 did not end within 75 s")
     with pytest.raises(RunError, match="teardown: rank 1 did not end within 75 s"):
         trainer.fit(None)
+
+
+def test_metrics_are_the_worst_of_every_rank_of_every_worker_group(monkeypatch) -> None:
+    trainer = _trainer(monkeypatch)
+    trainer.actor_rollout_wg = trainer.ref_policy_wg = _Group({"rl_safe/active": 1.0, "timing_s/rl_safe_save": 2.0})
+    trainer.critic_wg = _Group({"rl_safe/active": 1.0, "rl_safe/late_allocations": 3.0}, {"timing_s/rl_safe_save": 5.0})
+    trainer.on_step_end()
+    assert trainer._pending_sync_metrics == {
+        "verl": 7.0, "rl_safe/active": 0.0, "rl_safe/late_allocations": 3.0, "timing_s/rl_safe_save": 5.0,
+    }  # fmt: skip

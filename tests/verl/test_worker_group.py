@@ -1,4 +1,4 @@
-"""verl's real RayWorkerGroup over our workers: every call, an actor and a critic in the same processes."""
+"""verl's real RayWorkerGroup over our workers: every call, with all roles in the same processes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,14 @@ JOB = {
 }
 
 
+SYNC = ["resume weights", "update_weights", "resume kv_cache"]
+"""What a rollout sees of verl's weight sync."""
+
+
 @pytest.fixture(scope="module")
 def _cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=2 * SIZE, include_dashboard=False, runtime_env={"env_vars": JOB}, log_to_driver=False)
+    ray.init("local", num_cpus=2 * SIZE, include_dashboard=False, runtime_env={"env_vars": JOB}, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -49,7 +53,10 @@ def _config(model: Path) -> Any:
         "actor_rollout_ref.actor.use_dynamic_bsz=false",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.ref.megatron.param_offload=false",
         "actor_rollout_ref.actor.optim.total_training_steps=10",
+        "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=naive",
     )
     node = config.actor_rollout_ref
@@ -93,35 +100,55 @@ def _critic_config(model: Path) -> Any:
     )  # fmt: skip
 
 
+def _equal(one: Any, other: Any) -> bool:
+    return bool((one.values() == other.values()).all())
+
+
+def _one(answers: list[Any]) -> Any:
+    """What every rank has answered alike."""
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
 def _towards_nothing(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, float]]:
     values = model_output["values"].values()
     value = values.float().square().mean()
     return value, {"values": value.detach().item()}
 
 
-@pytest.mark.timeout(420)
-@pytest.mark.usefixtures("_cluster")
-def test_an_actors_and_a_critics_group_answer_every_call(tiny_moe, tmp_path) -> None:
-    from verl.single_controller.ray.base import (
-        RayClassWithInitArgs,
-        RayResourcePool,
-        RayWorkerGroup,
-        create_colocated_worker_cls,
-    )  # fmt: skip
-    from verl.utils import tensordict_utils as tu
+def _spawn(classes: dict[str, Any]) -> dict[str, Any]:
+    from verl.single_controller.ray.base import RayResourcePool, RayWorkerGroup, create_colocated_worker_cls
 
-    from rl_safe_workers.adapters.verl.workers import SafeActorRolloutRefWorker, SafeTrainingWorker
-
-    actor = RayClassWithInitArgs(
-        cls=ray.remote(SafeActorRolloutRefWorker), config=_config(tiny_moe), role="actor", distillation_config=None
-    )
-    critic = RayClassWithInitArgs(cls=ray.remote(SafeTrainingWorker), config=_critic_config(tiny_moe))
     workers = RayWorkerGroup(
         resource_pool=RayResourcePool(process_on_nodes=[SIZE], use_gpu=False, max_colocate_count=1),
-        ray_cls_with_init=create_colocated_worker_cls({"actor": actor, "critic": critic}),
+        ray_cls_with_init=create_colocated_worker_cls(classes),
         device_name="cpu",
     )
-    groups = workers.spawn(prefix_set=["actor", "critic"])
+    groups: dict[str, Any] = workers.spawn(prefix_set=list(classes))
+    return groups
+
+
+def _role(cls: type, model: Path, role: str) -> Any:
+    from verl.single_controller.ray.base import RayClassWithInitArgs
+
+    return RayClassWithInitArgs(cls=ray.remote(cls), config=_config(model), role=role, distillation_config=None)
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.usefixtures("_cluster")
+def test_an_actors_references_and_a_critics_group_answer_every_call(tiny_moe, tmp_path) -> None:
+    from verl.single_controller.ray.base import RayClassWithInitArgs
+    from verl.utils import tensordict_utils as tu
+
+    from rl_safe_workers.adapters.verl.workers import SafeTrainingWorker
+    from tests.verl.fake_rollout import Hybrid
+
+    groups = _spawn(
+        {
+            "actor": _role(Hybrid, tiny_moe, "actor_rollout_ref"),
+            "critic": RayClassWithInitArgs(cls=ray.remote(SafeTrainingWorker), config=_critic_config(tiny_moe)),
+        }
+    )
     group, values = groups["actor"], groups["critic"]
     # The critic first, as verl's trainers do.
     values.reset()
@@ -132,11 +159,23 @@ def test_an_actors_and_a_critics_group_answer_every_call(tiny_moe, tmp_path) -> 
     metrics = group.rl_safe_metrics()
     assert [found["rl_safe/active"] for found in metrics] == [1.0] * SIZE
     assert all(found["rl_safe/bootstrap_groups"] > 0 for found in metrics)
+    assert [found.keys() for found in values.rl_safe_metrics()] == [found.keys() for found in metrics]
 
     before = group.compute_log_prob(_rows())
     assert set(before.keys()) >= {"log_probs"}
+    reference = group.compute_ref_log_prob(_rows())
+    assert _equal(reference["log_probs"], before["log_probs"])
+    ray.get(group.update_weights(global_steps=0))
+    sent = _one(group.received())
     trained = tu.get(group.update_actor(_rows()), "metrics")
     assert trained["grad_norm"]
+    ray.get(group.update_weights(global_steps=1))
+    again = _one(group.received())
+    assert (sent[1], again[1]) == (SYNC, SYNC * 2)
+    assert sent[0].keys() == again[0].keys()
+    assert len(sent[0]) > 50
+    assert sent[0] != again[0], "what was trained is sent"
+    assert _equal(group.compute_ref_log_prob(_rows())["log_probs"], reference["log_probs"]), "the reference stays"
 
     path = tmp_path / "global_step_1" / "actor"
     group.save_checkpoint(str(path), None, 1)
@@ -145,8 +184,11 @@ def test_an_actors_and_a_critics_group_answer_every_call(tiny_moe, tmp_path) -> 
     assert all(found["timing_s/rl_safe_save"] > 0 for found in group.rl_safe_metrics())
     group.to("cpu")
 
+    guessed = values.infer_batch(_rows()).get()["values"]
     losses = [tu.get(values.train_mini_batch(_rows()).get(), "metrics")["values"] for _ in range(4)]
     assert sum(losses[-1]) < sum(losses[0]), losses
+    learnt = values.infer_batch(_rows()).get()["values"]
+    assert learnt.values().float().square().mean() < guessed.values().float().square().mean()
     of_critic = tmp_path / "global_step_1" / "critic"
     values.save_checkpoint(str(of_critic), None, 1)
     values.load_checkpoint(str(of_critic))
@@ -155,3 +197,34 @@ def test_an_actors_and_a_critics_group_answer_every_call(tiny_moe, tmp_path) -> 
     assert ray.get(group.teardown_groups(), timeout=60) == [{}] * SIZE
     assert ray.get(values.teardown_groups(), timeout=60) == [{}] * SIZE, "the actor's groups are the critic's"
     assert ray.get(group.teardown_groups(), timeout=60) == [{}] * SIZE, "a second end does nothing"
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.usefixtures("_cluster")
+def test_a_detached_actor_and_its_reference_answer_every_call(tiny_moe) -> None:
+    from tests.verl.fake_rollout import Detached
+
+    groups = _spawn({"actor": _role(Detached, tiny_moe, "actor"), "ref": _role(Detached, tiny_moe, "ref")})
+    actor, reference = groups["actor"], groups["ref"]
+    actor.init_model()
+    actor.set_loss_fn(loss)
+    reference.init_model()
+    assert [found["rl_safe/active"] for found in actor.rl_safe_metrics() + reference.rl_safe_metrics()] == [1.0] * 4
+
+    first = actor.weights()
+    actor.save_model_to_cpu(0)
+    actor.update_actor(_rows())
+    trained = actor.weights()
+    assert trained != first
+    actor.save_model_to_cpu(1)
+    actor.restore_model_from_cpu(0)
+    assert actor.weights() == first
+    as_before = actor.compute_log_prob(_rows())["log_probs"]
+    assert _equal(reference.compute_ref_log_prob(_rows())["log_probs"], as_before)
+    actor.restore_model_from_cpu(1)
+    actor.clear_cpu_model(1)
+    assert actor.weights() == trained
+    assert not _equal(actor.compute_log_prob(_rows())["log_probs"], as_before)
+
+    assert ray.get(actor.teardown_groups(), timeout=60) == [{}] * SIZE
+    assert ray.get(reference.teardown_groups(), timeout=60) == [{}] * SIZE

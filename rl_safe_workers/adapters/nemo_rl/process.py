@@ -13,14 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed import PrefixStore, Store
-from torch.distributed import distributed_c10d as c10d
 
-from rl_safe_workers.adapters.hosting import HostedTrainer, HostGroups, device_of_world, sizes_of_groups
+from rl_safe_workers.adapters.hosting import HostedTrainer, HostGroups, sizes_of_groups
 from rl_safe_workers.adapters.nemo_rl.conversion import convert, is_from_hf
 from rl_safe_workers.adapters.nemo_rl.features import features_of
 from rl_safe_workers.adapters.nemo_rl.host_groups import nemo_rl_groups
@@ -31,19 +29,10 @@ from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
 from rl_safe_workers.comms.ending import describe, within
 from rl_safe_workers.comms.groups import nccl_config, set_group_timeouts
 from rl_safe_workers.config import MegatronConfig
-from rl_safe_workers.errors import (
-    CheckpointError,
-    CommunicatorError,
-    PhaseTimeoutError,
-    RlSafeError,
-)
+from rl_safe_workers.errors import CommunicatorError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.worlds.training_world import TrainingWorld
 
 logger = logging.getLogger(__name__)
-
-_HEARD = timedelta(seconds=5)
-"""How long a rank that has failed alone waits for the others to hear of it."""
 
 
 class PolicyProcess(HostedTrainer):
@@ -108,23 +97,14 @@ class PolicyProcess(HostedTrainer):
         return setup_distributed
 
     def _take_world(self, workers: int | None) -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
+        size = dist.get_world_size()
         if workers is not None and size != workers:
             raise CommunicatorError(
                 f"the default group has {size} ranks and the policy {workers} workers: others are in it, for whom "
                 "saves and Megatron's groups would wait; this adapter supports NeMo RL's separate worlds alone"
             )
-        self.setup_worker(
-            training_rank=rank, training_size=size, rl_safe=self.settings.rl_safe(), megatron=MegatronConfig(),
-            device=device_of_world(),
-        )  # fmt: skip
-        with self.lifecycle.enter(Phase.WORLD):
-            # A connection of its own: NCCL waits in the group's for peers, and would keep everyone else out.
-            connection: Store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            self.store = PrefixStore("rl_safe", connection)
-            self._open_roll_call()
-            self._writer = ShardWriter(self.store, training_rank=rank, size=size)
-            self.world = TrainingWorld(training_rank=rank, size=size, joint_ranks=tuple(range(size)))
+        self.take_world(self.settings.rl_safe())
+        self._writer = ShardWriter(self.store, training_rank=self.training_rank, size=size)
 
     def _importing_model(self, original: Callable[..., None]) -> Callable[..., None]:
         def handle_model_import(
@@ -163,7 +143,7 @@ class PolicyProcess(HostedTrainer):
             self.import_groups = end_groups_since(before, timeout=self.remaining())
         finally:
             self._importing = False
-        set_group_timeouts(timedelta(seconds=self.settings.timeouts.world))
+        set_group_timeouts(self.outside_timeout)
 
     def _building(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def setup_model_and_optimizer(policy_cfg: Any, megatron_cfg: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,25 +184,21 @@ class PolicyProcess(HostedTrainer):
             if self._has_nccl:
                 self._check_memory(self.plan_comms())
         self.plan_comms().check_backend(dist.get_backend_config())
-        self.report = self.bootstrap()
+        self.bootstrap()
 
     def host_groups(self) -> HostGroups:
         """As `HostedTrainer.host_groups`."""
         return nemo_rl_groups()
 
+    @property
+    def outside_timeout(self) -> timedelta:
+        """As `HostedTrainer.outside_timeout`."""
+        return timedelta(seconds=self.settings.timeouts.world)
+
     def _minutes(self) -> float:
         # Annotated as an int; Megatron makes a timedelta of it, which takes a fraction.
         inside = self._importing or self.lifecycle.current is not None
-        return (self.remaining().total_seconds() if inside else self.settings.timeouts.world) / 60
-
-    @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
-        """As `SafeWorker.phase`; outside of phases collectives time out after ``timeouts.world``."""
-        with super().phase(phase):
-            try:
-                yield
-            finally:
-                set_group_timeouts(timedelta(seconds=self.settings.timeouts.world))
+        return (self.remaining() if inside else self.outside_timeout).total_seconds() / 60
 
     @contextmanager
     def outermost(self, phase: Phase) -> Iterator[None]:
@@ -259,16 +235,10 @@ class PolicyProcess(HostedTrainer):
             seconds = self.settings.timeouts.joint
             within(join, seconds, what="joining the rollout ranks (rl_safe.timeouts.joint)")
 
-    def fail(self, phase: Phase, error: Exception) -> NoReturn:
-        """Tells the others of a failure of this rank alone, which has an agreement with them ahead; raises it."""
-        self._deadline_s = min(self._deadline_s, time.monotonic() + _HEARD.total_seconds())
-        try:
-            if self._writer is not None:
-                self._writer.fail(error, self.remaining())
-            self.together(phase, lambda: None, failure=error)
-        except PhaseTimeoutError:
-            raise CheckpointError(f"training rank {self.training_rank}: {type(error).__name__}: {error}") from error
-        raise AssertionError("an agreement with a failure raises")
+    def tell_failure(self, error: Exception) -> None:
+        """As `HostedTrainer.tell_failure`: whoever saves waits for this rank's shards."""
+        if self._writer is not None:
+            self._writer.fail(error, self.remaining())
 
     def end(self, failure: str | None = None) -> dict[int, str]:
         """As `teardown`; nothing where there is no world yet."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rl_safe_workers.adapters.reading import BootstrapSettings, complaints, read
-from rl_safe_workers.config import BootstrapConfig, CheckpointConfig, RlSafeConfig, TimeoutsConfig
+from rl_safe_workers.config import CheckpointConfig, RlSafeConfig, TimeoutsConfig
 from rl_safe_workers.errors import ConfigError
 
 NODE = "rl_safe"
@@ -56,7 +56,7 @@ class NemoRlSettings:
         own = asdict(self.timeouts)
         return RlSafeConfig(
             timeouts=TimeoutsConfig(**own, groups=self.timeouts.bootstrap),
-            bootstrap=BootstrapConfig(**asdict(self.bootstrap)),
+            bootstrap=self.bootstrap.config(),
             checkpoint=CheckpointConfig(),
         )
 

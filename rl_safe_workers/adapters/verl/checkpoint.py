@@ -16,7 +16,9 @@ from __future__ import annotations
 import functools
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,10 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     process: TrainerProcess
     name: str
+    checkpoint_config: Any
     _savers: dict[str, Saver]
+    _step_folder: Path
+    """verl's folder of the step that was saved last."""
 
     @classmethod
     def take_over(cls, manager: MegatronCheckpointManager, process: TrainerProcess, name: str) -> SafeCheckpointManager:
@@ -54,6 +59,11 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         ours.__dict__.update(manager.__dict__)
         ours.process, ours.name, ours._savers = process, name, {}
         return ours
+
+    @property
+    def _in_background(self) -> bool:
+        """Whether saves go on while verl trains: not where verl's driver names the step right after the actor's."""
+        return bool(self.checkpoint_config.async_save) and self.process.tracker.is_ours
 
     def _build_optimizer_state_dict(
         self, model_sharded_state_dict: dict[str, Any], metadata: dict[str, Any], is_loading: bool = False
@@ -94,7 +104,9 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             CheckpointError: On every rank, if one cannot write.
             PhaseTimeoutError: If a rank does not arrive, or has not written, in time; names it.
         """
-        self.process.finish_saves()
+        self._step_folder = Path(local_path).absolute().parent
+        self.process.finish_saves_before(self.name, self._step_folder)
+        self.process.tracker.begin(self.name, self._step_folder, global_step)
         started_s = time.monotonic()
         with self.process.phase(Phase.SAVE):
             try:
@@ -115,7 +127,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     def _save_dist_checkpoint(self, dist_checkpoint_path: str, state_dict: dict[str, Any]) -> Saver | None:
         directory = Path(dist_checkpoint_path).absolute()
-        background = bool(self.checkpoint_config.async_save)
+        background = self._in_background
         saver = self._saver(directory.parent.name)
         saver.begin(
             state_dict,
@@ -149,11 +161,33 @@ class SafeCheckpointManager(MegatronCheckpointManager):
     def _dispatch_finalize(self, async_requests: list[Saver], finalize_save_fn: Callable[[], None]) -> None:
         if async_requests:
             self.process.together(Phase.SAVE, lambda: None)  # HF weights are written by now, on every rank
-            self.process.follow(PendingSave(async_requests, finalize_save_fn))
+            self.process.follow(PendingSave(self.name, self._step_folder, async_requests, finalize_save_fn))
             return
         self.process.together(Phase.SAVE, finalize_save_fn)
         if self.rank != 0:
             finalize_save_fn()
+
+    def _finalize_save(self, **arguments: Any) -> None:
+        """As verl's, without the tracker file: it would name the step, which other engines may not have saved yet."""
+        with self._as_synchronous():
+            super()._finalize_save(**arguments)
+
+    @contextmanager
+    def _as_synchronous(self) -> Iterator[None]:
+        config = self.checkpoint_config
+        self.checkpoint_config = replace(config, async_save=False)
+        try:
+            yield
+        finally:
+            self.checkpoint_config = config
+
+    def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None) -> None:
+        """As verl's, which calls it once a save is complete; older ones go when the step has been named."""
+        register = functools.partial(super().register_checkpoint, new_path, max_ckpt_to_keep)
+        if self.process.tracker.is_ours:
+            self.process.tracker.saved(self.name, Path(new_path).absolute().parent, register)
+        else:
+            register()
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False

@@ -61,7 +61,9 @@ class SafeEngineMixin:
         super().initialize()  # type: ignore[misc]
         if self.engine_config.forward_only:
             return
-        name = self.process.add_engine("critic" if self.is_value_model else "actor")
+        name = self.process.add_engine(
+            is_critic=self.is_value_model, background=bool(self.checkpoint_mananager.checkpoint_config.async_save)
+        )
         self.checkpoint_mananager = SafeCheckpointManager.take_over(self.checkpoint_mananager, self.process, name)
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rl_safe_workers import env
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.compatibility import check_verl
-from rl_safe_workers.adapters.verl.settings import NODE, STRATEGY, VerlSettings, read_settings
+from rl_safe_workers.adapters.verl.settings import NODE, STRATEGY, VerlSettings, engine_nodes, read_settings
 from rl_safe_workers.errors import ConfigError
 
 MODES = ("sync", "colocate_async", "separate_async")
@@ -32,12 +32,13 @@ def check_run(config: DictConfig) -> VerlSettings | None:
             )
         return None
     check_verl()
-    actor = OmegaConf.select(config, "actor_rollout_ref.actor.strategy")
-    if actor != STRATEGY:
-        raise ConfigError(
-            f"{NODE}.enabled=true with actor_rollout_ref.actor.strategy={actor}: it must be {STRATEGY}; set "
-            f"model_engine={STRATEGY}"
-        )
+    for node in engine_nodes(config):
+        strategy = OmegaConf.select(config, f"{node}.strategy")
+        if strategy != STRATEGY:
+            raise ConfigError(
+                f"{NODE}.enabled=true with {node}.strategy={strategy}: it must be {STRATEGY}; set "
+                f"model_engine={STRATEGY}"
+            )
     if not OmegaConf.select(config, "trainer.use_v1"):
         raise ConfigError(f"{NODE}.enabled=true with trainer.use_v1=false: verl's deprecated trainer is not supported")
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")

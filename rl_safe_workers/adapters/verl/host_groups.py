@@ -17,10 +17,28 @@ WEIGHTS: Classes = (OpClass.GATHER_SCATTER,)
 0.15.1, core/bridge.py:340 and 370)."""
 
 
-def verl_groups() -> HostGroups:
-    """Those groups, with what verl issues on each."""
-    return [
+DELTA: Classes = (OpClass.GATHER_SCATTER, OpClass.ALL_TO_ALL)
+"""Of the tensor-parallel and the joint expert group, with verl's delta checkpoint engine and one pipeline stage: counts
+are all-gathered, changes gathered, which NCCL makes of sends (delta_export.py:277-284, sparse_gather.py:85 and 136)."""
+DELTA_KEYS = ("tp", "tp_ep_mp")
+
+
+def verl_groups(*, delta_weights: bool) -> HostGroups:
+    """Those groups, with what verl issues on each.
+
+    Args:
+        delta_weights: Whether the rollout is sent changes of weights.
+    """
+    groups = [
         (parallel_state.get_data_parallel_group(), "dp", DATA_PARALLEL),
         (parallel_state.get_expert_model_parallel_group(), "ep", WEIGHTS),
         (parallel_state.get_pipeline_model_parallel_group(), "pp", WEIGHTS),
     ]
+    # With several stages changes are gathered over the default group.
+    if delta_weights and parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        gathered = (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_expert_tensor_and_model_parallel_group(),
+        )
+        groups += [(group, key, DELTA) for group, key in zip(gathered, DELTA_KEYS, strict=True)]
+    return groups

@@ -17,29 +17,19 @@ from typing import Any, NoReturn
 
 import hydra
 import ray
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 
 from rl_safe_workers import env
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
+from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
 from rl_safe_workers.errors import RlSafeError
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import remove_ipc_files
 from rl_safe_workers.reaping.processes import ended, reap, run_processes
 
-CONF = "pkg://rl_safe_workers.adapters.verl.conf"
 KILL_AFTER_S = 10.0
 """Seconds that a process gets between being asked to end and being killed."""
-
-
-class _SearchPath(SearchPathPlugin):
-    """Lets Hydra find our config group."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Appends it: verl's own files come first."""
-        search_path.append("rl_safe_workers", CONF)
 
 
 class _StartedLast:
@@ -146,7 +136,7 @@ def _main(config: DictConfig) -> None:
 
 def main() -> None:
     """The command."""
-    Plugins.instance().register(_SearchPath)
+    Plugins.instance().register(SafeSearchPath)
     _main()
 
 

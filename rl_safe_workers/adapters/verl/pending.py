@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from rl_safe_workers.checkpoint.saver import Saver
 
@@ -13,11 +14,14 @@ class PendingSave:
     """The trees of one checkpoint on their way to storage.
 
     Args:
+        engine: Whose checkpoint it is.
+        step_folder: verl's folder of the step, which has those of all engines.
         savers: One for each tree, with its save begun.
-        finalise: verl's own last part, which writes its manifest and names the step as the newest.
+        finalise: verl's own last part, which writes its manifest.
     """
 
-    def __init__(self, savers: Sequence[Saver], finalise: Callable[[], None]) -> None:
+    def __init__(self, engine: str, step_folder: Path, savers: Sequence[Saver], finalise: Callable[[], None]) -> None:
+        self.engine, self.step_folder = engine, step_folder
         self._savers, self._finalise = list(savers), finalise
 
     def is_in_progress(self) -> bool:

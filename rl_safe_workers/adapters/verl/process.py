@@ -6,33 +6,33 @@ training world is not made here but taken as it is found.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed import PrefixStore, Store
-from torch.distributed import distributed_c10d as c10d
 
-from rl_safe_workers.adapters.hosting import HostedTrainer, HostGroups, device_of_world, sizes_of_groups
+from rl_safe_workers.adapters.hosting import HostedTrainer, HostGroups, sizes_of_groups
 from rl_safe_workers.adapters.verl import environment
-from rl_safe_workers.adapters.verl.host_groups import verl_groups
+from rl_safe_workers.adapters.verl.host_groups import DELTA_KEYS, verl_groups
 from rl_safe_workers.adapters.verl.pending import PendingSave
-from rl_safe_workers.adapters.verl.settings import VerlSettings
-from rl_safe_workers.comms.groups import create_megatron_groups, set_group_timeouts
+from rl_safe_workers.adapters.verl.settings import NODE, VerlSettings
+from rl_safe_workers.adapters.verl.tracker import StepTracker
+from rl_safe_workers.comms.groups import create_megatron_groups
 from rl_safe_workers.config import MegatronConfig
-from rl_safe_workers.errors import CheckpointError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.topology.budget import NCCL_MAXIMUM
 from rl_safe_workers.topology.groups import Features
-from rl_safe_workers.worlds.training_world import TrainingWorld
+
+logger = logging.getLogger(__name__)
 
 _FINISHES_SAVES = frozenset({Phase.LOAD, Phase.TEARDOWN})
 """Phases that begin by finishing every save in the background."""
-_HEARD = timedelta(seconds=5)
-"""How long a rank that has failed alone waits for the others to hear of it."""
 
 
 class TrainerProcess(HostedTrainer):
@@ -42,36 +42,30 @@ class TrainerProcess(HostedTrainer):
 
     def __init__(self, settings: VerlSettings) -> None:
         """Takes the default group as the training world. Not collective."""
-        rank, size = dist.get_rank(), dist.get_world_size()
         self.settings = settings
         self.save_seconds = 0.0
+        self.tracker = StepTracker()
         self._bootstrapped: set[Features] = set()
         self._engines = 0
         self._pending: list[PendingSave] = []
-        self.setup_worker(
-            training_rank=rank, training_size=size, rl_safe=settings.rl_safe(), megatron=MegatronConfig(),
-            device=device_of_world(),
-        )  # fmt: skip
-        with self.lifecycle.enter(Phase.WORLD):
-            # A connection of its own: NCCL waits in the group's for peers, and would keep everyone else out.
-            connection: Store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            self.store = PrefixStore("rl_safe", connection)
-            self.world = TrainingWorld(training_rank=rank, size=size, joint_ranks=tuple(range(size)))
-            self._open_roll_call()
+        self.take_world(settings.rl_safe())
 
-    def add_engine(self, role: str) -> str:
-        """Names an engine of this process, alike on every rank."""
+    def add_engine(self, *, is_critic: bool, background: bool) -> str:
+        """Names an engine of this process that saves, alike on every rank.
+
+        Args:
+            is_critic: Whether it is a critic's.
+            background: Whether its saves are to go on while verl trains.
+        """
         self._engines += 1
-        return f"{role}-{self._engines}"
+        name = f"{'critic' if is_critic else 'actor'}-{self._engines}"
+        self.tracker.add(name, background=background, is_critic=is_critic)
+        return name
 
-    @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
-        """As `SafeWorker.phase`; outside of phases collectives time out after ``nccl_timeout``."""
-        with super().phase(phase):
-            try:
-                yield
-            finally:
-                set_group_timeouts(timedelta(seconds=self.settings.nccl_timeout))
+    @property
+    def outside_timeout(self) -> timedelta:
+        """As `HostedTrainer.outside_timeout`."""
+        return timedelta(seconds=self.settings.nccl_timeout)
 
     @contextmanager
     def creating_groups(self, features: Features, engine: Any) -> Iterator[None]:
@@ -82,7 +76,7 @@ class TrainerProcess(HostedTrainer):
         Collective over: the training world.
 
         Args:
-            features: Of the first engine's model, for the limits; the engines of a process share its groups.
+            features: Of the first engine's model; the engines of a process share its groups.
             engine: verl's ``McoreEngineConfig``.
         """
         if self.lifecycle.has_completed(Phase.GROUPS):
@@ -116,16 +110,40 @@ class TrainerProcess(HostedTrainer):
 
     def host_groups(self) -> HostGroups:
         """As `HostedTrainer.host_groups`."""
-        return verl_groups()
+        return verl_groups(delta_weights=self.settings.delta_weights)
+
+    def models(self) -> Collection[Features]:
+        """As `HostedTrainer.models`: this engine's, with the dispatcher of each engine of the job."""
+        (own,) = super().models()
+        return {own, *(replace(own, moe_dispatcher=dispatcher) for dispatcher in self.settings.dispatchers)}
+
+    def unlimited(self) -> Collection[str]:
+        """As `HostedTrainer.unlimited`."""
+        if not self.settings.delta_weights or self.megatron.pipeline_model_parallel_size > 1:
+            return ()
+        experts = self.megatron.expert_model_parallel_size * self.megatron.expert_tensor_parallel_size
+        sizes = zip(DELTA_KEYS, (self.megatron.tensor_model_parallel_size, experts), strict=True)
+        return [key for key, size in sizes if size > 1]
 
     def connect(self, features: Features) -> None:
         """Connects every communicator for what models like this one need. Collective over: the training world."""
         if features in self._bootstrapped:
             return
         self.features = features
+        self._check_limits()
         self.plan_comms().check_backend(dist.get_backend_config())
-        self.report = self.bootstrap()
+        self.bootstrap()
         self._bootstrapped.add(features)
+
+    def _check_limits(self) -> None:
+        """Warns of groups with fewer channels than this engine would give them: an engine before it has made them."""
+        wanted = self.wanted_limits()
+        if narrow := [key for key, limit in self._limits.items() if wanted.get(key, NCCL_MAXIMUM) > limit]:
+            logger.warning(
+                "training rank %d: an engine shares groups that have fewer channels than it needs: %s; set %s",
+                self.training_rank, ", ".join(narrow),
+                " ".join(f"{NODE}.bootstrap.max_ctas.{key}={wanted.get(key, NCCL_MAXIMUM)}" for key in narrow),
+            )  # fmt: skip
 
     def check_phase(self, phase: Phase) -> None:
         """Finishes saves in the background before a phase that they must not reach into; else moves them on."""
@@ -143,8 +161,18 @@ class TrainerProcess(HostedTrainer):
         """Finalises saves in the background once all of them are written. Not collective; does not wait."""
         still = [save.is_in_progress() for save in self._pending]
         # A failure is raised by `finish_saves`, on every rank.
-        if self._pending and not any(still) and not any(save.has_failed for save in self._pending):
+        if not any(still) and not any(save.has_failed for save in self._pending):
             self._finalise()
+
+    def finish_saves_before(self, engine: str, step_folder: Path) -> None:
+        """Finishes saves in the background before an engine's next; those of the same step by others go on.
+
+        Raises:
+            CheckpointError: As `finish_saves`.
+            PhaseTimeoutError: As `finish_saves`.
+        """
+        if any(save.engine == engine or save.step_folder != step_folder for save in self._pending):
+            self.finish_saves()
 
     def finish_saves(self) -> None:
         """Waits for saves in the background and finalises them. Collective over: the training world, by the store.
@@ -161,10 +189,10 @@ class TrainerProcess(HostedTrainer):
             self._pending = []
 
     def _finalise(self) -> None:
-        # All of a step's together: the actor's names the step as the newest, which a critic's must have been saved for.
         pending, self._pending = self._pending, []
         for save in pending:
             save.finalise()
+        self.tracker.name(writes=self.training_rank == 0)
 
     def give_up(self, reason: str) -> None:
         """Gives up saves in the background, so that the others need not wait for this rank."""
@@ -172,15 +200,6 @@ class TrainerProcess(HostedTrainer):
         pending, self._pending = self._pending, []
         for save in pending:
             save.abandon(reason)
-
-    def fail(self, phase: Phase, error: Exception) -> NoReturn:
-        """Tells the others of a failure of this rank alone, which has an agreement with them ahead; raises it."""
-        self._deadline_s = min(self._deadline_s, time.monotonic() + _HEARD.total_seconds())
-        try:
-            self.together(phase, lambda: None, failure=error)
-        except PhaseTimeoutError:
-            raise CheckpointError(f"training rank {self.training_rank}: {type(error).__name__}: {error}") from error
-        raise AssertionError("an agreement with a failure raises")
 
     def metrics(self) -> dict[str, float]:
         """What this rank has to tell of the adapter, under the names of verl's metrics."""

@@ -14,11 +14,20 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl_safe_workers.adapters.reading import BootstrapSettings, complaints, read
-from rl_safe_workers.config import BootstrapConfig, CheckpointConfig, RlSafeConfig, TimeoutsConfig
+from rl_safe_workers.adapters.verl.features import dispatcher_of
+from rl_safe_workers.config import CheckpointConfig, RlSafeConfig, TimeoutsConfig
 from rl_safe_workers.errors import ConfigError
 
 NODE = "actor_rollout_ref.rl_safe"
 STRATEGY = "megatron"
+DELTA = "delta_sharded"
+"""verl's checkpoint engine that sends changes of weights."""
+TAKEN = {
+    "nccl_timeout": "actor_rollout_ref.nccl_timeout",
+    "delta_weights": "actor_rollout_ref.rollout.checkpoint_engine.backend",
+    "dispatchers": "moe_token_dispatcher_type in each engine's override_transformer_config",
+}
+"""Keys of the settings that are no keys of the node, and where in verl's configuration they come from."""
 
 
 @dataclass(kw_only=True)
@@ -42,14 +51,18 @@ class VerlSettings:
     timeouts: VerlTimeouts = field(default_factory=VerlTimeouts)
     bootstrap: BootstrapSettings = field(default_factory=BootstrapSettings)
     nccl_timeout: float = 600.0
-    """Seconds of one collective outside of these phases; taken from ``actor_rollout_ref.nccl_timeout``."""
+    """Seconds of one collective outside of these phases; see `TAKEN`."""
+    delta_weights: bool = False
+    """Whether the rollout is sent changes of weights, which verl gathers over further groups; see `TAKEN`."""
+    dispatchers: list[str] = field(default_factory=list)
+    """Token dispatchers of all engines of the job, which may share groups; empty if not known; see `TAKEN`."""
 
     def rl_safe(self) -> RlSafeConfig:
         """The same as the node that the mixins share."""
         own = asdict(self.timeouts)
         return RlSafeConfig(
             timeouts=TimeoutsConfig(**own, world=self.nccl_timeout, groups=self.timeouts.bootstrap),
-            bootstrap=BootstrapConfig(**asdict(self.bootstrap)),
+            bootstrap=self.bootstrap.config(),
             checkpoint=CheckpointConfig(),
         )
 
@@ -83,12 +96,35 @@ def read_settings(config: DictConfig) -> VerlSettings:
     given = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node or {}
     if not isinstance(given, dict):
         raise ConfigError(f"{NODE} must hold keys, such as {NODE}.enabled=true, and is {given!r}")
-    if "nccl_timeout" in given:
-        raise ConfigError(f"unknown key {NODE}.nccl_timeout: set actor_rollout_ref.nccl_timeout")
-    timeout = OmegaConf.select(config, "actor_rollout_ref.nccl_timeout")
-    if timeout is not None:
-        given["nccl_timeout"] = timeout
-    return read_node({str(key): value for key, value in given.items()}, source=NODE)
+    for key, place in TAKEN.items():
+        if key in given:
+            raise ConfigError(f"unknown key {NODE}.{key}: set {place}")
+    return read_node({**{str(key): value for key, value in given.items()}, **_taken(config)}, source=NODE)
+
+
+def engine_nodes(config: DictConfig) -> list[str]:
+    """Where a run's configuration describes the engines that it will have."""
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+
+    found = ["actor_rollout_ref.actor"]
+    if need_reference_policy(config):
+        found.append("actor_rollout_ref.ref")
+    if need_critic(config):
+        found.append("critic")
+    return found
+
+
+def _taken(config: DictConfig) -> dict[str, Any]:
+    """What of `TAKEN` the configuration says."""
+    overrides = [
+        OmegaConf.select(config, f"{node}.megatron.override_transformer_config") or {} for node in engine_nodes(config)
+    ]
+    found: dict[str, Any] = {
+        "dispatchers": sorted({dispatcher_of(override) for override in overrides}),
+        "delta_weights": OmegaConf.select(config, TAKEN["delta_weights"]) == DELTA,
+    }
+    timeout = OmegaConf.select(config, TAKEN["nccl_timeout"])
+    return found if timeout is None else {**found, "nccl_timeout": timeout}
 
 
 def read_node(node: Mapping[str, Any], *, source: str) -> VerlSettings:

@@ -67,10 +67,11 @@ class SafeTrainerMixin:
             raise RunError(f"teardown: {'; '.join(failed)}")
 
     def on_step_end(self) -> None:
-        """As verl's; the adapter's metrics go with the step's."""
+        """As verl's; the adapter's metrics, of every worker group, go with the step's."""
         super().on_step_end()  # type: ignore[misc]
+        everyone = [metrics for group in self._worker_groups() for metrics in group.rl_safe_metrics()]
         pending = dict(getattr(self, "_pending_sync_metrics", None) or {})
-        self._pending_sync_metrics = {**pending, **_worst(self.actor_rollout_wg.rl_safe_metrics())}  # type: ignore[attr-defined]
+        self._pending_sync_metrics = {**pending, **_worst(everyone)}
 
     def end_groups(self, failure: str | None) -> list[str]:
         """Has every worker end its groups, within the teardown's deadline; logs what goes wrong.

@@ -1,0 +1,83 @@
+"""verl's tracker file, which names the step that a run goes on from. Imports nothing of verl."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rl_safe_workers.checkpoint.manifest import fsync
+
+FILE = "latest_checkpointed_iteration.txt"
+"""verl's name, beside the folders of the steps (checkpoint_manager.py:259)."""
+
+
+class StepTracker:
+    """Names a step once every engine of the process has saved it.
+
+    verl's driver names a step after all roles have saved it, if the actor saves synchronously. Else it leaves that to
+    the workers (trainer_base.py:1011), where each role's manager names the step after its own save alone
+    (megatron_checkpoint_manager.py:1136), whatever has become of the others'.
+    """
+
+    def __init__(self) -> None:
+        self._background: dict[str, bool] = {}
+        self._followers: set[str] = set()
+        self._steps: dict[Path, int] = {}
+        self._saved: dict[Path, dict[str, Callable[[], None]]] = {}
+
+    def add(self, engine: str, *, background: bool, is_critic: bool) -> None:
+        """Tells of an engine that saves.
+
+        Args:
+            engine: Its name.
+            background: Whether its saves are to go on while verl trains.
+            is_critic: Whether verl's driver does not ask it who names the step.
+        """
+        self._background[engine] = background
+        if is_critic:
+            self._followers.add(engine)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether verl's driver leaves it to the workers to name steps."""
+        leaders = [background for engine, background in self._background.items() if engine not in self._followers]
+        return any(self._background.values()) and all(leaders)
+
+    def begin(self, engine: str, step_folder: Path, step: int) -> None:
+        """An engine begins to save a step, perhaps again."""
+        if self.is_ours:
+            self._steps[step_folder] = step
+            self._saved.setdefault(step_folder, {}).pop(engine, None)
+
+    def saved(self, engine: str, step_folder: Path, then: Callable[[], None]) -> None:
+        """An engine's save of a step is complete.
+
+        Args:
+            engine: Whose.
+            step_folder: verl's folder of the step.
+            then: Called once the step has been named, or is not to be.
+        """
+        self._saved[step_folder][engine] = then
+
+    def name(self, *, writes: bool) -> None:
+        """Names the steps that every engine has saved, the oldest first. Not collective.
+
+        Args:
+            writes: Whether this is the rank that writes the file.
+        """
+        for step_folder in [folder for folder, saved in self._saved.items() if saved.keys() == self._background.keys()]:
+            if writes:
+                _write(step_folder, self._steps[step_folder])
+            del self._steps[step_folder]
+            for then in self._saved.pop(step_folder).values():
+                then()
+
+
+def _write(step_folder: Path, step: int) -> None:
+    """Writes the file at once: whoever reads it meanwhile finds a whole number."""
+    file = step_folder.parent / FILE
+    incomplete = file.with_name(f"{file.name}.incomplete")
+    incomplete.write_text(str(step))
+    fsync(incomplete)
+    incomplete.replace(file)
+    fsync(file.parent)
