@@ -205,8 +205,9 @@ class ClusterConfig:
     num_rollouts: int = 1
     cpus_per_trainer: float = 0.25
     cpus_per_rollout: float = 0.5
-    ray_address: str = "local"
-    """``local`` starts Ray on the loopback interface; ``auto`` joins the running cluster, as in a submitted job."""
+    ray_address: str | None = None
+    """``local`` starts Ray on the loopback interface; ``auto`` or ``host:port`` joins a running cluster. None: in a
+    submitted job that job's cluster, ``local`` elsewhere."""
 
 
 @dataclass(kw_only=True)

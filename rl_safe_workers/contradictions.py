@@ -6,6 +6,7 @@ Only what the configuration alone can tell. Whether it fits the model, the data 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
@@ -68,10 +69,10 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "megatron.moe_token_dispatcher_type": ("alltoall", "allgather"),
     "rollout.name": ("vllm",),
     "rollout.release_comms": ("never", "auto", "always"),
-    "cluster.ray_address": ("local", "auto"),
     "rl_safe.bootstrap.on_missing": ("raise", "bootstrap"),
     "rl_safe.bootstrap.on_late": ("warn", "raise"),
 }
+_HOST_AND_PORT = re.compile(r"(?!\w+://)\S+:\d+")
 HEARING_S = 1.0
 """Twice what a rank waits at the store before it looks whether another one has given up (comms/supervision.py)."""
 LOGGERS = ("console", "tensorboard")
@@ -171,6 +172,9 @@ def _trainer(config: RunConfig) -> Iterator[str]:
 
 def _devices(config: RunConfig) -> Iterator[str]:
     cluster = config.cluster
+    address = cluster.ray_address
+    if address not in (None, "local", "auto") and not _HOST_AND_PORT.fullmatch(address or ""):
+        yield f"cluster.ray_address={address} is not supported: use local, auto or host:port, as of `ray start`"
     if cluster.colocated and cluster.device == "cpu":
         yield "cluster.colocated=true needs cluster.device=cuda: there is no GPU to share"
     if cluster.colocated and cluster.num_rollouts != cluster.num_trainers:

@@ -16,8 +16,16 @@ ROLE = "RL_SAFE_ROLE"
 """What an actor is, as in ``lifecycle.Role``; its children inherit it."""
 RANK = "RL_SAFE_RANK"
 """An actor's rank within its role; its children inherit it."""
+NODE = "RL_SAFE_NODE"
+"""Ray's id of the node that an actor is on; its children inherit it, so that what one node has left is told from what
+another has, should both be on one machine."""
 HANG_DIR = "RL_SAFE_HANG_DIR"
-"""Folder on the driver's machine where an actor leaves what it is asked for when the run hangs."""
+"""Folder on the actor's machine where it leaves what it is asked for when the run hangs."""
+BASE_DIR = "RL_SAFE_BASE_DIR"
+"""Read only: where relative paths of a run's outputs, checkpoints and seeded model start, instead of at the working
+directory; for jobs whose working directory is Ray's copy of somebody's folder."""
+RAY_ADDRESS = "RAY_ADDRESS"
+"""Read only: Ray's own, the address of the cluster that a submitted job belongs to."""
 
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 """Threads per process. The processes of a run share the cores: torch's default, all cores for each, thrashes."""
@@ -29,11 +37,12 @@ TRANSFORMERS_OFFLINE = "TRANSFORMERS_OFFLINE"
 """``1``: the same, for what transformers asks on its own."""
 RAY_USAGE_STATS_ENABLED = "RAY_USAGE_STATS_ENABLED"
 """``0``: no usage report leaves the machine."""
+LOOPBACK_INTERFACE = "lo"
 GLOO_SOCKET_IFNAME = "GLOO_SOCKET_IFNAME"
-"""``lo`` when all processes are on this machine: gloo otherwise binds to the interface of the host's name, which may
-be public, or resolve to nothing in a container."""
+"""The interface of the node's address in the Ray cluster, ``lo`` when all processes are on this machine: gloo otherwise
+binds to the interface of the host's name, which may be public, or resolve to nothing in a container."""
 NCCL_SOCKET_IFNAME = "NCCL_SOCKET_IFNAME"
-"""As ``GLOO_SOCKET_IFNAME``, for the connections over which NCCL's ranks find each other."""
+"""``lo`` when all processes are on this machine, for the connections over which NCCL's ranks find each other."""
 NCCL_CUMEM_ENABLE = "NCCL_CUMEM_ENABLE"
 """Read only: ``0`` keeps NCCL from mapping its memory itself, and so from giving it back."""
 LOCAL_RANK = "LOCAL_RANK"
@@ -93,7 +102,8 @@ def actor_env(
     kv_cache_gib: float,
     *,
     rank: int | None = None,
-    loopback: bool = True,
+    node: str | None = None,
+    interface: str | None = LOOPBACK_INTERFACE,
     temp_dir: Path | None = None,
     hang_dir: Path | None = None,
 ) -> dict[str, str]:
@@ -106,21 +116,23 @@ def actor_env(
         kv_cache_gib: KV cache of a rollout actor in GiB. A fraction cannot be said here: the variable is left out
             then, and the engine must be given ``kv_cache_memory_bytes``.
         rank: The actor's rank within its role; None leaves it unmarked.
-        loopback: Whether all processes of the run are on this machine.
-        temp_dir: Existing folder for the actor's temporary files; None: the machine's own.
-        hang_dir: Existing folder of the driver's machine for ``HANG_DIR``; None: the actor will not be asked.
+        node: For ``NODE``; None leaves it unmarked.
+        interface: The network interface over which the other ranks reach the actor's node; None: libraries find one.
+        temp_dir: Folder of the actor's machine for its temporary files; None: the machine's own.
+        hang_dir: Folder of the actor's machine for ``HANG_DIR``; None: the actor will not be asked.
     """
     variables = dict(ALL_ACTORS)
-    if loopback:
-        variables[GLOO_SOCKET_IFNAME] = variables[NCCL_SOCKET_IFNAME] = "lo"
+    if interface is not None:
+        variables[GLOO_SOCKET_IFNAME] = interface
+    if interface == LOOPBACK_INTERFACE:  # elsewhere NCCL knows better which of several to use
+        variables[NCCL_SOCKET_IFNAME] = interface
     if temp_dir is not None:
         variables[TMPDIR] = str(temp_dir)
     if hang_dir is not None:
         variables[HANG_DIR] = str(hang_dir)
     if role == "trainer":
         variables |= TRAINER_ACTORS
-        # Not on another machine: where the folder does not exist torch fails when it makes the pipe.
-        if hang_dir is not None and loopback:
+        if hang_dir is not None:
             variables[TORCH_NCCL_DEBUG_INFO_TEMP_FILE] = str(hang_dir / NCCL_FLIGHTS)
             variables[TORCH_NCCL_DEBUG_INFO_PIPE_FILE] = str(hang_dir / NCCL_REQUESTS)
     if role == "rollout":
@@ -131,7 +143,33 @@ def actor_env(
     variables |= {RUN_ID: run_id, ROLE: str(role)}
     if rank is not None:
         variables[RANK] = str(rank)
+    if node is not None:
+        variables[NODE] = node
     return variables
+
+
+def base_dir() -> Path:
+    """Where relative paths of what a run writes start: the folder of ``BASE_DIR``, or the working directory."""
+    return Path(os.environ.get(BASE_DIR) or ".").absolute()
+
+
+def has_base_dir() -> bool:
+    """Whether ``BASE_DIR`` is set."""
+    return bool(os.environ.get(BASE_DIR))
+
+
+def submitted_to() -> str | None:
+    """The cluster that this process's job was submitted to, ``host:port``; None outside of a job.
+
+    ``ray job submit`` itself reads the variable as the address of a web server, which says nothing of this process.
+    """
+    address = os.environ.get(RAY_ADDRESS, "").strip()
+    return address if address and "://" not in address else None
+
+
+def gloo_interface() -> str | None:
+    """The interface that gloo is told to use, if it is."""
+    return os.environ.get(GLOO_SOCKET_IFNAME) or None
 
 
 def mark_run(run_id: str) -> None:
@@ -170,9 +208,9 @@ def nccl_cumem_is_off() -> bool:
     return os.environ.get(NCCL_CUMEM_ENABLE) == "0"
 
 
-def belongs_to_run(environ: Mapping[str, str], run_id: str) -> bool:
-    """Whether a process with this environment was launched by the run."""
-    return environ.get(RUN_ID) == run_id
+def belongs_to_run(environ: Mapping[str, str], run_id: str, node: str | None = None) -> bool:
+    """Whether a process with this environment was launched by the run, on one node of it unless that is None."""
+    return environ.get(RUN_ID) == run_id and node in (None, environ.get(NODE))
 
 
 def actor_of(environ: Mapping[str, str]) -> tuple[str, int] | None:

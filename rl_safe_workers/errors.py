@@ -14,6 +14,8 @@
         ├── PhaseTimeoutError         a phase passed its deadline; names who is missing
         ├── RankError                 one rank raised; carries its role, rank, phase and traceback
         ├── ClusterError              Ray could not be started or joined
+        │   └── NodeMismatchError     nodes with other versions, other code or other files
+        ├── NodeLostError             a node of the cluster is gone; carries its name and who was on it
         ├── CommunicatorError         a group is missing, unknown or different between ranks
         ├── CheckpointError           a checkpoint that is incomplete or could not be written
         │   └── UnsafeCheckpointError   one that asks for code that no checkpoint needs
@@ -184,6 +186,26 @@ class RankError(RunError):
 
 class ClusterError(RunError):
     """Ray could not be started or joined."""
+
+
+class NodeMismatchError(ClusterError):
+    """Nodes that a run cannot go on together: other versions, other code, or files that one does not see."""
+
+    may_pass = False
+
+
+class NodeLostError(RunError):
+    """A node of the cluster is gone, and all ranks on it.
+
+    Attributes:
+        nodes: Names of the nodes.
+        phase: The phase that the run was in.
+    """
+
+    def __init__(self, *, nodes: Sequence[str], phase: str, ranks: str, detail: str) -> None:
+        self.nodes, self.phase = tuple(nodes), phase
+        word = "node" if len(nodes) == 1 else "nodes"
+        super().__init__(f"phase {phase}: {word} {', '.join(nodes)} is lost, and with it {ranks} ({detail})")
 
 
 class CommunicatorError(RunError):

@@ -18,12 +18,17 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_safe_workers.config import MegatronConfig, RunConfig
+from rl_safe_workers import env
+from rl_safe_workers.config import ClusterConfig, MegatronConfig, RunConfig
 from rl_safe_workers.contradictions import check_config, check_settings
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.schema import check_keys, known_keys, wrong_value
 
 COMMAND_LINE = "command line"
+_RAY_PACKAGE = "_ray_pkg_"
+"""What begins the name of a folder into which Ray has unpacked a job's working directory."""
+LOCAL_RAY = "local"
+"""The address of a Ray that is started for the run alone."""
 OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 
 
@@ -65,7 +70,33 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     roots = [file.parent.parent for file in reversed(files)]
     config.data.train_files = [_locate(name, roots) for name in config.data.train_files]
     check_config(config)
+    _rebase(config)
     return config
+
+
+def ray_address(cluster: ClusterConfig) -> str:
+    """Returns what ``cluster.ray_address`` says, or means when null: ``LOCAL_RAY``, ``auto`` or ``host:port``."""
+    return cluster.ray_address or env.submitted_to() or LOCAL_RAY
+
+
+def _rebase(config: RunConfig) -> None:
+    """Lets relative paths of what a run writes start at `env.base_dir`; a model in the working directory stays."""
+    trainer, base = config.trainer, env.base_dir()
+    if not env.has_base_dir():
+        if any(part.startswith(_RAY_PACKAGE) for part in base.parts) and not Path(trainer.output_dir).is_absolute():
+            raise ConfigError(
+                f"trainer.output_dir={trainer.output_dir} is relative, and the working directory is Ray's own copy of "
+                f"somebody's folder, which Ray removes: give an absolute path, or set {env.BASE_DIR} in the job's "
+                "runtime environment"
+            )
+        return
+    assert trainer.default_local_dir is not None, "filled by _to_config"
+    trainer.output_dir = str(base / trainer.output_dir)
+    trainer.default_local_dir = str(base / trainer.default_local_dir)
+    if not Path(config.model.path).exists():
+        config.model.path = str(base / config.model.path)
+    if trainer.resume_from_path is not None and not Path(trainer.resume_from_path).exists():
+        trainer.resume_from_path = str(base / trainer.resume_from_path)
 
 
 def load_settings(recipe: str | Path | None, overrides: Sequence[str], *, name: str) -> RunConfig:

@@ -17,12 +17,13 @@ from rl_safe_workers import __version__
 from rl_safe_workers.cli.audit import add_audit_parser
 from rl_safe_workers.cli.bench import add_bench_parser
 from rl_safe_workers.cli.convert import add_convert_parser
+from rl_safe_workers.cli.doctor import add_doctor_parser
 from rl_safe_workers.cli.plan import add_plan_parser
 from rl_safe_workers.cli.slices import add_slices_parser
 from rl_safe_workers.config import ClusterConfig
 from rl_safe_workers.driver.preflight import preflight
 from rl_safe_workers.errors import RankError, RlSafeError
-from rl_safe_workers.recipe import load_recipe
+from rl_safe_workers.recipe import LOCAL_RAY, load_recipe, ray_address
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +74,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_convert_parser(commands)
     add_audit_parser(commands)
     add_plan_parser(commands)
+    add_doctor_parser(commands)
     add_slices_parser(commands)
     # argparse takes no positional after an option that follows one (`run RECIPE -v key=value`): they come back as rest.
     arguments, rest = parser.parse_known_args(argv)
@@ -93,7 +95,7 @@ def _set_up_logging(*, verbose: bool) -> None:
 
 def _usable_cpus(cluster: ClusterConfig) -> float:
     """Returns this process's CPUs; infinite for a running cluster, whose CPUs are known only once it is joined."""
-    if cluster.ray_address != "local":
+    if ray_address(cluster) != LOCAL_RAY:
         return math.inf
     return len(os.sched_getaffinity(0))
 

@@ -69,7 +69,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: If the input is wrong.
     """
-    from rl_safe_workers.plan.hazard import Severity
+    from rl_safe_workers.findings import stops
     from rl_safe_workers.plan.hazards import find
     from rl_safe_workers.plan.plan import make_plan
 
@@ -87,8 +87,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         from rl_safe_workers.plan.tables import print_plan
 
         print_plan(plan, findings)
-    stops = any(finding.severity is Severity.STOPS for finding in findings)
-    return int(arguments.check and stops)
+    return int(arguments.check and stops(findings))
 
 
 def _request(arguments: argparse.Namespace) -> Request:

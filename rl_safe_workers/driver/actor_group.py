@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayError
 
 from rl_safe_workers.driver.actors import Reply
 from rl_safe_workers.driver.interrupts import SLICE_S
+from rl_safe_workers.driver.nodes import Node
 from rl_safe_workers.errors import PhaseTimeoutError, RankError, RunError
 from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
 
@@ -38,6 +39,8 @@ class ActorRef:
     role: Role
     rank: int
     handle: Any
+    node: Node | None = None
+    """Where it is, if that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,10 +118,10 @@ class Job:
         self._memory = MemorySampler()
         self._started_s, self._started_at = time.monotonic(), time.time()
 
-    def _open(self) -> None:
+    def _open(self, *, again: bool = False) -> None:
         """A cluster and a session of their own for each attempt, and one record of them all."""
         self._run_id = uuid.uuid4().hex[:12]
-        self._cluster = Cluster(self._config, run_id=self._run_id, interrupts=self._interrupts)
+        self._cluster = Cluster(self._config, run_id=self._run_id, interrupts=self._interrupts, waits_for_nodes=again)
         self._session = Session(self._config, self._cluster, self._console, self._interrupts)
         self._session.events, self._session.totals = self._events, self._totals
 
@@ -173,7 +173,7 @@ class Job:
         self._resume = newest_since(self._config, self._started_at) or self._resume
         self._loader = _loader_at(self._config, self._dataset, self._resume)
         log.forget_after(0 if self._resume is None else self._resume.manifest.step)
-        self._open()
+        self._open(again=True)
 
     def _train(self, log: MetricsLog) -> None:
         if self._config.model.create is not None and not Path(self._config.model.path).exists():

@@ -6,18 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.actor_group import ActorRef, PendingCalls, gather, start_calls
 from rl_safe_workers.driver.actors import NODE_IP
-from rl_safe_workers.driver.cluster import LOOPBACK, Cluster
+from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import RunConsole
 from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
+from rl_safe_workers.driver.joining import LOOPBACK
 from rl_safe_workers.driver.metrics import PhaseTotal
+from rl_safe_workers.driver.node_check import marker
 from rl_safe_workers.driver.vitals import Vitals
-from rl_safe_workers.errors import PhaseTimeoutError
+from rl_safe_workers.errors import Interrupted, NodeLostError, PhaseTimeoutError, RunError, format_ranks
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.worlds.address import StoreAddress
@@ -77,12 +80,22 @@ class Session:
             self._interrupts.check()
             self._vitals.check(idle, calls.phase)
 
-        return gather(
-            calls,
-            timeout_s=self.timeout_s(calls.phase),
-            on_events=self.events.extend,
-            check=check,
-        )
+        try:
+            return gather(calls, timeout_s=self.timeout_s(calls.phase), on_events=self.events.extend, check=check)
+        except Interrupted:
+            raise
+        except RunError as error:
+            self._blame_lost_nodes(error, calls.phase)
+            raise
+
+    def _blame_lost_nodes(self, error: RunError, phase: Phase) -> None:
+        """Raises NodeLostError from an error if nodes of the run are gone: that is what it comes from."""
+        lost = self._cluster.lost_nodes()
+        if not lost:
+            return
+        ranks = [f"{role} rank {format_ranks(of)}" for role, of in self._cluster.on_nodes(lost).items() if of]
+        names = [str(node) for node in lost]
+        raise NodeLostError(nodes=names, phase=phase, ranks=" and ".join(ranks), detail=str(error)) from error
 
     def run_here(self, phase: Phase, work: Callable[[], T]) -> T:
         """Runs work of a phase in this process, within the phase's timeout, and notices signals meanwhile.
@@ -129,7 +142,7 @@ class Session:
         started_s = time.monotonic()
         with self._console.phase(Phase.START, self.timeout_s(Phase.START)):
             try:
-                self._cluster.start()
+                self._start_cluster()
                 everyone: list[ActorRef] = self._cluster.actors
                 launched_s = time.time()
                 self._gather(start_calls(everyone, Phase.START, "start", lambda rank: (launched_s,)))
@@ -141,6 +154,17 @@ class Session:
             self.finish(self.start_trainers(Phase.WORLD, "enter_world", lambda rank: (self._address,)))
         self._shown(lambda: self.start_trainers(Phase.GROUPS, "groups"), Phase.GROUPS)
         self.ledgers = self._shown(lambda: self.start_trainers(Phase.BOOTSTRAP, "bootstrap"), Phase.BOOTSTRAP)
+
+    def _start_cluster(self) -> None:
+        if self._cluster.is_local:
+            self._cluster.start()
+            return
+        trainer, model = self._config.trainer, Path(self._config.model.path)
+        if trainer.save_freq < 1 or trainer.default_local_dir is None:
+            self._cluster.start(shared=[model])
+            return
+        with marker(Path(trainer.default_local_dir)) as of_checkpoints:
+            self._cluster.start(shared=[model, of_checkpoints])
 
     def convert(self, method: str, *arguments: Any) -> Any:
         """Runs a conversion on every trainer; returns what training rank 0 does.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from rl_safe_workers.plan.hazard import Finding
+from rl_safe_workers.findings import Finding
 from rl_safe_workers.plan.memory import WAYS, Span
 from rl_safe_workers.plan.plan import Communicator, Plan
 from rl_safe_workers.plan.saves import SaveWay

@@ -87,12 +87,16 @@ class GroupFamily:
         ranks = tuple(first + offset for offset in self.offsets)
         return ranks if rank in ranks else None
 
-    def crossing(self, gpus_per_node: int) -> int:
-        """Returns how many groups have members on more than one node, where nodes hold consecutive ranks."""
+    def crossing(self, nodes: Sequence[int]) -> int:
+        """Returns how many groups have members on more than one node.
+
+        Args:
+            nodes: The node of each rank; training ranks rise with the nodes, and so do rollout ranks.
+        """
         span = self.offsets[-1]
         if not span:
             return 0
-        return sum(first // gpus_per_node != (first + span) // gpus_per_node for first in self.firsts())
+        return sum(nodes[first] != nodes[first + span] for first in self.firsts())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

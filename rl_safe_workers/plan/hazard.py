@@ -1,27 +1,15 @@
 """What a hazard is: data about something that will go wrong, and a function that finds where.
 
-A hazard that a plan has becomes a finding, the form that every check of this package answers in.
+A hazard that a plan has becomes a finding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from enum import StrEnum
-from typing import Any
+from dataclasses import dataclass
 
+from rl_safe_workers.findings import Finding, Severity
 from rl_safe_workers.plan.plan import Plan
-
-
-class Severity(StrEnum):
-    """What a finding does to a run."""
-
-    STOPS = "stops"
-    """The run hangs, fails, or computes something else."""
-    RISKS = "risks"
-    """It may: when memory is short, a rank late, or at its end."""
-    COSTS = "costs"
-    """Time or memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,29 +25,6 @@ class Where:
     """What is particular to this plan."""
     severity: Severity | None = None
     """If it is another than the hazard's own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A hazard that is there.
-
-    Example: ``find(plan)[0].code``
-    """
-
-    code: str
-    severity: Severity
-    text: str
-    """What will happen."""
-    groups: tuple[str, ...]
-    ranks: str
-    since: str
-    evidence: tuple[str, ...]
-    avoid: str
-    """The setting that avoids it."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns it for JSON."""
-        return asdict(self) | {"severity": str(self.severity)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from rl_safe_workers.findings import Finding, worst_first
 from rl_safe_workers.plan import hazards_comms, hazards_layout, hazards_saves, hazards_world
-from rl_safe_workers.plan.hazard import Finding, Hazard, Severity
+from rl_safe_workers.plan.hazard import Hazard
 from rl_safe_workers.plan.plan import Plan
 
 HAZARDS: tuple[Hazard, ...] = (
@@ -16,6 +17,4 @@ HAZARDS: tuple[Hazard, ...] = (
 
 def find(plan: Plan) -> list[Finding]:
     """Returns what will go wrong, the worst first."""
-    order = list(Severity)
-    found = [finding for hazard in HAZARDS for finding in hazard.findings(plan)]
-    return sorted(found, key=lambda finding: order.index(finding.severity))
+    return worst_first(finding for hazard in HAZARDS for finding in hazard.findings(plan))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rl_safe_workers.findings import Severity
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.plan.families import ENGINE
-from rl_safe_workers.plan.hazard import Hazard, Severity, Where
+from rl_safe_workers.plan.hazard import Hazard, Where
 from rl_safe_workers.plan.memory import LAZY, WARMED
 from rl_safe_workers.plan.plan import Communicator, Plan
 from rl_safe_workers.topology.groups import EXPERT_DATA_PARALLEL, OpClass
@@ -80,8 +81,8 @@ def _gather(plan: Plan) -> Iterator[Where]:
 
 
 def _crossing(plan: Plan, communicator: Communicator) -> Where:
-    family, size = communicator.family, plan.request.gpus_per_node
-    ranks = [r for r in family.all_ranks() if r[0] // size != r[-1] // size] if communicator.crossing <= _SHOWN else []
+    family, size, nodes = communicator.family, plan.request.gpus_per_node, plan.nodes
+    ranks = [r for r in family.all_ranks() if nodes[r[0]] != nodes[r[-1]]] if communicator.crossing <= _SHOWN else []
     shown = "; ".join(",".join(map(str, group[:16])) for group in ranks)
     return Where(
         groups=(family.description,),

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rl_safe_workers.errors import LayoutError
-from rl_safe_workers.plan.hazard import Hazard, Severity, Where
+from rl_safe_workers.findings import Severity
+from rl_safe_workers.plan.hazard import Hazard, Where
 from rl_safe_workers.plan.plan import Plan
 from rl_safe_workers.plan.request import in_words_of
 from rl_safe_workers.topology.layout import ModelShape, ParallelLayout, check_model, check_trainable

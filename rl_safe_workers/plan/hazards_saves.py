@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rl_safe_workers.findings import Severity
 from rl_safe_workers.plan.families import RULES
-from rl_safe_workers.plan.hazard import Hazard, Severity, Where
+from rl_safe_workers.plan.hazard import Hazard, Where
 from rl_safe_workers.plan.plan import Plan
 from rl_safe_workers.plan.saves import GIB, OURS, RAISES_SINCE, SaveWay
 

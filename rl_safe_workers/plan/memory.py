@@ -8,7 +8,7 @@ smaller ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rl_safe_workers.lifecycle import Phase
@@ -86,7 +86,7 @@ def plan_memory(
     *,
     limits: Mapping[str, int],
     budget: bool,
-    gpus_per_node: int,
+    nodes: Sequence[int],
 ) -> MemoryPlan:
     """Predicts, for the rank with most groups: one of the first or last pipeline stage.
 
@@ -96,7 +96,7 @@ def plan_memory(
         families: The default group and Megatron's; those of gloo take no device memory.
         limits: Channels by Megatron's name of a group, from the configuration.
         budget: Whether ours limits the groups that carry little.
-        gpus_per_node: To tell groups that cross nodes.
+        nodes: The node of each training rank, to tell groups that cross nodes.
     """
     chosen = plan_limits(layout, features, limits) if budget else dict(limits)
     least = replace(
@@ -107,7 +107,7 @@ def plan_memory(
     )
 
     def memory(family: GroupFamily) -> GroupMemory:
-        span = _spans(family, layout, most=features, least=least, gpus_per_node=gpus_per_node)
+        span = _spans(family, layout, most=features, least=least, nodes=nodes)
         limit = chosen.get(family.kind.key) if family.kind else None
         by_way = {
             LAZY: span(None, False) if family.description != WORLD else NOTHING,
@@ -121,10 +121,10 @@ def plan_memory(
 
 
 def _spans(
-    family: GroupFamily, layout: ParallelLayout, *, most: Features, least: Features, gpus_per_node: int
+    family: GroupFamily, layout: ParallelLayout, *, most: Features, least: Features, nodes: Sequence[int]
 ) -> Callable[[int | None, bool], Span]:
     """Returns a function from a limit of channels, and whether the group is warmed whatever it carries, to a range."""
-    crosses = family.crossing(gpus_per_node) > 0
+    crosses = family.crossing(nodes) > 0
 
     def span(limit: int | None, warmed: bool) -> Span:
         low = _bytes(family, layout, least, limit, warmed=warmed, near_only=crosses)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.findings import Finding, counted, lines, verdict
 from rl_safe_workers.lifecycle import Role
 from rl_safe_workers.plan import tables
-from rl_safe_workers.plan.hazard import Finding
 from rl_safe_workers.plan.plan import Plan, is_spare
 
 MOST_RANKS = 16384
@@ -110,10 +111,14 @@ def _cells(plan: Plan, side: float, corners: Sequence[tuple[float, float]]) -> I
     request = plan.request
     inner = side - 2
     height = inner / 2 if request.colocated else inner
-    for rank in range(request.trainers + request.rollouts):
+    # The next GPU of each node that a trainer takes, and that a rollout rank does; if they share GPUs, both begin at 0.
+    taken: dict[Role, Counter[int]] = {role: Counter() for role in Role}
+    if not request.colocated:
+        taken[Role.ROLLOUT] = taken[Role.TRAINER]
+    for rank, node in enumerate(plan.nodes):
         is_rollout = rank >= request.trainers
-        gpu = rank - request.trainers if is_rollout and request.colocated else rank
-        node, place = divmod(gpu, request.gpus_per_node)
+        of_role = taken[Role.ROLLOUT if is_rollout else Role.TRAINER]
+        place, of_role[node] = of_role[node], of_role[node] + 1
         x, y = corners[node]
         line, column = divmod(place, _PER_ROW)
         yield Cell(
@@ -168,8 +173,8 @@ def write_html(plan: Plan, findings: Sequence[Finding], path: Path) -> None:
         path, "--html",
         _render(
             "picture.html.j2", plan=plan, grid=lay_out(plan), choices=choices(plan), headline=tables.headline(plan),
-            findings=[(finding, list(tables.lines(finding))) for finding in findings],
-            verdict=tables.verdict(findings), title=_title(plan),
+            findings=[(finding, list(lines(finding))) for finding in findings],
+            verdict=verdict(findings), title=_title(plan),
             nodes=list(tables.node_rows(plan)),
             communicator_headings=tables.COMMUNICATOR_HEADINGS,
             communicators=[
@@ -183,7 +188,7 @@ def write_html(plan: Plan, findings: Sequence[Finding], path: Path) -> None:
 
 def _title(plan: Plan) -> str:
     trainers, rollouts = plan.request.trainers, plan.request.rollouts
-    return f"{tables.counted(trainers, 'trainer')}, {tables.counted(rollouts, 'rollout rank')}"
+    return f"{counted(trainers, 'trainer')}, {counted(rollouts, 'rollout rank')}"
 
 
 def _render(template: str, **values: Any) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from bisect import bisect, bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rl_safe_workers.errors import ModelError, format_ranks
@@ -20,6 +21,7 @@ from rl_safe_workers.plan.families import (
 )
 from rl_safe_workers.plan.memory import MemoryPlan, plan_memory
 from rl_safe_workers.plan.model import ModelSize, split_layers
+from rl_safe_workers.plan.nodes import nodes_by_rank
 from rl_safe_workers.plan.request import Request
 from rl_safe_workers.plan.saves import GIB, RAISES_SINCE, SaveWay, plan_saves
 from rl_safe_workers.topology.budget import check_overrides
@@ -64,24 +66,17 @@ class Plan:
     memory: MemoryPlan
     saves: tuple[SaveWay, ...]
     """Empty without a model."""
-
-    def node(self, joint_rank: int) -> int:
-        """Returns the node of a process: nodes are filled in the order of ranks."""
-        request = self.request
-        shares = request.colocated and joint_rank >= request.trainers
-        return (joint_rank - request.trainers if shares else joint_rank) // request.gpus_per_node
+    nodes: tuple[int, ...]
+    """The node of each process, by joint rank."""
 
     def roles_by_node(self) -> Iterator[tuple[int, dict[Role, range]]]:
         """Yields each node and the joint ranks on it, by role."""
-        request = self.request
-        size, first_rollout = request.gpus_per_node, request.trainers
-        last = request.trainers + request.rollouts
-        shift = request.trainers if request.colocated else 0
-        for node in range(request.nodes):
-            gpus = range(node * size, (node + 1) * size)
+        trainers = self.request.trainers
+        for node in range(self.request.nodes):
+            # On each node ranks of a role are consecutive.
             found = {
-                Role.TRAINER: range(gpus.start, min(gpus.stop, request.trainers)),
-                Role.ROLLOUT: range(max(gpus.start + shift, first_rollout), min(gpus.stop + shift, last)),
+                Role.TRAINER: range(bisect_left(self.nodes, node, 0, trainers), bisect(self.nodes, node, 0, trainers)),
+                Role.ROLLOUT: range(bisect_left(self.nodes, node, trainers), bisect(self.nodes, node, trainers)),
             }
             yield node, {role: ranks for role, ranks in found.items() if ranks}
 
@@ -138,24 +133,24 @@ def make_plan(request: Request) -> Plan:
         layout, instances=request.optimizer_instances, rules=request.megatron, gloo=request.gloo
     )
     families = [world_family(layout.world_size), *of_megatron]
+    nodes = nodes_by_rank(request)
     memory = plan_memory(
         layout, features, families,
         limits=request.source.max_ctas, budget=request.host != "rl-safe" or request.budget,
-        gpus_per_node=request.gpus_per_node,
+        nodes=nodes,
     )  # fmt: skip
     plan = Plan(
-        request=request, model=model, features=features, memory=memory, saves=(),
-        communicators=tuple(_communicators(request, families, features)),
+        request=request, model=model, features=features, memory=memory, saves=(), nodes=nodes,
+        communicators=tuple(_communicators(request, families, features, nodes)),
     )  # fmt: skip
     if model is None:
         return plan
-    return Plan(
-        request=request, model=model, features=features, memory=memory, communicators=plan.communicators,
-        saves=tuple(_saves(request, model, plan.layers)),
-    )  # fmt: skip
+    return replace(plan, saves=tuple(_saves(request, model, plan.layers, nodes)))
 
 
-def _communicators(request: Request, families: list[GroupFamily], features: Features) -> Iterator[Communicator]:
+def _communicators(
+    request: Request, families: list[GroupFamily], features: Features, nodes: Sequence[int]
+) -> Iterator[Communicator]:
     for family in families:
         kind = family.kind
         classes = () if kind is None else connected_classes(kind, family.size, request.layout, features)
@@ -164,23 +159,18 @@ def _communicators(request: Request, families: list[GroupFamily], features: Feat
             key="" if kind is None else kind.key,
             classes=classes,
             first_phase=kind.first_phase if kind and classes else None,
-            crossing=family.crossing(request.gpus_per_node),
+            crossing=family.crossing(nodes),
         )
     if not request.rollouts:
         return
-    shift = 0 if request.colocated else request.trainers
     joint = joint_family(request.trainers + request.rollouts)
-    placed = engine_family(rollouts=request.rollouts, tensor=request.vllm_tp, first=shift)
     engines = engine_family(rollouts=request.rollouts, tensor=request.vllm_tp, first=request.trainers)
-    crossing = int(request.nodes > 1)
+    crossing = int(len({*nodes}) > 1)
     yield Communicator(family=joint, key="", classes=(), first_phase=Phase.SYNC, crossing=crossing)
-    yield Communicator(
-        family=engines, key="", classes=(), first_phase=Phase.ROLLOUT,
-        crossing=placed.crossing(request.gpus_per_node),
-    )  # fmt: skip
+    yield Communicator(family=engines, key="", classes=(), first_phase=Phase.ROLLOUT, crossing=engines.crossing(nodes))
 
 
-def _saves(request: Request, model: ModelSize, layers: list[int]) -> list[SaveWay]:
+def _saves(request: Request, model: ModelSize, layers: list[int], nodes: Sequence[int]) -> list[SaveWay]:
     if sum(layers) != model.shape.num_layers or min(layers) < 0:
         raise ModelError(
             f"{request.setting('first_stage_layers')}={request.first_stage_layers} and "
@@ -191,7 +181,7 @@ def _saves(request: Request, model: ModelSize, layers: list[int]) -> list[SaveWa
     return plan_saves(
         request.layout, model.stages(layers),
         instances=request.optimizer_instances, weight_bytes=request.dtype_bytes,
-        gpus_per_node=request.gpus_per_node, node_bytes_s=request.write_gib_s * GIB,
+        nodes=nodes, node_bytes_s=request.write_gib_s * GIB,
         raises=RULES.index(request.megatron) >= RULES.index(RAISES_SINCE),
     )  # fmt: skip
 

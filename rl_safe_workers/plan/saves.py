@@ -140,7 +140,7 @@ def plan_saves(
     *,
     instances: int,
     weight_bytes: int,
-    gpus_per_node: int,
+    nodes: Sequence[int],
     node_bytes_s: float,
     raises: bool,
 ) -> list[SaveWay]:
@@ -151,7 +151,7 @@ def plan_saves(
         stages: Parameters of each pipeline stage.
         instances: Optimizer instances; the first one saves.
         weight_bytes: Of a weight of the model.
-        gpus_per_node: Training ranks of a node, which share its bandwidth.
+        nodes: The node of each training rank: those of one share its bandwidth.
         node_bytes_s: Bytes that a node writes in a second.
         raises: Whether this megatron-core refuses to save fully_sharded_model_space.
     """
@@ -168,7 +168,7 @@ def plan_saves(
         by_rank = tuple(written[place] for place in places)
         by_node: Counter[int] = Counter()
         for rank, count in enumerate(by_rank):
-            by_node[rank // gpus_per_node] += count
+            by_node[nodes[rank]] += count
         seconds = max(by_node.values()) / node_bytes_s
         return SaveWay(sharding=sharding, fully_parallel=fully_parallel, bytes_by_rank=by_rank, seconds=seconds)
 

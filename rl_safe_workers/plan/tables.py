@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_safe_workers.errors import format_ranks
+from rl_safe_workers.findings import Finding, counted, print_findings
 from rl_safe_workers.plan.families import ENGINE, JOINT
-from rl_safe_workers.plan.hazard import Finding, Severity
 from rl_safe_workers.plan.memory import LAZY, WAYS, Span
 from rl_safe_workers.plan.plan import Communicator, Plan, is_spare
 from rl_safe_workers.plan.saves import GIB
@@ -17,7 +17,6 @@ from rl_safe_workers.topology.memory import MIB
 
 _MANY_NODES, _SHOWN_GROUPS, _SHOWN_MEMBERS = 16, 2, 8
 _NARROW = 132
-_STYLES = {Severity.STOPS: "bold red", Severity.RISKS: "yellow", Severity.COSTS: "cyan"}
 
 
 def print_plan(plan: Plan, findings: Sequence[Finding]) -> None:
@@ -30,11 +29,7 @@ def print_plan(plan: Plan, findings: Sequence[Finding]) -> None:
         console.print()
         console.print(table)
     console.print()
-    for finding in findings:
-        console.print(f"[{_STYLES[finding.severity]}]{finding.severity}[/] [bold]{finding.code}[/]", soft_wrap=True)
-        for line in lines(finding):
-            console.print(f"  {line}", soft_wrap=True, markup=False)
-    console.print(verdict(findings))
+    print_findings(console, findings)
 
 
 def headline(plan: Plan) -> str:
@@ -52,15 +47,6 @@ def headline(plan: Plan) -> str:
     return f"{people}{rollouts}, on {nodes}; megatron-core {request.megatron}, as {request.host} runs it"
 
 
-def counted(number: int, noun: str) -> str:
-    """Returns a number and its noun.
-
-    >>> counted(1, "node"), counted(2, "node")
-    ('1 node', '2 nodes')
-    """
-    return f"{number} {noun}" + "s" * (number != 1)
-
-
 def tables(plan: Plan) -> Iterator[Table]:
     """Yields the tables in order."""
     yield _nodes(plan)
@@ -74,25 +60,6 @@ def tables(plan: Plan) -> Iterator[Table]:
 def takes_device_memory(plan: Plan) -> bool:
     """Whether the communicators do: those of gloo take none."""
     return "nccl" in plan.request.backend
-
-
-def lines(finding: Finding) -> Iterator[str]:
-    """Yields the lines of a hazard below its code."""
-    yield f"{finding.text}."
-    where = [", ".join(finding.groups), f"ranks {finding.ranks}" if finding.ranks else ""]
-    if any(where):
-        yield f"Where: {'; '.join(part for part in where if part)}."
-    yield f"Since: {finding.since}. Evidence: {', '.join(finding.evidence)}."
-    yield f"Avoid: {finding.avoid}."
-
-
-def verdict(findings: Sequence[Finding]) -> str:
-    """Says in a line what the hazards come to."""
-    counts = {severity: sum(finding.severity is severity for finding in findings) for severity in Severity}
-    if not findings:
-        return "no hazard found"
-    words = {Severity.STOPS: "stop the run", Severity.RISKS: "put it at risk", Severity.COSTS: "cost time or memory"}
-    return f"{counted(len(findings), 'hazard')}: " + ", ".join(f"{counts[s]} {words[s]}" for s in Severity if counts[s])
 
 
 def node_rows(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -24,12 +24,12 @@ TEMP_PREFIX, RUN_FILE = "rl_safe_", "run_id"
 created, and the namespace in which the number counts."""
 
 
-def run_processes(run_id: str) -> list[psutil.Process]:
-    """Lists the living processes, other than this one, that carry the run's mark."""
+def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
+    """Lists the living processes, other than this one, that carry the run's mark; and that of a node, unless None."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and env.belongs_to_run(process.environ(), run_id):
+            if process.pid != os.getpid() and env.belongs_to_run(process.environ(), run_id, node):
                 found.append(process)
         except psutil.Error:
             continue  # gone, or another user's
@@ -87,19 +87,25 @@ def _lives(pid: int, created_at: float) -> bool:
         return False
 
 
-def reap(run_id: str, *, kill_after_s: float) -> None:
-    """Terminates, then kills, whatever of a run is still alive. Blocks for little more than ``kill_after_s``."""
-    left = run_processes(run_id)
+def reap(run_id: str, *, kill_after_s: float, node: str | None = None) -> None:
+    """Terminates, then kills, whatever of a run is still alive. Blocks for little more than ``kill_after_s``.
+
+    Args:
+        run_id: The run's mark.
+        kill_after_s: Seconds between asking a process to end and killing it.
+        node: Only what bears the mark of this node, too; None: all of the run on this machine.
+    """
+    left = run_processes(run_id, node)
     for process in left:
         _signal(process.terminate)
     alive = _outlast(left, kill_after_s)
     deadline = time.monotonic() + kill_after_s
-    while alive or (alive := run_processes(run_id)):
+    while alive or (alive := run_processes(run_id, node)):
         for process in alive:
             _signal(process.kill)
         alive = _outlast(alive, 1.0)
         if time.monotonic() > deadline:
-            logger.error("processes of run %s cannot be ended: %s", run_id, run_processes(run_id))
+            logger.error("processes of run %s cannot be ended: %s", run_id, run_processes(run_id, node))
             return
 
 

@@ -56,7 +56,7 @@ def test_each_rank_writes_what_was_planned(sizes: dict[str, int], address: Store
     layout = ParallelLayout.of(config.megatron, world_size=SIZE)
     stages = ModelSize.read(tmp_path / "model").stages(split_layers(4, layout.pipeline, first=None, last=None))
     planned = plan_saves(
-        layout, stages, instances=1, weight_bytes=4, gpus_per_node=SIZE, node_bytes_s=GIB, raises=True
+        layout, stages, instances=1, weight_bytes=4, nodes=[0] * SIZE, node_bytes_s=GIB, raises=True
     )  # fmt: skip
     by_way = {(way.sharding, way.fully_parallel): way.bytes_by_rank for way in planned}
     for number, way in enumerate(WAYS):

@@ -40,7 +40,7 @@ def test_the_kv_cache_is_set_in_whole_gib_or_not_at_all(gib: float, expected: st
 @pytest.mark.parametrize("role", list(Role))
 def test_gloo_and_nccl_stay_on_the_loopback_interface_of_one_machine(role: Role, interface: str) -> None:
     assert actor_env(role, "run-1", 1.0)[interface] == "lo"
-    assert interface not in actor_env(role, "run-1", 1.0, loopback=False)
+    assert interface not in actor_env(role, "run-1", 1.0, interface=None)
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
@@ -84,9 +84,8 @@ def test_trainers_record_their_collectives_and_can_be_asked_for_them(tmp_path: P
     assert hang_dir(variables) == tmp_path
 
 
-def test_no_pipe_is_made_where_its_folder_may_not_exist(tmp_path: Path) -> None:
+def test_a_pipe_is_made_only_for_a_trainer_that_will_be_asked(tmp_path: Path) -> None:
     for variables in (
-        actor_env(Role.TRAINER, "run-1", 1.0, hang_dir=tmp_path, loopback=False),
         actor_env(Role.TRAINER, "run-1", 1.0),
         actor_env(Role.ROLLOUT, "run-1", 1.0, hang_dir=tmp_path),
     ):

@@ -86,14 +86,15 @@ def test_gloo_twins_have_the_ranks_of_their_groups_and_can_be_left_out() -> None
     ],
 )
 def test_groups_across_nodes_are_counted(of: ParallelLayout, description: str, gpus: int, crossing: int) -> None:
-    assert families(of)[description].crossing(gpus) == crossing
+    assert families(of)[description].crossing([rank // gpus for rank in range(of.world_size)]) == crossing
 
 
 def test_crossing_is_what_counting_nodes_gives() -> None:
     for gpus in (1, 3, 4, 5, 8):
         for family in families(LAYOUT, instances=2).values():
             counted = sum(len({rank // gpus for rank in group}) > 1 for group in family.all_ranks())
-            assert family.crossing(gpus) == counted, (gpus, family.description)
+            nodes = [rank // gpus for rank in range(LAYOUT.world_size)]
+            assert family.crossing(nodes) == counted, (gpus, family.description)
 
 
 def test_engines_and_the_joint_group_are_counted_by_joint_rank() -> None:

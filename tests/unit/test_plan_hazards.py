@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.plan.hazard import Finding, Severity
+from rl_safe_workers.findings import Finding, Severity
 from rl_safe_workers.plan.hazards import HAZARDS, find
 from rl_safe_workers.plan.plan import make_plan
 from rl_safe_workers.plan.request import Source, make_request

@@ -26,7 +26,12 @@ def layout(world_size: int, **sizes: int) -> ParallelLayout:
 def memory(of: ParallelLayout, features: Features, *, gpus_per_node: int = 8, **limits: int) -> MemoryPlan:
     made = megatron_families(of, instances=features.optimizer_instances)
     return plan_memory(
-        of, features, [world_family(of.world_size), *made], limits=limits, budget=True, gpus_per_node=gpus_per_node
+        of,
+        features,
+        [world_family(of.world_size), *made],
+        limits=limits,
+        budget=True,
+        nodes=[rank // gpus_per_node for rank in range(of.world_size)],
     )
 
 

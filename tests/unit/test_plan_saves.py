@@ -67,7 +67,8 @@ def saves(
     layout = ParallelLayout(world_size=world_size, **{**ones, **sizes})
     found = plan_saves(
         layout, ModelSize.of(QWEN3_30B).stages(split_layers(48, layout.pipeline, first=None, last=None)),
-        instances=instances, weight_bytes=2, gpus_per_node=8, node_bytes_s=GIB, raises=raises,
+        instances=instances, weight_bytes=2, nodes=[rank // 8 for rank in range(layout.world_size)], node_bytes_s=GIB,
+        raises=raises,
     )  # fmt: skip
     return {(way.sharding, way.fully_parallel): way for way in found}
 

@@ -73,8 +73,8 @@ def test_a_good_run_passes_and_leaves_nothing_behind(config: RunConfig, tmp_path
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda recipe: recipe.stem)
-def test_every_shipped_recipe_passes_on_two_cpus_from_anywhere(
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("quickstart*.yaml")), ids=lambda recipe: recipe.stem)
+def test_every_quickstart_passes_on_two_cpus_from_anywhere(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

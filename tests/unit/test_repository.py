@@ -50,6 +50,9 @@ LIGHT_MODULES = (
 EXAMPLES: dict[str, errors.RlSafeError] = {
     "DivergedError": errors.DivergedError(step=3, loss=float("inf"), grad_norm=2.0),
     "Interrupted": errors.Interrupted(signum=2),
+    "NodeLostError": errors.NodeLostError(
+        nodes=["10.0.0.4"], phase="train", ranks="trainer rank 2-3", detail="it died"
+    ),
     "LogprobGapError": errors.LogprobGapError(step=3, gap=0.1, bound=1e-5),
     "PhaseTimeoutError": errors.PhaseTimeoutError(
         phase="save", group="training world", missing=[1, 2], waited_s=3.0, setting="rl_safe.timeouts.save"

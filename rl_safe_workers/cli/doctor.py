@@ -1,0 +1,97 @@
+"""``rl-safe doctor``: whether a machine will do, before a run finds out."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_safe_workers.driver.preflight import preflight
+from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.recipe import load_recipe
+
+if TYPE_CHECKING:
+    from rl_safe_workers.doctor.check import Subject
+    from rl_safe_workers.doctor.live import Live
+
+DESCRIPTION = """
+Examines the machine where it runs: versions, GPUs and their links, environment variables that hurt, memory and limits,
+the place of checkpoints, spawned processes, Ray; with a recipe, against what its run takes.
+--live also brings up the recipe's trainers, connects every communicator without a model, and ends them.
+Nothing is written but a file of 64 MiB at the place of checkpoints, which is removed at once.
+Exit code 0: nothing stops the run; 1: something does; 2: the input is wrong.
+"""
+EPILOG = """
+rl-safe doctor |
+rl-safe doctor recipes/quickstart.yaml cluster.num_trainers=8 |
+rl-safe doctor recipes/quickstart_gpu.yaml cluster.ray_address=auto --live
+"""
+
+
+def add_doctor_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the sub-command."""
+    parser = commands.add_parser(
+        "doctor", help="examine this machine, for a recipe's run", description=DESCRIPTION, epilog=EPILOG
+    )
+    parser.add_argument("overrides", metavar="RECIPE key=value", nargs="*", help="a recipe, and overrides")
+    parser.add_argument("--live", action="store_true", help="bootstrap the recipe's layout, without a model")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--checkpoint-path", metavar="DIR", type=Path, help="place of checkpoints (default: the recipe's)"
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
+    parser.set_defaults(execute=run_doctor)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Examines, shows what it has found, and returns the exit code.
+
+    Raises:
+        UsageError: If the input is wrong.
+    """
+    subject = _subject(arguments)
+    from rl_safe_workers.doctor.examine import examine
+
+    diagnosis = examine(subject, _live if arguments.live else None)
+    if arguments.json:
+        import sys
+
+        from rl_safe_workers.doctor.output import write_json
+
+        write_json(diagnosis, sys.stdout)
+    else:
+        from rl_safe_workers.doctor.output import print_diagnosis
+
+        print_diagnosis(diagnosis)
+    return int(diagnosis.stops)
+
+
+def _subject(arguments: argparse.Namespace) -> Subject:
+    from rl_safe_workers.doctor.check import Subject
+
+    if not arguments.overrides:
+        if arguments.live:
+            raise ConfigError("doctor: --live takes a recipe: its layout is what is connected")
+        return Subject(checkpoint_path=arguments.checkpoint_path)
+    recipe, *overrides = arguments.overrides
+    config = load_recipe(recipe, overrides)
+    # CPUs are a finding here, beside all others.
+    preflight(config, cpus=math.inf)
+    return Subject(
+        recipe=recipe, overrides=tuple(overrides), config=config, checkpoint_path=arguments.checkpoint_path
+    )  # fmt: skip
+
+
+def _live(subject: Subject) -> Live:
+    import sys
+    from contextlib import redirect_stdout
+
+    from rich.console import Console
+
+    from rl_safe_workers.doctor.live import try_live
+    from rl_safe_workers.driver.console import RunConsole
+
+    # Stdout is for what was found; Ray writes there when a worker dies.
+    with redirect_stdout(sys.stderr):
+        return try_live(subject, RunConsole(Console(stderr=True)))

@@ -1,0 +1,141 @@
+"""What a check of the doctor is: facts are gathered within a deadline, and then judged without looking at anything."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from rl_safe_workers.config import ClusterConfig, RunConfig
+from rl_safe_workers.findings import Finding
+from rl_safe_workers.recipe import LOCAL_RAY, ray_address
+
+T = TypeVar("T")
+
+GIB, MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is examined: this machine, for a run if there is a recipe.
+
+    Example: ``Subject(recipe="recipes/quickstart.yaml", overrides=("trainer.seed=1",), config=config)``
+    """
+
+    recipe: str | None = None
+    overrides: tuple[str, ...] = ()
+    config: RunConfig | None = None
+    """What the recipe says; None: the machine is examined for any run."""
+    checkpoint_path: Path | None = None
+    """Another place of checkpoints than the recipe's."""
+
+    @property
+    def may_use_gpus(self) -> bool:
+        """Whether the run is on GPUs; without a recipe it may be."""
+        return self.config is None or self.config.cluster.device == "cuda"
+
+    @property
+    def needs_gpus(self) -> bool:
+        """Whether the run is known to be on GPUs."""
+        return self.config is not None and self.config.cluster.device == "cuda"
+
+    @property
+    def ray(self) -> str:
+        """Where Ray is: ``LOCAL_RAY``, ``auto`` or ``HOST:PORT``; without a recipe, where a job would find it."""
+        return ray_address(ClusterConfig() if self.config is None else self.config.cluster)
+
+    @property
+    def joins_cluster(self) -> bool:
+        """Whether the run joins a running Ray cluster, and so may have processes on other machines."""
+        return self.config is not None and self.ray != LOCAL_RAY
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the run needs."""
+        if self.config is None or not self.needs_gpus:
+            return 0
+        cluster = self.config.cluster
+        return cluster.num_trainers + (0 if cluster.colocated else cluster.num_rollouts)
+
+    @property
+    def cpus(self) -> float:
+        """CPUs that the run asks Ray for."""
+        if self.config is None:
+            return 0.0
+        cluster = self.config.cluster
+        return cluster.num_trainers * cluster.cpus_per_trainer + cluster.num_rollouts * cluster.cpus_per_rollout
+
+    @property
+    def processes(self) -> int:
+        """Trainers and rollout ranks."""
+        return 0 if self.config is None else self.config.cluster.num_trainers + self.config.cluster.num_rollouts
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go."""
+        named = None if self.config is None else self.config.trainer.default_local_dir
+        return self.checkpoint_path or Path(named or "checkpoints")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """Something that is neither good nor bad.
+
+    Example: ``Fact(name="open files", value="20000, at most 20000")``
+    """
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a check has found.
+
+    Example: ``Report(facts=(Fact(name="GPUs", value="none"),))``
+    """
+
+    facts: tuple[Fact, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check(Generic[T]):
+    """One check.
+
+    Example: ``Check(name="shared memory", deadline_s=5, gather=look, judge=judge)``
+    """
+
+    name: str
+    deadline_s: float
+    gather: Callable[[Subject], T]
+    """Looks at the machine; what it raises becomes the reason why the check was not made."""
+    judge: Callable[[T, Subject], Report]
+    """Says what that means; looks at nothing else."""
+
+    def run(self, subject: Subject) -> Report:
+        """Gathers within the deadline and judges; where it cannot, the report says why."""
+        found: list[T] = []
+        failures: list[Exception] = []
+
+        def gather() -> None:
+            try:
+                found.append(self.gather(subject))
+            except Exception as error:  # whatever it is, the other checks go on, and the report says it
+                failures.append(error)
+
+        # A thread that hangs in the kernel, as on a dead network file system, is left behind.
+        thread = threading.Thread(target=gather, name=f"check {self.name}", daemon=True)
+        thread.start()
+        thread.join(self.deadline_s)
+        if found:
+            return self.judge(found[0], subject)
+        if failures:
+            return self.not_made(f"{type(failures[0]).__name__}: {failures[0]}")
+        return self.not_made(f"no answer within {self.deadline_s:g} s")
+
+    def not_made(self, reason: str) -> Report:
+        """Returns the report of a check that was not made."""
+        return Report(facts=(Fact(name=self.name, value=f"not checked: {' '.join(reason.split())}"),))

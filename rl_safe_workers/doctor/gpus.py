@@ -1,0 +1,203 @@
+"""GPUs: how many there are, what else is on them, how they are connected, and what NCCL can do with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_safe_workers.doctor.check import GIB, Check, Fact, Report, Subject
+from rl_safe_workers.doctor.probes import Answer, ask, run_tool
+from rl_safe_workers.findings import Finding, Severity, counted
+
+TORCH_DEADLINE_S, TOOL_DEADLINE_S = 90.0, 15.0
+SUSPENDS_NCCL = (2, 29, 7)
+"""NCCL from which on a communicator can give its memory back; torch offers it since 2.12."""
+FREE_SHARE = 0.9
+"""Of a GPU's memory; a context and a desktop take less than the rest."""
+_NVLINK = re.compile(r"NV\d+")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """What torch and ``nvidia-smi`` say.
+
+    Example: ``Gpus(torch=Answer(values={"devices": [], …}), topology=None, processes=None)``
+    """
+
+    torch: Answer
+    """Of ``torch_probe``."""
+    topology: str | None
+    """``nvidia-smi topo -m``; None: it is not there."""
+    processes: str | None
+    """``nvidia-smi --query-compute-apps``."""
+
+    @property
+    def devices(self) -> list[dict[str, Any]]:
+        """The GPUs that torch sees."""
+        return [] if self.torch.values is None else list(self.torch.values["devices"])
+
+
+def _gather(subject: Subject) -> Gpus:
+    torch = ask("torch_probe", deadline_s=TORCH_DEADLINE_S)
+    query = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
+    return Gpus(
+        torch=torch,
+        topology=run_tool("nvidia-smi", "topo", "-m", deadline_s=TOOL_DEADLINE_S),
+        processes=run_tool("nvidia-smi", query, "--format=csv,noheader", deadline_s=TOOL_DEADLINE_S),
+    )
+
+
+def judge(gpus: Gpus, subject: Subject) -> Report:
+    """Compares the GPUs with what the run needs."""
+    if gpus.torch.values is None:
+        return _no_answer(gpus.torch.reason, subject)
+    facts = [Fact(name="GPUs", value=_devices(gpus.devices))]
+    if gpus.devices:
+        facts += [
+            Fact(name="NCCL", value=_nccl(gpus.torch.values)),
+            Fact(name="peer access", value=_peers(gpus.torch.values["peers"])),
+            Fact(name="links", value=_links(gpus.topology)),
+            Fact(name="processes on GPUs", value=_processes(gpus.processes)),
+        ]
+    findings = [*_short(gpus, subject), *_taken(gpus, subject), *_apart(gpus, subject)]
+    return Report(facts=tuple(facts), findings=tuple(findings))
+
+
+def _no_answer(reason: str, subject: Subject) -> Report:
+    fact = Fact(name="GPUs", value=f"not checked: {reason}")
+    if subject.config is None:
+        return Report(facts=(fact,))
+    finding = Finding(
+        code="torch-fails", severity=Severity.STOPS,
+        text=f"a process that imports torch and looks for GPUs fails: {reason}",
+        since="always", evidence=("python -m rl_safe_workers.doctor.torch_probe",),
+        avoid="a torch that can be imported here, and a driver that answers",
+    )  # fmt: skip
+    return Report(facts=(fact,), findings=(finding,))
+
+
+def _devices(devices: Sequence[Mapping[str, Any]]) -> str:
+    if not devices:
+        return "none"
+    return "; ".join(
+        f"{device['name']}, "
+        + (
+            f"{device['free'] / GIB:.1f} GiB free of {device['total'] / GIB:.1f}"
+            if device["free"]
+            else device["reason"]
+        )
+        for device in devices
+    )
+
+
+def _nccl(answer: Mapping[str, Any]) -> str:
+    version = ".".join(map(str, answer["nccl"])) if answer["nccl"] else "none in this torch"
+    if not answer["suspends"]:
+        return f"{version}; it cannot suspend communicators: torch has that since 2.12, this is {answer['torch']}"
+    if tuple(answer["nccl"] or ()) < SUSPENDS_NCCL:
+        return f"{version}; it cannot suspend communicators: NCCL has that since 2.29.7"
+    return f"{version}; it can suspend communicators, unless NCCL_CUMEM_ENABLE=0"
+
+
+def _peers(matrix: Sequence[Sequence[bool]]) -> str:
+    apart = _apart_pairs(matrix)
+    if not apart:
+        return "every GPU reads every other's memory"
+    return "not between " + ", ".join(f"{a} and {b}" for a, b in apart)
+
+
+def _apart_pairs(matrix: Sequence[Sequence[bool]]) -> list[tuple[int, int]]:
+    return [(a, b) for a, row in enumerate(matrix) for b, there in enumerate(row) if a < b and not there]
+
+
+def links(topology: str) -> dict[tuple[int, int], str]:
+    """Reads ``nvidia-smi topo -m``: how each pair of GPUs is connected, e.g. ``{(0, 1): "NV18"}``."""
+    rows = [line.split() for line in _ESCAPES.sub("", topology).splitlines() if line.startswith("GPU")]
+    found = {}
+    for cells in rows:
+        row = int(cells[0].removeprefix("GPU"))
+        for column, cell in enumerate(cells[1 : len(rows) + 1]):
+            if row < column:
+                found[row, column] = cell
+    return found
+
+
+def _links(topology: str | None) -> str:
+    if topology is None:
+        return "not checked: nvidia-smi topo -m gives no answer"
+    kinds: dict[str, list[str]] = {}
+    for (a, b), kind in links(topology).items():
+        kinds.setdefault(kind, []).append(f"{a}-{b}")
+    if not kinds:
+        return "one GPU, none needed"
+    if len(kinds) == 1:
+        return f"{next(iter(kinds))} between all pairs"
+    return "; ".join(f"{kind} between {', '.join(pairs)}" for kind, pairs in kinds.items())
+
+
+def _processes(listed: str | None) -> str:
+    if listed is None:
+        return "not checked: nvidia-smi gives no answer"
+    return "; ".join(line.strip() for line in listed.splitlines() if line.strip()) or "none"
+
+
+def _short(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
+    """Only for a run on this machine: who joins a cluster need not have its GPUs."""
+    if subject.joins_cluster or len(gpus.devices) >= subject.gpus or gpus.torch.values is None:
+        return
+    version, cuda = gpus.torch.values["torch"], gpus.torch.values["cuda"]
+    build = "" if cuda else f", as torch {version} is built without CUDA"
+    yield Finding(
+        code="gpus-short", severity=Severity.STOPS,
+        text=f"cluster.device=cuda takes {counted(subject.gpus, 'GPU')}, and torch sees {len(gpus.devices)}{build}",
+        since="always", evidence=("platforms/cuda.py", "python -m rl_safe_workers.doctor.torch_probe"),
+        avoid="fewer of cluster.num_trainers and cluster.num_rollouts, cluster.colocated=true, CUDA_VISIBLE_DEVICES, "
+        "or a CUDA build of torch",
+    )  # fmt: skip
+
+
+def _taken(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
+    if not subject.may_use_gpus:
+        return
+    full = [
+        index
+        for index, device in enumerate(gpus.devices)
+        if device["free"] is None or device["free"] < FREE_SHARE * device["total"]
+    ]
+    if full:
+        yield Finding(
+            code="gpu-memory-taken", severity=Severity.RISKS,
+            text=f"GPUs {', '.join(map(str, full))} have less than {FREE_SHARE:.0%} of their memory free: "
+            f"{_devices([gpus.devices[index] for index in full])}",
+            since="always", evidence=("cudaMemGetInfo", f"nvidia-smi: {_processes(gpus.processes)}"),
+            avoid="end what is left of an earlier run, or choose other GPUs with CUDA_VISIBLE_DEVICES",
+        )  # fmt: skip
+
+
+def _apart(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
+    if gpus.torch.values is None or not subject.may_use_gpus:
+        return
+    if apart := _apart_pairs(gpus.torch.values["peers"]):
+        yield Finding(
+            code="peer-access", severity=Severity.COSTS,
+            text=f"GPUs {', '.join(f'{a} and {b}' for a, b in apart)} cannot read each other's memory: NCCL goes "
+            "through host memory, and what communicators take is not what was measured",
+            since="always", evidence=("cudaDeviceCanAccessPeer", "NCCL user guide, NCCL_P2P_DISABLE"),
+            avoid="GPUs of one NVLink domain, or without ACS and IOMMU between them",
+        )  # fmt: skip
+        return
+    slow = [pair for pair, kind in links(gpus.topology or "").items() if not _NVLINK.fullmatch(kind)]
+    if slow:
+        yield Finding(
+            code="no-nvlink", severity=Severity.COSTS,
+            text=f"{counted(len(slow), 'pair')} of GPUs have no NVLink between them, GPUs {slow[0][0]} and "
+            f"{slow[0][1]} first: collectives are slower, and what communicators take was measured on NVLink only",
+            since="always", evidence=("nvidia-smi topo -m", "docs/benchmarks.md#comms"),
+            avoid="GPUs of one NVLink domain",
+        )  # fmt: skip
+
+
+GPUS = Check(name="GPUs", deadline_s=TORCH_DEADLINE_S + 2 * TOOL_DEADLINE_S + 5, gather=_gather, judge=judge)

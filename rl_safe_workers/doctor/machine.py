@@ -1,0 +1,167 @@
+"""What the machine gives a run, GPUs apart: CPUs, memory, shared memory, and limits of the operating system."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rl_safe_workers.doctor.check import GIB, MIB, Check, Fact, Report, Subject
+from rl_safe_workers.findings import Finding, Severity
+
+SHARED_MEMORY = Path("/dev/shm")
+RDMA = Path("/sys/class/infiniband")
+CGROUP = Path("/sys/fs/cgroup")
+LOCAL_OBJECT_STORE_BYTES = 256 * MIB
+"""Ray's shared memory in a run of ours, as ``driver.cluster`` sets it."""
+CLUSTER_OBJECT_STORE = 0.3
+"""Of a node's memory, as Ray takes where nothing is said."""
+NCCL_SHARED_BYTES = GIB
+"""What NCCL's guide gives a container."""
+FEW_FILES, CLUSTER_FILES = 8192, 65536
+TRAINER_BYTES, ROLLOUT_BYTES = int(0.59e9), int(1.8e9)
+"""Host memory of a process of the quickstart; larger models take more."""
+UNLIMITED = resource.RLIM_INFINITY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Sizes in bytes.
+
+    Example: ``read_machine()``
+    """
+
+    cpus: int
+    memory_total: int
+    memory_free: int
+    """What processes can still get, within a container's limit."""
+    shared_total: int
+    shared_free: int
+    files_soft: int
+    files_hard: int
+    locked: int
+    rdma: tuple[str, ...]
+    """Devices."""
+
+
+def read_machine() -> Machine:
+    """Reads everything; blocking for milliseconds."""
+    memory, shared = psutil.virtual_memory(), psutil.disk_usage(str(SHARED_MEMORY))
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    free = memory.available if limit is None or used is None else min(memory.available, limit - used)
+    files_soft, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Machine(
+        cpus=len(os.sched_getaffinity(0)),
+        memory_total=min(memory.total, limit or memory.total),
+        memory_free=free,
+        shared_total=shared.total,
+        shared_free=shared.free,
+        files_soft=files_soft,
+        files_hard=files_hard,
+        locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        rdma=tuple(sorted(path.name for path in RDMA.iterdir())) if RDMA.is_dir() else (),
+    )
+
+
+def _cgroup(name: str) -> int | None:
+    """Returns a number of this container's group; None where there is none, or it is ``max``."""
+    path = CGROUP / name
+    text = path.read_text().strip() if path.is_file() else ""
+    return int(text) if text.isdecimal() else None
+
+
+def judge(machine: Machine, subject: Subject) -> Report:
+    """Compares the machine with what the run takes."""
+    rdma = f"; RDMA devices {', '.join(machine.rdma)}" if machine.rdma else "; no RDMA devices"
+    facts = (
+        Fact(name="CPUs", value=f"{machine.cpus}{f', the run asks for {subject.cpus:g}' if subject.config else ''}"),
+        Fact(name="memory", value=f"{_gib(machine.memory_free)} free of {_gib(machine.memory_total)}"),
+        Fact(name="/dev/shm", value=f"{_gib(machine.shared_free)} free of {_gib(machine.shared_total)}"),
+        Fact(name="open files", value=f"{_limit(machine.files_soft)}, at most {_limit(machine.files_hard)}"),
+        Fact(name="locked memory", value=f"{_limit(machine.locked)} bytes{rdma}"),
+    )
+    checks = (_cpus, _memory, _shared, _files, _locked)
+    return Report(facts=facts, findings=tuple(found for check in checks for found in check(machine, subject)))
+
+
+def _cpus(machine: Machine, subject: Subject) -> Iterator[Finding]:
+    # Fractions such as 0.1 do not add up exactly; Ray itself counts in ten-thousandths.
+    if not subject.joins_cluster and subject.cpus > machine.cpus + 1e-4:
+        yield Finding(
+            code="cpus-short", severity=Severity.STOPS,
+            text=f"the run asks for {subject.cpus:g} CPUs, and this process may use {machine.cpus}",
+            since="always", evidence=("driver/preflight.py",),
+            avoid="cluster.cpus_per_trainer, cluster.cpus_per_rollout, cluster.num_trainers or cluster.num_rollouts",
+        )  # fmt: skip
+
+
+def _memory(machine: Machine, subject: Subject) -> Iterator[Finding]:
+    if subject.config is None or subject.joins_cluster:
+        return
+    cluster = subject.config.cluster
+    needed = cluster.num_trainers * TRAINER_BYTES + cluster.num_rollouts * ROLLOUT_BYTES
+    if machine.memory_free < needed:
+        yield Finding(
+            code="memory-short", severity=Severity.RISKS,
+            text=f"{_gib(machine.memory_free)} of memory are free, and these processes take {_gib(needed)} with the "
+            "smallest model: the kernel ends one of them, or Ray does",
+            since="always", evidence=("measured on the quickstart: 0.59 GB a trainer, 1.8 GB a vLLM rank",),
+            avoid="fewer of cluster.num_trainers and cluster.num_rollouts, or more memory",
+        )  # fmt: skip
+
+
+def _shared(machine: Machine, subject: Subject) -> Iterator[Finding]:
+    store = int(CLUSTER_OBJECT_STORE * machine.memory_total) if subject.joins_cluster else LOCAL_OBJECT_STORE_BYTES
+    if machine.shared_free < store:
+        yield Finding(
+            code="shm-ray", severity=Severity.COSTS,
+            text=f"/dev/shm has {_gib(machine.shared_free)} free and Ray's object store takes {_gib(store)}: Ray puts "
+            "it on disk, and says so, or refuses to start where it is larger than 10 GB",
+            since="Ray 2.60", evidence=("ray/_private/services.py, determine_plasma_store_config", "ray 11951"),
+            avoid="docker run --shm-size, or ray start --object-store-memory",
+        )  # fmt: skip
+    if subject.needs_gpus and machine.shared_total < NCCL_SHARED_BYTES:
+        yield Finding(
+            code="shm-nccl", severity=Severity.RISKS,
+            text=f"/dev/shm has {_gib(machine.shared_total)}: NCCL, which keeps its proxies' buffers there, fails "
+            "while it connects with «no space left on device», or is killed by SIGBUS",
+            since="every NCCL", evidence=("NCCL user guide, Troubleshooting, Shared memory", "pytorch/tutorials 2475"),
+            avoid="docker run --shm-size=1g --ulimit memlock=-1",
+        )  # fmt: skip
+
+
+def _files(machine: Machine, subject: Subject) -> Iterator[Finding]:
+    least = CLUSTER_FILES if subject.joins_cluster else FEW_FILES
+    if machine.files_hard != UNLIMITED and machine.files_hard < least:
+        yield Finding(
+            code="open-files", severity=Severity.RISKS,
+            text=f"a process may open {machine.files_hard} files: Ray, which asks for {CLUSTER_FILES} and wants "
+            f"{least} here, loses connections once they are gone",
+            since="every Ray", evidence=("ray 11239", "ray 12059", "ray 29696"), avoid=f"ulimit -n {CLUSTER_FILES}",
+        )  # fmt: skip
+
+
+def _locked(machine: Machine, subject: Subject) -> Iterator[Finding]:
+    if machine.rdma and subject.may_use_gpus and machine.locked != UNLIMITED:
+        yield Finding(
+            code="locked-memory", severity=Severity.RISKS,
+            text=f"a process may lock {machine.locked} bytes: NCCL cannot register its buffers with RDMA devices "
+            "(«ibv_reg_mr failed: cannot allocate memory»)",
+            since="every NCCL", evidence=("nccl-tests 206", "NCCL user guide, Troubleshooting, InfiniBand"),
+            avoid="ulimit -l unlimited, or docker run --ulimit memlock=-1",
+        )  # fmt: skip
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.2f} GiB"
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == UNLIMITED else str(value)
+
+
+MACHINE = Check(name="machine", deadline_s=10, gather=lambda subject: read_machine(), judge=judge)

@@ -1,0 +1,54 @@
+"""A diagnosis as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rl_safe_workers.findings import print_findings
+
+if TYPE_CHECKING:
+    from rl_safe_workers.doctor.examine import Diagnosis
+
+FORMAT = 1
+_NARROW = 132
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Prints facts, then what each group of a live bootstrap has cost, then findings, to stdout."""
+    console = Console(highlight=False)
+    # A pipe has no width; tables of 80 columns would break every line.
+    console.width = max(console.width, _NARROW) if not console.is_terminal else console.width
+    console.print(_facts(diagnosis))
+    if diagnosis.live is not None and diagnosis.live.ledgers:
+        from rl_safe_workers.driver.ledger import ledger_table
+
+        console.print()
+        console.print(ledger_table(diagnosis.live.ledgers[0]))
+    console.print()
+    print_findings(console, diagnosis.findings)
+
+
+def _facts(diagnosis: Diagnosis) -> Table:
+    table = Table("what", "found", title="Facts", title_justify="left")
+    table.columns[0].no_wrap = True
+    for fact in diagnosis.facts:
+        table.add_row(Text(fact.name), Text(fact.value))  # a value may have brackets
+    return table
+
+
+def write_json(diagnosis: Diagnosis, stream: TextIO) -> None:
+    """Writes a diagnosis as one object."""
+    found = {
+        "format": FORMAT,
+        "stops": diagnosis.stops,
+        "facts": [asdict(fact) for fact in diagnosis.facts],
+        "findings": [finding.as_dict() for finding in diagnosis.findings],
+        "live": None if diagnosis.live is None else diagnosis.live.as_list(),
+    }
+    stream.write(json.dumps(found, indent=1) + "\n")

@@ -1,0 +1,130 @@
+"""Whether a running Ray cluster can be reached, and has what the run needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rl_safe_workers.doctor.check import Check, Fact, Report, Subject
+from rl_safe_workers.doctor.probes import Answer, ask
+from rl_safe_workers.findings import Finding, Severity, counted
+
+DEADLINE_S = 30.0
+"""A cluster that is there answers within two; Ray itself gives up after forty."""
+_MISMATCH = "Version mismatch"
+_SHOWN_NODES = 8
+
+
+def judge(answer: Answer, subject: Subject) -> Report:
+    """Compares a cluster with what the run needs; node by node, since a bundle lies on one."""
+    if answer.values is None:
+        return Report(facts=(Fact(name="Ray", value=f"not reached: {answer.reason}"),), findings=(_lost(answer),))
+    nodes = [node for node in answer.values["nodes"] if node["alive"]]
+    facts = (
+        Fact(name="Ray", value=f"{answer.values['ray']}, with the Python of this process, as every node's has to be"),
+        Fact(name="nodes", value=_listed(answer.values["nodes"])),
+    )
+    if subject.config is None:
+        return Report(facts=facts)
+    short = tuple(_short(nodes, subject))
+    return Report(facts=facts, findings=short or tuple(_busy(answer.values["free"], subject)))
+
+
+def _lost(answer: Answer) -> Finding:
+    if _MISMATCH in answer.reason:
+        return Finding(
+            code="ray-version", severity=Severity.STOPS, text=f"Ray lets nobody join: {answer.reason}",
+            since="every Ray", evidence=("ray/_private/utils.py, check_version_info",),
+            avoid="one version of Ray and Python on all nodes",
+        )  # fmt: skip
+    return Finding(
+        code="ray-unreachable", severity=Severity.STOPS,
+        text=f"the run cannot join Ray: {answer.reason}", since="always",
+        evidence=("ray.init(address=…)", "docs/ray.md"),
+        avoid="start the job on a node of the cluster; cluster.ray_address=HOST:PORT of its head; RAY_AUTH_MODE=token "
+        "where it was started with a token, without which it does not answer; or cluster.ray_address=local",
+    )  # fmt: skip
+
+
+def _listed(nodes: Sequence[Mapping[str, Any]]) -> str:
+    alive = [node for node in nodes if node["alive"]]
+    shown = "; ".join(f"{n['address']} {n['cpus']:g} CPUs {n['gpus']:g} GPUs" for n in alive[:_SHOWN_NODES])
+    more = f"; and {len(alive) - _SHOWN_NODES} more" if len(alive) > _SHOWN_NODES else ""
+    gone = f"; {len(nodes) - len(alive)} gone" if len(alive) < len(nodes) else ""
+    return f"{counted(len(alive), 'node')}: {shown}{more}{gone}"
+
+
+def bundles(subject: Subject) -> list[tuple[float, int]]:
+    """Returns the CPUs and GPUs of each place that the run reserves; one place lies on one node."""
+    assert subject.config is not None, "there is a run"
+    cluster = subject.config.cluster
+    gpus = 1 if subject.needs_gpus else 0
+    if cluster.colocated:
+        return [(cluster.cpus_per_trainer + cluster.cpus_per_rollout, gpus)] * cluster.num_trainers
+    trainers = [(cluster.cpus_per_trainer, gpus)] * cluster.num_trainers
+    return trainers + [(cluster.cpus_per_rollout, gpus)] * cluster.num_rollouts
+
+
+def _short(nodes: Sequence[Mapping[str, Any]], subject: Subject) -> Iterator[Finding]:
+    needed = {"CPU": subject.cpus, "GPU": float(subject.gpus)}
+    present = {"CPU": sum(node["cpus"] for node in nodes), "GPU": sum(node["gpus"] for node in nodes)}
+    lacking = [name for name in needed if needed[name] > present[name] + 1e-4]
+    for name in lacking:
+        yield Finding(
+            code="ray-resources", severity=Severity.STOPS,
+            text=f"the run needs {needed[name]:g} {name}s, and the cluster has {present[name]:g}", since="always",
+            evidence=("ray.nodes()",),
+            avoid="fewer of cluster.num_trainers and cluster.num_rollouts, less of cluster.cpus_per_trainer and "
+            "cluster.cpus_per_rollout, or more nodes",
+        )  # fmt: skip
+    if not lacking:
+        yield from _unplaced(nodes, bundles(subject))
+
+
+def _unplaced(nodes: Sequence[Mapping[str, Any]], wanted: Sequence[tuple[float, int]]) -> Iterator[Finding]:
+    left = _without_place(nodes, wanted)
+    if not left:
+        return
+    # Several that do not fit beside each other may in another order; one that fits nowhere does in none.
+    never = any(_without_place(nodes, [one]) for one in set(wanted))
+    yield Finding(
+        code="ray-placement", severity=Severity.STOPS if never else Severity.RISKS,
+        text=f"the cluster has enough in all, but no node has room for {left} of the run's {len(wanted)} places: they "
+        "wait until rl_safe.timeouts.start is over",
+        since="always", evidence=("ray.nodes()",),
+        avoid="less of cluster.cpus_per_trainer and cluster.cpus_per_rollout, or larger nodes",
+    )  # fmt: skip
+
+
+def _without_place(nodes: Sequence[Mapping[str, Any]], wanted: Sequence[tuple[float, int]]) -> int:
+    """Returns how many places are left over when the largest are put on the first node with room."""
+    room = [[node["cpus"], node["gpus"]] for node in nodes]
+    left = 0
+    for cpus, gpus in sorted(wanted, reverse=True):
+        place = next((free for free in room if free[0] + 1e-4 >= cpus and free[1] >= gpus), None)
+        if place is None:
+            left += 1
+        else:
+            place[0] -= cpus
+            place[1] -= gpus
+    return left
+
+
+def _busy(free: Mapping[str, float], subject: Subject) -> Iterator[Finding]:
+    needed = {"CPU": subject.cpus, "GPU": float(subject.gpus)}
+    for name, amount in needed.items():
+        if amount > free[name] + 1e-4:
+            yield Finding(
+                code="ray-busy", severity=Severity.RISKS,
+                text=f"the run needs {amount:g} {name}s, and {free[name]:g} of the cluster's are free: it waits, until "
+                "rl_safe.timeouts.start is over",
+                since="always", evidence=("ray.available_resources()",), avoid="wait for, or end, what else runs there",
+            )  # fmt: skip
+
+
+RAY_CLUSTER = Check(
+    name="Ray",
+    deadline_s=DEADLINE_S + 5,
+    gather=lambda subject: ask("ray_probe", subject.ray, deadline_s=DEADLINE_S),
+    judge=judge,
+)

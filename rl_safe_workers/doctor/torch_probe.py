@@ -1,0 +1,41 @@
+"""Tells what torch sees of this machine's GPUs; run by `probes.ask`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def main() -> int:
+    """Prints one line of JSON: versions, devices, and which of them can read each other's memory."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    answer = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": list(torch.cuda.nccl.version()) if count else None,  # type: ignore[no-untyped-call]
+        "suspends": hasattr(torch._C._distributed_c10d.Backend, "suspend"),
+        "devices": [_device(torch, index) for index in range(count)],
+        "peers": [
+            [a == b or bool(torch.cuda.can_device_access_peer(a, b)) for b in range(count)] for a in range(count)
+        ],
+    }
+    print(json.dumps(answer))  # noqa: T201
+    return 0
+
+
+def _device(torch: Any, index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    found = {"name": properties.name, "total": properties.total_memory}
+    try:
+        # Needs a context there, which a GPU of exclusive use refuses while another process has it.
+        free, _ = torch.cuda.mem_get_info(index)
+    except RuntimeError as error:
+        return {**found, "free": None, "reason": str(error).partition("\n")[0]}
+    return {**found, "free": free, "reason": ""}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Ray for one run: a cluster that is there already, or one of its own on the loopback interface."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+import ray
+from ray._private import ray_constants
+from ray._private.services import canonicalize_bootstrap_address
+from ray.exceptions import RayError
+
+from rl_safe_workers import env
+from rl_safe_workers.config import ClusterConfig
+from rl_safe_workers.driver.interrupts import SLICE_S
+from rl_safe_workers.errors import ClusterError, PhaseTimeoutError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.recipe import LOCAL_RAY, ray_address
+
+LOOPBACK = "127.0.0.1"
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Ray's shared memory for a local run; only token batches pass through it."""
+_HOST_AND_PORT = re.compile(r"\[?(?P<host>[^\s\]]+)\]?:(?P<port>\d+)")
+_OF_RAY = (RayError, RuntimeError, ValueError, OSError)
+
+
+def start_ray(temp_dir: Path) -> None:
+    """Starts Ray for this run alone.
+
+    Args:
+        temp_dir: For its sockets and logs; short, since paths of sockets are limited.
+
+    Raises:
+        ClusterError: If it does not start.
+    """
+    # Ray advises on its token authentication at every start; the token is wanted, the advice is not.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    # Ray replaces a loopback address by a reachable one, unless it believes that this platform has no clusters.
+    env.keep_ray_on_loopback()
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        ray.init(
+            address=LOCAL_RAY,
+            num_cpus=len(os.sched_getaffinity(0)),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            _node_ip_address=LOOPBACK,
+            _temp_dir=str(temp_dir),
+            # Idle workers would compete with the actors' imports for the cores.
+            _system_config={"prestart_worker_first_driver": False},
+        )
+    except Exception as error:  # Ray raises a bare one, too
+        raise ClusterError(f"Ray could not be started: {_first_line(error)}") from error
+
+
+def join_ray(cluster: ClusterConfig, *, timeout_s: float, check: Callable[[], None]) -> None:
+    """Joins a running cluster.
+
+    Args:
+        cluster: Its ``ray_address`` says which.
+        timeout_s: Seconds until it must have answered.
+        check: Called several times a second; what it raises ends the wait.
+
+    Raises:
+        ClusterError: If there is none, or it refuses.
+        PhaseTimeoutError: If nothing answers at the address in time.
+    """
+    asked, deadline = ray_address(cluster), time.monotonic() + timeout_s
+    try:
+        # A cluster that ended without a word has left its address behind.
+        address = canonicalize_bootstrap_address(asked)
+        if address is None:
+            raise ClusterError(f"no Ray cluster is running on this machine (cluster.ray_address={asked})")
+        _knock(address, asked, deadline, timeout_s, check)
+        _bounded(address, asked, deadline, timeout_s, check)
+    except _OF_RAY as error:
+        raise ClusterError(
+            f"the Ray cluster at {asked} could not be joined (cluster.ray_address): {_first_line(error)}"
+        ) from error
+
+
+def _knock(address: str, asked: str, deadline: float, timeout_s: float, check: Callable[[], None]) -> None:
+    """Waits until something listens at an address: Ray itself would try for minutes."""
+    match = _HOST_AND_PORT.fullmatch(address)
+    if match is None:
+        raise ClusterError(f"cluster.ray_address={asked} leads to {address!r}, which is not host:port")
+    while True:
+        check()
+        try:
+            socket.create_connection((match["host"], int(match["port"])), timeout=SLICE_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise _no_answer(address, asked, timeout_s, str(error)) from error
+            time.sleep(SLICE_S)
+
+
+def _bounded(address: str, asked: str, deadline: float, timeout_s: float, check: Callable[[], None]) -> None:
+    """Joins on a thread, which is left behind if what listens there does not talk as Ray does."""
+    outcome: Future[None] = Future()
+
+    def join() -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+            outcome.set_result(None)
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    # Ray warns that it sets no handler for SIGTERM on a thread: nor is it to.
+    logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
+    threading.Thread(target=join, name="joining Ray", daemon=True).start()
+    while not wait([outcome], timeout=SLICE_S).done:
+        check()
+        if time.monotonic() >= deadline:
+            raise _no_answer(address, asked, timeout_s, "something listens there, and does not answer as Ray does")
+    outcome.result()
+
+
+def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
+    return "SIGTERM handler is not set" not in record.getMessage()
+
+
+def _no_answer(address: str, asked: str, timeout_s: float, reason: str) -> PhaseTimeoutError:
+    return PhaseTimeoutError(
+        phase=Phase.START, group=f"joining the Ray cluster at {address}", missing=(), waited_s=timeout_s,
+        setting="rl_safe.timeouts.start", detail=f"cluster.ray_address={asked}: {reason}",
+    )  # fmt: skip
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

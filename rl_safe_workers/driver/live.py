@@ -1,0 +1,63 @@
+"""A bootstrap and nothing else: the trainers of a recipe come up, connect every communicator, and go again."""
+
+from __future__ import annotations
+
+import uuid
+from copy import deepcopy
+from dataclasses import dataclass
+
+from rl_safe_workers.comms.report import BootstrapReport
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.driver.cluster import Cluster
+from rl_safe_workers.driver.console import RunConsole
+from rl_safe_workers.driver.interrupts import Interrupts
+from rl_safe_workers.driver.session import Session
+from rl_safe_workers.errors import RunError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveBootstrap:
+    """What a bootstrap has cost.
+
+    Example: ``bootstrap_live(config, RunConsole())``
+    """
+
+    ledgers: tuple[BootstrapReport, ...]
+    """By training rank."""
+    seconds: dict[str, float]
+    """Of each phase, as the driver saw it."""
+
+
+def bootstrap_live(config: RunConfig, console: RunConsole) -> LiveBootstrap:
+    """Connects the recipe's groups on the nodes where it would run, without a model and without rollout ranks.
+
+    Blocking, each phase within its timeout. Leaves no process behind, whatever happens. Main thread only.
+
+    Args:
+        config: A recipe whose layout is checked; it stays as it is.
+        console: Shows the phases.
+
+    Raises:
+        UsageError: If the cluster has less than the trainers need.
+        RunError: If Ray cannot be started or joined, a rank fails or does not answer, or the run is interrupted.
+    """
+    alone = _trainers_alone(config)
+    interrupts, patience_s = Interrupts(), alone.rl_safe.teardown.kill_after_s
+    cluster = Cluster(alone, run_id=uuid.uuid4().hex[:12], interrupts=interrupts)
+    session = Session(alone, cluster, console, interrupts)
+    with interrupts.listening():
+        try:
+            session.connect()
+            disagreed = session.teardown()
+        finally:
+            cluster.close(kill_after_s=patience_s)
+    if disagreed:
+        raise RunError("; ".join(f"training rank {rank} at teardown: {text}" for rank, text in disagreed.items()))
+    seconds = {str(phase): total.total_s for phase, total in session.totals.items()}
+    return LiveBootstrap(ledgers=tuple(session.ledgers), seconds=seconds)
+
+
+def _trainers_alone(config: RunConfig) -> RunConfig:
+    alone = deepcopy(config)
+    alone.cluster.num_rollouts, alone.cluster.colocated = 0, False
+    return alone

@@ -1,0 +1,93 @@
+"""Sees to what a run has on one node of a cluster that it has joined: folders, leftovers, whoever outlives the driver.
+
+The driver does all of this itself on its own machine, where it also starts Ray.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import shutil
+import socket
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rl_safe_workers import env
+from rl_safe_workers.reaping.guardian import Guardian
+from rl_safe_workers.reaping.ipc_files import remove_ipc_files
+from rl_safe_workers.reaping.processes import TEMP_PREFIX, ended, reap, run_processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """What actors of a node are told. Example: ``ray.get(agent.open.remote("10.0.0.4"))``."""
+
+    temp_dir: Path
+    """For their temporary files; the agent removes it."""
+    hang_dir: Path
+    """Where they leave what they are asked for."""
+    interface: str | None
+    """The network interface of the node's address; None: nobody may choose one, or none has it."""
+
+
+class NodeAgent:
+    """A Ray actor without resources, one on each node of the run.
+
+    It bears no mark of the run, whose processes it ends. Its guardian does that if the agent goes without a word: Ray
+    ends it when the driver dies, or when the node leaves the cluster.
+    """
+
+    def __init__(self, run_id: str, node_id: str, *, kill_after_s: float) -> None:
+        self._run_id, self._node_id, self._kill_after_s = run_id, node_id, kill_after_s
+        self._since_s, self._pids = time.time(), set[int]()
+        self._guardian = Guardian(run_id, since_s=self._since_s, kill_after_s=kill_after_s, node=node_id)
+        self._temp_dir = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
+
+    def open(self, address: str) -> NodePlace:
+        """Makes the folders.
+
+        Args:
+            address: The node's, in the cluster.
+        """
+        hang_dir = self._temp_dir / "hang"
+        hang_dir.mkdir(exist_ok=True)
+        self._guardian.tell(folders=[self._temp_dir])
+        # What the node's owner has chosen for it is in this process's environment, and so in the actors'.
+        interface = env.gloo_interface() or interface_of(address)
+        return NodePlace(temp_dir=self._temp_dir, hang_dir=hang_dir, interface=interface)
+
+    def note_processes(self) -> None:
+        """Remembers who belongs to the run, for `close`; see `driver.cluster.Cluster.note_processes`."""
+        self._pids |= {process.pid for process in run_processes(self._run_id, self._node_id)}
+        self._guardian.tell(pids=self._pids)
+
+    def close(self) -> None:
+        """Ends what the run has left on this node, and removes its files."""
+        self._pids |= {process.pid for process in run_processes(self._run_id, self._node_id)}
+        reap(self._run_id, kill_after_s=self._kill_after_s, node=self._node_id)
+        remove_ipc_files(ended(self._pids), since_s=self._since_s)
+        shutil.rmtree(self._temp_dir, ignore_errors=True)
+        self._guardian.dismiss(timeout_s=self._kill_after_s)
+
+
+def interface_of(address: str) -> str | None:
+    """Returns the name of the interface that has an address; of the loopback one for all of its addresses.
+
+    >>> interface_of("127.0.0.3")
+    'lo'
+    """
+    try:
+        wanted = ipaddress.ip_address(address)
+    except ValueError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        for of_interface in addresses:
+            if of_interface.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            own = ipaddress.ip_address(of_interface.address.partition("%")[0])
+            if own == wanted or (own.is_loopback and wanted.is_loopback):
+                return str(name)
+    return None

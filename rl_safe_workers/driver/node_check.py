@@ -1,0 +1,138 @@
+"""Whether the nodes of a run go together, before any actor of it starts: same versions, same code, same files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rl_safe_workers.driver import node_probe
+from rl_safe_workers.driver.nodes import Node, await_nodes
+from rl_safe_workers.errors import NodeMismatchError
+from rl_safe_workers.versions import STACK
+
+Facts = Mapping[str, Any]
+"""What `node_probe.look` returns; or ``error``, why it could not look."""
+
+
+def check_nodes(
+    nodes: Sequence[Node],
+    *,
+    shared: Sequence[Path],
+    timeout_s: float,
+    check: Callable[[], None],
+) -> None:
+    """Compares what the nodes have with each other, and their code with this process's.
+
+    Args:
+        nodes: Those that actors will be on.
+        shared: Absolute paths that must exist on all of them.
+        timeout_s: Seconds until all must have answered.
+        check: Called several times a second; what it raises ends the wait.
+
+    Raises:
+        NodeMismatchError: Names each node that differs, and in what.
+        PhaseTimeoutError: Names the nodes that have not answered.
+    """
+    found = look_at(nodes, [str(path) for path in shared], timeout_s=timeout_s, check=check)
+    if complaints := compare(found, code=node_probe.fingerprint()):
+        raise NodeMismatchError(f"the nodes of the cluster do not go together: {'; '.join(complaints)}")
+
+
+@contextmanager
+def marker(folder: Path) -> Iterator[Path]:
+    """Keeps an empty file in a folder, which is made if it is not there, while the body runs.
+
+    A folder by the same name may be on every node and yet be another one; this file is in one of them only.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(prefix=".seen_by_all_", dir=folder) as file:
+        yield Path(file.name)
+
+
+def look_at(
+    nodes: Sequence[Node], paths: Sequence[str], *, timeout_s: float, check: Callable[[], None]
+) -> dict[str, Facts]:
+    """Returns what each node has, by its name.
+
+    Raises:
+        PhaseTimeoutError: Names the nodes that have not answered in time.
+    """
+    # By value: a reference would be looked up in whatever version of the package the node has.
+    cloudpickle.register_pickle_by_value(node_probe)
+    try:
+        probe = ray.remote(node_probe.look)
+        refs = {
+            probe.options(
+                num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
+            ).remote(list(STACK), list(paths)): node
+            for node in nodes
+        }
+    finally:
+        cloudpickle.unregister_pickle_by_value(node_probe)
+    await_nodes(refs, "the look at the nodes", timeout_s=timeout_s, check=check)
+    return {str(node): _answer(ref) for ref, node in refs.items()}
+
+
+def _answer(ref: Any) -> Facts:
+    try:
+        facts: Facts = ray.get(ref)
+    except RayError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return {"error": lines[-1].strip() if lines else type(error).__name__}
+    return facts
+
+
+def compare(found: Mapping[str, Facts], *, code: str | None) -> list[str]:
+    """Returns what is wrong with each node, in words; empty: they go together.
+
+    Versions are held against those that most nodes have: the driver may be on a machine without a GPU.
+
+    Args:
+        found: What each node has, by its name.
+        code: `node_probe.fingerprint` of this process.
+    """
+    sound = {name: facts for name, facts in found.items() if "error" not in facts}
+    usual = _usual([facts["versions"] for facts in sound.values()])
+    complaints = []
+    for name, facts in found.items():
+        wrong = (
+            [f"cannot run a task ({facts['error']})"] if "error" in facts else list(_differences(facts, usual, code))
+        )
+        if wrong:
+            complaints.append(f"{name} {', '.join(wrong)}")
+    return complaints
+
+
+def _usual(versions: Sequence[Mapping[str, str]]) -> dict[str, str | None]:
+    names = {name: None for of_node in versions for name in of_node}
+    usual = {}
+    for name in names:
+        there = [of_node.get(name) for of_node in versions]
+        usual[name] = max(dict.fromkeys(there), key=there.count)
+    return usual
+
+
+def _differences(facts: Facts, usual: Mapping[str, str | None], code: str | None) -> list[str]:
+    wrong = []
+    if facts["code"] is None:
+        wrong.append("has no rl_safe_workers (install the wheel there, or submit the job with its working directory)")
+    elif facts["code"] != code:
+        wrong.append(f"runs other code of rl_safe_workers ({facts['code']}, the driver {code})")
+    for name, version in usual.items():
+        there = facts["versions"].get(name)
+        if there != version:
+            wrong.append(f"has {_version(name, there)}, most have {_version(name, version)}")
+    wrong += [f"does not see {path} (put it on storage that all nodes share)" for path in facts["paths"]]
+    return wrong
+
+
+def _version(name: str, version: str | None) -> str:
+    return f"no {name}" if version is None else f"{name} {version}"

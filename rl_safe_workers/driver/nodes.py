@@ -1,0 +1,108 @@
+"""The nodes of a Ray cluster, in the order that ranks follow."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private import state as ray_state
+
+from rl_safe_workers.driver.interrupts import SLICE_S
+from rl_safe_workers.errors import PhaseTimeoutError
+from rl_safe_workers.lifecycle import Phase
+
+ANSWER_S = 2.0
+"""How long a node's own port may take to accept a connection before the node counts as lost."""
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One node, as Ray's directory has it.
+
+    Example: ``Node(id="9d29...", name="10.0.0.4", address="10.0.0.4", port=39231, total={"GPU": 8.0}, free={...})``
+    """
+
+    id: str
+    name: str
+    """As given to ``ray start --node-name``, by default its address."""
+    address: str
+    port: int
+    """Of its raylet."""
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+    """What nobody has reserved; Ray tells with a delay of some hundred milliseconds."""
+
+    def __str__(self) -> str:
+        return self.name if self.name == self.address else f"{self.name} ({self.address})"
+
+    def answers(self) -> bool:
+        """Whether its raylet takes a connection. Ray itself notices some 15 to 30 s later that one does not."""
+        try:
+            with socket.create_connection((self.address, self.port), timeout=ANSWER_S):
+                return True
+        except OSError:
+            return False
+
+
+def living_nodes() -> list[Node]:
+    """Returns the nodes that Ray takes for alive, by address: the order of a rack, where addresses are given in it."""
+    free = ray_state.available_resources_per_node()
+    nodes = [_node(of_ray, free.get(of_ray["NodeID"], {})) for of_ray in ray.nodes() if of_ray["Alive"]]
+    return sorted(nodes, key=_order)
+
+
+def lost_among(nodes: Sequence[Node]) -> list[Node]:
+    """Returns those that do not answer. Blocks for little more than ``ANSWER_S``."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return [node for node, answers in zip(nodes, pool.map(Node.answers, nodes), strict=True) if not answers]
+
+
+def await_nodes(refs: Mapping[Any, Node], what: str, *, timeout_s: float, check: Callable[[], None]) -> None:
+    """Waits for something of each node.
+
+    Args:
+        refs: What is awaited, and of whom.
+        what: For the error, e.g. ``"the agents of the nodes"``.
+        timeout_s: Seconds until all must be there.
+        check: Called several times a second; what it raises ends the wait.
+
+    Raises:
+        PhaseTimeoutError: Names the nodes that have not answered.
+    """
+    deadline, pending = time.monotonic() + timeout_s, list(refs)
+    while pending:
+        check()
+        is_over = time.monotonic() >= deadline
+        _, pending = ray.wait(pending, num_returns=len(pending), timeout=0 if is_over else SLICE_S)
+        if pending and is_over:
+            names = ", ".join(str(refs[ref]) for ref in pending)
+            raise PhaseTimeoutError(
+                phase=Phase.START, group=what, missing=(), waited_s=timeout_s,
+                setting="rl_safe.timeouts.start", detail=f"no answer from {names}",
+            )  # fmt: skip
+
+
+def _node(of_ray: Mapping[str, Any], free: Mapping[str, float]) -> Node:
+    return Node(
+        id=of_ray["NodeID"], name=of_ray["NodeName"], address=of_ray["NodeManagerAddress"],
+        port=of_ray["NodeManagerPort"], total=of_ray["Resources"], free=free,
+    )  # fmt: skip
+
+
+def _order(node: Node) -> tuple[int, int, list[int | str], str]:
+    """Sorts addresses by number; what is no address follows, by name, with numbers in it by value."""
+    try:
+        address = ipaddress.ip_address(node.address)
+    except ValueError:
+        parts = re.split(r"(\d+)", node.address)
+        # Text and digits take turns, so that equal places hold equal types.
+        return 9, 0, [int(part) if part.isdecimal() else part for part in parts], node.id
+    return address.version, int(address), [], node.id

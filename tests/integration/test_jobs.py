@@ -1,0 +1,213 @@
+"""Runs that are submitted as jobs to a Ray cluster of three nodes on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_safe_workers.lifecycle import Phase, Role
+from tests.chaos.plan import VARIABLE, Fault, Kind, Point, to_json
+from tests.integration.local_cluster import Job, LocalCluster, environment_file
+from tests.integration.runs import RECIPES, REPOSITORY, Outcome
+
+pytestmark = pytest.mark.timeout(400)
+RUNTIME_ENV = REPOSITORY / "ray_configs" / "runtime_env.yaml"
+TIMEOUT_S = 8.0
+"""Of the phase that something happens in."""
+SLACK_S = 10.0
+HEAD, OTHER, LAST = 0, 1, 2
+SPREAD = (
+    "cluster.cpus_per_trainer=1",
+    "cluster.cpus_per_rollout=1",
+    "data.train_batch_size=4",
+    "data.max_response_length=8",
+    "rollout.n=2",
+    "actor.ppo_micro_batch_size_per_gpu=1",
+    "trainer.total_training_steps=3",
+)
+"""Two trainers on each of the first two nodes, the rollout rank on the third."""
+
+
+def report_form(report: str) -> list[str]:
+    """A report's headings and the names of its figures."""
+    return [heading or name for heading, name in re.findall(r"<h[23][^>]*>(.*?)</h|<(?:th|dt)[^>]*>(.*?)</", report)]
+
+
+def test_the_quickstart_runs_as_a_job_as_it_does_directly(
+    three_nodes: LocalCluster, moe_model: Path, quickstart: Outcome
+) -> None:
+    """The README's command, but for steps, the model that is there already, and saves as in the direct run."""
+    name = f"quickstart_{uuid.uuid4().hex[:6]}"
+    command = ["rl-safe", "run", "recipes/quickstart.yaml", f"model.path={moe_model}", "trainer.save_freq=4"]
+    more = ["trainer.total_training_steps=10", "rl_safe.checkpoint.async_save=true", "rl_safe.checkpoint.digest=true"]
+    job = three_nodes.submit(name, [*command, *more], "--working-dir", ".", "--runtime-env", str(RUNTIME_ENV))
+    # It streams while the job runs.
+    job.wait_for(lambda: "step  1/10" in job.out, "the first step in the log")
+    assert job.finish() == 0, job.out[-3000:]
+    assert job.status == "SUCCEEDED"
+    base = Path(yaml.safe_load(RUNTIME_ENV.read_text())["env_vars"]["RL_SAFE_BASE_DIR"].replace("${HOME}", "home"))
+    (run_dir,) = (three_nodes.folder / base / "outputs").iterdir()
+    direct = quickstart.run_dir
+    assert {file.name for file in run_dir.iterdir()} == {file.name for file in direct.iterdir()}
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [record.keys() for record in records] == [record.keys() for record in quickstart.records]
+    assert [r["reward/mean"] for r in records] == [r["reward/mean"] for r in quickstart.records]
+    assert report_form((run_dir / "report.html").read_text()) == report_form((direct / "report.html").read_text())
+    checkpoints = {path.name for path in (three_nodes.folder / base / "checkpoints" / "quickstart").iterdir()}
+    assert {"global_step_8", "global_step_10"} <= checkpoints
+    assert three_nodes.left_of_runs() == []
+
+
+def start(
+    cluster: LocalCluster, moe_model: Path, folder: Path, fault: Fault, *overrides: str, phase: Phase | None
+) -> Job:
+    """Submits a run in which a rank stops at some point, and waits until it has."""
+    name = f"run_{uuid.uuid4().hex[:8]}"
+    base = folder / "base"
+    variables = {VARIABLE: to_json(fault).replace('"', '\\"'), "RL_SAFE_BASE_DIR": str(base)}
+    variables["RAY_JOB_STOP_WAIT_TIME_S"] = "60"
+    recipe = str(RECIPES / "quickstart.yaml")
+    timeout = [] if phase is None else [f"rl_safe.timeouts.{phase}={TIMEOUT_S}"]
+    job = cluster.submit(
+        name,
+        [
+            *("python", "-m", "tests.chaos.command", "run", recipe, f"model.path={moe_model}"),
+            *(*SPREAD, "trainer.save_freq=2", *timeout, *overrides),
+        ],
+        *("--runtime-env", str(environment_file(folder, variables))),
+    )
+    job.wait_for(fault.struck.exists, "the fault")
+    return job
+
+
+def seconds_since(fault: Fault) -> float:
+    return time.time() - float(fault.struck.read_text())
+
+
+def error_of(job: Job) -> str:
+    """The one line in which a run says why it has failed, which `ray job submit` shows once more at its end."""
+    (line,) = {*re.findall(r"^rl-safe: error: (.*)$", job.out, re.MULTILINE)}
+    return str(line)
+
+
+def fault_in(phase: Phase, folder: Path, *, role: Role, rank: int, kind: Kind = Kind.STALL) -> Fault:
+    inside = phase in (Phase.TRAIN, Phase.SAVE, Phase.SYNC, Phase.ROLLOUT, Phase.CONVERT, Phase.BOOTSTRAP)
+    point = Point.INSIDE if inside else Point.BOUNDARY
+    return Fault(kind=kind, role=role, rank=rank, phase=phase, point=point, folder=str(folder))
+
+
+PHASES = [phase for phase in Phase if phase is not Phase.LOAD]
+"""A run that does not resume loads nothing."""
+QUICK_STOP, QUICK_LOSS = (Phase.TRAIN,), (Phase.SAVE,)
+
+
+def phases(quick: tuple[Phase, ...]) -> list[object]:
+    return [pytest.param(p, id=str(p), marks=() if p in quick else pytest.mark.nodes) for p in PHASES]
+
+
+@pytest.mark.parametrize("phase", phases(QUICK_STOP))
+def test_a_job_that_is_stopped_ends_as_a_run_that_is_interrupted(
+    phase: Phase, three_nodes: LocalCluster, moe_model: Path, tmp_path: Path
+) -> None:
+    fault = fault_in(phase, tmp_path, role=Role.TRAINER, rank=3)
+    job = start(three_nodes, moe_model, tmp_path, fault, phase=None)
+    job.stop()
+    job.finish()
+    seconds = seconds_since(fault)
+    assert job.status == "STOPPED"
+    assert error_of(job) == "interrupted by SIGTERM"
+    (report,) = tmp_path.glob("base/outputs/*/report.html")
+    assert "failed: interrupted by SIGTERM" in report.read_text()
+    assert three_nodes.left_of_runs() == []
+    assert seconds < TIMEOUT_S + SLACK_S
+
+
+@pytest.fixture
+def mended(three_nodes: LocalCluster) -> Callable[[], None]:
+    """Gives the cluster back the nodes that a test has lost."""
+
+    def mend() -> None:
+        for node in {OTHER, LAST} - {*three_nodes.nodes}:
+            three_nodes.add_node(node)
+
+    return mend
+
+
+@pytest.mark.parametrize("phase", phases(QUICK_LOSS))
+def test_a_node_that_is_lost_is_named_and_the_run_ends(
+    phase: Phase, three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
+) -> None:
+    mended()
+    fault = fault_in(phase, tmp_path, role=Role.TRAINER, rank=3)
+    job = start(three_nodes, moe_model, tmp_path, fault, phase=phase)
+    lost_at = time.monotonic()
+    three_nodes.kill_node(OTHER)
+    assert job.finish() == 1, job.out[-3000:]
+    seconds = time.monotonic() - lost_at
+    assert job.status == "FAILED"
+    expected = f"phase {phase}: node {three_nodes.address(OTHER)} is lost, and with it trainer rank 2-3 ("
+    assert error_of(job).startswith(expected), error_of(job)
+    assert seconds < TIMEOUT_S + SLACK_S
+    assert three_nodes.left_of_runs() == []
+    mended()
+
+
+def test_a_run_that_may_start_again_goes_on_without_the_node(
+    three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
+) -> None:
+    """It waits for a node in the place of the lost one, and goes on from its checkpoint."""
+    mended()
+    fault = fault_in(Phase.TRAIN, tmp_path, role=Role.TRAINER, rank=3)
+    object.__setattr__(fault, "occurrence", 3)
+    job = start(three_nodes, moe_model, tmp_path, fault, "rl_safe.restarts=1", phase=Phase.TRAIN)
+    three_nodes.kill_node(OTHER)
+    job.wait_for(lambda: "restart 1 of 1" in job.out, "the restart")
+    three_nodes.add_node(OTHER)
+    assert job.finish() == 0, job.out[-3000:]
+    words = " ".join(job.out.split())
+    assert f"global_step_2, after: phase train: node {three_nodes.address(OTHER)} is lost" in words
+    (records,) = tmp_path.glob("base/outputs/*/metrics.jsonl")
+    assert [json.loads(line)["step"] for line in records.read_text().splitlines()] == [1, 2, 3]
+    assert three_nodes.left_of_runs() == []
+
+
+def refused(cluster: LocalCluster, moe_model: Path, folder: Path, *overrides: str, environment: str = "") -> str:
+    """Runs a job that must fail before it has an actor; returns its error."""
+    variables = {"RL_SAFE_BASE_DIR": str(folder)} | ({"PYTHONPATH": environment} if environment else {})
+    command = [sys.executable, "-m", "rl_safe_workers", "run", str(RECIPES / "quickstart.yaml"), *SPREAD]
+    job = cluster.submit(
+        f"refused_{uuid.uuid4().hex[:8]}", [*command, f"model.path={moe_model}", *overrides],
+        *("--runtime-env", str(environment_file(folder, variables))),
+    )  # fmt: skip
+    assert job.finish() == 1, job.out[-3000:]
+    assert job.status == "FAILED"
+    assert cluster.left_of_runs() == []
+    return error_of(job)
+
+
+def test_too_few_nodes_are_refused_with_what_is_missing(
+    three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
+) -> None:
+    mended()
+    error = refused(three_nodes, moe_model, tmp_path, "cluster.num_rollouts=4")
+    assert error.startswith(
+        "the run needs 8 CPUs, the cluster has 6 CPUs and 0 GPUs on 3 nodes: no room for 2 rollout ranks (1 CPU each);"
+    )
+    error = refused(three_nodes, moe_model, tmp_path, "cluster.device=cuda", "model.dtype=bfloat16")
+    assert "no room for 4 trainers (1 CPU and 1 GPU each) and 1 rollout ranks (1 CPU and 1 GPU each)" in error
+
+
+def test_an_address_that_does_not_answer_is_named_within_the_timeout(
+    three_nodes: LocalCluster, moe_model: Path, tmp_path: Path
+) -> None:
+    nobody = f"{three_nodes.address(7)}:6379"
+    error = refused(three_nodes, moe_model, tmp_path, f"cluster.ray_address={nobody}", "rl_safe.timeouts.start=3")
+    assert re.match(rf"phase start: joining the Ray cluster at {nobody} did not finish within 3.0 s \(", error), error
