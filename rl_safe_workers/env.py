@@ -139,7 +139,9 @@ def actor_env(
         variables |= ROLLOUT_ACTORS
         if kv_cache_gib >= 1 and float(kv_cache_gib).is_integer():
             variables[VLLM_CPU_KVCACHE_SPACE] = str(int(kv_cache_gib))
-    variables |= {name: os.environ[name] for name in USER_MAY_SET & variables.keys() & os.environ.keys()}
+    # An interface of the driver's machine says nothing of another one's.
+    may_set = USER_MAY_SET if interface == LOOPBACK_INTERFACE else USER_MAY_SET - {GLOO_SOCKET_IFNAME}
+    variables |= {name: os.environ[name] for name in may_set & variables.keys() & os.environ.keys()}
     variables |= {RUN_ID: run_id, ROLE: str(role)}
     if rank is not None:
         variables[RANK] = str(rank)

@@ -25,8 +25,8 @@ from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.schema import check_keys, known_keys, wrong_value
 
 COMMAND_LINE = "command line"
-_RAY_PACKAGE = "_ray_pkg_"
-"""What begins the name of a folder into which Ray has unpacked a job's working directory."""
+_RAY_COPIES = "working_dir_files"
+"""The folder in which Ray unpacks the working directories of jobs."""
 LOCAL_RAY = "local"
 """The address of a Ray that is started for the run alone."""
 OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
@@ -82,15 +82,18 @@ def ray_address(cluster: ClusterConfig) -> str:
 def _rebase(config: RunConfig) -> None:
     """Lets relative paths of what a run writes start at `env.base_dir`; a model in the working directory stays."""
     trainer, base = config.trainer, env.base_dir()
-    if not env.has_base_dir():
-        if any(part.startswith(_RAY_PACKAGE) for part in base.parts) and not Path(trainer.output_dir).is_absolute():
-            raise ConfigError(
-                f"trainer.output_dir={trainer.output_dir} is relative, and the working directory is Ray's own copy of "
-                f"somebody's folder, which Ray removes: give an absolute path, or set {env.BASE_DIR} in the job's "
-                "runtime environment"
-            )
-        return
     assert trainer.default_local_dir is not None, "filled by _to_config"
+    if not env.has_base_dir():
+        written = {"trainer.output_dir": trainer.output_dir}
+        if trainer.save_freq > 0:
+            written["trainer.default_local_dir"] = trainer.default_local_dir
+        for key, path in written.items():
+            if _RAY_COPIES in base.parts and not Path(path).is_absolute():
+                raise ConfigError(
+                    f"{key}={path} is relative, and the working directory is Ray's own copy of somebody's folder, "
+                    f"which Ray removes: give an absolute path, or set {env.BASE_DIR} in the job's runtime environment"
+                )
+        return
     trainer.output_dir = str(base / trainer.output_dir)
     trainer.default_local_dir = str(base / trainer.default_local_dir)
     if not Path(config.model.path).exists():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-KINDS = ("unit", "distributed", "integration", "gpu")
+KINDS = ("unit", "distributed", "integration", "nodes", "gpu")
 TESTS = Path(__file__).parent
 
 

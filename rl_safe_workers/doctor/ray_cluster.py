@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rl_safe_workers.config import RunConfig
 from rl_safe_workers.doctor.check import Check, Fact, Report, Subject
 from rl_safe_workers.doctor.probes import Answer, ask
+from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.findings import Finding, Severity, counted
+from rl_safe_workers.topology.placement import DoesNotFitError, place_run
 
 DEADLINE_S = 30.0
 """A cluster that is there answers within two; Ray itself gives up after forty."""
@@ -54,17 +57,6 @@ def _listed(nodes: Sequence[Mapping[str, Any]]) -> str:
     return f"{counted(len(alive), 'node')}: {shown}{more}{gone}"
 
 
-def bundles(subject: Subject) -> list[tuple[float, int]]:
-    """Returns the CPUs and GPUs of each place that the run reserves; one place lies on one node."""
-    assert subject.config is not None, "there is a run"
-    cluster = subject.config.cluster
-    gpus = 1 if subject.needs_gpus else 0
-    if cluster.colocated:
-        return [(cluster.cpus_per_trainer + cluster.cpus_per_rollout, gpus)] * cluster.num_trainers
-    trainers = [(cluster.cpus_per_trainer, gpus)] * cluster.num_trainers
-    return trainers + [(cluster.cpus_per_rollout, gpus)] * cluster.num_rollouts
-
-
 def _short(nodes: Sequence[Mapping[str, Any]], subject: Subject) -> Iterator[Finding]:
     needed = {"CPU": subject.cpus, "GPU": float(subject.gpus)}
     present = {"CPU": sum(node["cpus"] for node in nodes), "GPU": sum(node["gpus"] for node in nodes)}
@@ -78,36 +70,26 @@ def _short(nodes: Sequence[Mapping[str, Any]], subject: Subject) -> Iterator[Fin
             "cluster.cpus_per_rollout, or more nodes",
         )  # fmt: skip
     if not lacking:
-        yield from _unplaced(nodes, bundles(subject))
+        assert subject.config is not None, "there is a run"
+        yield from _unplaced(nodes, subject.config)
 
 
-def _unplaced(nodes: Sequence[Mapping[str, Any]], wanted: Sequence[tuple[float, int]]) -> Iterator[Finding]:
-    left = _without_place(nodes, wanted)
-    if not left:
-        return
-    # Several that do not fit beside each other may in another order; one that fits nowhere does in none.
-    never = any(_without_place(nodes, [one]) for one in set(wanted))
-    yield Finding(
-        code="ray-placement", severity=Severity.STOPS if never else Severity.RISKS,
-        text=f"the cluster has enough in all, but no node has room for {left} of the run's {len(wanted)} places: they "
-        "wait until rl_safe.timeouts.start is over",
-        since="always", evidence=("ray.nodes()",),
-        avoid="less of cluster.cpus_per_trainer and cluster.cpus_per_rollout, or larger nodes",
-    )  # fmt: skip
-
-
-def _without_place(nodes: Sequence[Mapping[str, Any]], wanted: Sequence[tuple[float, int]]) -> int:
-    """Returns how many places are left over when the largest are put on the first node with room."""
-    room = [[node["cpus"], node["gpus"]] for node in nodes]
-    left = 0
-    for cpus, gpus in sorted(wanted, reverse=True):
-        place = next((free for free in room if free[0] + 1e-4 >= cpus and free[1] >= gpus), None)
-        if place is None:
-            left += 1
-        else:
-            place[0] -= cpus
-            place[1] -= gpus
-    return left
+def _unplaced(nodes: Sequence[Mapping[str, Any]], config: RunConfig) -> Iterator[Finding]:
+    """As the driver will find it: a place lies on one node."""
+    room = [{"CPU": node["cpus"], "GPU": node["gpus"]} for node in nodes]
+    try:
+        place_run(config.cluster, layout_of(config), room)
+    except DoesNotFitError as error:
+        lacking = config.cluster.num_trainers - error.trainers
+        who = (
+            counted(lacking, "trainer") if lacking else f"{config.cluster.num_rollouts - error.rollouts} rollout ranks"
+        )
+        yield Finding(
+            code="ray-placement", severity=Severity.STOPS,
+            text=f"the cluster has enough in all, but no node has room for {who} more: the run is refused",
+            since="always", evidence=("ray.nodes()",),
+            avoid="less of cluster.cpus_per_trainer and cluster.cpus_per_rollout, or larger nodes",
+        )  # fmt: skip
 
 
 def _busy(free: Mapping[str, float], subject: Subject) -> Iterator[Finding]:

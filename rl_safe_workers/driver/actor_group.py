@@ -125,6 +125,8 @@ def _fetch(calls: PendingCalls, ref: Any) -> Reply:
 
 def died(actor: ActorRef, phase: Phase, *, cause: str = "the process died", trace: str = "") -> RankError:
     """The error of an actor that is no more."""
+    if actor.node is not None and not actor.node.is_loopback:
+        cause = f"{cause} on node {actor.node}"
     return RankError(
         role=actor.role, rank=actor.rank, phase=phase, cause=cause, trace=trace,
         # Whatever took the process away is the cause of what others report, however late it is noticed.

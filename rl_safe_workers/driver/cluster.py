@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -31,19 +30,13 @@ from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.lifecycle import Role
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import remove_ipc_files
-from rl_safe_workers.reaping.processes import (
-    RUN_FILE,
-    TEMP_PREFIX,
-    ended,
-    process_namespace,
-    reap,
-    remove_leftovers,
-    run_processes,
-)
+from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
 from rl_safe_workers.recipe import LOCAL_RAY, ray_address
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 30.0
+"""What nodes get to answer in, however long it took until they were there."""
 GPU_SHARE = 0.5
 """Of a trainer and of the rollout rank on its GPU, as Ray counts; neither is held to it."""
 
@@ -125,13 +118,11 @@ class Cluster:
         self._interrupts.listen()
         cluster, check = self._config.cluster, self._interrupts.check
 
-        def left_s() -> float:
-            return max(1.0, deadline - time.monotonic())
-
+        left_s = max(1.0, deadline - time.monotonic())
         self._reservation = reserve(
-            cluster, layout_of(self._config), timeout_s=left_s(), check=check, waits_for_nodes=self._waits_for_nodes
+            cluster, layout_of(self._config), timeout_s=left_s, check=check, waits_for_nodes=self._waits_for_nodes
         )
-        places = self._prepare_nodes(shared, left_s)
+        places = self._prepare_nodes(shared, lambda: max(LOOK_S, deadline - time.monotonic()))
         n = cluster.num_trainers
         self.trainers = [self._create(TrainerActor, rank, rank, places) for rank in range(n)]
         first = 0 if cluster.colocated else n
@@ -144,11 +135,8 @@ class Cluster:
         # Marks Ray's own processes as the run's too.
         env.mark_run(self._run_id)
         remove_leftovers(Path(tempfile.gettempdir()))
-        self._temp_dir = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
+        self._temp_dir = make_run_folder(self._run_id)
         self._tell(folders=[self._temp_dir])
-        driver = psutil.Process()
-        whose = f"{self._run_id} {driver.pid} {driver.create_time()} {process_namespace()}"
-        (self._temp_dir / RUN_FILE).write_text(whose)
         start_ray(self._temp_dir)
 
     def _prepare_nodes(self, shared: Sequence[Path], left_s: Callable[[], float]) -> dict[str, NodePlace]:
@@ -206,10 +194,12 @@ class Cluster:
         return [] if self.is_local else lost_among(self.nodes)
 
     def on_nodes(self, nodes: Sequence[Node]) -> dict[Role, list[int]]:
-        """Ranks of the run on some nodes, by role."""
-        ids = {node.id for node in nodes}
-        there = [actor for actor in self.actors if actor.node is not None and actor.node.id in ids]
-        return {role: [actor.rank for actor in there if actor.role is role] for role in Role}
+        """Ranks that have their places on some nodes, by role."""
+        ids, cluster = {node.id for node in nodes}, self._config.cluster
+        bundles = () if self._reservation is None else self._reservation.nodes
+        first = 0 if cluster.colocated else cluster.num_trainers
+        places = {Role.TRAINER: bundles[: cluster.num_trainers], Role.ROLLOUT: bundles[first:]}
+        return {role: [rank for rank, node in enumerate(of) if node.id in ids] for role, of in places.items()}
 
     def close(self, *, kill_after_s: float) -> None:
         """Ends every process of the run: actors, their children, and Ray itself if it is ours.
@@ -219,13 +209,16 @@ class Cluster:
         bounded in time, and goes ahead whatever became of the one before.
         """
         actors, reservation, agents = list(reversed(self.actors)), self._reservation, self._agents
+        nodes = self.nodes
         guardian, self._guardian = self._guardian, None
         self.trainers, self.rollouts, self._reservation, self._agents = [], [], None, None
         attempt("killing actors", lambda: [ray.kill(a.handle, no_restart=True) for a in actors], timeout_s=kill_after_s)
         if agents is not None:
             patience_s = 3 * kill_after_s + 1
             attempt(
-                "ending what is left on the nodes", lambda: agents.close(timeout_s=patience_s), timeout_s=patience_s
+                "ending what is left on the nodes",
+                lambda: agents.close(timeout_s=patience_s, lost=lost_among(nodes)),
+                timeout_s=patience_s + kill_after_s,
             )
         if reservation is not None and not self.is_local:  # a local Ray takes it along
             group = reservation.group

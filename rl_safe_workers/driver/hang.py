@@ -26,6 +26,7 @@ from rl_safe_workers import env
 from rl_safe_workers.driver.actors import GLOO_FLIGHTS, GLOO_REQUESTS, IN_VAIN, STACK_SIGNAL, stack_file
 from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.flights import Work, read_flights, waiting_ranks, works_waited_in
+from rl_safe_workers.driver.nodes import JOINING, LOOK_AT_NODES, NODE_AGENTS
 from rl_safe_workers.driver.stacks import Stack, py_spy, relative
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, format_ranks
 from rl_safe_workers.lifecycle import Role
@@ -36,7 +37,9 @@ logger = logging.getLogger(__name__)
 Who = tuple[str, int]
 """Role and rank."""
 
-_WAITED_FOR_BY_THE_DRIVER = ("the driver", "the placement group", "the making of the model")
+_WAITED_FOR_BY_THE_DRIVER = (
+    "the driver", "the placement group", "the making of the model", JOINING, LOOK_AT_NODES, NODE_AGENTS,
+)  # fmt: skip
 """Groups of a PhaseTimeoutError that are no ranks."""
 _MEMBERS = re.compile(r"\[([\d, ]+)\]")
 """Training ranks in the name of a group."""

@@ -15,12 +15,12 @@ from pathlib import Path
 import ray
 from ray._private import ray_constants
 from ray._private.services import canonicalize_bootstrap_address
-from ray.exceptions import RayError
 
 from rl_safe_workers import env
 from rl_safe_workers.config import ClusterConfig
 from rl_safe_workers.driver.interrupts import SLICE_S
-from rl_safe_workers.errors import ClusterError, PhaseTimeoutError
+from rl_safe_workers.driver.nodes import JOINING
+from rl_safe_workers.errors import ClusterError, PhaseTimeoutError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.recipe import LOCAL_RAY, ray_address
 
@@ -28,7 +28,6 @@ LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * 2**20
 """Ray's shared memory for a local run; only token batches pass through it."""
 _HOST_AND_PORT = re.compile(r"\[?(?P<host>[^\s\]]+)\]?:(?P<port>\d+)")
-_OF_RAY = (RayError, RuntimeError, ValueError, OSError)
 
 
 def start_ray(temp_dir: Path) -> None:
@@ -59,7 +58,7 @@ def start_ray(temp_dir: Path) -> None:
             _system_config={"prestart_worker_first_driver": False},
         )
     except Exception as error:  # Ray raises a bare one, too
-        raise ClusterError(f"Ray could not be started: {_first_line(error)}") from error
+        raise ClusterError(f"Ray could not be started: {_in_one_line(error)}") from error
 
 
 def join_ray(cluster: ClusterConfig, *, timeout_s: float, check: Callable[[], None]) -> None:
@@ -82,9 +81,11 @@ def join_ray(cluster: ClusterConfig, *, timeout_s: float, check: Callable[[], No
             raise ClusterError(f"no Ray cluster is running on this machine (cluster.ray_address={asked})")
         _knock(address, asked, deadline, timeout_s, check)
         _bounded(address, asked, deadline, timeout_s, check)
-    except _OF_RAY as error:
+    except RlSafeError:
+        raise
+    except Exception as error:  # Ray raises a bare one, too
         raise ClusterError(
-            f"the Ray cluster at {asked} could not be joined (cluster.ray_address): {_first_line(error)}"
+            f"the Ray cluster at {asked} could not be joined (cluster.ray_address): {_in_one_line(error)}"
         ) from error
 
 
@@ -130,11 +131,14 @@ def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
 
 
 def _no_answer(address: str, asked: str, timeout_s: float, reason: str) -> PhaseTimeoutError:
-    return PhaseTimeoutError(
-        phase=Phase.START, group=f"joining the Ray cluster at {address}", missing=(), waited_s=timeout_s,
-        setting="rl_safe.timeouts.start", detail=f"cluster.ray_address={asked}: {reason}",
+    error = PhaseTimeoutError(
+        phase=Phase.START, group=JOINING, missing=(), waited_s=timeout_s,
+        setting="rl_safe.timeouts.start", detail=f"{address}, of cluster.ray_address={asked}: {reason}",
     )  # fmt: skip
+    error.may_pass = False  # what was left behind may still be trying
+    return error
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _in_one_line(error: BaseException) -> str:
+    """All of it: where versions differ, Ray has them on lines of their own."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -60,4 +60,5 @@ def bootstrap_live(config: RunConfig, console: RunConsole) -> LiveBootstrap:
 def _trainers_alone(config: RunConfig) -> RunConfig:
     alone = deepcopy(config)
     alone.cluster.num_rollouts, alone.cluster.colocated = 0, False
+    alone.trainer.save_freq = -1
     return alone

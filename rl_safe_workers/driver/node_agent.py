@@ -18,7 +18,7 @@ import psutil
 from rl_safe_workers import env
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import remove_ipc_files
-from rl_safe_workers.reaping.processes import TEMP_PREFIX, ended, reap, run_processes
+from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,9 @@ class NodeAgent:
         self._run_id, self._node_id, self._kill_after_s = run_id, node_id, kill_after_s
         self._since_s, self._pids = time.time(), set[int]()
         self._guardian = Guardian(run_id, since_s=self._since_s, kill_after_s=kill_after_s, node=node_id)
-        self._temp_dir = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
+        remove_leftovers(Path(tempfile.gettempdir()))
+        self._temp_dir = make_run_folder(run_id)
+        self._guardian.tell(folders=[self._temp_dir])
 
     def open(self, address: str) -> NodePlace:
         """Makes the folders.
@@ -54,7 +56,6 @@ class NodeAgent:
         """
         hang_dir = self._temp_dir / "hang"
         hang_dir.mkdir(exist_ok=True)
-        self._guardian.tell(folders=[self._temp_dir])
         # What the node's owner has chosen for it is in this process's environment, and so in the actors'.
         interface = env.gloo_interface() or interface_of(address)
         return NodePlace(temp_dir=self._temp_dir, hang_dir=hang_dir, interface=interface)

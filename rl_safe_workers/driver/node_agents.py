@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_safe_workers.driver.node_agent import NodeAgent, NodePlace
-from rl_safe_workers.driver.nodes import Node, await_nodes
+from rl_safe_workers.driver.nodes import NODE_AGENTS, Node, await_nodes
 from rl_safe_workers.errors import ClusterError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class NodeAgents:
             PhaseTimeoutError: Names the nodes that have not answered.
         """
         refs = {handle.open.remote(node.address): node for handle, node in zip(self._handles, self._nodes, strict=True)}
-        await_nodes(refs, "the agents of the nodes", timeout_s=timeout_s, check=check)
+        await_nodes(refs, NODE_AGENTS, timeout_s=timeout_s, check=check)
         places = {}
         for ref, node in refs.items():
             try:
@@ -56,11 +56,21 @@ class NodeAgents:
         for handle in self._handles:
             handle.note_processes.remote()
 
-    def close(self, *, timeout_s: float) -> None:
-        """Lets each end what is left on its node. What one that does not answer leaves, its guardian ends."""
-        refs = [handle.close.remote() for handle in self._handles]
-        _, pending = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
-        for ref, node in zip(refs, self._nodes, strict=True):
+    def close(self, *, timeout_s: float, lost: Sequence[Node] = ()) -> None:
+        """Lets each end what is left on its node. What one that does not answer leaves, its guardian ends.
+
+        Args:
+            timeout_s: Seconds until all must have done so.
+            lost: Nodes that are gone, and are not waited for.
+        """
+        gone = {node.id for node in lost}
+        refs = {
+            handle.close.remote(): node
+            for handle, node in zip(self._handles, self._nodes, strict=True)
+            if node.id not in gone
+        }
+        _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+        for ref, node in refs.items():
             if ref in pending:
                 logger.warning("node %s has not said within %.0f s that nothing is left on it", node, timeout_s)
                 continue

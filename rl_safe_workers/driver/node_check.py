@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +15,13 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_safe_workers.driver import node_probe
-from rl_safe_workers.driver.nodes import Node, await_nodes
-from rl_safe_workers.errors import NodeMismatchError
+from rl_safe_workers.driver.interrupts import SLICE_S
+from rl_safe_workers.driver.nodes import LOOK_AT_NODES, Node, await_nodes
+from rl_safe_workers.errors import ClusterError, ConfigError, NodeMismatchError
 from rl_safe_workers.versions import STACK
 
+CACHED_S = 3.0
+_MARKER = ".seen_by_all_"
 Facts = Mapping[str, Any]
 """What `node_probe.look` returns; or ``error``, why it could not look."""
 
@@ -39,9 +43,20 @@ def check_nodes(
 
     Raises:
         NodeMismatchError: Names each node that differs, and in what.
+        ClusterError: If a node cannot run a task.
         PhaseTimeoutError: Names the nodes that have not answered.
     """
-    found = look_at(nodes, [str(path) for path in shared], timeout_s=timeout_s, check=check)
+    paths = [str(path) for path in shared]
+    found = look_at(nodes, paths, timeout_s=timeout_s, check=check)
+    if any(facts.get("paths") for facts in found.values()):
+        # A network file system shows what was just made only after its caches have expired.
+        wait_until = time.monotonic() + CACHED_S
+        while time.monotonic() < wait_until:
+            check()
+            time.sleep(SLICE_S)
+        found = look_at(nodes, paths, timeout_s=timeout_s, check=check)
+    if failed := {name: facts["error"] for name, facts in found.items() if "error" in facts}:
+        raise ClusterError("; ".join(f"node {name} cannot run a task: {error}" for name, error in failed.items()))
     if complaints := compare(found, code=node_probe.fingerprint()):
         raise NodeMismatchError(f"the nodes of the cluster do not go together: {'; '.join(complaints)}")
 
@@ -52,8 +67,17 @@ def marker(folder: Path) -> Iterator[Path]:
 
     A folder by the same name may be on every node and yet be another one; this file is in one of them only.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(prefix=".seen_by_all_", dir=folder) as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_MARKER}*"):  # of a driver that was killed
+            left.unlink(missing_ok=True)
+        file = NamedTemporaryFile(prefix=_MARKER, dir=folder)  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.default_local_dir={folder}: {error.strerror or error}; checkpoints need a folder that the driver "
+            "can write to, on storage that all nodes share"
+        ) from error
+    with file:
         yield Path(file.name)
 
 
@@ -77,7 +101,7 @@ def look_at(
         }
     finally:
         cloudpickle.unregister_pickle_by_value(node_probe)
-    await_nodes(refs, "the look at the nodes", timeout_s=timeout_s, check=check)
+    await_nodes(refs, LOOK_AT_NODES, timeout_s=timeout_s, check=check)
     return {str(node): _answer(ref) for ref, node in refs.items()}
 
 
@@ -99,16 +123,9 @@ def compare(found: Mapping[str, Facts], *, code: str | None) -> list[str]:
         found: What each node has, by its name.
         code: `node_probe.fingerprint` of this process.
     """
-    sound = {name: facts for name, facts in found.items() if "error" not in facts}
-    usual = _usual([facts["versions"] for facts in sound.values()])
-    complaints = []
-    for name, facts in found.items():
-        wrong = (
-            [f"cannot run a task ({facts['error']})"] if "error" in facts else list(_differences(facts, usual, code))
-        )
-        if wrong:
-            complaints.append(f"{name} {', '.join(wrong)}")
-    return complaints
+    usual = _usual([facts["versions"] for facts in found.values()])
+    wrong = {name: _differences(facts, usual, code) for name, facts in found.items()}
+    return [f"{name} {', '.join(of_node)}" for name, of_node in wrong.items() if of_node]
 
 
 def _usual(versions: Sequence[Mapping[str, str]]) -> dict[str, str | None]:

@@ -6,9 +6,10 @@ import ipaddress
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -18,6 +19,8 @@ from rl_safe_workers.driver.interrupts import SLICE_S
 from rl_safe_workers.errors import PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 
+JOINING, LOOK_AT_NODES, NODE_AGENTS = "joining the Ray cluster", "the look at the nodes", "the agents of the nodes"
+"""What a PhaseTimeoutError calls waits for others than ranks."""
 ANSWER_S = 2.0
 """How long a node's own port may take to accept a connection before the node counts as lost."""
 _AT_ONCE = 64
@@ -43,24 +46,34 @@ class Node:
     def __str__(self) -> str:
         return self.name if self.name == self.address else f"{self.name} ({self.address})"
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it is the one of a Ray that was started for the run alone."""
+        return self.address == "127.0.0.1"
+
     def answers(self) -> bool:
         """Whether its raylet takes a connection. Ray itself notices some 15 to 30 s later that one does not."""
-        try:
-            with socket.create_connection((self.address, self.port), timeout=ANSWER_S):
-                return True
-        except OSError:
-            return False
+        for _ in range(2):  # a busy one may miss the first
+            try:
+                with socket.create_connection((self.address, self.port), timeout=ANSWER_S):
+                    return True
+            except OSError:
+                continue
+        return False
 
 
 def living_nodes() -> list[Node]:
     """Returns the nodes that Ray takes for alive, by address: the order of a rack, where addresses are given in it."""
     free = ray_state.available_resources_per_node()
     nodes = [_node(of_ray, free.get(of_ray["NodeID"], {})) for of_ray in ray.nodes() if of_ray["Alive"]]
-    return sorted(nodes, key=_order)
+    names = Counter(str(node) for node in nodes)
+    # Several on one machine share a name, and what is said of one must not pass for another's.
+    unique = [node if names[str(node)] == 1 else replace(node, name=f"{node.name}, {node.id[:8]}") for node in nodes]
+    return sorted(unique, key=_order)
 
 
 def lost_among(nodes: Sequence[Node]) -> list[Node]:
-    """Returns those that do not answer. Blocks for little more than ``ANSWER_S``."""
+    """Returns those that do not answer. Blocks for little more than twice ``ANSWER_S``."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return [node for node, answers in zip(nodes, pool.map(Node.answers, nodes), strict=True) if not answers]
 
@@ -70,7 +83,7 @@ def await_nodes(refs: Mapping[Any, Node], what: str, *, timeout_s: float, check:
 
     Args:
         refs: What is awaited, and of whom.
-        what: For the error, e.g. ``"the agents of the nodes"``.
+        what: For the error, e.g. ``NODE_AGENTS``.
         timeout_s: Seconds until all must be there.
         check: Called several times a second; what it raises ends the wait.
 

@@ -15,10 +15,14 @@ from rl_safe_workers.errors import PhaseTimeoutError, ResourceError
 from rl_safe_workers.findings import counted
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.layout import ParallelLayout
-from rl_safe_workers.topology.placement import DoesNotFitError, Placement, Resources, place
+from rl_safe_workers.topology.placement import DoesNotFitError, Placement, needs, place_run
 
 TRY_S = 5.0
 """How long to wait for one choice of nodes before it is made anew: one may be lost, or somebody else was quicker."""
+PLACED_IN_S = 200
+"""Bundles that Ray surely places in a second."""
+AGAIN_S = 1.0
+"""Between two looks at what is free."""
 NODE_LABEL = "ray.io/node-id"
 """Ray gives it to every node."""
 _KINDS = ("CPU", "GPU")
@@ -39,14 +43,6 @@ class Reservation:
     def used(self) -> list[Node]:
         """All nodes that have a bundle, each once, in order."""
         return list({node.id: node for node in self.nodes}.values())
-
-
-def needs(cluster: ClusterConfig) -> tuple[Resources, Resources]:
-    """What a trainer and a rollout rank take; colocated, what a pair takes, and nothing."""
-    gpu = {} if cluster.device == "cpu" else {"GPU": 1.0}
-    if cluster.colocated:
-        return {"CPU": cluster.cpus_per_trainer + cluster.cpus_per_rollout, **gpu}, {}
-    return {"CPU": cluster.cpus_per_trainer, **gpu}, {"CPU": cluster.cpus_per_rollout, **gpu}
 
 
 def bundles(cluster: ClusterConfig) -> list[dict[str, float]]:
@@ -86,7 +82,8 @@ def reserve(
         chosen = _choose(cluster, layout, nodes, [node.free for node in nodes])
         if isinstance(chosen, Placement):
             places = tuple(nodes[index] for index in (*chosen.trainers, *chosen.rollouts))
-            group = _take(cluster, places, min(deadline, time.monotonic() + TRY_S), check)
+            try_s = TRY_S + len(places) / PLACED_IN_S
+            group = _take(cluster, places, min(deadline, time.monotonic() + try_s), check)
             if group is not None:
                 return Reservation(group=group, nodes=places)
         if is_over:
@@ -94,7 +91,10 @@ def reserve(
                 phase=Phase.START, group="the placement group", missing=(), waited_s=timeout_s,
                 setting="rl_safe.timeouts.start", detail=f"{_wanted(cluster)} are not free",
             )  # fmt: skip
-        time.sleep(SLICE_S)
+        again_at = time.monotonic() + AGAIN_S
+        while time.monotonic() < again_at:
+            check()
+            time.sleep(SLICE_S)
 
 
 def _nodes() -> list[Node]:
@@ -130,9 +130,8 @@ def _rollouts(cluster: ClusterConfig) -> int:
 def _choose(
     cluster: ClusterConfig, layout: ParallelLayout, nodes: Sequence[Node], amounts: Sequence[Mapping[str, float]]
 ) -> Placement | DoesNotFitError:
-    trainer, rollout = needs(cluster)
     try:
-        return place(layout, amounts, trainer=trainer, rollout=rollout, rollouts=_rollouts(cluster))
+        return place_run(cluster, layout, amounts)
     except DoesNotFitError as error:
         return error
 

@@ -35,7 +35,7 @@ from rl_safe_workers.driver.report import write_report
 from rl_safe_workers.driver.resume import ResumePoint, check_resume_point, find_resume_point, newest_since
 from rl_safe_workers.driver.rewards import resolve_reward
 from rl_safe_workers.driver.session import Session
-from rl_safe_workers.errors import ModelError, PhaseTimeoutError, RunError, UsageError
+from rl_safe_workers.errors import ModelError, PhaseTimeoutError, ResourceError, RunError, UsageError
 from rl_safe_workers.lifecycle import Phase, PhaseEvent
 from rl_safe_workers.recipe import to_yaml
 from rl_safe_workers.versions import installed_versions
@@ -151,14 +151,15 @@ class Job:
 
     def _attempt(self, log: MetricsLog) -> None:
         """Trains to the end, starting again as often as ``rl_safe.restarts`` allows."""
-        allowed = self._config.rl_safe.restarts
+        allowed, last = self._config.rl_safe.restarts, None
         for number in range(1, allowed + 1):
             try:
-                self._train(log)
+                self._train_again(log, last)
                 return
             except RunError as error:
                 if not error.may_pass:
                     raise
+                last = error
                 self._take_down(error, self._run_dir / f"attempt_{number}")
                 self._interrupts.check()
                 self._go_back(log)
@@ -166,7 +167,16 @@ class Job:
                 self._console.warn(f"restart {number} of {allowed}, from {start}, after: {error}")
                 if self._resume is not None and self._resume.manifest.step >= self._config.trainer.total_training_steps:
                     return
-        self._train(log)
+        self._train_again(log, last)
+
+    def _train_again(self, log: MetricsLog, last: RunError | None) -> None:
+        """Trains; should the cluster have no room any more, says what it lost it by."""
+        try:
+            self._train(log)
+        except ResourceError as error:
+            if last is None:
+                raise
+            raise RunError(f"{error}; to be started again after: {last}") from error
 
     def _go_back(self, log: MetricsLog) -> None:
         """Makes ready to start from the newest complete checkpoint of this run, or from where it began."""

@@ -20,11 +20,20 @@ from rl_safe_workers.driver.joining import LOOPBACK
 from rl_safe_workers.driver.metrics import PhaseTotal
 from rl_safe_workers.driver.node_check import marker
 from rl_safe_workers.driver.vitals import Vitals
-from rl_safe_workers.errors import Interrupted, NodeLostError, PhaseTimeoutError, RunError, format_ranks
+from rl_safe_workers.errors import (
+    Interrupted,
+    NodeLostError,
+    PhaseTimeoutError,
+    RankError,
+    RunError,
+    format_ranks,
+)
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.worlds.address import StoreAddress
 
+LEAVING_S = 3.0
+"""A node that is being shut down ends its processes, and then itself."""
 T = TypeVar("T")
 Arguments = Callable[[int], tuple[Any, ...]]
 
@@ -90,9 +99,11 @@ class Session:
 
     def _blame_lost_nodes(self, error: RunError, phase: Phase) -> None:
         """Raises NodeLostError from an error if nodes of the run are gone: that is what it comes from."""
-        lost = self._cluster.lost_nodes()
-        if not lost:
-            return
+        deadline = time.monotonic() + (LEAVING_S if isinstance(error, RankError) and error.raised_at == 0 else 0.0)
+        while not (lost := self._cluster.lost_nodes()):
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(SLICE_S)
         ranks = [f"{role} rank {format_ranks(of)}" for role, of in self._cluster.on_nodes(lost).items() if of]
         names = [str(node) for node in lost]
         raise NodeLostError(nodes=names, phase=phase, ranks=" and ".join(ranks), detail=str(error)) from error
@@ -159,12 +170,22 @@ class Session:
         if self._cluster.is_local:
             self._cluster.start()
             return
+        try:
+            self._join_cluster()
+        except Interrupted:
+            raise
+        except RunError as error:
+            self._blame_lost_nodes(error, Phase.START)
+            raise
+
+    def _join_cluster(self) -> None:
         trainer, model = self._config.trainer, Path(self._config.model.path)
+        shared = [model] if model.exists() else []  # it is there, unless nothing but a bootstrap is to happen
         if trainer.save_freq < 1 or trainer.default_local_dir is None:
-            self._cluster.start(shared=[model])
+            self._cluster.start(shared=shared)
             return
         with marker(Path(trainer.default_local_dir)) as of_checkpoints:
-            self._cluster.start(shared=[model, of_checkpoints])
+            self._cluster.start(shared=[*shared, of_checkpoints])
 
     def convert(self, method: str, *arguments: Any) -> Any:
         """Runs a conversion on every trainer; returns what training rank 0 does.

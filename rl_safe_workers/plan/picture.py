@@ -16,7 +16,7 @@ from rl_safe_workers.plan.plan import Plan, is_spare
 
 MOST_RANKS = 16384
 _PER_ROW = 8
-_WIDTH = 1160
+_WIDTH = 1030
 _GAP, _LABEL = 14, 16
 _LIST_WIDTH, _LINE = 420, 20
 _DIGIT = 0.7

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 TEMP_PREFIX, RUN_FILE = "rl_safe_", "run_id"
 """Of a run's temporary folder, and the file in it that says whose it is: run id, driver's process id, when that was
-created, and the namespace in which the number counts."""
+created, and the namespace in which the number counts. On a node of a cluster its agent stands for the driver."""
 
 
 def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
@@ -54,6 +55,14 @@ def ended(pids: Iterable[int]) -> list[int]:
             return False
 
     return [pid for pid in pids if not runs(pid)]
+
+
+def make_run_folder(run_id: str) -> Path:
+    """Makes a temporary folder of a run, which `remove_leftovers` knows once this process and the run are gone."""
+    folder = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
+    owner = psutil.Process()
+    (folder / RUN_FILE).write_text(f"{run_id} {owner.pid} {owner.create_time()} {process_namespace()}")
+    return folder
 
 
 def remove_leftovers(temp: Path) -> None:

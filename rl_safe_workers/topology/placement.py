@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rl_safe_workers.config import ClusterConfig
 from rl_safe_workers.topology.layout import ParallelLayout
 
 Resources = Mapping[str, float]
@@ -16,8 +17,8 @@ Resources = Mapping[str, float]
 
 GRAIN = 10_000
 """Ray counts resources in ten-thousandths."""
-MOST_STEPS = 2_000_000
-"""Ranks times nodes up to which the best cut is searched for, some seconds."""
+MOST_STEPS = 60_000
+"""Ranks times nodes up to which the best cut is searched for, half a second; above it nodes are filled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,30 @@ class DoesNotFitError(Exception):
     def __init__(self, *, trainers: int, rollouts: int) -> None:
         self.trainers, self.rollouts = trainers, rollouts
         super().__init__(f"room for {trainers} trainers and {rollouts} rollout ranks")
+
+
+def needs(cluster: ClusterConfig) -> tuple[Resources, Resources]:
+    """What a trainer and a rollout rank take; colocated, what a pair takes, and nothing."""
+    gpu = {} if cluster.device == "cpu" else {"GPU": 1.0}
+    if cluster.colocated:
+        return {"CPU": cluster.cpus_per_trainer + cluster.cpus_per_rollout, **gpu}, {}
+    return {"CPU": cluster.cpus_per_trainer, **gpu}, {"CPU": cluster.cpus_per_rollout, **gpu}
+
+
+def place_run(cluster: ClusterConfig, layout: ParallelLayout, nodes: Sequence[Resources]) -> Placement:
+    """Places all ranks of a run; colocated, rollout ranks are where their trainers are, and not listed.
+
+    Args:
+        cluster: How many there are, and what each takes.
+        layout: As for `place`.
+        nodes: As for `place`.
+
+    Raises:
+        DoesNotFitError: If there is no room.
+    """
+    trainer, rollout = needs(cluster)
+    rollouts = 0 if cluster.colocated else cluster.num_rollouts
+    return place(layout, nodes, trainer=trainer, rollout=rollout, rollouts=rollouts)
 
 
 def place(
@@ -87,6 +112,12 @@ def place(
     moved = _share_out(layout, left)
     if sum(moved) == layout.world_size and sum(generating) == rollouts:
         return Placement(trainers=_places(moved), rollouts=_places(generating))
+    # Or of the one where the other has taken all: fewer trainers on each node leave room beside them.
+    for most in range(max(rooms, default=0), 0, -1):
+        spread = _share_out(layout, [min(fitting, most) for fitting in rooms])
+        left = [room(_less(node, trainer, count), rollout) for node, count in zip(nodes, spread, strict=True)]
+        if sum(spread) == layout.world_size and sum(left) >= rollouts:
+            return Placement(trainers=_places(spread), rollouts=_places(_fill(left, range(len(nodes)), rollouts)))
     raise DoesNotFitError(trainers=sum(counts), rollouts=min(rollouts, sum(beside)))
 
 
@@ -147,19 +178,23 @@ def _least_cut(layout: ParallelLayout, rooms: Sequence[int], largest: int) -> li
     """Returns the training ranks of each node such that the fewest groups are cut, then on the fewest nodes."""
     world = layout.world_size
     cuts = [cut_groups(layout, boundary, largest=largest) for boundary in range(world)] + [0]
-    # For each number of ranks placed: groups cut, nodes taken, and how many ranks each node so far has taken.
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    # For each node, and each number of ranks placed up to it: groups cut, nodes taken, and how many the node has taken.
+    layers: list[dict[int, tuple[int, int, int]]] = [{0: (0, 0, 0)}]
     for fitting in rooms:
-        found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        for placed, (cut, taken, counts) in best.items():
+        found: dict[int, tuple[int, int, int]] = {}
+        for placed, (cut, taken, _) in layers[-1].items():
             for count in range(min(fitting, world - placed) + 1):
                 after = placed + count
-                # Of equals the one that fills the first nodes: it comes last, as `best` is walked from few to many.
-                way = (cut + (cuts[after] if count else 0), taken + bool(count), (*counts, count))
-                if after not in found or way[:2] <= found[after][:2]:
+                way = (cut + (cuts[after] if count else 0), taken + bool(count), count)
+                # Of equals the one that leaves the least to this node, so that the first ones are filled.
+                if after not in found or way < found[after]:
                     found[after] = way
-        best = dict(sorted(found.items()))
-    return list(best[world][2])
+        layers.append(found)
+    counts = []
+    for layer in reversed(layers[1:]):
+        counts.append(layer[world][2])
+        world -= counts[-1]
+    return counts[::-1]
 
 
 def _fill(rooms: Sequence[int], order: Sequence[int], needed: int) -> list[int]:

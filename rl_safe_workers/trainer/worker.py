@@ -13,7 +13,7 @@ import torch
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
 from rl_safe_workers.comms.releasable import register_backend
 from rl_safe_workers.comms.suspend import can_suspend
-from rl_safe_workers.config import RunConfig
+from rl_safe_workers.config import ModelConfig, RunConfig
 from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
 from rl_safe_workers.platforms.device_memory import SHARED_PHASES, megatron_owned
 from rl_safe_workers.platforms.platform import Platform, open_platform
@@ -25,8 +25,12 @@ from rl_safe_workers.workers.actor import MegatronActorMixin
 from rl_safe_workers.worlds.address import StoreAddress
 
 
-def _features_of_model(model: str) -> dict[str, Any]:
-    config = json.loads((Path(model) / "config.json").read_text())
+def _features_of_model(model: ModelConfig) -> dict[str, Any]:
+    file = Path(model.path) / "config.json"
+    if model.create is not None and not file.exists():
+        # Nothing but a bootstrap is to happen: a run makes its model first.
+        return {"moe": model.create.num_experts > 0, "tied_embeddings": False}
+    config = json.loads(file.read_text())
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     return {
         "moe": any(config.get(key) for key in experts),
@@ -66,7 +70,7 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
                 Features.of(self.config.megatron, colocated=self.config.cluster.colocated),
                 batched_p2p=False,  # mbridge's choice
                 variable_seq_lengths=sends_shapes(self.config.megatron),
-                **_features_of_model(self.config.model.path),
+                **_features_of_model(self.config.model),
             ),
         )
         self.lifecycle.observer = observer

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.local_cluster import LocalCluster, local_cluster
 from tests.integration.runs import RECIPES, Outcome, finish
 
 TOTAL_STEPS, SAVE_FREQ = 10, 4
@@ -44,22 +42,3 @@ def quickstart(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Out
     outcome = finish(command, tmp_path_factory.mktemp("quickstart"))
     assert outcome.code == 0, outcome.err
     return outcome
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nodes", action="store_true", help="stop a job and lose a node in each phase, not in two")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--nodes", default=False):
-        return
-    whole = [item for item in items if item.get_closest_marker("nodes")]
-    if whole:
-        config.hook.pytest_deselected(items=whole)
-        items[:] = [item for item in items if item not in whole]
-
-
-@pytest.fixture(scope="session")
-def three_nodes() -> Iterator[LocalCluster]:
-    with local_cluster(3) as cluster:
-        yield cluster

@@ -420,7 +420,7 @@ CLUSTERS: list[tuple[Answer, Subject, dict[str, Severity]]] = [
     (cluster((8, 1)), JOINS_GPU, {"ray-resources": STOPS}),
     (cluster((8, 1), (8, 1)), JOINS_GPU, {}),
     (cluster((0.4, 0), (0.4, 0), (0.4, 0), (0.4, 0)), JOINS, {"ray-placement": STOPS}),
-    (cluster((0.5, 0), (0.4, 0), (0.4, 0), (0.4, 0)), JOINS, {"ray-placement": RISKS}),
+    (cluster((0.5, 0), (0.4, 0), (0.4, 0), (0.4, 0)), JOINS, {"ray-placement": STOPS}),
     (cluster((8, 0), free={"CPU": 1.0, "GPU": 0.0}), JOINS, {"ray-busy": RISKS}),
     (cluster((1, 0)), ANY, {}),
     (Answer(reason="no answer within 30 s"), JOINS, {"ray-unreachable": STOPS}),

@@ -50,6 +50,11 @@ def test_the_user_may_choose_an_interface(monkeypatch: pytest.MonkeyPatch, inter
     assert {name: variables[name] for name in INTERFACES} == dict.fromkeys(INTERFACES, "lo") | {interface: "eth3"}
 
 
+def test_an_interface_of_the_driver_s_machine_is_not_another_node_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eno1")
+    assert actor_env(Role.TRAINER, "run-1", 1.0, interface="ib0")["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
 def test_temporary_files_go_where_the_run_says() -> None:
     assert actor_env(Role.ROLLOUT, "run-1", 1.0, temp_dir=Path("/x"))["TMPDIR"] == "/x"
     assert "TMPDIR" not in actor_env(Role.ROLLOUT, "run-1", 1.0)

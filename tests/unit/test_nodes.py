@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rl_safe_workers.driver import node_probe
 from rl_safe_workers.driver.node_agent import interface_of
 from rl_safe_workers.driver.node_check import compare, marker
 from rl_safe_workers.driver.nodes import Node, _order, lost_among
+from rl_safe_workers.errors import ConfigError
 
 CODE = "0123456789ab"
 
@@ -55,7 +57,6 @@ def test_nodes_alike_go_together() -> None:
         (facts(vllm="0.25.1"), "c has vllm 0.25.1, most have no vllm"),
         (facts(Python="3.12"), "c has Python 3.12, most have Python 3.11"),
         (facts(paths=("/models/m",)), "c does not see /models/m (put it on storage that all nodes share)"),
-        ({"error": "No module named 'x'"}, "c cannot run a task (No module named 'x')"),
     ],
 )
 def test_the_node_that_differs_is_named_and_in_what(odd: Mapping[str, Any], complaint: str) -> None:
@@ -86,6 +87,22 @@ def test_a_probe_tells_what_is_missing(tmp_path) -> None:  # type: ignore[no-unt
     found = node_probe.look(["psutil", "no-such-distribution"], [str(tmp_path), str(tmp_path / "x")])
     assert set(found["versions"]) == {"Python", "psutil"}
     assert found["paths"] == [str(tmp_path / "x")]
+
+
+def test_a_marker_that_cannot_be_made_is_an_error_of_ours() -> None:
+    with (
+        pytest.raises(ConfigError, match="^trainer.default_local_dir=/proc/x/y: .*storage that all nodes share"),
+        marker(Path("/proc/x/y")),
+    ):
+        pass
+
+
+def test_what_a_killed_driver_has_left_of_markers_goes(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with marker(tmp_path) as file:
+        left = tmp_path / f"{file.name}x"
+        left.write_text("")
+    with marker(tmp_path):
+        assert not left.exists()
 
 
 def test_a_marker_is_there_while_it_is_needed(tmp_path) -> None:  # type: ignore[no-untyped-def]

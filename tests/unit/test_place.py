@@ -108,6 +108,12 @@ def test_trainers_and_rollouts_may_need_different_amounts() -> None:
     assert (counts(found.trainers, 2), sorted(found.rollouts)) == ([4, 0], [0, 1])
 
 
+def test_fewer_trainers_on_each_node_leave_room_for_rollouts_beside_them() -> None:
+    nodes = [{"CPU": 6.0, "GPU": 8.0}] * 2
+    found = place(layout(8), nodes, trainer={"CPU": 0.5, **GPU}, rollout={"CPU": 2.0, **GPU}, rollouts=4)
+    assert (counts(found.trainers, 2), counts(found.rollouts, 2)) == ([4, 4], [2, 2])
+
+
 def test_what_does_not_fit_says_how_much_would() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         on_gpus(layout(8), [4, 2], 2)
@@ -127,3 +133,8 @@ def test_a_large_cluster_is_placed_in_a_moment() -> None:
     found = on_gpus(layout(98304, tensor=8, expert=8), [8] * 16384, 32768)
     assert found.trainers[-1] == 98304 // 8 - 1
     assert found.rollouts[0] == 98304 // 8
+
+
+def test_where_no_size_divides_the_nodes_of_a_large_cluster_they_are_filled() -> None:
+    found = on_gpus(layout(1020, tensor=3), [8] * 130)
+    assert counts(found.trainers, 3) == [8, 8, 8]

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.config import AdvEstimator, ResumeMode, RunConfig, SeededModelConfig
+from rl_safe_workers.config import AdvEstimator, ClusterConfig, ResumeMode, RunConfig, SeededModelConfig
 from rl_safe_workers.errors import ConfigError
-from rl_safe_workers.recipe import load_recipe, to_yaml
+from rl_safe_workers.recipe import load_recipe, ray_address, to_yaml
 from rl_safe_workers.schema import known_keys, nearest_key
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 Write = Callable[..., Path]
 BASE = "model: {path: m}\ndata: {train_files: [d.parquet]}\n"
@@ -332,3 +334,65 @@ def test_naming_a_model_turns_the_making_of_one_off(write: Write) -> None:
     assert load_recipe(recipe).model.create is not None
     assert load_recipe(recipe, ["model.path=mine"]).model.create is None
     assert load_recipe(recipe, ["model.path=mine", "model.create={}"]).model.create is not None
+
+
+@pytest.fixture
+def copied_by_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in a folder that Ray has unpacked a job's working directory in."""
+    folder = tmp_path / "working_dir_files" / "_ray_pkg_1"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ([], "trainer.output_dir=outputs"),
+        (["trainer.output_dir=/x"], "trainer.default_local_dir=checkpoints/quickstart"),
+    ],
+)
+def test_what_a_job_writes_must_not_go_with_its_copy_of_the_folder(
+    copied_by_ray: Path, overrides: list[str], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{key} is relative, and the working directory is Ray's own copy"):
+        load_recipe(QUICKSTART, overrides)
+
+
+def test_absolute_paths_and_no_saves_are_as_good_there(copied_by_ray: Path) -> None:
+    load_recipe(QUICKSTART, ["trainer.output_dir=/x", "trainer.save_freq=-1"])
+    load_recipe(QUICKSTART, ["trainer.output_dir=/x", "trainer.default_local_dir=/y"])
+
+
+def test_relative_paths_start_where_the_job_says(
+    copied_by_ray: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RL_SAFE_BASE_DIR", "/shared")
+    config = load_recipe(QUICKSTART, [])
+    assert (config.trainer.output_dir, config.trainer.default_local_dir) == (
+        "/shared/outputs",
+        "/shared/checkpoints/quickstart",
+    )
+    assert config.model.path == "/shared/models/quickstart-qwen3-moe"
+    there = copied_by_ray / "models" / "mine"
+    there.mkdir(parents=True)
+    assert load_recipe(QUICKSTART, ["model.path=models/mine"]).model.path == "models/mine"
+
+
+@pytest.mark.parametrize(
+    ("asked", "variable", "expected"),
+    [
+        (None, None, "local"),
+        (None, "10.0.0.1:6379", "10.0.0.1:6379"),
+        (None, "http://10.0.0.1:8265", "local"),
+        ("auto", "10.0.0.1:6379", "auto"),
+        ("local", "10.0.0.1:6379", "local"),
+    ],
+)
+def test_a_submitted_job_joins_its_cluster(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, variable: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert ray_address(ClusterConfig(ray_address=asked)) == expected

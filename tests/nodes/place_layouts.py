@@ -1,6 +1,6 @@
 """Reserves random layouts on a running Ray cluster, as the driver does; prints where Ray has put each bundle, as JSON.
 
-    python -m tests.integration.place_layouts HOST:PORT NODES GPUS LAYOUTS
+    python -m tests.nodes.place_layouts HOST:PORT NODES GPUS LAYOUTS
 
 All NODES have GPUS each; for a smaller cluster the rest is reserved by somebody else meanwhile.
 """

@@ -81,11 +81,11 @@ class LocalCluster:
         self.nodes.sort()
         self.wait_until(lambda: self.takes_jobs, "an agent takes jobs")
 
-    def add_node(self, node: int) -> None:
-        """Starts a node that is not there, or no more."""
-        self._start_node(node, f"--address={self.ray_address}")
+    def add_node(self, node: int, *, python_path: Path = REPOSITORY) -> None:
+        """Starts a node that is not there, or no more; with another package than ours, if told."""
+        self._start_node(node, f"--address={self.ray_address}", python_path=python_path)
 
-    def _start_node(self, node: int, *options: str) -> None:
+    def _start_node(self, node: int, *options: str, python_path: Path = REPOSITORY) -> None:
         address = self.address(node)
         command = [
             *_RAY, "start", f"--node-ip-address={address}", f"--temp-dir={self.folder / str(node)}",
@@ -93,14 +93,23 @@ class LocalCluster:
             f"--dashboard-agent-listen-port={free_port(address)}", *options,
         ]  # fmt: skip
         done = subprocess.run(
-            command, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=START_S, check=False
-        )
+            command, env=self.environment | {"PYTHONPATH": str(python_path)}, cwd=self.folder, capture_output=True,
+            text=True, timeout=START_S, check=False,
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         self.nodes.append(node)
 
     @property
     def takes_jobs(self) -> bool:
         return self.job("list").returncode == 0
+
+    def living(self) -> int:
+        """Nodes that Ray takes for alive."""
+        done = subprocess.run(
+            [*_RAY, "status", f"--address={self.ray_address}"], env=self.environment, capture_output=True, text=True,
+            timeout=60, check=True,
+        )  # fmt: skip
+        return done.stdout.partition("Pending:")[0].count(" node_")
 
     def kill_node(self, node: int) -> None:
         """Ends a node without a word: its raylet is killed, and what belongs to it goes with it."""

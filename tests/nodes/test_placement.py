@@ -11,8 +11,8 @@ import pytest
 from rl_safe_workers.plan.nodes import nodes_by_rank
 from rl_safe_workers.plan.request import Source, make_request
 from rl_safe_workers.topology.layout import ParallelLayout
-from tests.integration.local_cluster import local_cluster
-from tests.integration.place_layouts import random_cases
+from tests.nodes.local_cluster import local_cluster
+from tests.nodes.place_layouts import random_cases
 
 NODES, GPUS, LAYOUTS = 8, 8, 50
 
@@ -28,7 +28,7 @@ def planned(gpus: int, rollouts: int, layout: ParallelLayout) -> list[int]:
 @pytest.mark.timeout(300)
 def test_ranks_are_where_the_plan_says_and_groups_that_fit_into_a_node_are_in_one() -> None:
     with local_cluster(NODES, gpus=GPUS) as cluster:
-        command = ["-m", "tests.integration.place_layouts", cluster.ray_address, *map(str, (NODES, GPUS, LAYOUTS))]
+        command = ["-m", "tests.nodes.place_layouts", cluster.ray_address, *map(str, (NODES, GPUS, LAYOUTS))]
         done = subprocess.run(
             [sys.executable, *command],
             env=cluster.environment,

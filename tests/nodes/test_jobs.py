@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import shutil
 import sys
 import time
 import uuid
@@ -15,13 +17,17 @@ import yaml
 
 from rl_safe_workers.lifecycle import Phase, Role
 from tests.chaos.plan import VARIABLE, Fault, Kind, Point, to_json
-from tests.integration.local_cluster import Job, LocalCluster, environment_file
 from tests.integration.runs import RECIPES, REPOSITORY, Outcome
+from tests.nodes.local_cluster import Job, LocalCluster, environment_file
+from tests.nodes.slow_reward import STRUCK
 
+logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.timeout(400)
 RUNTIME_ENV = REPOSITORY / "ray_configs" / "runtime_env.yaml"
-TIMEOUT_S = 8.0
+TIMEOUT_S, START_TIMEOUT_S = 8.0, 60.0
 """Of the phase that something happens in."""
+NOTICED_LATER = {Phase.ROLLOUT: Phase.ONLOAD, Phase.REWARD: Phase.ONLOAD}
+"""When the loss of idle trainers shows, unless Ray notices it before."""
 SLACK_S = 10.0
 HEAD, OTHER, LAST = 0, 1, 2
 SPREAD = (
@@ -73,9 +79,11 @@ def start(
     name = f"run_{uuid.uuid4().hex[:8]}"
     base = folder / "base"
     variables = {VARIABLE: to_json(fault).replace('"', '\\"'), "RL_SAFE_BASE_DIR": str(base)}
-    variables["RAY_JOB_STOP_WAIT_TIME_S"] = "60"
+    variables |= {"RAY_JOB_STOP_WAIT_TIME_S": "60", STRUCK: str(fault.struck)}
     recipe = str(RECIPES / "quickstart.yaml")
-    timeout = [] if phase is None else [f"rl_safe.timeouts.{phase}={TIMEOUT_S}"]
+    timeout = [] if phase is None else [f"rl_safe.timeouts.{phase}={timeout_of(phase)}"]
+    if fault.phase is Phase.REWARD:
+        timeout.append("reward.function=tests.nodes.slow_reward:reward")
     job = cluster.submit(
         name,
         [
@@ -86,6 +94,11 @@ def start(
     )
     job.wait_for(fault.struck.exists, "the fault")
     return job
+
+
+def timeout_of(phase: Phase) -> float:
+    """Start-up imports torch and vLLM, and is given the time for it."""
+    return START_TIMEOUT_S if phase is Phase.START else TIMEOUT_S
 
 
 def seconds_since(fault: Fault) -> float:
@@ -99,7 +112,7 @@ def error_of(job: Job) -> str:
 
 
 def fault_in(phase: Phase, folder: Path, *, role: Role, rank: int, kind: Kind = Kind.STALL) -> Fault:
-    inside = phase in (Phase.TRAIN, Phase.SAVE, Phase.SYNC, Phase.ROLLOUT, Phase.CONVERT, Phase.BOOTSTRAP)
+    inside = phase in (Phase.TRAIN, Phase.SAVE, Phase.CONVERT, Phase.BOOTSTRAP)
     point = Point.INSIDE if inside else Point.BOUNDARY
     return Fault(kind=kind, role=role, rank=rank, phase=phase, point=point, folder=str(folder))
 
@@ -110,7 +123,7 @@ QUICK_STOP, QUICK_LOSS = (Phase.TRAIN,), (Phase.SAVE,)
 
 
 def phases(quick: tuple[Phase, ...]) -> list[object]:
-    return [pytest.param(p, id=str(p), marks=() if p in quick else pytest.mark.nodes) for p in PHASES]
+    return [pytest.param(p, id=str(p), marks=() if p in quick else pytest.mark.every_phase) for p in PHASES]
 
 
 @pytest.mark.parametrize("phase", phases(QUICK_STOP))
@@ -127,7 +140,21 @@ def test_a_job_that_is_stopped_ends_as_a_run_that_is_interrupted(
     (report,) = tmp_path.glob("base/outputs/*/report.html")
     assert "failed: interrupted by SIGTERM" in report.read_text()
     assert three_nodes.left_of_runs() == []
+    logger.info("stopped in %s: ended after %.1f s", phase, seconds)
     assert seconds < TIMEOUT_S + SLACK_S
+
+
+def test_nothing_outlives_a_job_whose_driver_was_killed(
+    three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
+) -> None:
+    mended()
+    fault = fault_in(Phase.TRAIN, tmp_path, role=Role.TRAINER, rank=3)
+    job = start(three_nodes, moe_model, tmp_path, fault, phase=None)
+    (driver,) = [p for p in three_nodes.processes() if "tests.chaos.command" in p.cmdline()]
+    driver.kill()
+    assert job.finish() == 1
+    assert job.status == "FAILED"
+    three_nodes.wait_until(lambda: not three_nodes.left_of_runs(), "nothing is left", timeout_s=30)
 
 
 @pytest.fixture
@@ -153,9 +180,11 @@ def test_a_node_that_is_lost_is_named_and_the_run_ends(
     assert job.finish() == 1, job.out[-3000:]
     seconds = time.monotonic() - lost_at
     assert job.status == "FAILED"
-    expected = f"phase {phase}: node {three_nodes.address(OTHER)} is lost, and with it trainer rank 2-3 ("
+    named = f": node {three_nodes.address(OTHER)} is lost, and with it trainer rank 2-3 ("
+    expected = tuple(f"phase {noticed}{named}" for noticed in (phase, NOTICED_LATER.get(phase, phase)))
     assert error_of(job).startswith(expected), error_of(job)
-    assert seconds < TIMEOUT_S + SLACK_S
+    logger.info("lost in %s: ended after %.1f s", phase, seconds)
+    assert seconds < timeout_of(phase) + SLACK_S
     assert three_nodes.left_of_runs() == []
     mended()
 
@@ -179,9 +208,9 @@ def test_a_run_that_may_start_again_goes_on_without_the_node(
     assert three_nodes.left_of_runs() == []
 
 
-def refused(cluster: LocalCluster, moe_model: Path, folder: Path, *overrides: str, environment: str = "") -> str:
+def refused(cluster: LocalCluster, moe_model: Path, folder: Path, *overrides: str) -> str:
     """Runs a job that must fail before it has an actor; returns its error."""
-    variables = {"RL_SAFE_BASE_DIR": str(folder)} | ({"PYTHONPATH": environment} if environment else {})
+    variables = {"RL_SAFE_BASE_DIR": str(folder)}
     command = [sys.executable, "-m", "rl_safe_workers", "run", str(RECIPES / "quickstart.yaml"), *SPREAD]
     job = cluster.submit(
         f"refused_{uuid.uuid4().hex[:8]}", [*command, f"model.path={moe_model}", *overrides],
@@ -205,9 +234,45 @@ def test_too_few_nodes_are_refused_with_what_is_missing(
     assert "no room for 4 trainers (1 CPU and 1 GPU each) and 1 rollout ranks (1 CPU and 1 GPU each)" in error
 
 
+def test_a_node_with_other_code_is_named(
+    three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
+) -> None:
+    mended()
+    shutil.copytree(REPOSITORY / "rl_safe_workers", tmp_path / "rl_safe_workers")
+    (tmp_path / "rl_safe_workers" / "more.py").write_text("")
+    three_nodes.kill_node(LAST)
+    three_nodes.wait_until(lambda: three_nodes.living() == 2, "Ray has noticed")
+    three_nodes.add_node(LAST, python_path=tmp_path)
+    error = refused(three_nodes, moe_model, tmp_path)
+    assert re.match(
+        rf"the nodes of the cluster do not go together: {three_nodes.address(LAST)} runs other code of rl_safe_workers "
+        r"\(\w{12}, the driver \w{12}\)$",
+        error,
+    )
+    three_nodes.kill_node(LAST)
+    mended()
+
+
+def test_the_doctor_connects_the_groups_on_every_node(
+    three_nodes: LocalCluster, mended: Callable[[], None], tmp_path: Path
+) -> None:
+    """A live bootstrap needs no model, and makes none."""
+    mended()
+    command = [sys.executable, "-m", "rl_safe_workers", "doctor", str(RECIPES / "quickstart.yaml"), *SPREAD, "--live"]
+    variables = {"RL_SAFE_BASE_DIR": str(tmp_path)}
+    environment = environment_file(tmp_path, variables)
+    job = three_nodes.submit(f"doctor_{uuid.uuid4().hex[:8]}", command, "--runtime-env", str(environment))
+    assert job.finish() == 0, job.out[-3000:]
+    assert "4 ranks, 8 groups each" in job.out
+    assert list(tmp_path.iterdir()) == [environment]
+    assert three_nodes.left_of_runs() == []
+
+
 def test_an_address_that_does_not_answer_is_named_within_the_timeout(
     three_nodes: LocalCluster, moe_model: Path, tmp_path: Path
 ) -> None:
     nobody = f"{three_nodes.address(7)}:6379"
     error = refused(three_nodes, moe_model, tmp_path, f"cluster.ray_address={nobody}", "rl_safe.timeouts.start=3")
-    assert re.match(rf"phase start: joining the Ray cluster at {nobody} did not finish within 3.0 s \(", error), error
+    assert re.match(
+        rf"phase start: joining the Ray cluster did not finish within 3.0 s \({nobody}, of cluster", error
+    ), error
