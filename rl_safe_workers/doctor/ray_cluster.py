@@ -8,8 +8,8 @@ from typing import Any
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.doctor.check import Check, Fact, Report, Subject
 from rl_safe_workers.doctor.probes import Answer, ask
-from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.findings import Finding, Severity, counted
+from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.topology.placement import DoesNotFitError, place_run
 
 DEADLINE_S = 30.0
@@ -77,8 +77,9 @@ def _short(nodes: Sequence[Mapping[str, Any]], subject: Subject) -> Iterator[Fin
 def _unplaced(nodes: Sequence[Mapping[str, Any]], config: RunConfig) -> Iterator[Finding]:
     """As the driver will find it: a place lies on one node."""
     room = [{"CPU": node["cpus"], "GPU": node["gpus"]} for node in nodes]
+    layout = ParallelLayout.of(config.megatron, world_size=config.cluster.num_trainers)
     try:
-        place_run(config.cluster, layout_of(config), room)
+        place_run(config.cluster, layout, room)
     except DoesNotFitError as error:
         lacking = config.cluster.num_trainers - error.trainers
         who = (
