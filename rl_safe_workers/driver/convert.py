@@ -120,6 +120,7 @@ def _for_model(config: RunConfig, path: Path, *, has_weights: bool) -> RunConfig
     check_model(layout, shape)
     ready = deepcopy(config)
     ready.model.path, ready.model.create, ready.cluster.num_rollouts = str(path.absolute()), None, 0
+    ready.trainer.save_freq = -1
     return ready
 
 

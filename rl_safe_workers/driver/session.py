@@ -179,8 +179,9 @@ class Session:
             raise
 
     def _join_cluster(self) -> None:
-        trainer, model = self._config.trainer, Path(self._config.model.path)
-        shared = [model] if model.exists() else []  # it is there, unless nothing but a bootstrap is to happen
+        trainer, model = self._config.trainer, self._config.model.path
+        # It is there, unless nothing but a bootstrap is to happen.
+        shared = [Path(model).absolute()] if model and Path(model).exists() else []
         if trainer.save_freq < 1 or trainer.default_local_dir is None:
             self._cluster.start(shared=shared)
             return
