@@ -16,106 +16,101 @@ from rl_safe_workers.adapters.nemo_rl.contract import (
     HostName,
     HostText,
 )
-from rl_safe_workers.adapters.nemo_rl.launch import HOST_WORKER, KEY
+from rl_safe_workers.adapters.nemo_rl.host_source import check_host, find, lacks_name, lacks_text, parameters
+from rl_safe_workers.adapters.nemo_rl.launch import FACTORY, HOST_WORKER, KEY
 from rl_safe_workers.adapters.nemo_rl.mixin import SafePolicyMixin
 from rl_safe_workers.adapters.nemo_rl.settings import HOST_SHUTDOWN_S
-from tests.nemo_rl.source import SOURCE, needs_source
+from rl_safe_workers.errors import ConfigError
+from tests.nemo_rl.source import SOURCES, each_source, needs_source, write_source
 
-BRIDGE = os.environ.get("MEGATRON_BRIDGE_SRC", f"{SOURCE}/3rdparty/Megatron-Bridge-workspace/Megatron-Bridge")
+SUBMODULE = "3rdparty/Megatron-Bridge-workspace/Megatron-Bridge"
+BRIDGES = [path for path in os.environ.get("MEGATRON_BRIDGE_SRC", "").split(os.pathsep) if path] or [
+    path for source in SOURCES if (Path(path := f"{source}/{SUBMODULE}") / "src").is_dir()
+]
 needs_bridge = pytest.mark.skipif(
-    not SOURCE or not (Path(BRIDGE) / "src").is_dir(),
+    not BRIDGES,
     reason="no Megatron-Bridge: neither NEMO_RL_SRC has the submodule, nor MEGATRON_BRIDGE_SRC names a checkout",
 )
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
-def _module(root: str, file: str) -> ast.Module:
-    path = Path(root) / file
-    assert path.is_file(), f"there is no {file}"
-    return ast.parse(path.read_text())
-
-
-def _find(module: ast.Module, name: str) -> ast.Module | Definition:
-    found: ast.Module | Definition = module
-    for part in filter(None, name.split(".")):
-        inside = [node for node in found.body if isinstance(node, Definition) and node.name == part]
-        assert inside, f"there is no {name}"
-        found = inside[-1]
-    return found
-
-
-def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    arguments = node.args
-    return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-
-
-def _check_name(root: str, expected: HostName) -> None:
-    node = _find(_module(root, expected.file), expected.name)
-    if isinstance(node, ast.ClassDef):
-        return
-    assert not isinstance(node, ast.Module)
-    given = iter(_parameters(node))
-    # In this order, whatever stands between them.
-    assert all(name in given for name in expected.parameters), f"{_parameters(node)} lacks {expected.parameters}"
-
-
-def _check_text(root: str, expected: HostText) -> None:
-    code = ast.unparse(_find(_module(root, expected.file), expected.within))
-    assert expected.text in code
+each_bridge = pytest.mark.parametrize("root", BRIDGES or [""], ids=lambda path: Path(path).name)
 
 
 @needs_source
+@each_source
 @pytest.mark.parametrize("expected", NAMES, ids=lambda e: e.name)
-def test_a_name_has_the_signature_that_we_rely_on(expected: HostName) -> None:
-    _check_name(SOURCE, expected)
+def test_a_name_has_the_signature_that_we_rely_on(expected: HostName, root: str) -> None:
+    assert lacks_name(Path(root), expected) is None
 
 
 @needs_source
+@each_source
 @pytest.mark.parametrize("expected", TEXTS, ids=lambda e: f"{e.within or e.file}: {e.text}")
-def test_the_host_does_what_we_rely_on(expected: HostText) -> None:
-    _check_text(SOURCE, expected)
+def test_the_host_does_what_we_rely_on(expected: HostText, root: str) -> None:
+    assert lacks_text(Path(root), expected) is None
 
 
 @needs_bridge
+@each_bridge
 @pytest.mark.parametrize("expected", BRIDGE_NAMES, ids=lambda e: e.name)
-def test_a_name_of_bridge_has_the_signature_that_we_rely_on(expected: HostName) -> None:
-    _check_name(BRIDGE, expected)
+def test_a_name_of_bridge_has_the_signature_that_we_rely_on(expected: HostName, root: str) -> None:
+    assert lacks_name(Path(root), expected) is None
 
 
 @needs_bridge
+@each_bridge
 @pytest.mark.parametrize("expected", BRIDGE_TEXTS, ids=lambda e: f"{e.within or e.file}: {e.text}")
-def test_bridge_does_what_we_rely_on(expected: HostText) -> None:
-    _check_text(BRIDGE, expected)
+def test_bridge_does_what_we_rely_on(expected: HostText, root: str) -> None:
+    assert lacks_text(Path(root), expected) is None
 
 
-@needs_source
-def test_every_method_that_we_override_is_one_of_the_hosts_and_in_the_contract() -> None:
+def test_every_method_that_we_override_is_in_the_contract() -> None:
     own = {"rl_safe_report"}
-    overridden = {
-        name for name, value in vars(SafePolicyMixin).items() if callable(value) and name not in own
-    }  # fmt: skip
+    overridden = {name for name, value in vars(SafePolicyMixin).items() if callable(value) and name not in own}
     listed = {expected.name.rpartition(".")[2] for expected in NAMES if "Worker" in expected.name}
     assert overridden <= listed
 
 
 @needs_source
-def test_the_host_waits_for_a_shutdown_as_long_as_we_think() -> None:
-    node = _find(_module(SOURCE, "nemo_rl/distributed/worker_groups.py"), "RayWorkerGroup.shutdown")
+@each_source
+def test_the_host_waits_for_a_shutdown_as_long_as_we_think(root: str) -> None:
+    node = find(Path(root), "nemo_rl/distributed/worker_groups.py", "RayWorkerGroup.shutdown")
     assert isinstance(node, ast.FunctionDef)
     defaults = dict(zip([a.arg for a in node.args.args][-len(node.args.defaults) :], node.args.defaults, strict=True))
     assert ast.literal_eval(defaults["timeout"]) == HOST_SHUTDOWN_S
 
 
 @needs_source
-def test_the_way_in_is_an_argument_or_a_key() -> None:
-    module = _module(SOURCE, "nemo_rl/models/policy/lm_policy.py")
-    init = _find(module, "Policy.__init__")
-    assert isinstance(init, ast.FunctionDef)
-    config = (Path(SOURCE) / "nemo_rl/models/policy/__init__.py").read_text()
-    assert KEY in _parameters(init) or KEY in config
+@each_source
+def test_the_way_in_is_an_argument_or_a_key(root: str) -> None:
+    init = find(Path(root), "nemo_rl/models/policy/lm_policy.py", "Policy.__init__")
+    config = (Path(root) / "nemo_rl/models/policy/__init__.py").read_text()
+    assert KEY in parameters(init) or KEY in config
 
 
 @needs_source
-def test_the_hosts_worker_is_registered_under_the_name_whose_python_we_take() -> None:
-    registry = _module(SOURCE, "nemo_rl/distributed/ray_actor_environment_registry.py")
+@each_source
+def test_the_policys_class_is_given_to_setup_or_looked_up_in_its_module(root: str) -> None:
+    setup = find(Path(root), "nemo_rl/algorithms/grpo.py", "setup")
+    assert setup is not None
+    assert FACTORY in parameters(setup) or " = Policy(cluster=" in ast.unparse(setup)
+
+
+@needs_source
+@each_source
+def test_the_hosts_worker_is_registered_under_the_name_whose_python_we_take(root: str) -> None:
+    registry = find(Path(root), "nemo_rl/distributed/ray_actor_environment_registry.py", "")
+    assert registry is not None
     assert HOST_WORKER in {node.value for node in ast.walk(registry) if isinstance(node, ast.Constant)}
+
+
+def test_a_host_with_all_names_is_taken(tmp_path: Path) -> None:
+    check_host(write_source(tmp_path))
+
+
+@pytest.mark.parametrize("expected", NAMES, ids=lambda e: e.name)
+def test_a_host_that_lacks_a_name_is_refused_unless_nobody_calls_it_then(expected: HostName, tmp_path: Path) -> None:
+    source = write_source(tmp_path, without=expected.name)
+    if expected.optional:
+        check_host(source)
+        return
+    with pytest.raises(ConfigError, match=rf"lacks {expected.name}\b.* use one from commit f00e1006b"):
+        check_host(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from rl_safe_workers.adapters.nemo_rl import launch
 from rl_safe_workers.adapters.nemo_rl.settings import VARIABLE, NemoRlSettings, read_node, worker_settings
 from rl_safe_workers.errors import ConfigError
+from tests.nemo_rl.source import write_source
 
 
 class ByArgument:
@@ -36,12 +38,17 @@ def _registry(python: str) -> ModuleType:
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
+def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     module = _registry("/venvs/mcore/bin/python")
     for name in ("nemo_rl", "nemo_rl.distributed"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["nemo_rl"], "__file__", str(_source(tmp_path) / "nemo_rl" / "__init__.py"), False)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
+
+
+def _source(folder: Path, *, without: str = "") -> Path:
+    return write_source(folder / "nemo-rl", without=without)
 
 
 def _master(**more: Any) -> Any:
@@ -68,6 +75,48 @@ def test_the_policy_is_made_of_our_workers_and_told_our_settings(policy_class, r
     assert worker_settings(variables).timeouts.save == 77
     assert generation.shutdown()
     assert ended == ["policy", "generation"]
+
+
+class Policy:
+    """As `ByArgument`, looked up by `old_setup` in this module."""
+
+    def __init__(self, cluster: Any, config: Any, worker_extension_cls_fqn: str | None = None) -> None:
+        self.name = worker_extension_cls_fqn
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def old_setup(master_config: dict[str, Any], tokenizer: str) -> Any:
+    """NeMo RL's of April 2026: without a factory, and with a configuration that is a dict."""
+    return Policy(cluster=None, config=master_config["policy"]), None
+
+
+def test_a_policy_that_setup_makes_by_itself_is_of_our_workers(registry, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "_policy_class", lambda: Policy)
+    master = {**vars(_master()), "rl_safe": {"timeouts": {"save": 77}}}
+    policy, _ = launch.safe_setup(old_setup)(master, "tokenizer")
+    assert policy.name == launch.WORKER
+    assert worker_settings(master["policy"]["megatron_cfg"]["env_vars"]).timeouts.save == 77
+    assert Policy is policy.__class__
+    master["rl_safe"] = {"enabled": False}
+    assert launch.safe_setup(old_setup)(master, "tokenizer")[0].name is None
+
+
+def test_a_host_that_lacks_what_the_worker_derives_from_is_refused_before_there_are_workers(
+    registry, monkeypatch, tmp_path
+) -> None:
+    old = _source(tmp_path / "old", without="MegatronPolicyWorkerImpl")
+    monkeypatch.setattr(sys.modules["nemo_rl"], "__file__", str(old / "nemo_rl" / "__init__.py"))
+    refused = "lacks MegatronPolicyWorkerImpl .* and 7 other names.* from commit f00e1006b"
+    with pytest.raises(ConfigError, match=refused):
+        launch.safe_setup(lambda config, policy_factory=None: pytest.fail("set up"))(_master())
+    # Our script does not even import the host's.
+    (old / "examples" / "run_grpo.py").write_text("def main(): ...\nraise AssertionError\n")
+    monkeypatch.setenv("NEMO_RL_SRC", str(old))
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(ConfigError, match=refused):
+        launch.main()
 
 
 def test_a_run_that_turns_us_off_is_nemo_rls_own(monkeypatch) -> None:
@@ -140,16 +189,33 @@ def test_the_package_is_on_the_workers_path_once() -> None:
     assert (Path(root) / "rl_safe_workers" / "__init__.py").is_file()
 
 
-def test_the_script_runs_with_our_setup(monkeypatch, tmp_path) -> None:
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "run_grpo.py").write_text(
-        "def setup(config, policy_factory=None): ...\ndef main():\n    global ran\n    ran = setup\n"
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_script_runs_with_our_setup_and_the_policy_is_ended_whatever_it_does(
+    wrong: bool, registry, monkeypatch, tmp_path
+) -> None:
+    source = _source(tmp_path)
+    (source / "examples" / "run_grpo.py").write_text(
+        "ended = []\n"
+        "class Part:\n"
+        "    def __init__(self, name): self.shutdown = lambda: ended.append(name)\n"
+        "def setup(config, policy_factory=None): return Part('policy'), Part('generation')\n"
+        f"def main():\n    setup(config)\n    assert not ended\n    assert not {wrong}\n"
     )
-    monkeypatch.setenv("NEMO_RL_SRC", str(tmp_path))
+    monkeypatch.setenv("NEMO_RL_SRC", str(source))
     monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(launch, "_policy_class", lambda: ByArgument)
     monkeypatch.delitem(sys.modules, "run_grpo", raising=False)
-    launch.main()
-    assert sys.modules.pop("run_grpo").ran.__wrapped__.__name__ == "setup"
+    load = launch.load_script
+
+    def loaded(path: Path) -> Any:
+        script: Any = load(path)
+        script.config = _master()
+        return script
+
+    monkeypatch.setattr(launch, "load_script", loaded)
+    with pytest.raises(AssertionError) if wrong else nullcontext():
+        launch.main()
+    assert sys.modules.pop("run_grpo").ended == ["policy", "generation"]
 
 
 @pytest.mark.parametrize("source", ["", "/nowhere"])

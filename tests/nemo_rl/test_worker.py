@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from rl_safe_workers.adapters.nemo_rl.contract import NAMES
 from rl_safe_workers.adapters.nemo_rl.mixin import SafePolicyMixin
 from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
 from tests.nemo_rl.host import HostImpl
@@ -46,6 +48,28 @@ def test_the_worker_is_an_actor_of_ours_over_the_hosts(worker_module) -> None:
     assert hasattr(actor, "remote")
     # NeMo RL's builder asks the actor's class for its options (worker_groups.py:184).
     assert actor.configure_worker(num_gpus=1)[0] == {"num_gpus": 0}
+
+
+def test_over_the_hosts_own_class_ours_come_first_and_pass_on_what_it_takes() -> None:
+    """Runs where NeMo RL imports, as in its image: it needs Transformer Engine, which needs CUDA."""
+    try:
+        host = importlib.import_module(HOST).MegatronPolicyWorkerImpl
+    except (ImportError, AssertionError) as error:  # the latter for versions that it does not know
+        pytest.skip(f"NeMo RL's worker does not import here: {error}")
+    impl = importlib.import_module(WORKER).SafeMegatronPolicyWorkerImpl
+    assert impl.__mro__[1:3] == (SafePolicyMixin, host)
+    assert impl.configure_worker is host.configure_worker
+    for expected in NAMES:
+        owner, _, method = expected.name.rpartition(".")
+        if owner in ("MegatronPolicyWorkerImpl", "AbstractPolicyWorker") and not (
+            expected.optional and not hasattr(host, method)
+        ):
+            assert method in vars(SafePolicyMixin)
+            given = inspect.signature(getattr(host, method)).parameters
+            # Some are behind decorators of NeMo RL's, which show nothing of them.
+            if all(one.kind is not one.VAR_POSITIONAL for one in given.values()):
+                names = iter(given)
+                assert all(name in names for name in expected.parameters), method
 
 
 def test_a_save_in_the_background_is_megatrons_own_with_both_flags_off(tmp_path: Path, monkeypatch) -> None:

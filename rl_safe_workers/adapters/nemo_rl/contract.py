@@ -1,14 +1,17 @@
 """Every name of NeMo RL's and Megatron-Bridge's that the adapter relies on, with the parameters that it relies on.
 
-Pure data: nothing is imported. ``tests/nemo_rl/test_contract.py`` reads the sources of a checkout and compares.
+Pure data: nothing is imported. `host_source` compares it with a checkout: for users before a worker starts, and in
+``tests/nemo_rl/test_contract.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-RUN_WITH = "7ea279abfbeb698b092856d0dab61e7cf39bc909"
-"""The commit of NeMo RL (2026-08-22) that the names were read at."""
+SINCE = "f00e1006b (2026-03-12)"
+"""The first commit of NeMo RL's main branch that fits: before it, the worker cannot be derived from."""
+UNTIL = "7ea279abf (2026-08-22)"
+"""The newest that was read; a newer one fits for as long as it has the names."""
 
 _WORKER = "nemo_rl/models/policy/workers/megatron_policy_worker.py"
 _BASE = "nemo_rl/models/policy/workers/base_policy_worker.py"
@@ -31,6 +34,8 @@ class HostName:
     """Those that must be there, in this order; others may follow or stand between. Empty for a class."""
     why: str
     """How it is used."""
+    optional: bool = False
+    """Whether older commits lack it, in which nobody calls it either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +61,9 @@ NAMES: tuple[HostName, ...] = (
         why="runs within our patches",
     ),
     HostName(file=_WORKER, name=f"{_CLASS}.train", parameters=("self", "data", "loss_fn"), why="phase train"),
-    HostName(file=_WORKER, name=f"{_CLASS}.finish_train_step", parameters=("self",), why="phase train"),
+    HostName(
+        file=_WORKER, name=f"{_CLASS}.finish_train_step", parameters=("self",), why="phase train", optional=True
+    ),
     HostName(file=_WORKER, name=f"{_CLASS}.get_logprobs", parameters=("self", "data"), why="phase logprob"),
     HostName(
         file=_WORKER, name=f"{_CLASS}.prepare_for_lp_inference", parameters=("self",), why="waits for the bootstrap"
@@ -74,7 +81,7 @@ NAMES: tuple[HostName, ...] = (
     ),
     HostName(
         file=_BASE, name="AbstractPolicyWorker.init_nccl_reshard_comm_group", parameters=("self", "pp_ips", "pp_ports"),
-        why="given a deadline",
+        why="given a deadline", optional=True,
     ),
     HostName(file=_SETUP, name="setup_distributed", parameters=(), why="patched: timeout of the default group"),
     HostName(
@@ -90,7 +97,7 @@ NAMES: tuple[HostName, ...] = (
              why="made with our worker"),
     HostName(file=_POLICY, name="Policy.shutdown", parameters=("self",), why="called first"),
     HostName(
-        file="nemo_rl/algorithms/grpo.py", name="setup", parameters=("master_config", "tokenizer", "policy_factory"),
+        file="nemo_rl/algorithms/grpo.py", name="setup", parameters=("master_config", "tokenizer"),
         why="wrapped by the driver's script",
     ),
     HostName(
@@ -117,8 +124,8 @@ TEXTS: tuple[HostText, ...] = (
              why="looked up in the module"),
     HostText(file=_WORKER, within=f"{_CLASS}.__init__", text="setup_model_and_optimizer(config, self.megatron_cfg",
              why="looked up in the module"),
-    HostText(file=_SETUP, within="setup_distributed", text="torch.distributed.init_process_group('nccl')",
-             why="looked up in torch.distributed; no timeout of its own"),
+    HostText(file=_SETUP, within="setup_distributed", text="torch.distributed.init_process_group('nccl'",
+             why="looked up in torch.distributed"),
     HostText(file=_SETUP, within="handle_model_import", text="parallel_state.destroy_model_parallel()",
              why="the import's groups are forgotten, not ended"),
     HostText(file="nemo_rl/models/megatron/community_import.py", within="import_model_from_hf_name",
@@ -132,8 +139,8 @@ TEXTS: tuple[HostText, ...] = (
              text="ACTOR_ENVIRONMENT_REGISTRY", why="our worker is entered there"),
     HostText(file="examples/run_grpo.py", within="main", text="setup(config, tokenizer, dataset, val_dataset",
              why="looked up in the script's module"),
-    HostText(file="examples/run_grpo.py", within="main", text="policy_generation.shutdown()",
-             why="preceded by the policy's"),
+    HostText(file="examples/run_grpo.py", within="main", text="(policy, policy_generation, ",
+             why="the first two that setup returns: ended in order"),
 )  # fmt: skip
 
 BRIDGE_NAMES: tuple[HostName, ...] = (

@@ -8,12 +8,16 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import rl_safe_workers
+from rl_safe_workers.adapters.nemo_rl.contract import NAMES
+from rl_safe_workers.adapters.nemo_rl.host_source import check_host
+from rl_safe_workers.adapters.nemo_rl.patches import replaced
 from rl_safe_workers.adapters.nemo_rl.settings import NODE, VARIABLE, NemoRlSettings, read_node
 from rl_safe_workers.errors import ConfigError
 
@@ -21,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 WORKER = "rl_safe_workers.adapters.nemo_rl.worker.SafeMegatronPolicyWorker"
 HOST_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+FACTORY = "policy_factory"
+"""NeMo RL's: an argument of ``setup`` since commit 4454fa64e (2026-05-24)."""
 KEY = "worker_extension_cls_fqn"
 """NeMo RL's: an argument of ``Policy``; since PR 3809 also a key of the node ``policy``."""
 
@@ -32,7 +38,13 @@ def register() -> str:
 
     Returns:
         The Python of the workers.
+
+    Raises:
+        ConfigError: If this NeMo RL lacks what the workers rely on.
     """
+    import nemo_rl
+
+    check_host(Path(nemo_rl.__file__).parents[1], [name for name in NAMES if name.file.startswith("nemo_rl/")])
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY, get_actor_python_env
 
     if WORKER not in ACTOR_ENVIRONMENT_REGISTRY:
@@ -98,29 +110,49 @@ def _policy_class() -> Any:
     return Policy
 
 
-def safe_setup(setup: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``nemo_rl.algorithms.grpo.setup``: our workers, and an end in order."""
+def safe_setup(setup: Callable[..., Any], ends: ExitStack | None = None) -> Callable[..., Any]:
+    """Wraps ``nemo_rl.algorithms.grpo.setup``: our workers, and an end in order.
+
+    Args:
+        setup: NeMo RL's.
+        ends: Told how to end what was made: what ends it in NeMo RL depends on its version, and on the algorithm.
+    """
 
     @functools.wraps(setup)
     def wrapped(master_config: Any, *args: Any, policy_factory: Any = None, **kwargs: Any) -> Any:
-        settings = read_node(getattr(master_config, NODE, None))
+        settings = read_node(_node(master_config, NODE))
+        if policy_factory is not None:
+            kwargs[FACTORY] = policy_factory
         if not settings.enabled:
-            return setup(master_config, *args, policy_factory=policy_factory, **kwargs)
-        give_settings(master_config.policy, settings)
+            return setup(master_config, *args, **kwargs)
+        give_settings(_node(master_config, "policy"), settings)
         logger.info("policy workers are %s in %s", WORKER, register())
-        made = setup(
-            master_config, *args, policy_factory=safe_factory(policy_factory or _policy_class()), **kwargs
-        )  # fmt: skip
-        end_policy_first(made[0], made[1])
+        if FACTORY in inspect.signature(setup).parameters:
+            kwargs[FACTORY] = safe_factory(policy_factory or _policy_class())
+            made = setup(master_config, *args, **kwargs)
+        else:
+            # Older: it looks the class up in its module.
+            with replaced(sys.modules[setup.__module__], "Policy", safe_factory):
+                made = setup(master_config, *args, **kwargs)
+        policy, generation = made[:2]
+        end_policy_first(policy, generation)
+        if ends is not None:
+            ends.callback((policy if generation is None else generation).shutdown)
         return made
 
     return wrapped
 
 
+def _node(master_config: Any, name: str) -> Any:
+    """One of the top-level keys; the configuration is a mapping in older NeMo RL, and an object since."""
+    return master_config.get(name) if isinstance(master_config, Mapping) else getattr(master_config, name, None)
+
+
 def end_policy_first(policy: Any, generation: Any) -> None:
     """Has the policy's workers end before the rollout's.
 
-    ``run_grpo.py`` ends the rollout alone, and leaves the policy to Python's garbage collection, when Ray may be gone.
+    NeMo RL ends the rollout alone or first, and may leave the policy to Python's garbage collection, when Ray may be
+    gone. Its ``shutdown`` of what has ended already does nothing.
     """
     if generation is None or generation is policy:
         return
@@ -140,12 +172,13 @@ def load_script(source: Path, name: str = "run_grpo") -> ModuleType:
     """Loads one of NeMo RL's example scripts from its source.
 
     Raises:
-        ConfigError: If it is not there.
+        ConfigError: If it is not there, or its NeMo RL lacks what the adapter relies on.
     """
     path = source / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if spec is None or spec.loader is None:
         raise ConfigError(f"there is no {path}: set NEMO_RL_SRC to a checkout of NeMo RL")
+    check_host(source)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # as `python run_grpo.py` would, for what it pickles
     spec.loader.exec_module(module)
@@ -156,12 +189,14 @@ def main() -> None:
     """Runs ``examples/run_grpo.py`` of the checkout that ``NEMO_RL_SRC`` names, with its own arguments.
 
     Raises:
-        ConfigError: If there is no such script, or the node ``rl_safe`` cannot be used.
+        ConfigError: If there is no such script, it is one of a NeMo RL that this adapter does not fit, or the node
+            ``rl_safe`` cannot be used.
     """
     source = os.environ.get("NEMO_RL_SRC")
     if not source:
         raise ConfigError("NEMO_RL_SRC is not set: it names a checkout of NeMo RL, in its image /opt/nemo-rl")
     share_package(os.environ)
     script = load_script(Path(source))
-    script.setup = safe_setup(script.setup)  # type: ignore[attr-defined]
-    script.main()
+    with ExitStack() as ends:
+        script.setup = safe_setup(script.setup, ends)  # type: ignore[attr-defined]
+        script.main()

@@ -88,7 +88,7 @@ class PolicyProcess(HostedTrainer):
             # NeMo RL passes no timeout (models/megatron/setup.py:321), and Bridge's own is not asked where there is a
             # group (training/initialize.py:704).
             def with_timeout(init: Callable[..., None]) -> Callable[..., None]:
-                return functools.partial(init, timeout=timeout)
+                return lambda *args, **kwargs: init(*args, **{**kwargs, "timeout": timeout})
 
             with replaced(dist, "init_process_group", with_timeout):
                 original()
