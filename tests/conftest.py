@@ -18,6 +18,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(kind)
 
 
+def deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    """Leaves out what only an option asks for."""
+    whole = [item for item in items if item.get_closest_marker(marker)]
+    if whole:
+        config.hook.pytest_deselected(items=whole)
+        items[:] = [item for item in items if item not in whole]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None:
         return

@@ -10,6 +10,7 @@ import pytest
 
 from tests.chaos import table
 from tests.chaos.cases import CONFIG, all_cases
+from tests.conftest import deselect
 from tests.integration.runs import RECIPES, REPOSITORY, Outcome, finish, rl_safe
 
 PAGE = REPOSITORY / "docs" / "reliability.md"
@@ -77,11 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--chaos", default=False):
         items.sort(key=lambda item: item.path.name not in LONG)
-        return
-    whole = [item for item in items if item.get_closest_marker("chaos")]
-    if whole:
-        config.hook.pytest_deselected(items=whole)
-        items[:] = [item for item in items if item not in whole]
+    else:
+        deselect(config, items, "chaos")
 
 
 @pytest.fixture(scope="session")

@@ -93,12 +93,7 @@ class Running:
 
     def processes(self) -> list[psutil.Process]:
         """Everything alive that this run started, itself included."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return marked_processes(self._mark)
 
     @property
     def out(self) -> str:
@@ -165,6 +160,16 @@ class Running:
         self.process.wait(10)
         for folder in (self._temp, self._logs):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Everything alive that has inherited a mark."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def is_in_use(path: Path) -> bool:

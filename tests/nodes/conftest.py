@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.conftest import deselect
 from tests.integration.conftest import moe_model, quickstart
 from tests.nodes.local_cluster import LocalCluster, local_cluster
 
@@ -15,12 +16,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--every-phase", default=False):
-        return
-    whole = [item for item in items if item.get_closest_marker("every_phase")]
-    if whole:
-        config.hook.pytest_deselected(items=whole)
-        items[:] = [item for item in items if item not in whole]
+    if not config.getoption("--every-phase", default=False):
+        deselect(config, items, "every_phase")
 
 
 @pytest.fixture(scope="session")

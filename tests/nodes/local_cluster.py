@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from rl_safe_workers import env
-from tests.integration.runs import MARK, REPOSITORY
+from tests.integration.runs import MARK, REPOSITORY, marked_processes
 
 START_S = 120.0
 SETTLE_S = 5.0
@@ -51,6 +51,7 @@ class LocalCluster:
         self._network = f"127.{1 + number % 250}.{number // 250 % 250}"
         self._port, self._dashboard_port = free_port(self.address(0)), free_port("127.0.0.1")
         self.nodes: list[int] = []
+        self._jobs: list[Job] = []
 
     def address(self, node: int) -> str:
         return f"{self._network}.{2 + node}"
@@ -132,16 +133,21 @@ class LocalCluster:
 
     def submit(self, name: str, command: Sequence[str], *options: str) -> Job:
         """Submits a job, and goes on."""
-        return Job(self, name, [*options, f"--submission-id={name}", "--", *command])
+        self._jobs.append(Job(self, name, [*options, f"--submission-id={name}", "--", *command]))
+        return self._jobs[-1]
+
+    def end_jobs(self) -> None:
+        """Stops the jobs that still run."""
+        running = [job for job in self._jobs if job.process.poll() is None]
+        self._jobs.clear()
+        for job in running:
+            job.stop()
+        for job in running:
+            job.finish(timeout_s=90)
 
     def processes(self) -> list[psutil.Process]:
         """Everything alive that has come from this cluster."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return marked_processes(self._mark)
 
     def left_of_runs(self) -> list[str]:
         """Processes of runs and temporary folders, once Ray has had a moment to end the actors that were killed."""

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -70,6 +70,13 @@ def test_the_quickstart_runs_as_a_job_as_it_does_directly(
     checkpoints = {path.name for path in (three_nodes.folder / base / "checkpoints" / "quickstart").iterdir()}
     assert {"global_step_8", "global_step_10"} <= checkpoints
     assert three_nodes.left_of_runs() == []
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(three_nodes: LocalCluster) -> Iterator[None]:
+    """A test that fails leaves its places to the next one."""
+    yield
+    three_nodes.end_jobs()
 
 
 def start(
@@ -150,7 +157,8 @@ def test_nothing_outlives_a_job_whose_driver_was_killed(
     mended()
     fault = fault_in(Phase.TRAIN, tmp_path, role=Role.TRAINER, rank=3)
     job = start(three_nodes, moe_model, tmp_path, fault, phase=None)
-    (driver,) = [p for p in three_nodes.processes() if "tests.chaos.command" in p.cmdline()]
+    # Not the shell that Ray has started it in, nor `ray job submit`, which was told the same words.
+    (driver,) = [p for p in three_nodes.processes() if p.cmdline()[1:3] == ["-m", "tests.chaos.command"]]
     driver.kill()
     assert job.finish() == 1
     assert job.status == "FAILED"
