@@ -242,21 +242,29 @@ def test_too_few_nodes_are_refused_with_what_is_missing(
     assert "no room for 4 trainers (1 CPU and 1 GPU each) and 1 rollout ranks (1 CPU and 1 GPU each)" in error
 
 
-def test_a_node_with_other_code_is_named(
-    three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("file", "complaint"),
+    [
+        ("rl_safe_workers/more.py", r"runs other code of rl_safe_workers \(\w{12}, the driver \w{12}\)"),
+        # A module by the package's name, which hides the one that is installed.
+        ("rl_safe_workers.py", r"has no rl_safe_workers \(install the wheel there, or submit the job with .*\)"),
+    ],
+    ids=["other_code", "none"],
+)
+def test_a_node_without_the_driver_s_package_is_named(
+    three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path, file: str, complaint: str
 ) -> None:
     mended()
-    shutil.copytree(REPOSITORY / "rl_safe_workers", tmp_path / "rl_safe_workers")
-    (tmp_path / "rl_safe_workers" / "more.py").write_text("")
+    package = tmp_path / file
+    if package.parent != tmp_path:
+        shutil.copytree(REPOSITORY / "rl_safe_workers", package.parent)
+    package.write_text("")
     three_nodes.kill_node(LAST)
     three_nodes.wait_until(lambda: three_nodes.living() == 2, "Ray has noticed")
     three_nodes.add_node(LAST, python_path=tmp_path)
     error = refused(three_nodes, moe_model, tmp_path)
-    assert re.match(
-        rf"the nodes of the cluster do not go together: {three_nodes.address(LAST)} runs other code of rl_safe_workers "
-        r"\(\w{12}, the driver \w{12}\)$",
-        error,
-    )
+    named = f"the nodes of the cluster do not go together: {three_nodes.address(LAST)} "
+    assert re.match(rf"{named}{complaint}$", error), error
     three_nodes.kill_node(LAST)
     mended()
 
