@@ -66,7 +66,6 @@ class Cluster:
         self._reservation: Reservation | None = None
         self._agents: NodeAgents | None = None
         self._temp_dir: Path | None = None
-        self._hang_dir: Path | None = None
         self._pids: set[int] = set()
         self._guardian: Guardian | None = None
         self._made_at = time.time()
@@ -87,6 +86,11 @@ class Cluster:
     def nodes(self) -> list[Node]:
         """Nodes that actors of the run are on, in the order of ranks; empty before `start`."""
         return [] if self._reservation is None else self._reservation.used
+
+    @property
+    def _first_rollout_bundle(self) -> int:
+        """A pair of trainer and rollout rank shares a bundle; apart, those of rollout ranks follow."""
+        return 0 if self._config.cluster.colocated else self._config.cluster.num_trainers
 
     def guard(self) -> None:
         """From now on everything with the run's mark ends, even if this process is killed. Idempotent."""
@@ -123,9 +127,8 @@ class Cluster:
             cluster, layout_of(self._config), timeout_s=left_s, check=check, waits_for_nodes=self._waits_for_nodes
         )
         places = self._prepare_nodes(shared, lambda: max(LOOK_S, deadline - time.monotonic()))
-        n = cluster.num_trainers
-        self.trainers = [self._create(TrainerActor, rank, rank, places) for rank in range(n)]
-        first = 0 if cluster.colocated else n
+        first = self._first_rollout_bundle
+        self.trainers = [self._create(TrainerActor, rank, rank, places) for rank in range(cluster.num_trainers)]
         self.rollouts = [self._create(RolloutActor, rank, first + rank, places) for rank in range(cluster.num_rollouts)]
 
     def _start_ray(self) -> None:
@@ -143,8 +146,8 @@ class Cluster:
         """Returns what the actors of each node are told, by the node's id."""
         if self._temp_dir is not None:
             # Not in the run's folder, where a run that does not hang is to leave nothing of it.
-            self._hang_dir = Path(tempfile.mkdtemp(prefix="hang_", dir=self._temp_dir))
-            here = NodePlace(temp_dir=self._temp_dir, hang_dir=self._hang_dir, interface=env.LOOPBACK_INTERFACE)
+            hang_dir = Path(tempfile.mkdtemp(prefix="hang_", dir=self._temp_dir))
+            here = NodePlace(temp_dir=self._temp_dir, hang_dir=hang_dir, interface=env.LOOPBACK_INTERFACE)
             return {node.id: here for node in self.nodes}
         check = self._interrupts.check
         check_nodes(self.nodes, shared=shared, timeout_s=left_s(), check=check)
@@ -195,10 +198,10 @@ class Cluster:
 
     def on_nodes(self, nodes: Sequence[Node]) -> dict[Role, list[int]]:
         """Ranks that have their places on some nodes, by role."""
-        ids, cluster = {node.id for node in nodes}, self._config.cluster
+        ids = {node.id for node in nodes}
         bundles = () if self._reservation is None else self._reservation.nodes
-        first = 0 if cluster.colocated else cluster.num_trainers
-        places = {Role.TRAINER: bundles[: cluster.num_trainers], Role.ROLLOUT: bundles[first:]}
+        trainers, rollouts = bundles[: self._config.cluster.num_trainers], bundles[self._first_rollout_bundle :]
+        places = {Role.TRAINER: trainers, Role.ROLLOUT: rollouts}
         return {role: [rank for rank, node in enumerate(of) if node.id in ids] for role, of in places.items()}
 
     def close(self, *, kill_after_s: float) -> None:

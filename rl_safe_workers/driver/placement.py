@@ -15,7 +15,7 @@ from rl_safe_workers.errors import PhaseTimeoutError, ResourceError
 from rl_safe_workers.findings import counted
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.layout import ParallelLayout
-from rl_safe_workers.topology.placement import DoesNotFitError, Placement, needs, place_run
+from rl_safe_workers.topology.placement import DoesNotFitError, Placement, needs, place_run, rollouts_apart
 
 TRY_S = 5.0
 """How long to wait for one choice of nodes before it is made anew: one may be lost, or somebody else was quicker."""
@@ -48,7 +48,7 @@ class Reservation:
 def bundles(cluster: ClusterConfig) -> list[dict[str, float]]:
     """What to reserve: a bundle for each trainer, then one for each rollout rank; colocated, one for each pair."""
     trainer, rollout = needs(cluster)
-    return [dict(trainer)] * cluster.num_trainers + [dict(rollout)] * _rollouts(cluster)
+    return [dict(trainer)] * cluster.num_trainers + [dict(rollout)] * rollouts_apart(cluster)
 
 
 def reserve(
@@ -123,10 +123,6 @@ def _take(
     return group
 
 
-def _rollouts(cluster: ClusterConfig) -> int:
-    return 0 if cluster.colocated else cluster.num_rollouts
-
-
 def _choose(
     cluster: ClusterConfig, layout: ParallelLayout, nodes: Sequence[Node], amounts: Sequence[Mapping[str, float]]
 ) -> Placement | DoesNotFitError:
@@ -144,7 +140,7 @@ def _too_small(cluster: ClusterConfig, layout: ParallelLayout, nodes: Sequence[N
     there = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in _KINDS}
     present = " and ".join(f"{amount:g} {name}s" for name, amount in there.items() if amount or name == "GPU")
     roles = ("pairs of trainer and rollout rank",) if cluster.colocated else ("trainers", "rollout ranks")
-    lacking = cluster.num_trainers - outcome.trainers, _rollouts(cluster) - outcome.rollouts
+    lacking = cluster.num_trainers - outcome.trainers, rollouts_apart(cluster) - outcome.rollouts
     missing = [
         f"{count} {role} ({_words(needed)} each)"
         for count, role, needed in zip(lacking, roles, needs(cluster), strict=False)

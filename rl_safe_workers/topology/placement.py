@@ -60,6 +60,11 @@ def needs(cluster: ClusterConfig) -> tuple[Resources, Resources]:
     return {"CPU": cluster.cpus_per_trainer, **gpu}, {"CPU": cluster.cpus_per_rollout, **gpu}
 
 
+def rollouts_apart(cluster: ClusterConfig) -> int:
+    """How many rollout ranks need a place of their own: all, or none where each shares its trainer's."""
+    return 0 if cluster.colocated else cluster.num_rollouts
+
+
 def place_run(cluster: ClusterConfig, layout: ParallelLayout, nodes: Sequence[Resources]) -> Placement:
     """Places all ranks of a run; colocated, rollout ranks are where their trainers are, and not listed.
 
@@ -72,8 +77,7 @@ def place_run(cluster: ClusterConfig, layout: ParallelLayout, nodes: Sequence[Re
         DoesNotFitError: If there is no room.
     """
     trainer, rollout = needs(cluster)
-    rollouts = 0 if cluster.colocated else cluster.num_rollouts
-    return place(layout, nodes, trainer=trainer, rollout=rollout, rollouts=rollouts)
+    return place(layout, nodes, trainer=trainer, rollout=rollout, rollouts=rollouts_apart(cluster))
 
 
 def place(
