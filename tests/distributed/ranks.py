@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
@@ -33,6 +34,9 @@ def _child(function: Callable[..., Any], rank: int, args: tuple[Any, ...], pipe:
     torch.set_num_threads(1)
     try:
         pipe.send(Outcome(rank=rank, value=function(rank, *args)))
+        # A rank that has done its part may be the host of a store that others still use: it ends when all have.
+        with contextlib.suppress(EOFError):
+            pipe.recv()
     except BaseException as error:
         try:
             pipe.send(Outcome(rank=rank, error=error, trace=traceback.format_exc()))
@@ -50,18 +54,19 @@ def run_ranks(
 ) -> list[Outcome]:
     """Calls ``function(rank, *args)`` in ``size`` processes and returns their outcomes by rank.
 
+    A rank that has returned lives on until every other has returned, raised or died; one that raised ends at once.
     A rank still running after ``timeout_s`` is killed, and its outcome says that it did not finish.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     processes, pipes = [], {}
     for rank in ranks if ranks is not None else range(size):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(function, rank, args, sender))
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_child, args=(function, rank, args, theirs))
         process.start()
-        sender.close()
+        theirs.close()
         processes.append(process)
-        pipes[receiver] = rank
+        pipes[ours] = rank
     outcomes: dict[int, Outcome] = {}
     deadline = time.monotonic() + timeout_s
     pending = dict(pipes)
@@ -74,6 +79,8 @@ def run_ranks(
                 outcomes[rank] = Outcome(rank=rank, error=RuntimeError("the process died"))
     for rank in pending.values():
         outcomes[rank] = Outcome(rank=rank, finished=False)
+    for pipe in pipes:
+        pipe.close()
     for process in processes:
         process.join(timeout=0.5 if pending else 5)
         if process.is_alive():
