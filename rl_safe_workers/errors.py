@@ -133,6 +133,7 @@ class PhaseTimeoutError(RunError):
         missing: Ranks that had not arrived when the deadline passed.
         waited_s: Seconds waited.
         setting: Dotted configuration key that moves the deadline.
+        detail: What else is known, e.g. what ranks have said.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class PhaseTimeoutError(RunError):
 
     def blame(self, group: str, missing: Sequence[int], detail: str = "") -> None:
         """Says who is missing: another than at first, once it is known who waits, and for whom."""
-        self.group, self.missing = group, tuple(missing)
+        self.group, self.missing, self.detail = group, tuple(missing), detail
         who = f"rank {format_ranks(missing)} of {group} did not arrive" if missing else f"{group} did not finish"
         tail = f" ({detail})" if detail else ""
         self.args = (

@@ -28,6 +28,7 @@ from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.comms.teardown import abort_groups, destroy_groups, exchange_verdicts
 from rl_safe_workers.errors import CommunicatorError, LifecycleError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.device_memory import free_bytes, outside_torch
 from rl_safe_workers.topology.comms_plan import CommsPlan
 from rl_safe_workers.topology.groups import Features
@@ -271,7 +272,7 @@ def _plan(
     room = _room(device)
     if check_memory and room is not None:
         try:
-            plan.check_fits(free_bytes=room)
+            plan.check_fits(free_bytes=room, gpus_per_node=cuda.gpus_of_this_node())
         except CommunicatorError as error:
             raise CommunicatorError(
                 f"{error}, in the file that Megatron reads through nccl_communicator_config_path and in the max_ctas "

@@ -28,6 +28,8 @@ WITHOUT_DEADLINE = frozenset(
     }
 )
 """Where ranks look at no clock, so that there is nothing to wait longer for."""
+NOR = "nor "
+"""Begins what a timeout says of missing ranks that have another role."""
 GRACE_S = 2.0
 """How long to go on listening after the first failure: a dead rank is often reported after those it took along."""
 
@@ -144,7 +146,7 @@ def _timeout(calls: PendingCalls, pending: Sequence[Any], waited_s: float, detai
         missing=[actor.rank for actor in missing if actor.role is role],
         waited_s=waited_s,
         setting=f"rl_safe.timeouts.{calls.phase}",
-        detail="; ".join([*(["nor " + ", ".join(others)] if others else []), *([detail] if detail else [])]),
+        detail="; ".join([*([NOR + ", ".join(others)] if others else []), *([detail] if detail else [])]),
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rl_safe_workers import env
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.actor_group import ActorRef
-from rl_safe_workers.driver.actors import ActorShell, RolloutActor, TrainerActor
+from rl_safe_workers.driver.actors import RolloutActor, TrainerActor
 from rl_safe_workers.driver.cleanup import attempt
+from rl_safe_workers.driver.hang import collect_evidence
+from rl_safe_workers.driver.inquiry import Answers, ask_here
 from rl_safe_workers.driver.interrupts import Interrupts
 from rl_safe_workers.driver.joining import join_ray, start_ray
 from rl_safe_workers.driver.node_agent import NodePlace
@@ -128,8 +132,13 @@ class Cluster:
         )
         places = self._prepare_nodes(shared, lambda: max(LOOK_S, deadline - time.monotonic()))
         first = self._first_rollout_bundle
-        self.trainers = [self._create(TrainerActor, rank, rank, places) for rank in range(cluster.num_trainers)]
-        self.rollouts = [self._create(RolloutActor, rank, first + rank, places) for rank in range(cluster.num_rollouts)]
+        trainer, rollout = ray.remote(TrainerActor), ray.remote(RolloutActor)
+        self.trainers = [
+            self._create(trainer, Role.TRAINER, rank, rank, places) for rank in range(cluster.num_trainers)
+        ]
+        self.rollouts = [
+            self._create(rollout, Role.ROLLOUT, rank, first + rank, places) for rank in range(cluster.num_rollouts)
+        ]
 
     def _start_ray(self) -> None:
         if not self.is_local:
@@ -155,13 +164,13 @@ class Cluster:
         self._agents = NodeAgents(self.nodes, self._run_id, kill_after_s=kill_after_s)
         return self._agents.open(timeout_s=left_s(), check=check)
 
-    def _create(self, shell: type[ActorShell], rank: int, bundle: int, places: dict[str, NodePlace]) -> ActorRef:
+    def _create(self, shell: Any, role: Role, rank: int, bundle: int, places: dict[str, NodePlace]) -> ActorRef:
         cluster = self._config.cluster
-        is_trainer = shell is TrainerActor
+        is_trainer = role is Role.TRAINER
         assert self._reservation is not None
         node = self._reservation.nodes[bundle]
         variables = env.actor_env(
-            shell.role,
+            role,
             self._run_id,
             self._config.rollout.kv_cache_gib,
             rank=rank,
@@ -170,17 +179,13 @@ class Cluster:
             temp_dir=places[node.id].temp_dir,
             hang_dir=places[node.id].hang_dir,
         )
-        handle: Any = (
-            ray.remote(shell)
-            .options(
-                num_cpus=cluster.cpus_per_trainer if is_trainer else cluster.cpus_per_rollout,
-                num_gpus=0 if cluster.device == "cpu" else GPU_SHARE if cluster.colocated else 1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._reservation.group, bundle),
-                runtime_env={"env_vars": variables},
-            )
-            .remote(self._config, rank)
-        )
-        return ActorRef(role=shell.role, rank=rank, handle=handle, node=node)
+        handle: Any = shell.options(
+            num_cpus=cluster.cpus_per_trainer if is_trainer else cluster.cpus_per_rollout,
+            num_gpus=0 if cluster.device == "cpu" else GPU_SHARE if cluster.colocated else 1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._reservation.group, bundle),
+            runtime_env={"env_vars": variables},
+        ).remote(self._config, rank)
+        return ActorRef(role=role, rank=rank, handle=handle, node=node)
 
     def note_processes(self) -> None:
         """Remembers who belongs to the run, for `close`: to be called once all actors have started.
@@ -203,6 +208,18 @@ class Cluster:
         trainers, rollouts = bundles[: self._config.cluster.num_trainers], bundles[self._first_rollout_bundle :]
         places = {Role.TRAINER: trainers, Role.ROLLOUT: rollouts}
         return {role: [rank for rank, node in enumerate(of) if node.id in ids] for role, of in places.items()}
+
+    def ask_actors(self, patience_s: float) -> Answers:
+        """Asks the actors, wherever they are, what they are doing.
+
+        Args:
+            patience_s: Longest wait, in seconds.
+        """
+        if self.is_local:
+            return ask_here(self._run_id, patience_s=patience_s)
+        homes = {(actor.role.value, actor.rank): str(actor.node) for actor in self.actors}
+        answers = Answers() if self._agents is None else self._agents.ask_actors(timeout_s=patience_s)
+        return replace(answers, homes=homes)
 
     def close(self, *, kill_after_s: float) -> None:
         """Ends every process of the run: actors, their children, and Ray itself if it is ours.
@@ -236,7 +253,27 @@ class Cluster:
         if guardian is not None:
             guardian.dismiss(timeout_s=kill_after_s)
 
-    def keep_logs(self, target: Path) -> None:
-        """Copies Ray's logs, which hold the actors' output, out of the folder that `close` removes."""
-        if self._temp_dir is not None and (logs := self._temp_dir / "session_latest" / "logs").is_dir():
+    def keep_evidence(self, failure: BaseException, folder: Path, *, patience_s: float) -> None:
+        """Keeps what tells of a failure, before `close`: where ranks hang, which is printed too, and Ray's logs.
+
+        Args:
+            failure: What the run has failed with.
+            folder: Gets ``hang/`` and ``ray_logs/``. On a cluster that was joined the latter has the end of what the
+                run's own processes have printed, by node.
+            patience_s: Longest wait for each, in seconds.
+        """
+        trainers = self._config.cluster.num_trainers
+        verdict = collect_evidence(
+            failure, ask=self.ask_actors, folder=folder, trainers=trainers, patience_s=patience_s
+        )
+        if verdict is not None:
+            sys.stderr.write(f"{verdict}\n")
+        logs = folder / "ray_logs"
+        attempt("keeping Ray's logs", lambda: self._keep_logs(logs, 0.8 * patience_s), timeout_s=patience_s)
+
+    def _keep_logs(self, target: Path, timeout_s: float) -> None:
+        """Copies Ray's logs, which hold the actors' output, from where `close` removes them."""
+        if self._agents is not None:
+            self._agents.keep_logs(target, timeout_s=timeout_s)
+        elif self._temp_dir is not None and (logs := self._temp_dir / "session_latest" / "logs").is_dir():
             shutil.copytree(logs, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("events", "export_events"))

@@ -20,7 +20,6 @@ from rl_safe_workers.checkpoint.convert import (
 )
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import RunConsole
 from rl_safe_workers.driver.interrupts import Interrupts
@@ -150,7 +149,7 @@ def _run(config: RunConfig, work: Callable[[Session], Any]) -> str:
     interrupts, patience_s = Interrupts(), config.rl_safe.teardown.kill_after_s
     cluster = Cluster(config, run_id=uuid.uuid4().hex[:12], interrupts=interrupts)
     session = Session(config, cluster, RunConsole(), interrupts)
-    logs = Path(config.trainer.output_dir) / str(config.trainer.run_name) / "ray_logs"
+    folder = Path(config.trainer.output_dir) / str(config.trainer.run_name)
     with interrupts.listening():
         try:
             session.connect()
@@ -161,7 +160,7 @@ def _run(config: RunConfig, work: Callable[[Session], Any]) -> str:
         except BaseException as error:
             if isinstance(error, UsageError):
                 error.exit_code = RunError.exit_code  # exit code 2 promises that nothing was started
-            attempt("keeping Ray's logs", lambda: cluster.keep_logs(logs), timeout_s=patience_s)
+            cluster.keep_evidence(error, folder, patience_s=patience_s)
             raise
         finally:
             cluster.close(kill_after_s=patience_s)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-
-from rl_safe_workers import env
-from rl_safe_workers.driver.actors import GLOO_FLIGHTS
+from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +36,40 @@ class Work:
         return f"{self.op} of {self.group}"
 
 
-def read_flights(target: Path) -> dict[int, list[Work]]:
-    """What the files in a folder have, by training rank, oldest first."""
-    records: dict[int, list[Work]] = {}
-    for file in (file for prefix in (GLOO_FLIGHTS, env.NCCL_FLIGHTS) for file in target.glob(f"{prefix}*")):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a rank's collectives tell of where it is."""
+
+    under_way: Work | None
+    """The oldest that has not ended."""
+    last: Work | None
+    begun: Mapping[str, int]
+    """The number of the last one of each group, by the group's name."""
+
+    @classmethod
+    def of(cls, works: Sequence[Work]) -> Self:
+        """Sums up works, oldest first."""
+        begun: dict[str, int] = {}
+        for work in works:
+            begun[work.group] = max(work.number, begun.get(work.group, 0))
+        under_way = next((work for work in works if not work.has_ended), None)
+        return cls(under_way=under_way, last=works[-1] if works else None, begun=begun)
+
+
+def read_flights(files: Mapping[str, bytes]) -> dict[int, Record]:
+    """What files of the Flight Recorder have, by training rank.
+
+    Args:
+        files: Their contents, by names that end in the rank. One that cannot be read is warned about.
+    """
+    found: dict[int, list[Work]] = {}
+    for name, contents in files.items():
         try:
-            with file.open("rb") as opened:
-                works = _works(_PlainUnpickler(opened).load()["entries"])
-            records.setdefault(int(file.name.rpartition("_")[2]), []).extend(works)
+            works = _works(_PlainUnpickler(io.BytesIO(contents)).load()["entries"])
+            found.setdefault(int(name.rpartition("_")[2]), []).extend(works)
         except Exception as error:  # whatever torch has made of it: the rest of the evidence counts more
-            logger.warning("%s cannot be read: %s: %s", file, type(error).__name__, error)
-    return {rank: sorted(works, key=lambda work: work.created_s) for rank, works in sorted(records.items())}
+            logger.warning("%s cannot be read: %s: %s", name, type(error).__name__, error)
+    return {rank: Record.of(sorted(works, key=lambda work: work.created_s)) for rank, works in sorted(found.items())}
 
 
 def _works(entries: Sequence[Mapping[str, Any]]) -> list[Work]:
@@ -76,11 +96,11 @@ def _work(entry: Mapping[str, Any]) -> Work:
     )
 
 
-def works_waited_in(records: Mapping[int, Sequence[Work]], missing: Collection[int]) -> dict[int, Work]:
+def works_waited_in(records: Mapping[int, Record], missing: Collection[int]) -> dict[int, Work]:
     """Finds the collective that each training rank waits in, or waited in until it gave up.
 
     Args:
-        records: What each rank has begun, oldest first.
+        records: What each rank has begun.
         missing: Ranks that the others wait for.
 
     Returns:
@@ -88,14 +108,16 @@ def works_waited_in(records: Mapping[int, Sequence[Work]], missing: Collection[i
     """
     found = {}
     behind = [records[rank] for rank in missing if rank in records]
-    for rank, works in records.items():
-        if under_way := [work for work in works if not work.has_ended]:
-            found[rank] = under_way[0]
-        elif works and behind and rank not in missing:
-            last = works[-1]
-            begun = [work.number for theirs in behind for work in theirs if work.group == last.group]
-            if last.number > max(begun, default=0):
-                found[rank] = last
+    for rank, record in records.items():
+        if record.under_way is not None:
+            found[rank] = record.under_way
+        elif (
+            (last := record.last) is not None
+            and behind
+            and rank not in missing
+            and last.number > max(theirs.begun.get(last.group, 0) for theirs in behind)
+        ):
+            found[rank] = last
     return found
 
 

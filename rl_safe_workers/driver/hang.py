@@ -1,41 +1,36 @@
 """The verdict on a run that hangs: who has arrived, who has not, and where each missing rank is.
 
-Asks the actors while they still live: faulthandler answers for Python's stacks, torch's Flight Recorder for
-collectives, the operating system and Ray for the processes. What they say is kept, and summed up in one line.
+The actors are asked while they still live, on whichever node (`driver.inquiry`). What they say is kept, and summed up
+in one line.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray._private import state as ray_state
 
-from rl_safe_workers import env
-from rl_safe_workers.driver.actors import GLOO_FLIGHTS, GLOO_REQUESTS, IN_VAIN, STACK_SIGNAL, stack_file
+from rl_safe_workers.driver.actor_group import NOR
+from rl_safe_workers.driver.actors import IN_VAIN, stack_file
 from rl_safe_workers.driver.cleanup import attempt
-from rl_safe_workers.driver.flights import Work, read_flights, waiting_ranks, works_waited_in
+from rl_safe_workers.driver.flights import Work, waiting_ranks, works_waited_in
+from rl_safe_workers.driver.inquiry import Answers, Who
 from rl_safe_workers.driver.nodes import JOINING, LOOK_AT_NODES, NODE_AGENTS
-from rl_safe_workers.driver.stacks import Stack, py_spy, relative
+from rl_safe_workers.driver.stacks import relative
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, format_ranks
 from rl_safe_workers.lifecycle import Role
-from rl_safe_workers.reaping.processes import run_processes
 
 logger = logging.getLogger(__name__)
-
-Who = tuple[str, int]
-"""Role and rank."""
 
 _WAITED_FOR_BY_THE_DRIVER = (
     "the driver", "the placement group", "the making of the model", JOINING, LOOK_AT_NODES, NODE_AGENTS,
@@ -45,8 +40,10 @@ _MEMBERS = re.compile(r"\[([\d, ]+)\]")
 """Training ranks in the name of a group."""
 _ALSO_MISSING = re.compile(r"\(nor ([^;)]+)")
 _RANK = re.compile(r"(trainer|rollout) rank (\d+)")
-
-_LOOK_S = 0.1
+_RAY_S = 0.5
+"""What Ray gets to list its actors in, however late it is."""
+_NAMED_NODES = 4
+"""More than so many are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,104 +61,102 @@ class Wait:
     waited_s: float | None
 
 
-@dataclass(slots=True, kw_only=True)
-class Actor:
-    """An actor's process on this machine, and what it has said."""
-
-    who: Who
-    process: psutil.Process
-    status: str = "gone"
-    """As psutil says, e.g. ``"sleeping"``, ``"stopped"``."""
-    cpu_s: float | None = None
-    source: str | None = None
-    """Who has written the stacks: faulthandler, py-spy; None: nobody could."""
-    text: str = ""
-    stack: Stack | None = None
-
-    def where(self) -> str:
-        """What the verdict says of it."""
-        notable = f", {self.status}" if _is_stopped(self) or self.status == psutil.STATUS_DISK_SLEEP else ""
-        if self.stack is None or self.stack.place is None:
-            return f"gives no stack, {self.status}"
-        if not self.stack.is_in_a_call:
-            return f"is in no call{notable}"
-        return f"is {f'in {self.stack.op} ' if self.stack.op else ''}at {self.stack.place}{notable}"
-
-
 def collect_evidence(
-    error: BaseException, *, run_id: str, folder: Path, trainers: int, patience_s: float
+    error: BaseException, *, ask: Callable[[float], Answers], folder: Path, trainers: int, patience_s: float
 ) -> str | None:
     """Asks every actor of a run that has failed where it is, if the failure is about ranks that did not come.
 
-    To be called before the actors are killed. Only processes on this machine can be asked; those that Ray has started
-    elsewhere are listed in the verdict as such. Never raises.
+    To be called before the actors are killed. Never raises.
 
     Args:
         error: What the run has failed with. Where it names all that are in a call, and the Flight Recorder shows that
             some of them only wait for the others, it names these others from then on: on a GPU nobody else can tell.
-        run_id: Marks the run's processes.
-        folder: The run's; gets ``hang/`` with ``verdict.json``, ``stack_<role>_<rank>.txt`` for each actor here, and
-            of trainers ``flight_<backend>_<rank>``, what the Flight Recorder has, as torch writes it.
+        ask: Asks the actors, and waits for no longer than the seconds it is given; e.g. ``cluster.ask_actors``.
+        folder: The run's; gets ``hang/`` with ``verdict.json``, ``stack_<role>_<rank>.txt`` for each actor, and of
+            trainers ``flight_<backend>_<rank>``, what the Flight Recorder has, as torch writes it.
         trainers: Number of training ranks.
         patience_s: Longest wait, in seconds.
 
     Returns:
         The verdict, one line; None if the error is of another kind, or a wait of the driver alone.
     """
-    verdicts: list[str | None] = []
+    if (wait := wait_of(error, trainers)) is None:
+        return None
+    verdicts: list[str] = []
     # Leaves the thread time to write what it has before it is left behind.
     deadline_s = time.monotonic() + 0.8 * patience_s
-    attempt(
-        "collecting the evidence of the hang",
-        lambda: verdicts.append(_collect(error, run_id, folder, trainers, deadline_s)),
-        timeout_s=patience_s,
-    )
+    target = folder / "hang"
+
+    def collect() -> None:
+        answers = ask(_left(deadline_s))
+        found = _judge(error, wait, answers, target, deadline_s)
+        verdicts.append(found["verdict"])
+        # Last: the folder's storage may be what the run hangs in, and the files of thousands of ranks take a while.
+        _keep(answers, found, target)
+
+    attempt("collecting the evidence of the hang", collect, timeout_s=patience_s)
     return verdicts[0] if verdicts else None
 
 
-def _collect(error: BaseException, run_id: str, folder: Path, trainers: int, deadline_s: float) -> str | None:
-    wait = wait_of(error, trainers)
-    if wait is None:
-        return None
-    target = folder / "hang"
-    shutil.rmtree(target, ignore_errors=True)  # of an earlier run by the same name
-    target.mkdir(parents=True)
-    actors = find_actors(run_id)
-    attempt("asking the actors", lambda: _ask(actors, target, deadline_s), timeout_s=_left(deadline_s))
+def _judge(error: BaseException, wait: Wait, answers: Answers, target: Path, deadline_s: float) -> dict[str, Any]:
+    """Returns the verdict with what it comes from; makes the error name the culprits, if these are known better now."""
+    actors, records, said = answers.actors, answers.records, f"{type(error).__name__}: {error}"
     in_ray: list[dict[str, Any]] = []
-    attempt("asking Ray for its actors", lambda: in_ray.extend(_ray_actors()), timeout_s=_left(deadline_s) / 2)
+    left_s = max(_RAY_S, _left(deadline_s) / 2)
+    attempt("asking Ray for its actors", lambda: in_ray.extend(_ray_actors()), timeout_s=left_s)
     busy = frozenset(actor.who for actor in actors if actor.stack is None or actor.stack.is_in_a_call)
-    missing = busy - wait.arrived if wait.missing is None else wait.missing
-    records = read_flights(target)
+    busy |= {who for who, home in answers.homes.items() if home in answers.silent}
+    missing, unknown = busy - wait.arrived if wait.missing is None else wait.missing, frozenset[Who]()
     works = works_waited_in(records, _training_ranks(missing))
     waiting = {(Role.TRAINER.value, rank) for rank in waiting_ranks(works)} & missing
-    if waiting and waiting < missing:
-        missing = missing - waiting
+    if waiting and (culprits := _culprits(missing - waiting, answers)):
+        missing, unknown = culprits, missing - waiting - culprits
         works = works_waited_in(records, _training_ranks(missing))
         wait = replace(wait, missing=missing, arrived=wait.arrived | waiting)
         _blame(error, missing)
-    elsewhere = sum(not actor["is_here"] for actor in in_ray)
-    line = verdict(wait, missing, actors, works, elsewhere=elsewhere, target=target)
-    found = {
-        "verdict": line,
-        "error": f"{type(error).__name__}: {error}",
+    return {
+        "verdict": verdict(wait, missing, answers, works, target=target, unknown=unknown),
+        "error": said,
         "wait": {
             "phase": wait.phase, "group": wait.group, "waited_s": wait.waited_s,
-            "arrived": sorted(wait.arrived), "missing": sorted(missing),
+            "arrived": sorted(wait.arrived), "missing": sorted(missing), "unknown": sorted(unknown),
         },
         "works": {rank: asdict(work) for rank, work in works.items()},
         "actors": [
             {
-                "role": actor.who[0], "rank": actor.who[1], "pid": actor.process.pid, "status": actor.status,
-                "cpu_s": actor.cpu_s, "stack_from": actor.source,
+                "role": actor.who[0], "rank": actor.who[1], "node": answers.homes.get(actor.who), "pid": actor.pid,
+                "status": actor.status, "cpu_s": actor.cpu_s, "stack_from": actor.source,
                 "stack": None if actor.stack is None else asdict(actor.stack),
             }
             for actor in actors
         ],
+        "silent_nodes": list(answers.silent),
         "ray": in_ray,
     }  # fmt: skip
+
+
+def _culprits(missing: Collection[Who], answers: Answers) -> frozenset[Who]:
+    """Those of the missing that are known not to wait like the rest: that nothing was heard of a rank tells nothing."""
+    there = {actor.who: actor for actor in answers.actors}
+
+    def is_known(who: Who) -> bool:
+        if who not in there:
+            return answers.homes.get(who) not in answers.silent  # the process is gone
+        role, rank = who
+        return there[who].is_stopped or (role == Role.TRAINER and rank in answers.records)
+
+    return frozenset(filter(is_known, missing))
+
+
+def _keep(answers: Answers, found: Mapping[str, Any], target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)  # of an earlier run by the same name
+    target.mkdir(parents=True)
     (target / "verdict.json").write_text(json.dumps(found, indent=1))
-    return line
+    for actor in answers.actors:
+        (target / stack_file(*actor.who)).write_text(actor.text or f"no stack: the process is {actor.status}\n")
+    for flights in (lambda: answers.flights, *answers.more_flights):
+        for name, contents in flights().items():
+            (target / name).write_bytes(zlib.decompress(contents))
 
 
 def _training_ranks(who: Collection[Who]) -> set[int]:
@@ -170,10 +165,14 @@ def _training_ranks(who: Collection[Who]) -> set[int]:
 
 def _blame(error: BaseException, missing: Collection[Who]) -> None:
     """Makes a driver's error name those who are missing; one of the ranks' own knows better."""
-    groups = {f"the {role}s": [rank for of, rank in missing if of == role] for role in Role}
-    if isinstance(error, PhaseTimeoutError) and error.group in groups:
-        group = next(group for group, ranks in groups.items() if ranks)
-        error.blame(group, groups[group])
+    groups = {f"the {role}s": [rank for of, rank in sorted(missing) if of == role] for role in Role}
+    if not isinstance(error, PhaseTimeoutError) or error.group not in groups:
+        return
+    group = next(group for group, ranks in groups.items() if ranks)
+    others = sorted(who for who in missing if f"the {who[0]}s" != group)
+    said = error.detail.partition("; ")[2] if error.detail.startswith(NOR) else error.detail
+    nor = NOR + ", ".join(f"{role} rank {rank}" for role, rank in others)
+    error.blame(group, groups[group], "; ".join(filter(None, (nor if others else "", said))))
 
 
 def _left(deadline_s: float) -> float:
@@ -210,123 +209,15 @@ def _member(rank: int, group: str, trainers: int) -> Who:
     return (Role.TRAINER.value, rank) if rank < trainers else (Role.ROLLOUT.value, rank - trainers)
 
 
-def find_actors(run_id: str) -> list[Actor]:
-    """Finds the processes on this machine that are actors of the run, trainers first; not what these have started."""
-    candidates: dict[Who, dict[int, psutil.Process]] = {}
-    for process in run_processes(run_id):
-        with suppress(psutil.Error):
-            if (who := env.actor_of(process.environ())) is not None:
-                candidates.setdefault(who, {})[process.pid] = process
-    found = []
-    for who, processes in candidates.items():
-        for process in processes.values():
-            with suppress(psutil.Error):
-                if process.ppid() not in processes:
-                    found.append(Actor(who=who, process=process))
-    return sorted(found, key=lambda actor: (actor.who[0] != Role.TRAINER, actor.who[1]))
-
-
-def _ask(actors: Sequence[Actor], target: Path, deadline_s: float) -> None:
-    """Gets stacks and Flight Recorder files into the target folder. Half of the time is for answers."""
-    awaited: dict[Path, int] = {}
-    for actor in actors:
-        with suppress(psutil.Error, OSError):
-            actor.status, actor.cpu_s = actor.process.status(), sum(actor.process.cpu_times()[:2])
-            if (file := _stacks_of(actor)) is not None:
-                before = _size(file)
-                actor.process.send_signal(STACK_SIGNAL)
-                if not _is_stopped(actor):
-                    awaited[file] = before
-    folders = {folder for actor in actors if (folder := _hang_dir(actor)) is not None}
-    stopped = {actor.who[1] for actor in actors if actor.who[0] == Role.TRAINER and _is_stopped(actor)}
-    for folder in folders:
-        awaited |= dict.fromkeys(_request_flights(folder, stopped), -1)
-    _settle(awaited, time.monotonic() + _left(deadline_s) / 2)
-    for folder in folders:
-        for file in (file for prefix in (GLOO_FLIGHTS, env.NCCL_FLIGHTS) for file in folder.glob(f"{prefix}*")):
-            if _size(file) > 0:
-                shutil.copyfile(file, target / file.name)
-    for actor in actors:
-        _read_stack(actor, deadline_s)
-        (target / stack_file(*actor.who)).write_text(actor.text or f"no stack: the process is {actor.status}\n")
-
-
-def _is_stopped(actor: Actor) -> bool:
-    """Whether the process answers nothing before it is continued."""
-    return actor.status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-
-
-def _hang_dir(actor: Actor) -> Path | None:
-    try:
-        return env.hang_dir(actor.process.environ())
-    except psutil.Error:
-        return None
-
-
-def _stacks_of(actor: Actor) -> Path | None:
-    """The file that the actor writes its stacks to; None before it has begun to listen: the signal would kill it."""
-    folder = _hang_dir(actor)
-    if folder is None:
-        return None
-    status = Path(f"/proc/{actor.process.pid}/status").read_text()
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    listens = caught is not None and bool(int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1)
-    file = folder / stack_file(*actor.who)
-    return file if listens and file.exists() else None
-
-
-def _request_flights(folder: Path, stopped: Collection[int]) -> list[Path]:
-    """Asks each trainer that listens for what its Flight Recorder has; returns the files that will tell."""
-    awaited = []
-    for requests, flights in ((GLOO_REQUESTS, GLOO_FLIGHTS), (env.NCCL_REQUESTS, env.NCCL_FLIGHTS)):
-        for pipe in folder.glob(f"{requests}*.pipe"):
-            with suppress(OSError):  # nobody listens any more
-                rank = int(pipe.stem.removeprefix(requests))
-                descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-                os.write(descriptor, b"1")
-                os.close(descriptor)
-                if rank not in stopped:
-                    awaited.append(folder / f"{flights}{rank}")
-    return awaited
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else -1
-
-
-def _settle(awaited: Mapping[Path, int], deadline_s: float) -> None:
-    """Waits until each file has outgrown its former size, and none has grown since the last look."""
-    last: list[int] = []
-    while time.monotonic() < deadline_s:
-        time.sleep(_LOOK_S)
-        sizes = [_size(file) for file in awaited]
-        if sizes == last and all(size > before for size, before in zip(sizes, awaited.values(), strict=True)):
-            return
-        last = sizes
-
-
-def _read_stack(actor: Actor, deadline_s: float) -> None:
-    with suppress(psutil.Error, OSError):
-        file = _stacks_of(actor)
-        actor.text, actor.source = (file.read_text() if file else ""), "faulthandler"
-    if not actor.text:
-        actor.text, actor.source = py_spy(actor.process.pid, timeout_s=_left(deadline_s)), "py-spy"
-    if not actor.text:
-        actor.source = None
-        return
-    actor.stack = Stack.parse(actor.text)
-
-
 def _ray_actors() -> list[dict[str, Any]]:
     """Ray's list of this driver's actors, which needs no dashboard."""
     if not ray.is_initialized():
         return []
-    context = ray.get_runtime_context()
-    job, node = context.get_job_id(), context.get_node_id()
+    job = ray.get_runtime_context().get_job_id()
     return [
         {
             "class": actor["ActorClassName"], "state": actor["State"], "pid": actor["Pid"],
-            "address": actor["Address"]["IPAddress"], "is_here": actor["Address"]["NodeID"] == node,
+            "address": actor["Address"]["IPAddress"], "node_id": actor["Address"]["NodeID"],
         }
         for actor in ray_state.actors().values()
         if actor["JobID"] == job
@@ -336,39 +227,58 @@ def _ray_actors() -> list[dict[str, Any]]:
 def verdict(
     wait: Wait,
     missing: Collection[Who],
-    actors: Sequence[Actor],
+    answers: Answers,
     works: Mapping[int, Work],
     *,
-    elsewhere: int,
     target: Path,
+    unknown: Collection[Who] = (),
 ) -> str:
     """Sums the evidence up in one line.
 
     Args:
         wait: Who waited for whom.
         missing: Who has not come.
-        actors: Those on this machine.
+        answers: What the actors have said.
         works: The collective that a training rank waits in.
-        elsewhere: How many actors are on other machines.
         target: Where the evidence is.
+        unknown: Who may have come or not.
     """
     # Whoever is missing may be in nothing: what the others wait in says more.
     ranks = sorted(works, key=lambda rank: ((Role.TRAINER.value, rank) in missing, rank))
     ops = [str(works[rank]) for rank in ranks]
-    waiting = sorted(actors, key=lambda actor: actor.who in missing)
+    waiting = sorted(answers.actors, key=lambda actor: actor.who in missing)
     ops += [actor.stack.op for actor in waiting if actor.stack is not None and actor.stack.op is not None]
-    where = {actor.who: actor.where() for actor in actors}
+    where = {actor.who: actor.where() for actor in answers.actors}
     places: dict[str, set[Who]] = {}
-    for who in missing:
-        places.setdefault(where.get(who, "has no process on this machine"), set()).add(who)
+    for who in (*missing, *unknown):
+        places.setdefault(where.get(who) or _absence(who, answers), set()).add(who)
     parts = [
         "hang: " + ", ".join([*([f"phase {wait.phase}"] if wait.phase else []), wait.group, *ops[:1]]) + ": "
         f"{_attendance(wait, missing)}",
-        *(f"{_names(of_place)} {place}" for place, of_place in sorted(places.items(), key=lambda item: min(item[1]))),
-        *([f"{elsewhere} actors are on other machines"] if elsewhere else []),
+        *(
+            f"{_names(of_place)}{_homes(of_place, answers)} {place}"
+            for place, of_place in sorted(places.items(), key=lambda item: min(item[1]))
+        ),
+        *([f"no answer from {_nodes(answers.silent)}"] if answers.silent else []),
         f"evidence in {relative(str(target))}",
     ]
     return "; ".join(parts)
+
+
+def _absence(who: Who, answers: Answers) -> str:
+    home = answers.homes.get(who)
+    if home is None:
+        return "has no process on this machine"
+    return "cannot be asked" if home in answers.silent else "has no process there"
+
+
+def _homes(who: Collection[Who], answers: Answers) -> str:
+    nodes = {answers.homes[one]: None for one in sorted(who) if one in answers.homes}
+    return f" on {_nodes(list(nodes))}" if nodes else ""
+
+
+def _nodes(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= _NAMED_NODES else f"{len(names)} nodes"
 
 
 def _attendance(wait: Wait, missing: Collection[Who]) -> str:

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 MAX_CPU_SHARE = 0.04
 """Largest share of one core that sampling may take; the interval grows until it holds."""
 
+_LAST_SAMPLE_S = 10.0
+
 
 class ProcessKind(StrEnum):
     """What a process of a run is there for."""
@@ -103,10 +105,10 @@ class MemorySampler:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stops sampling and waits for a sample in progress. Idempotent."""
+        """Stops sampling and waits for a sample in progress, but not for one that is stuck in a process. Idempotent."""
         if self._thread is not None:
             self._stopping.set()
-            self._thread.join()
+            self._thread.join(_LAST_SAMPLE_S)
             self._thread = None
 
     def sample(self) -> int:

@@ -10,15 +10,22 @@ import shutil
 import socket
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
+import ray
+from ray._private import worker as ray_worker
 
 from rl_safe_workers import env
+from rl_safe_workers.driver.inquiry import Answers, ask_here
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import remove_ipc_files
 from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
+
+LOG_BYTES = 2**18
+"""Of a file that a failed run takes along from a node: its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +72,24 @@ class NodeAgent:
         self._pids |= {process.pid for process in run_processes(self._run_id, self._node_id)}
         self._guardian.tell(pids=self._pids)
 
+    def ask_actors(self, patience_s: float) -> tuple[Answers, Any]:
+        """Asks the run's actors on this node where they are; see `driver.inquiry.ask_here`.
+
+        Returns:
+            The answers without the Flight Recorder's files, and a reference to these.
+        """
+        answers = ask_here(self._run_id, node=self._node_id, patience_s=patience_s)
+        return replace(answers, flights={}), ray.put(answers.flights)
+
+    def logs(self) -> dict[str, bytes]:
+        """Returns the end of what each process of the run on this node has printed, by the name of Ray's file."""
+        self.note_processes()
+        folder = Path(ray_worker.global_worker.node.get_logs_dir_path())
+        files = [
+            file for pid in self._pids for kind in ("out", "err") for file in folder.glob(f"worker-*-{pid}.{kind}")
+        ]
+        return {file.name: tail for file in files if (tail := _tail(file))}
+
     def close(self) -> None:
         """Ends what the run has left on this node, and removes its files."""
         self._pids |= {process.pid for process in run_processes(self._run_id, self._node_id)}
@@ -72,6 +97,12 @@ class NodeAgent:
         remove_ipc_files(ended(self._pids), since_s=self._since_s)
         shutil.rmtree(self._temp_dir, ignore_errors=True)
         self._guardian.dismiss(timeout_s=self._kill_after_s)
+
+
+def _tail(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - LOG_BYTES))
+        return opened.read()
 
 
 def interface_of(address: str) -> str | None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rl_safe_workers.driver.inquiry import Answers, order
 from rl_safe_workers.driver.node_agent import NodeAgent, NodePlace
 from rl_safe_workers.driver.nodes import NODE_AGENTS, Node, await_nodes
 from rl_safe_workers.errors import ClusterError
@@ -23,10 +27,11 @@ class NodeAgents:
     def __init__(self, nodes: Sequence[Node], run_id: str, *, kill_after_s: float) -> None:
         """Starts them, and does not wait for any."""
         self._nodes = list(nodes)
+        agent = ray.remote(NodeAgent)
         self._handles: list[Any] = [
-            ray.remote(NodeAgent)
-            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False))
-            .remote(run_id, node.id, kill_after_s=kill_after_s)
+            agent.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(
+                run_id, node.id, kill_after_s=kill_after_s
+            )
             for node in nodes
         ]
 
@@ -55,6 +60,60 @@ class NodeAgents:
         """Lets each remember who belongs to the run on its node; waits for none."""
         for handle in self._handles:
             handle.note_processes.remote()
+
+    def ask_actors(self, *, timeout_s: float) -> Answers:
+        """Lets each ask the actors of its node where they are; all at once.
+
+        Args:
+            timeout_s: Seconds until all must have answered. Nodes that have not are named in what is returned.
+        """
+        # What a node has found out counts, though one of its actors does not answer: it gets less time than there is.
+        refs = {
+            handle.ask_actors.remote(0.8 * timeout_s): node
+            for handle, node in zip(self._handles, self._nodes, strict=True)
+        }
+        ready, pending = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+        told, more, silent = [], [], [refs[ref] for ref in pending]
+        for ref in ready:
+            try:
+                answers, flights = ray.get(ref)
+            except RayError as error:
+                logger.warning("node %s cannot be asked: %s", refs[ref], (str(error).splitlines() or [""])[0])
+                silent.append(refs[ref])
+                continue
+            told.append(answers)
+            more.append(partial(ray.get, flights))
+        return Answers(
+            actors=sorted((actor for one in told for actor in one.actors), key=lambda actor: order(actor.who)),
+            records={rank: record for one in told for rank, record in one.records.items()},
+            more_flights=more,
+            silent=[str(node) for node in self._nodes if node in silent],
+        )
+
+    def keep_logs(self, target: Path, *, timeout_s: float) -> None:
+        """Writes the end of what the run's processes have printed to ``<target>/<address of the node>/``.
+
+        Args:
+            target: A folder.
+            timeout_s: Seconds in which the nodes are waited for.
+        """
+        pending = {handle.logs.remote(): node for handle, node in zip(self._handles, self._nodes, strict=True)}
+        deadline = time.monotonic() + timeout_s
+        while pending and (left_s := deadline - time.monotonic()) > 0:
+            ready, _ = ray.wait(list(pending), timeout=left_s)
+            for ref in ready:
+                node = pending.pop(ref)
+                try:
+                    files = ray.get(ref)
+                except RayError as error:
+                    logger.warning("node %s gives no logs: %s", node, (str(error).splitlines() or [""])[0])
+                    continue
+                folder = target / node.address
+                folder.mkdir(parents=True, exist_ok=True)
+                for name, contents in files.items():
+                    (folder / name).write_bytes(contents)
+        if pending:
+            logger.warning("no logs within %.0f s from node %s", timeout_s, ", ".join(map(str, pending.values())))
 
     def close(self, *, timeout_s: float, lost: Sequence[Node] = ()) -> None:
         """Lets each end what is left on its node. What one that does not answer leaves, its guardian ends.

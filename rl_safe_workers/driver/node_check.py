@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import ray
@@ -21,7 +22,7 @@ from rl_safe_workers.errors import ClusterError, ConfigError, NodeMismatchError
 from rl_safe_workers.versions import STACK
 
 CACHED_S = 3.0
-_MARKER = ".seen_by_all_"
+_MARKER, _LEFT_BEHIND_S = ".seen_by_all_", 86400.0
 Facts = Mapping[str, Any]
 """What `node_probe.look` returns; or ``error``, why it could not look."""
 
@@ -69,16 +70,21 @@ def marker(folder: Path) -> Iterator[Path]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{_MARKER}*"):  # of a driver that was killed
-            left.unlink(missing_ok=True)
-        file = NamedTemporaryFile(prefix=_MARKER, dir=folder)  # noqa: SIM115
+        for left in folder.glob(f"{_MARKER}*"):  # of a driver that was killed; another one's may be in use
+            with suppress(FileNotFoundError):
+                if left.stat().st_mtime < time.time() - _LEFT_BEHIND_S:
+                    left.unlink()
+        descriptor, name = tempfile.mkstemp(prefix=_MARKER, dir=folder)
+        os.close(descriptor)
     except OSError as error:
         raise ConfigError(
             f"trainer.default_local_dir={folder}: {error.strerror or error}; checkpoints need a folder that the driver "
             "can write to, on storage that all nodes share"
         ) from error
-    with file:
-        yield Path(file.name)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def look_at(

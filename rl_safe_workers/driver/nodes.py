@@ -23,7 +23,7 @@ JOINING, LOOK_AT_NODES, NODE_AGENTS = "joining the Ray cluster", "the look at th
 """What a PhaseTimeoutError calls waits for others than ranks."""
 ANSWER_S = 2.0
 """How long a node's own port may take to accept a connection before the node counts as lost."""
-_AT_ONCE = 64
+_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,6 @@ from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import GIB, RunConsole
 from rl_safe_workers.driver.data import PromptDataset, PromptLoader
 from rl_safe_workers.driver.grpo import GrpoLoop
-from rl_safe_workers.driver.hang import collect_evidence
 from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
 from rl_safe_workers.driver.ledger import export_ledger, late_metrics, ledger_metrics, ledger_table, write_ledger
 from rl_safe_workers.driver.memory import MemorySampler
@@ -180,9 +179,15 @@ class Job:
 
     def _go_back(self, log: MetricsLog) -> None:
         """Makes ready to start from the newest complete checkpoint of this run, or from where it began."""
-        self._resume = newest_since(self._config, self._started_at) or self._resume
+
+        def go_back() -> ResumePoint | None:
+            found = newest_since(self._config, self._started_at) or self._resume
+            log.forget_after(0 if found is None else found.manifest.step)
+            return found
+
+        # The storage may be what the run has failed by.
+        self._resume = self._session.within(Phase.START, go_back)
         self._loader = _loader_at(self._config, self._dataset, self._resume)
-        log.forget_after(0 if self._resume is None else self._resume.manifest.step)
         self._open(again=True)
 
     def _train(self, log: MetricsLog) -> None:
@@ -258,14 +263,7 @@ class Job:
         """Ends what an attempt has started; what tells of a failure goes to a folder before."""
         patience_s = self._config.rl_safe.teardown.kill_after_s
         if failure is not None:
-            trainers = self._config.cluster.num_trainers
-            verdict = collect_evidence(
-                failure, run_id=self._run_id, folder=folder, trainers=trainers, patience_s=patience_s
-            )
-            if verdict is not None:
-                sys.stderr.write(f"{verdict}\n")
-            logs = folder / "ray_logs"
-            attempt("keeping Ray's logs", lambda: self._cluster.keep_logs(logs), timeout_s=patience_s)
+            self._cluster.keep_evidence(failure, folder, patience_s=patience_s)
         attempt("reading memory", self._memory.sample, timeout_s=patience_s)
         self._cluster.close(kill_after_s=patience_s)
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -109,9 +110,21 @@ class Session:
         raise NodeLostError(nodes=names, phase=phase, ranks=" and ".join(ranks), detail=str(error)) from error
 
     def run_here(self, phase: Phase, work: Callable[[], T]) -> T:
-        """Runs work of a phase in this process, within the phase's timeout, and notices signals meanwhile.
+        """Runs work of a phase in this process, as `within`, and records it."""
+        started_s = time.monotonic()
+        try:
+            return self.within(phase, work)
+        finally:
+            self._record(phase, time.monotonic() - started_s)
 
-        The work runs on a thread of its own. One that does not end in time is left behind: the process ends with it.
+    def within(self, phase: Phase, work: Callable[[], T]) -> T:
+        """Runs something in this process, within a phase's timeout, and notices signals meanwhile.
+
+        It runs on a thread of its own. One that does not end in time is left behind: the process ends with it.
+
+        Raises:
+            PhaseTimeoutError: Names the driver.
+            Interrupted: On a signal.
         """
         outcome: Future[T] = Future()
 
@@ -123,18 +136,15 @@ class Session:
 
         started_s = time.monotonic()
         threading.Thread(target=run, name=phase, daemon=True).start()
-        try:
-            while not wait([outcome], timeout=SLICE_S).done:
-                self._interrupts.check()
-                waited_s = time.monotonic() - started_s
-                if waited_s > self.timeout_s(phase):
-                    raise PhaseTimeoutError(
-                        phase=phase, group="the driver", missing=(), waited_s=waited_s,
-                        setting=f"rl_safe.timeouts.{phase}",
-                    )  # fmt: skip
-            return outcome.result()
-        finally:
-            self._record(phase, time.monotonic() - started_s)
+        while not wait([outcome], timeout=SLICE_S).done:
+            self._interrupts.check()
+            waited_s = time.monotonic() - started_s
+            if waited_s > self.timeout_s(phase):
+                raise PhaseTimeoutError(
+                    phase=phase, group="the driver", missing=(), waited_s=waited_s,
+                    setting=f"rl_safe.timeouts.{phase}",
+                )  # fmt: skip
+        return outcome.result()
 
     def _record(self, phase: Phase, seconds: float) -> None:
         self.totals[phase] = self.totals.get(phase, PhaseTotal()).plus(seconds)
@@ -180,13 +190,16 @@ class Session:
 
     def _join_cluster(self) -> None:
         trainer, model = self._config.trainer, self._config.model.path
-        # It is there, unless nothing but a bootstrap is to happen.
-        shared = [Path(model).absolute()] if model and Path(model).exists() else []
-        if trainer.save_freq < 1 or trainer.default_local_dir is None:
-            self._cluster.start(shared=shared)
-            return
-        with marker(Path(trainer.default_local_dir)) as of_checkpoints:
-            self._cluster.start(shared=[*shared, of_checkpoints])
+
+        def shared_paths() -> list[Path]:
+            # It is there, unless nothing but a bootstrap is to happen.
+            paths = [Path(model).absolute()] if model and Path(model).exists() else []
+            if trainer.save_freq > 0 and trainer.default_local_dir is not None:
+                paths.append(stack.enter_context(marker(Path(trainer.default_local_dir))))
+            return paths
+
+        with ExitStack() as stack:
+            self._cluster.start(shared=self.within(Phase.START, shared_paths))
 
     def convert(self, method: str, *arguments: Any) -> Any:
         """Runs a conversion on every trainer; returns what training rank 0 does.

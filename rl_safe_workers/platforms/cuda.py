@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from rl_safe_workers.platforms.device_memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
+_GPUS_OF_THE_DRIVER = Path("/proc/driver/nvidia/gpus")
 BACKEND = "cpu:gloo,cuda:nccl"
 """Of the training world: objects travel as CPU tensors, everything else on the device."""
 
@@ -66,6 +68,12 @@ def _own_device() -> torch.device:
             "set LOCAL_RANK, or give it one GPU with CUDA_VISIBLE_DEVICES"
         )
     return torch.device("cuda", index)
+
+
+def gpus_of_this_node() -> int | None:
+    """How many GPUs the machine has, those that this process does not see included; None if the driver does not say."""
+    found = len(list(_GPUS_OF_THE_DRIVER.glob("*")))
+    return found or None
 
 
 def make_deterministic() -> None:

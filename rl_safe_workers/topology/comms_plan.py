@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,9 @@ from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.topology.budget import SETTING, plan_limits
 from rl_safe_workers.topology.groups import Features, OpClass, Traffic
 from rl_safe_workers.topology.layout import ParallelLayout
-from rl_safe_workers.topology.memory import KERNEL_BYTES, MIB, PredictedGroup, predict_groups
+from rl_safe_workers.topology.memory import KERNEL_BYTES, MIB, PredictedGroup, far_bytes, predict_groups
+
+logger = logging.getLogger(__name__)
 
 _NAMED = 3
 LACKS: Mapping[str, frozenset[OpClass]] = {
@@ -76,15 +79,33 @@ class CommsPlan:
                 if lacking := [op_class for op_class in group.classes if op_class in LACKS[part]]:
                     raise CommunicatorError(f"{group.description} will carry {lacking[0]}, which backend {part} lacks")
 
-    def check_fits(self, *, free_bytes: int) -> None:
-        """Raises CommunicatorError if the groups take more memory than is free; names the heaviest and what helps."""
+    def check_fits(self, *, free_bytes: int, gpus_per_node: int | None = None) -> None:
+        """Refuses what will not fit, and warns of what may not: across nodes the prediction is an upper bound.
+
+        Args:
+            free_bytes: Of the device.
+            gpus_per_node: Ranks that a rank may have as neighbours of its node, itself included; None counts all.
+
+        Raises:
+            CommunicatorError: If the groups take more than is free, though no connection to a peer of another node be
+                counted; names the heaviest and what helps.
+        """
         if self.bytes <= free_bytes:
             return
         large = [g for g in self.groups if g.kind.traffic(self.layout, self.features) is not Traffic.CONTROL]
         heaviest = large[:_NAMED]
         named = ", ".join(f"{g.description} {g.bytes / MIB:.0f} MiB" for g in heaviest)
         settings = " ".join(f"{SETTING}.{g.kind.key}=8" for g in heaviest)
+        free = f"{free_bytes / MIB:.0f} MiB are free; the heaviest are {named}"
+        least = self.bytes - sum(far_bytes(group, gpus_per_node) for group in self.groups)
+        if least <= free_bytes:
+            logger.warning(
+                "the communicators may take up to %.0f MiB of device memory, %.0f of it for peers on other nodes, "
+                "which may have fewer channels, and %s: should connecting them fail for want of memory, set %s",
+                self.bytes / MIB, (self.bytes - least) / MIB, free, settings,
+            )  # fmt: skip
+            return
         raise CommunicatorError(
-            f"the communicators will take {self.bytes / MIB:.0f} MiB of device memory and {free_bytes / MIB:.0f} MiB "
-            f"are free; the heaviest are {named}: free memory before init_groups, or limit them with {settings}"
+            f"the communicators will take {self.bytes / MIB:.0f} MiB of device memory and {free}: free memory before "
+            f"init_groups, or limit them with {settings}"
         )

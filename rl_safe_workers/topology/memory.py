@@ -151,3 +151,16 @@ def predict_groups(layout: ParallelLayout, features: Features, limits: Mapping[s
                 )
             )  # fmt: skip
     return sorted(found, key=lambda group: -group.bytes)
+
+
+def far_bytes(group: PredictedGroup, gpus_per_node: int | None) -> int:
+    """What of a group's bytes is for all_to_all with ranks that must be on other nodes: the part that is not sure.
+
+    Args:
+        group: The group.
+        gpus_per_node: Ranks of a node at most; None: all may be on one.
+    """
+    if gpus_per_node is None or OpClass.ALL_TO_ALL not in group.classes:
+        return 0
+    far = max(0, group.size - gpus_per_node)
+    return far * _EXCHANGE_MIB_PER_CHANNEL * _channels(group.size, group.max_ctas) * MIB

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rl_safe_workers.comms.groups import init_megatron_groups, world_options
 from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.device_memory import free_bytes
 from rl_safe_workers.topology.comms_plan import CommsPlan
 from rl_safe_workers.topology.groups import Features
@@ -95,7 +96,7 @@ class GroupsMixin(SafeWorker):
         """Refuses the groups on every rank if one has no room for them."""
         failure = None
         try:
-            plan.check_fits(free_bytes=free_bytes(self.device))
+            plan.check_fits(free_bytes=free_bytes(self.device), gpus_per_node=cuda.gpus_of_this_node())
         except CommunicatorError as error:
             failure = str(error)
         for rank, text in self.failed_ranks(Phase.GROUPS, failure).items():

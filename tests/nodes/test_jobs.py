@@ -151,6 +151,36 @@ def test_a_job_that_is_stopped_ends_as_a_run_that_is_interrupted(
     assert seconds < TIMEOUT_S + SLACK_S
 
 
+def test_a_rank_that_hangs_is_found_where_it_is_on_whichever_node(
+    three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
+) -> None:
+    mended()
+    fault = fault_in(Phase.TRAIN, tmp_path, role=Role.TRAINER, rank=3)
+    job = start(three_nodes, moe_model, tmp_path, fault, phase=Phase.TRAIN)
+    assert job.finish() == 1
+    (line,) = {*re.findall(r"^hang: .*$", job.out, re.MULTILINE)}
+    address = re.escape(three_nodes.address(OTHER))
+    assert re.match(
+        r"hang: phase train, the trainers, \w+ of \w+: 0-2 arrived, 3 did not within [\d.]+ s; "
+        rf"trainer rank 3 on {address} is at \S*tests/chaos/striker\.py:\d+ \(_strike\); evidence in \S+/hang",
+        line,
+    ), line
+    (evidence,) = tmp_path.glob("base/outputs/*/hang")
+    stacks = {f"stack_trainer_{rank}.txt" for rank in range(4)} | {"stack_rollout_0.txt"}
+    assert {path.name for path in evidence.iterdir()} == {
+        "verdict.json", *stacks, *(f"flight_gloo_{rank}" for rank in range(4))
+    }  # fmt: skip
+    assert all("most recent call first" in (evidence / name).read_text() for name in stacks)
+    actors = json.loads((evidence / "verdict.json").read_text())["actors"]
+    assert [actor["node"] for actor in actors] == [three_nodes.address(n) for n in (HEAD, HEAD, OTHER, OTHER, LAST)]
+    for node in (HEAD, OTHER, LAST):
+        logs = list((evidence.parent / "ray_logs" / three_nodes.address(node)).glob("worker-*.err"))
+        here = [str(actor["pid"]) for actor in actors if actor["node"] == three_nodes.address(node)]
+        assert {log.stem.rpartition("-")[2] for log in logs} >= {*here}
+        assert all(log.read_text() for log in logs)
+    assert three_nodes.left_of_runs() == []
+
+
 def test_nothing_outlives_a_job_whose_driver_was_killed(
     three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
 ) -> None:

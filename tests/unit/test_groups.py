@@ -188,6 +188,23 @@ def test_communicators_that_do_not_fit_are_refused_with_the_heaviest_and_what_he
     assert "rl_safe.bootstrap.max_ctas.ep_dp=8" in message
 
 
+def test_across_nodes_what_may_not_fit_is_warned_about_and_only_what_cannot_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan = CommsPlan.of(layout(512, expert=256), ALLTOALL, {})
+    (tokens,) = [group for group in plan.groups if group.description == "EXPERT_MODEL_PARALLEL_GROUP"]
+    far = (256 - 8) * 32 * 12 * MIB
+    assert tokens.bytes > far
+    plan.check_fits(free_bytes=plan.bytes - far, gpus_per_node=8)
+    (record,) = caplog.records
+    assert f"{far // MIB} of it for peers on other nodes" in record.getMessage()
+    assert "rl_safe.bootstrap.max_ctas.ep=8" in record.getMessage()
+    with pytest.raises(CommunicatorError, match="will take"):
+        plan.check_fits(free_bytes=plan.bytes - far - 1, gpus_per_node=8)
+    with pytest.raises(CommunicatorError, match="will take"):
+        plan.check_fits(free_bytes=plan.bytes - far)
+
+
 def test_a_smaller_budget_is_a_smaller_prediction() -> None:
     limited = CommsPlan.of(layout(expert=2), ALLTOALL, {"ep": 4, "ep_dp": 4, "dp_cp": 4})
     assert (

@@ -6,20 +6,23 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from rl_safe_workers.driver.flights import Work, works_waited_in
-from rl_safe_workers.driver.hang import collect_evidence, find_actors, verdict, wait_of
+from rl_safe_workers.driver.flights import Record, Work, works_waited_in
+from rl_safe_workers.driver.hang import collect_evidence, verdict, wait_of
+from rl_safe_workers.driver.inquiry import Actor, Answers, Who, ask_here
 from rl_safe_workers.driver.stacks import Stack
 from rl_safe_workers.env import actor_env
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, RunError
@@ -96,8 +99,18 @@ def in_vain(is_so: bool) -> RankError:
     )
 
 
-def collect(error: Exception, folder: Path, patience_s: float = 40.0) -> str | None:
-    return collect_evidence(error, run_id=RUN, folder=folder, trainers=2, patience_s=patience_s)
+def ask(patience_s: float) -> Answers:
+    return ask_here(RUN, patience_s=patience_s)
+
+
+def collect(
+    error: BaseException,
+    folder: Path,
+    patience_s: float = 40.0,
+    ask: Callable[[float], Answers] = ask,
+    trainers: int = 2,
+) -> str | None:
+    return collect_evidence(error, ask=ask, folder=folder, trainers=trainers, patience_s=patience_s)
 
 
 def evidence(folder: Path) -> dict[str, Any]:
@@ -117,7 +130,7 @@ def evidence(folder: Path) -> dict[str, Any]:
     ],
 )
 def test_a_failure_that_no_rank_waits_in_leaves_nothing(error: BaseException, tmp_path: Path) -> None:
-    assert collect_evidence(error, run_id=RUN, folder=tmp_path, trainers=2, patience_s=5) is None
+    assert collect(error, tmp_path) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -255,7 +268,7 @@ def test_a_child_of_an_actor_is_not_taken_for_it(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        assert [(actor.who, actor.process.pid) for actor in find_actors(RUN)] == [(("trainer", 1), process.pid)]
+        assert [(actor.who, actor.pid) for actor in ask(1.0).actors] == [(("trainer", 1), process.pid)]
     finally:
         process.communicate(b"\n")
 
@@ -315,8 +328,66 @@ def test_a_rank_in_a_collective_waits_for_those_that_are_in_none_and_the_error_s
     line = collect(error, tmp_path)
     assert line is not None
     assert "all_reduce of EXPERT_GROUP: trainer rank 0 arrived, trainer rank 1, rollout rank 0 did not" in line
-    assert str(error).startswith("phase train: rank 1 of the trainers did not arrive within 9.0 s; to wait")
+    assert str(error).startswith(
+        "phase train: rank 1 of the trainers did not arrive within 9.0 s (nor rollout rank 0); "
+    )
     assert error.missing == (1,)
+
+
+def answers_of(waiting: int, idle: int, *, silent: Sequence[int] = (), rollouts: int = 0) -> Answers:
+    """``waiting`` trainers in a collective, ``idle`` ones in none, and of others no word: each on a node of its own."""
+    trainers = [("trainer", rank) for rank in range(waiting + idle)]
+    homes = {**{who: f"node{who[1]}" for who in trainers}, **{("trainer", rank): f"node{rank}" for rank in silent}}
+    idle_work, busy_work = work("A", 1, 1.0), work("A", 2, 2.0, has_ended=False)
+    everyone = [*trainers, *(("rollout", rank) for rank in range(rollouts))]
+    return Answers(
+        actors=[Actor(who=who, pid=1, status="running") for who in everyone],
+        records={rank: Record.of([idle_work, busy_work] if rank < waiting else [idle_work]) for _, rank in trainers},
+        homes={**homes, **{("rollout", rank): "node0" for rank in range(rollouts)}},
+        silent=[f"node{rank}" for rank in silent],
+    )
+
+
+def test_a_rank_of_which_nothing_was_heard_is_not_blamed(tmp_path: Path) -> None:
+    error = timeout(missing=(0, 1, 2, 3, 4, 5))
+    line = collect(error, tmp_path, ask=lambda patience_s: answers_of(3, 1, silent=[4, 5]), trainers=6)
+    assert line is not None
+    assert error.missing == (3,)
+    assert "0-2 arrived, 3 did not within" in line
+    assert "trainer rank 4-5 on node4, node5 cannot be asked; no answer from node4, node5; " in line
+    assert evidence(tmp_path)["wait"]["unknown"] == [["trainer", 4], ["trainer", 5]]
+
+
+def test_where_all_that_are_known_wait_the_error_stays_as_it_is(tmp_path: Path) -> None:
+    error = timeout(missing=(0, 1, 2), detail="nor rollout rank 0")
+    before = str(error)
+    assert collect(error, tmp_path, ask=lambda patience_s: answers_of(3, 0, rollouts=1), trainers=3) is not None
+    assert str(error) == before
+
+
+def test_what_ranks_have_said_stays_in_the_error(tmp_path: Path) -> None:
+    error = timeout(missing=(0, 1), detail="nor rollout rank 0; trainer rank 2: connection closed")
+    before = str(error)
+    assert collect(error, tmp_path, ask=lambda patience_s: answers_of(1, 1, rollouts=1)) is not None
+    assert str(error).startswith("phase train: rank 1 of the trainers did not arrive within 9.0 s (trainer rank 2: con")
+    assert evidence(tmp_path)["error"] == f"PhaseTimeoutError: {before}"
+
+
+def test_storage_that_does_not_answer_takes_no_verdict_away(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(1, "call")
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: time.sleep(60))
+    line = collect(timeout(), tmp_path, patience_s=6.0)
+    assert line is not None
+    assert "; trainer rank 1 is at " in line
+
+
+def test_files_of_other_nodes_follow_the_verdict(tmp_path: Path) -> None:
+    flights = {"flight_nccl_1": zlib.compress(b"record")}
+    answers = Answers(more_flights=[lambda: flights])
+    assert collect(timeout(), tmp_path, ask=lambda patience_s: answers) is not None
+    assert (tmp_path / "hang" / "flight_nccl_1").read_bytes() == b"record"
 
 
 def test_ranks_that_all_wait_in_collectives_are_all_named(start: Start, tmp_path: Path) -> None:
@@ -339,20 +410,46 @@ def test_ranks_at_the_same_place_are_named_together(tmp_path: Path) -> None:
     wait = wait_of(timeout(missing=(0, 1)), 2)
     assert wait is not None
     missing = {("trainer", 0), ("trainer", 1)}
-    assert verdict(wait, missing, [], {}, elsewhere=3, target=tmp_path) == (
+    assert verdict(wait, missing, Answers(), {}, target=tmp_path) == (
         "hang: phase train, the trainers: none arrived, 0-1 did not within 9.0 s; trainer rank 0-1 has no process on "
-        f"this machine; 3 actors are on other machines; evidence in {tmp_path}"
+        f"this machine; evidence in {tmp_path}"
     )
+
+
+def test_nodes_are_named_as_far_as_they_are_few(tmp_path: Path) -> None:
+    wait = wait_of(timeout(missing=tuple(range(20))), 20)
+    assert wait is not None
+    ranks = [("trainer", rank) for rank in range(20)]
+    homes = {who: f"node{who[1] // 2}" for who in ranks}
+    there = [Actor(who=who, pid=1, status="sleeping") for who in ranks[:16]]
+    answers = Answers(actors=there, homes=homes, silent=["node8"])
+    assert verdict(wait, ranks, answers, {}, target=tmp_path) == (
+        "hang: phase train, the trainers: none arrived, 0-19 did not within 9.0 s; trainer rank 0-15 on 8 nodes gives "
+        "no stack, sleeping; trainer rank 16-17 on node8 cannot be asked; trainer rank 18-19 on node9 has no process "
+        f"there; no answer from node8; evidence in {tmp_path}"
+    )
+
+
+def test_ranks_of_a_node_that_does_not_answer_may_be_the_missing_ones(tmp_path: Path) -> None:
+    homes: dict[Who, str] = {("trainer", 0): "node0", ("trainer", 1): "node1"}
+    line = collect(in_vain(True), tmp_path, ask=lambda patience_s: Answers(homes=homes, silent=["node1"]))
+    assert line is not None
+    assert "trainer rank 0 waited in vain; trainer rank 1 on node1 cannot be asked; no answer from node1; " in line
+    assert evidence(tmp_path)["silent_nodes"] == ["node1"]
 
 
 def work(group: str, number: int, created_s: float, *, has_ended: bool = True) -> Work:
     return Work(op="all_reduce", group=group, number=number, has_ended=has_ended, created_s=created_s)
 
 
+def records(**works: list[Work]) -> dict[int, Record]:
+    return {int(rank.removeprefix("rank")): Record.of(of_rank) for rank, of_rank in works.items()}
+
+
 def test_a_collective_that_gave_up_is_known_by_the_missing_ranks_not_having_begun_it() -> None:
     both = [work("A", 1, 1.0), work("B", 1, 2.0)]
     last = work("A", 2, 3.0)
-    assert works_waited_in({0: [*both, last], 1: both}, {1}) == {0: last}
-    assert works_waited_in({0: both, 1: both}, {1}) == {}
+    assert works_waited_in(records(rank0=[*both, last], rank1=both), {1}) == {0: last}
+    assert works_waited_in(records(rank0=both, rank1=both), {1}) == {}
     # Of a stopped rank there is no record.
-    assert works_waited_in({0: [*both, last]}, {1}) == {}
+    assert works_waited_in(records(rank0=[*both, last]), {1}) == {}

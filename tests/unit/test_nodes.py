@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,8 +103,20 @@ def test_what_a_killed_driver_has_left_of_markers_goes(tmp_path) -> None:  # typ
     with marker(tmp_path) as file:
         left = tmp_path / f"{file.name}x"
         left.write_text("")
+    two_days_ago = time.time() - 2 * 86400
+    os.utime(left, (two_days_ago, two_days_ago))
     with marker(tmp_path):
         assert not left.exists()
+
+
+def test_two_drivers_leave_each_other_s_markers_alone(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with marker(tmp_path) as first:
+        with marker(tmp_path) as second:
+            assert first.exists()
+            assert second.exists()
+            second.unlink()  # by somebody else
+        assert first.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_marker_is_there_while_it_is_needed(tmp_path) -> None:  # type: ignore[no-untyped-def]
