@@ -19,12 +19,15 @@ from torch.distributed import Store
 
 from rl_safe_workers import env
 from rl_safe_workers.comms.catalog import LiveGroup, live_groups
+from rl_safe_workers.comms.ending import within
 from rl_safe_workers.comms.supervision import Supervision
 from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
 
 NEEDED_NCCL = (2, 29, 7)
+_DRAIN_SHARE = 0.8
+"""Of the timeout, for what is queued on the GPU; who waits for longer tells the others before they miss it."""
 
 
 def can_suspend(device: torch.device) -> bool:
@@ -63,12 +66,10 @@ class Suspension:
 
         Raises:
             PhaseTimeoutError: On every rank, if one does not come to a group in time; names it.
-            CommunicatorError: On every rank, if one fails; names it.
+            CommunicatorError: On every rank, if one fails, or its GPU does not finish what is queued; names it.
         """
         if self._planned:
             return 0.0
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         self._planned = [group for group in live_groups() if connected(group)]
         return self._do("suspend", Phase.OFFLOAD, timeout)
 
@@ -84,12 +85,19 @@ class Suspension:
         work = Supervision(
             self._store, method, call, phase=phase, training_rank=self._rank, size=self._size, timeout=timeout
         )
+        if method == "suspend" and self._device.type == "cuda":
+            work.alone("the wait for its GPU", partial(self._drain, timeout * _DRAIN_SHARE))
         # All members go through all groups, also those of which only some were suspended when one failed.
         for group in self._planned:
             work.part(f"{group} {method}", group.ranks, partial(self._change, group, method))
         work.finish()
         logger.info("%s of %d communicators in %.3f s", method, len(self._planned), time.monotonic() - started_s)
         return time.monotonic() - started_s
+
+    def _drain(self, patience: timedelta) -> None:
+        """Waits for the GPU, which nothing else bounds: NCCL suspends no communicator that is in use."""
+        wait = partial(torch.cuda.synchronize, self._device)
+        within(wait, patience.total_seconds(), what="what is queued on the GPU")
 
     def _change(self, group: LiveGroup, method: str) -> None:
         name, backend = str(group), _backend(group.group, self._device)

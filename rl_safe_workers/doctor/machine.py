@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import psutil
 
@@ -15,11 +15,13 @@ from rl_safe_workers.findings import Finding, Severity
 
 SHARED_MEMORY = Path("/dev/shm")
 RDMA = Path("/sys/class/infiniband")
-CGROUP = Path("/sys/fs/cgroup")
+CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LOCAL_OBJECT_STORE_BYTES = 256 * MIB
 """Ray's shared memory in a run of ours, as ``driver.cluster`` sets it."""
-CLUSTER_OBJECT_STORE = 0.3
-"""Of a node's memory, as Ray takes where nothing is said."""
+STORE_SHARE, STORE_SHARED_SHARE = 0.3, 0.95
+"""Of a node's free memory, as Ray takes where nothing is said; but not more than that share of free ``/dev/shm``."""
+STORE_BYTES, STORE_MOST_BYTES = 10**10, 200 * 10**9
+"""The least that a small ``/dev/shm`` limits the store to, and the most that it has on any node."""
 NCCL_SHARED_BYTES = GIB
 """What NCCL's guide gives a container."""
 FEW_FILES, CLUSTER_FILES = 8192, 65536
@@ -51,13 +53,12 @@ class Machine:
 def read_machine() -> Machine:
     """Reads everything; blocking for milliseconds."""
     memory, shared = psutil.virtual_memory(), psutil.disk_usage(str(SHARED_MEMORY))
-    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
-    free = memory.available if limit is None or used is None else min(memory.available, limit - used)
+    limits = list(_limits())
     files_soft, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Machine(
         cpus=len(os.sched_getaffinity(0)),
-        memory_total=min(memory.total, limit or memory.total),
-        memory_free=free,
+        memory_total=min([memory.total, *(limit for limit, _ in limits)]),
+        memory_free=min([memory.available, *(limit - used for limit, used in limits)]),
         shared_total=shared.total,
         shared_free=shared.free,
         files_soft=files_soft,
@@ -67,11 +68,37 @@ def read_machine() -> Machine:
     )
 
 
-def _cgroup(name: str) -> int | None:
-    """Returns a number of this container's group; None where there is none, or it is ``max``."""
-    path = CGROUP / name
+def _limits() -> Iterator[tuple[int, int]]:
+    """Yields limit and use of this process's memory, for its control group and each around it, of version 2 or 1.
+
+    A container may see its own group at the top, while its path is the one outside: what is not there is passed over.
+    Without a limit there is ``max``, or in version 1 a number that is larger than any memory.
+    """
+    for line in OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        group = PurePosixPath(path.lstrip("/"))
+        if not controllers:
+            folder, limit, used, prefix = CGROUP, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            folder, limit, used, prefix = CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        for place in (folder / group, *(folder / parent for parent in group.parents)):
+            most, now = _number(place / limit), _number(place / used)
+            if most is not None and now is not None:
+                yield most, now - _cached(place / "memory.stat", prefix)
+
+
+def _number(path: Path) -> int | None:
+    """Returns what a file of a control group says; None where there is none, or it is ``max``."""
     text = path.read_text().strip() if path.is_file() else ""
     return int(text) if text.isdecimal() else None
+
+
+def _cached(path: Path, prefix: str) -> int:
+    """Returns the bytes of files that the kernel keeps in memory and gives up when it is short; not those of tmpfs."""
+    rows = dict(line.split() for line in path.read_text().splitlines()) if path.is_file() else {}
+    return sum(int(rows.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 
 
 def judge(machine: Machine, subject: Subject) -> Report:
@@ -114,14 +141,24 @@ def _memory(machine: Machine, subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def cluster_store(machine: Machine) -> int:
+    """Returns the bytes of the object store of a Ray that is started on this machine and told nothing about it."""
+    most = min(STORE_MOST_BYTES, max(STORE_BYTES, int(STORE_SHARED_SHARE * machine.shared_free)))
+    return min(int(STORE_SHARE * machine.memory_free), most)
+
+
 def _shared(machine: Machine, subject: Subject) -> Iterator[Finding]:
-    store = int(CLUSTER_OBJECT_STORE * machine.memory_total) if subject.joins_cluster else LOCAL_OBJECT_STORE_BYTES
+    store = cluster_store(machine) if subject.joins_cluster else LOCAL_OBJECT_STORE_BYTES
     if machine.shared_free < store:
         yield Finding(
             code="shm-ray", severity=Severity.COSTS,
             text=f"/dev/shm has {_gib(machine.shared_free)} free and Ray's object store takes {_gib(store)}: Ray puts "
-            "it on disk, and says so, or refuses to start where it is larger than 10 GB",
-            since="Ray 2.60", evidence=("ray/_private/services.py, determine_plasma_store_config", "ray 11951"),
+            "it on disk, and says so",
+            since="Ray 2.60",
+            evidence=(
+                "ray/_private/utils.py, resolve_object_store_memory",
+                "ray/_private/services.py, determine_plasma_store_config", "ray 11951",
+            ),
             avoid="docker run --shm-size, or ray start --object-store-memory",
         )  # fmt: skip
     if subject.needs_gpus and machine.shared_total < NCCL_SHARED_BYTES:

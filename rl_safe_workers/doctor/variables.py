@@ -221,11 +221,12 @@ VARIABLES = (
         since=_EVERY_NCCL, evidence=(_NCCL_GUIDE,), avoid="unset it",
     ),
     Variable(
-        name="NCCL_NVLS_ENABLE", hurts=lambda value, around: around.gpus and value.strip() in ("1", "2"),
-        severity=Severity.COSTS,
-        text="NVLink multicast takes some 256 MiB for a communicator, which no prediction here has, and which stays "
-        "when it is suspended", since="NCCL 2.17", evidence=("nccl 2337", "nccl nvls.cc:362", "docs/plan.md"),
-        avoid="NCCL_NVLS_ENABLE=0, if memory is short",
+        name="NCCL_NVLS_ENABLE", hurts=lambda value, around: around.gpus and value.strip() == "1",
+        severity=Severity.RISKS,
+        text="NCCL takes NVLink multicast without asking the GPUs whether they have it: where they do not, or it does "
+        "not work, a communicator may fail instead of going on without", since="NCCL 2.18",
+        evidence=("nccl 2.28.9 nvls.cc:169, nvls.cc:283",),
+        avoid="unset it: the default, 2, asks; or NCCL_NVLS_ENABLE=0, if memory is short",
     ),
     Variable(
         name="NCCL_RUNTIME_CONNECT", hurts=_gpu_zero, severity=Severity.COSTS,

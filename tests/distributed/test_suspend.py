@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +20,7 @@ from tests.distributed.ranks import run_ranks, values
 from tests.distributed.worker import Worker, run_config
 
 SIZE, CPU = 4, torch.device("cpu")
-TIMEOUT = timedelta(seconds=10)
+TIMEOUT, GPU_TIMEOUT = timedelta(seconds=10), timedelta(seconds=6)
 
 
 class Recorder:
@@ -75,6 +77,47 @@ def test_a_rank_that_cannot_is_named_by_all_and_what_was_suspended_comes_back(
         assert "NCCL is busy" in found["error"]
         suspended = [name for what, name in found["record"] if what == "suspend"]
         assert [name for what, name in found["record"] if what == "resume"] == suspended
+
+
+def _wait_for_a_gpu(rank: int, address: StoreAddress, config: RunConfig, stuck: int | None) -> dict[str, Any]:
+    """As on GPUs; on one rank a kernel never ends."""
+    worker = Worker(config, rank=rank, size=SIZE)
+    worker.start(address)
+    record: list[tuple[str, str]] = []
+
+    def synchronize(device: torch.device) -> None:
+        if rank == stuck:
+            threading.Event().wait()
+        record.append(("synchronize", str(device)))
+
+    torch.cuda.synchronize = synchronize  # type: ignore[assignment]
+    suspend._backend = lambda group, device: Recorder(record, "group", fails=False)
+    suspension = Suspension(worker.store, training_rank=rank, size=SIZE, device=torch.device("cuda", 0))
+    error, started_s = "", time.monotonic()
+    try:
+        suspension.suspend(worker.is_connected, timeout=GPU_TIMEOUT)
+    except CommunicatorError as raised:
+        error = str(raised)
+    seconds = time.monotonic() - started_s
+    suspension.resume(timeout=GPU_TIMEOUT)
+    return {"record": [what for what, _ in record], "error": error, "seconds": seconds}
+
+
+def test_the_gpu_is_waited_for_before_a_group_is_suspended_and_not_when_it_is_resumed(address, seeded_models) -> None:
+    config = run_config(seeded_models["moe"], ep=2)
+    for found in values(run_ranks(_wait_for_a_gpu, SIZE, address, config, None)):
+        assert found["record"][:2] == ["synchronize", "suspend"]
+        assert found["record"].count("synchronize") == 1
+        assert found["record"].count("resume") == found["record"].count("suspend")
+
+
+def test_a_gpu_that_does_not_finish_is_named_by_all_in_time_and_the_groups_come_back(address, seeded_models) -> None:
+    config = run_config(seeded_models["moe"], ep=2)
+    for found in values(run_ranks(_wait_for_a_gpu, SIZE, address, config, 1, timeout_s=60)):
+        assert "training rank 1 failed in the wait for its GPU" in found["error"]
+        assert "what is queued on the GPU did not end within 4.8 s" in found["error"]
+        assert found["seconds"] < GPU_TIMEOUT.total_seconds()
+        assert found["record"].count("resume") == found["record"].count("suspend")
 
 
 @pytest.mark.parametrize(

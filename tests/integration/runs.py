@@ -136,8 +136,8 @@ class Running:
         for process in self.processes():
             with suppress(psutil.Error):
                 line = " ".join(process.cmdline())
-                # Python's own helper ends by itself, once its parent's end of a pipe is closed: a moment later. A process
-                # that is ending has no command line any more.
+                # Python's own helper ends by itself, once its parent's end of a pipe is closed: a moment later. Whoever
+                # has no command line any more is ending.
                 if not line or "multiprocessing.resource_tracker" in line:
                     with suppress(psutil.TimeoutExpired):
                         process.wait(5)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rl_safe_workers.doctor import children, gpus, machine, ray_cluster, ray_here, storage, support
@@ -151,7 +152,7 @@ MACHINES: list[tuple[str, Severity, dict[str, Any], Subject]] = [
     ("cpus-short", STOPS, {"cpus": 1}, CPU),
     ("memory-short", RISKS, {"memory_free": 3 * GIB}, CPU),
     ("shm-ray", COSTS, {"shared_free": 200 * MIB}, CPU),
-    ("shm-ray", COSTS, {"shared_free": 19 * GIB}, JOINS),
+    ("shm-ray", COSTS, {"shared_free": 9 * GIB}, JOINS),
     ("shm-nccl", RISKS, {"shared_total": 512 * MIB}, GPU),
     ("open-files", RISKS, {"files_hard": 4096}, CPU),
     ("open-files", RISKS, {"files_hard": 20000}, JOINS),
@@ -175,6 +176,9 @@ def test_what_a_machine_lacks_is_found(code: str, severity: Severity, change: di
         ({"cpus": 1}, JOINS),  # they are the cluster's
         ({"cpus": 1, "memory_free": GIB}, ANY),
         ({"shared_total": 512 * MIB}, CPU),
+        ({"shared_free": 10 * GIB}, JOINS),
+        ({"memory_total": 2000 * GIB, "memory_free": 1900 * GIB, "shared_free": 128 * GIB}, JOINS),
+        ({"memory_total": 2000 * GIB, "memory_free": 20 * GIB, "shared_free": 8 * GIB}, JOINS),
         ({"files_hard": 20000}, CPU),
         ({"files_hard": machine.UNLIMITED}, JOINS),
         ({"locked": 8 * MIB}, GPU),
@@ -189,6 +193,66 @@ def test_this_machine_can_be_read() -> None:
     found = machine.read_machine()
     assert 0 < found.memory_free <= found.memory_total
     assert found.cpus > 0
+
+
+V1 = ("memory/", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+V2 = ("", "memory.max", "memory.current", "")
+
+
+@pytest.fixture
+def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes control groups: each has a limit, and 200 MiB in use, of which the kernel caches 100 and 50 of files."""
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
+
+    def make(version: tuple[str, str, str, str], path: str, limits: dict[str, str]) -> None:
+        top, limit, used, prefix = version
+        (tmp_path / "own").write_text(f"9:cpuset:{path}\n{'4:memory' if top else '0:'}:{path}\n")
+        for group, most in limits.items():
+            folder = tmp_path / top / group
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / limit).write_text(f"{most}\n")
+            (folder / used).write_text(f"{200 * MIB}\n")
+            pages = {"anon": 50 * MIB, "inactive_file": 100 * MIB, "active_file": 50 * MIB}
+            (folder / "memory.stat").write_text("".join(f"{prefix}{name} {size}\n" for name, size in pages.items()))
+
+    return make
+
+
+@pytest.mark.parametrize("version", [V1, V2])
+@pytest.mark.parametrize(
+    ("path", "limits"),
+    [
+        ("/", {"": f"{256 * MIB}"}),
+        ("/docker/0af3", {"": f"{256 * MIB}"}),  # the path of the host; the container sees its own group at the top
+        ("/../x", {"": f"{256 * MIB}"}),
+        ("/slice/unit", {"": f"{2**63 - 4096}", "slice": f"{256 * MIB}", "slice/unit": f"{512 * MIB}"}),
+    ],
+)
+def test_memory_is_a_containers_and_what_is_cached_of_files_is_free(
+    put: Any, version: tuple[str, str, str, str], path: str, limits: dict[str, str]
+) -> None:
+    put(version, path, limits)
+    found = machine.read_machine()
+    assert (found.memory_total, found.memory_free) == (256 * MIB, 206 * MIB)
+
+
+@pytest.mark.parametrize(("version", "none"), [(V2, "max"), (V1, str(2**63 - 4096))])
+def test_a_group_without_a_limit_has_the_machines_memory(
+    put: Any, version: tuple[str, str, str, str], none: str
+) -> None:
+    put(version, "/", {"": none})
+    assert machine.read_machine().memory_total == psutil.virtual_memory().total
+
+
+def test_the_object_store_is_as_large_as_ray_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import utils
+
+    for free in (GIB, 20 * GIB, 60 * GIB, 400 * GIB, 1900 * GIB):
+        for shared in (64 * MIB, 9 * GIB, 10 * GIB, 19 * GIB, 128 * GIB, 500 * GIB):
+            monkeypatch.setattr(utils, "get_shared_memory_bytes", lambda shared=shared: shared)
+            ours = machine.cluster_store(replace(WELL, memory_total=2 * free, memory_free=free, shared_free=shared))
+            assert ours == utils.resolve_object_store_memory(free), (free, shared)
 
 
 def test_ours_and_the_drivers_object_store_are_of_one_size() -> None:

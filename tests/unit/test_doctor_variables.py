@@ -87,6 +87,9 @@ HARMLESS: list[tuple[dict[str, str], Subject]] = [
     ({"NCCL_SOCKET_IFNAME": "ib"}, CPU),
     ({"NCCL_CUMEM_ENABLE": "1", "NCCL_P2P_DISABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "WARN"}, GPU),
     ({"NCCL_CUMEM_ENABLE": "0", "NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1"}, CPU),
+    ({"NCCL_NVLS_ENABLE": "2"}, GPU),
+    ({"NCCL_NVLS_ENABLE": "2"}, ANY),
+    ({"NCCL_NVLS_ENABLE": "1"}, CPU),
     ({"NCCL_IB_DISABLE": "1"}, GPU),
     ({"NCCL_BUFFSIZE": "4194304"}, GPU),
     ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_BLOCKING_WAIT": "0"}, GPU),
@@ -117,6 +120,11 @@ def test_a_variable_that_hurts_is_found(code: str, environ: dict[str, str], subj
 @pytest.mark.parametrize(("environ", "subject"), HARMLESS)
 def test_what_hurts_nobody_is_not_found(environ: dict[str, str], subject: Subject) -> None:
     assert found(environ, subject) == {}
+
+
+def test_nvlink_multicast_is_a_risk_where_it_is_forced_and_nothing_where_it_is_as_it_is_by_default() -> None:
+    assert found({"NCCL_NVLS_ENABLE": "1"}, GPU) == {"env-nccl-nvls-enable": Severity.RISKS}
+    assert found({"NCCL_NVLS_ENABLE": "2"}, GPU) == found({}, GPU) == {}
 
 
 def test_a_local_rank_is_in_the_way_since_torch_2_15() -> None:
