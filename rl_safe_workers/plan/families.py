@@ -212,7 +212,7 @@ def world_family(size: int) -> GroupFamily:
     return GroupFamily(description=WORLD, members=(Axis(size, 1),), groups=())
 
 
-JOINT, ENGINE = "JOINT_GROUP", "VLLM_TENSOR_PARALLEL_GROUP"
+JOINT, ENGINE = "JOINT_GROUP", "VLLM_ENGINE_GROUP"
 
 
 def joint_family(size: int) -> GroupFamily:
@@ -220,14 +220,14 @@ def joint_family(size: int) -> GroupFamily:
     return GroupFamily(description=JOINT, members=(Axis(size, 1),), groups=())
 
 
-def engine_family(*, rollouts: int, tensor: int, first: int) -> GroupFamily:
-    """Returns the tensor-parallel groups of vLLM's engines, by joint rank.
+def engine_family(*, rollouts: int, size: int, first: int) -> GroupFamily:
+    """Returns vLLM's engines, by joint rank.
 
     Args:
         rollouts: Number of rollout ranks.
-        tensor: Ranks of each engine.
+        size: Ranks of each engine.
         first: Joint rank of rollout rank 0.
     """
     return GroupFamily(
-        description=ENGINE, members=(Axis(tensor, 1),), groups=(Axis(rollouts // tensor, tensor),), origin=first
+        description=ENGINE, members=(Axis(size, 1),), groups=(Axis(rollouts // size, size),), origin=first
     )

@@ -17,6 +17,7 @@ _OPTIMIZER = (
     EXPERT_DATA_PARALLEL, "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0", "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1",
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
 )  # fmt: skip
+_EXPERT_DATA = "EXPERT_DATA"
 _SHOWN = 8
 
 
@@ -27,13 +28,18 @@ def _is_gpu(plan: Plan) -> bool:
 def _expert_data(plan: Plan) -> Iterator[Where]:
     if plan.request.bootstrap or not _is_gpu(plan):
         return
-    late = [c for name in _OPTIMIZER if (c := plan.communicator(name)) is not None and c.classes]
-    if plan.moe and any("EXPERT_DATA" in c.family.description for c in late):
+    # With expert parallelism alone; without it experts are reduced like all else. A group of one rank waits for nobody.
+    used = [c for name in _OPTIMIZER if (c := plan.communicator(name)) is not None and c.classes]
+    late = [c for c in used if c.family.size > 1]
+    if late and plan.moe and any(_EXPERT_DATA in c.family.description for c in used):
         taken = {group.description: group.by_way[LAZY].likely for group in plan.memory.groups}
         size = sum(taken[c.family.description] for c in late)
+        shared = any(_EXPERT_DATA in c.family.description for c in late)
+        whose = "expert data parallelism and the optimizer" if shared else "the optimizer; each expert has one copy"
         yield Where(
-            groups=tuple(c.family.description for c in late), ranks=plan.trainer_ranks, detail=f"{size / MIB:.0f} MiB"
-        )
+            groups=tuple(c.family.description for c in late), ranks=plan.trainer_ranks,
+            detail=f"{size / MIB:.0f} MiB, of {whose}",
+        )  # fmt: skip
 
 
 def _late(plan: Plan) -> Iterator[Where]:
@@ -80,6 +86,11 @@ def _gather(plan: Plan) -> Iterator[Where]:
         yield Where(groups=("WORLD",), ranks="0", detail=f"up to {size / 2**30:.1f} GiB")
 
 
+_BY_AXIS, _BOTH_AXES = "alltoall", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
+"""The dispatcher that sends tokens over the experts' axis, and gathers them over the tensor axis; and the group over
+which the others do both at once (transformer/moe/token_dispatcher.py)."""
+
+
 def _crossing(plan: Plan, communicator: Communicator) -> Where:
     family, size, nodes = communicator.family, plan.request.gpus_per_node, plan.nodes
     ranks = [r for r in family.all_ranks() if nodes[r[0]] != nodes[r[-1]]] if communicator.crossing <= _SHOWN else []
@@ -99,20 +110,27 @@ def _straddled(plan: Plan, *names: str) -> Iterator[Where]:
 
 
 def _tensor_straddles(plan: Plan) -> Iterator[Where]:
-    yield from _straddled(plan, "TENSOR_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_PARALLEL_GROUP")
+    yield from _straddled(plan, "TENSOR_MODEL_PARALLEL_GROUP")
+    if plan.request.dispatcher == _BY_AXIS:
+        yield from _straddled(plan, "EXPERT_TENSOR_PARALLEL_GROUP")
+    elif plan.request.layout.expert == 1:
+        yield from _straddled(plan, _BOTH_AXES)
 
 
 def _expert_straddles(plan: Plan) -> Iterator[Where]:
-    yield from _straddled(plan, "EXPERT_MODEL_PARALLEL_GROUP")
+    if plan.request.layout.expert > 1:
+        yield from _straddled(
+            plan, "EXPERT_MODEL_PARALLEL_GROUP" if plan.request.dispatcher == _BY_AXIS else _BOTH_AXES
+        )
 
 
 def _engine_straddles(plan: Plan) -> Iterator[Where]:
     engines = plan.communicator(ENGINE)
     if engines is not None and engines.crossing:
-        size, count = plan.request.vllm_tp, engines.family.count
+        size, count = engines.family.size, engines.family.count
         yield Where(
             groups=(ENGINE,), ranks=plan.rollout_ranks,
-            detail=f"{engines.crossing} of {count} engines of {size} lie on two or more nodes",
+            detail=f"{engines.crossing} of {count} engines of {size} ranks lie on two or more nodes",
         )  # fmt: skip
 
 
@@ -120,7 +138,7 @@ _BOOTSTRAP = "rl_safe_workers.bootstrap before the model is built; in a run of o
 HAZARDS = (
     Hazard(
         code="expert-dp-late", severity=Severity.RISKS,
-        text="the first optimizer step hangs: communicators of expert data parallelism are connected there, when "
+        text="the first optimizer step hangs: communicators that nothing has used before are connected there, when "
         "memory is full, and no NCCL timeout covers that",
         since="every version of megatron-core", evidence=("ms-swift 9486", "pytorch 88103"),
         avoid=_BOOTSTRAP, find=_expert_data,
@@ -171,9 +189,10 @@ HAZARDS = (
     ),
     Hazard(
         code="engine-straddles", severity=Severity.COSTS,
-        text="a vLLM engine leaves the node: each token's reductions go over the network",
+        text="a vLLM engine leaves the node: what its ranks exchange for each token goes over the network",
         since="every version", evidence=("NeMo RL grpo.py:855, which gives rollouts whole nodes",),
-        avoid="{vllm_tp} that divides {gpus_per_node}, and rollouts that begin a node", find=_engine_straddles,
+        find=_engine_straddles,
+        avoid="{vllm_tp} times {vllm_pp} and {vllm_dp} that divides {gpus_per_node}, and rollouts that begin a node",
     ),
 )  # fmt: skip
 """About communicators."""

@@ -9,10 +9,13 @@ from rl_safe_workers.errors import LayoutError
 from rl_safe_workers.findings import Severity
 from rl_safe_workers.plan.hazard import Hazard, Where
 from rl_safe_workers.plan.plan import Plan
-from rl_safe_workers.plan.request import in_words_of
+from rl_safe_workers.plan.request import Request, in_words_of
 from rl_safe_workers.topology.layout import ModelShape, ParallelLayout, check_model, check_trainable
 
 _ONE = {"tensor": 1, "pipeline": 1, "expert": 1, "expert_tensor": 1, "context": 1}
+
+
+_OURS = "rl-safe"
 
 
 def _complaint(layout: ParallelLayout, shape: ModelShape, *axes: str) -> str | None:
@@ -27,31 +30,55 @@ def _complaint(layout: ParallelLayout, shape: ModelShape, *axes: str) -> str | N
     return None
 
 
-def _found(plan: Plan, *axes: str) -> Iterator[Where]:
-    if plan.model is None:
-        return
-    complaint = _complaint(plan.request.layout, plan.model.shape, *axes)
+def _found(plan: Plan, shape: ModelShape, axis: str, *, whose: str = "") -> Iterator[Where]:
+    complaint = _complaint(plan.request.layout, shape, axis)
     if complaint is not None:
-        yield Where(ranks=plan.trainer_ranks, detail=in_words_of(plan.request.source, complaint.partition(": ")[0]))
+        what = in_words_of(plan.request.source, complaint.partition(": ")[0])
+        yield Where(ranks=plan.trainer_ranks, detail=what + whose)
 
 
 def _heads(plan: Plan) -> Iterator[Where]:
-    yield from _found(plan, "tensor")
+    if plan.model is None:
+        return
+    shape, tensor, whose = plan.model.shape, plan.request.layout.tensor, ""
+    if tensor % shape.num_key_value_heads == 0:
+        # Megatron then gives each rank one key-value head (transformer/attention.py, num_query_groups < world_size).
+        repeated = replace(shape, num_key_value_heads=tensor)
+        whose = "" if _complaint(plan.request.layout, repeated, "tensor") else ", a rule of rl_safe_workers' conversion"
+        shape = shape if plan.request.host == _OURS else repeated
+    yield from _found(plan, shape, "tensor", whose=whose)
 
 
 def _experts(plan: Plan) -> Iterator[Where]:
-    yield from _found(plan, "expert")
+    if plan.model is not None:
+        yield from _found(plan, plan.model.shape, "expert")
 
 
 def _layers(plan: Plan) -> Iterator[Where]:
-    request = plan.request
-    if request.first_stage_layers is None and request.last_stage_layers is None:
-        yield from _found(plan, "pipeline")
-        return
-    layers = plan.layers
-    middle = layers[request.first_stage_layers is not None : len(layers) - (request.last_stage_layers is not None)]
-    if len(set(middle)) > 1:
-        yield Where(ranks=plan.trainer_ranks, detail=f"{sum(middle)} layers on {len(middle)} stages between")
+    # A pipeline_layout says itself where each layer is.
+    if plan.model is not None and plan.request.pipeline_layout is None:
+        complaint = _uneven(plan.request, plan.model.shape.num_layers)
+        if complaint:
+            yield Where(ranks=plan.trainer_ranks, detail=complaint)
+
+
+def _uneven(request: Request, layers: int) -> str:
+    """Says what Megatron's ``get_num_layers_to_build`` refuses; empty: nothing."""
+    fixed = [count for count in (request.first_stage_layers, request.last_stage_layers) if count is not None]
+    stages = request.layout.pipeline - len(fixed)
+    others = {"embedding": request.embedding_as_layer, "loss": request.loss_as_layer}
+    counted = layers - sum(fixed) + sum(others.values())
+    named = " and ".join(name for name, is_layer in others.items() if is_layer)
+    included = f" ({named} counted)" if named else ""
+    if stages and not counted:
+        return f"no layers are left for {stages} stages between"
+    if stages and counted % stages:
+        between = f"{stages} stages between" if fixed else f"{request.setting('pp')}={stages}"
+        return f"{counted} layers{included} do not divide by {between}"
+    for size in [*fixed, *([counted // stages] if stages else [])]:
+        if request.vpp is not None and size % request.vpp:
+            return f"{size} layers of a stage{included} do not divide by {request.setting('vpp')}={request.vpp}"
+    return ""
 
 
 def _apart(plan: Plan) -> Iterator[Where]:
@@ -67,7 +94,9 @@ HAZARDS = (
     Hazard(
         code="heads-indivisible", severity=Severity.STOPS,
         text="attention cannot be cut over the tensor-parallel ranks", since="every version of megatron-core",
-        evidence=("megatron-core transformer/attention.py",), avoid="{tp} that divides the heads", find=_heads,
+        evidence=("megatron-core transformer/attention.py",), find=_heads,
+        avoid="{tp} that divides the attention heads, and the key-value heads or is a multiple of them; a run of ours "
+        "needs it to divide both",
     ),
     Hazard(
         code="experts-indivisible", severity=Severity.STOPS,
@@ -77,9 +106,13 @@ HAZARDS = (
     ),
     Hazard(
         code="layers-indivisible", severity=Severity.STOPS,
-        text="layers cannot be cut evenly into pipeline stages", since="every version of megatron-core",
-        evidence=("megatron-core transformer/transformer_block.py",),
-        avoid="{pp} that divides the layers, or {first_stage_layers} and {last_stage_layers}", find=_layers,
+        text="layers cannot be cut evenly into pipeline stages and their virtual stages",
+        since="every version of megatron-core",
+        evidence=("megatron-core 0.16.1 transformer_block.py:130", "megatron-core 0.16.1 transformer_block.py:155",
+                  "megatron-core 0.16.1 transformer_block.py:174"),
+        avoid="{pp} that divides the layers, with {vpp} that divides those of a stage; or {first_stage_layers} and "
+        "{last_stage_layers}, or {embedding_as_layer} and {loss_as_layer}",
+        find=_layers,
     ),
     Hazard(
         code="experts-apart", severity=Severity.STOPS,

@@ -115,7 +115,7 @@ HAZARDS = (
         code="sharding-raises", severity=Severity.STOPS,
         text="the first save of the optimizer raises: flattened_range is not supported",
         since=f"megatron-core {RAISES_SINCE}, of which it is the default",
-        evidence=("megatron-core 0.16.1 mapping.py:134", "verl megatron_checkpoint_manager.py:264"),
+        evidence=("megatron-core 0.16.1 mapping.py:134", "megatron-core 0.16.1 distrib_optimizer.py:1225"),
         avoid="metadata of distrib_optim_sharding_type: fully_reshardable or dp_reshardable, in "
         "optimizer.sharded_state_dict",
         find=_raises,

@@ -138,12 +138,29 @@ class ModelSize:
         return found
 
 
-def split_layers(count: int, stages: int, *, first: int | None, last: int | None) -> list[int]:
+def split_layers(
+    count: int, stages: int, *, first: int | None, last: int | None, embedding: bool = False, loss: bool = False
+) -> list[int]:
     """Returns the layers of each stage; what does not divide goes to the earlier ones.
+
+    Args:
+        count: Layers of the model.
+        stages: Pipeline stages.
+        first: Layers of the first stage, if it has others.
+        last: Layers of the last stage, if it has others.
+        embedding: Whether the embedding counts as a layer of the first stage.
+        loss: Whether the loss counts as a layer of the last stage.
 
     >>> split_layers(94, 8, first=11, last=11)
     [11, 12, 12, 12, 12, 12, 12, 11]
+    >>> split_layers(94, 8, first=None, last=None, embedding=True, loss=True)
+    [11, 12, 12, 12, 12, 12, 12, 11]
     """
+    if (embedding or loss) and (count + embedding + loss) % stages == 0:
+        found = [(count + embedding + loss) // stages] * stages
+        found[0] -= embedding
+        found[-1] -= loss
+        return found
     fixed = (first or 0) + (last or 0)
     middle = stages - (first is not None) - (last is not None)
     left = max(count - fixed, 0)

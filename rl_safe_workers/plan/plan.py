@@ -105,13 +105,17 @@ class Plan:
 
     @property
     def layers(self) -> list[int]:
-        """Layers of each pipeline stage, as even as they can be; empty without a model."""
+        """Layers of each pipeline stage, as even as they can be; empty without a model.
+
+        Of a ``pipeline_layout``, which is not read, this is an estimate.
+        """
         request = self.request
         if self.model is None:
             return []
         return split_layers(
             self.model.shape.num_layers, request.layout.pipeline,
             first=request.first_stage_layers, last=request.last_stage_layers,
+            embedding=request.embedding_as_layer, loss=request.loss_as_layer,
         )  # fmt: skip
 
 
@@ -164,7 +168,7 @@ def _communicators(
     if not request.rollouts:
         return
     joint = joint_family(request.trainers + request.rollouts)
-    engines = engine_family(rollouts=request.rollouts, tensor=request.vllm_tp, first=request.trainers)
+    engines = engine_family(rollouts=request.rollouts, size=request.engine_ranks, first=request.trainers)
     crossing = int(len({*nodes}) > 1)
     yield Communicator(family=joint, key="", classes=(), first_phase=Phase.SYNC, crossing=crossing)
     yield Communicator(family=engines, key="", classes=(), first_phase=Phase.ROLLOUT, crossing=engines.crossing(nodes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -14,6 +15,9 @@ from rl_safe_workers.topology.layout import SETTINGS, WORLD_KEY, ParallelLayout,
 _AXES: Mapping[str, str] = {
     "tensor": "tp", "pipeline": "pp", "expert": "ep", "expert_tensor": "etp", "context": "cp",
 }  # fmt: skip
+_ENGINE = ("vllm_tp", "vllm_pp", "vllm_dp")
+_UNEVEN = ("first_stage_layers", "last_stage_layers")
+_AS_LAYERS = ("embedding_as_layer", "loss_as_layer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,8 @@ class Request:
     trainers: int
     rollouts: int
     vllm_tp: int
+    vllm_pp: int
+    vllm_dp: int
     gpus_per_node: int
     colocated: bool
     layout: ParallelLayout
@@ -63,6 +69,9 @@ class Request:
     dispatcher: str
     first_stage_layers: int | None
     last_stage_layers: int | None
+    embedding_as_layer: bool
+    loss_as_layer: bool
+    pipeline_layout: str | None
     sends: str
     model: str | None
     dtype_bytes: int
@@ -97,6 +106,11 @@ class Request:
     def nodes(self) -> int:
         """Nodes that the run takes."""
         return -(-self.gpus // self.gpus_per_node)
+
+    @property
+    def engine_ranks(self) -> int:
+        """Ranks of each vLLM engine."""
+        return self.vllm_tp * self.vllm_pp * self.vllm_dp
 
     @property
     def mixed(self) -> bool:
@@ -156,7 +170,7 @@ def _people(given: Mapping[str, Any], facts: Mapping[str, Any], source: Source) 
     """Finds how many trainers and rollout ranks there are."""
     world, trainers, rollouts = given.get("world"), given.get("trainers"), given.get("rollouts")
     if facts["colocated"]:
-        return _colocated(world, trainers, rollouts, source)
+        return _colocated(world, trainers, rollouts, facts, source)
     if trainers is None:
         if world is None:
             raise ConfigError(
@@ -179,11 +193,13 @@ def _people(given: Mapping[str, Any], facts: Mapping[str, Any], source: Source) 
             f"{source.key('rollouts')}={rollouts} with {source.key('trainers')}={trainers} is not "
             f"{source.key('world')}={world}: set it to {world - trainers}"
         )
-    _check_engines(facts["vllm_tp"], rollouts, source)
+    _check_engines(facts, rollouts, source)
     return {"trainers": trainers, "rollouts": rollouts}
 
 
-def _colocated(world: int | None, trainers: int | None, rollouts: int | None, source: Source) -> dict[str, int]:
+def _colocated(
+    world: int | None, trainers: int | None, rollouts: int | None, facts: Mapping[str, Any], source: Source
+) -> dict[str, int]:
     counts = {
         name: count
         for name, count in {"trainers": trainers, "world": world, "rollouts": rollouts}.items()
@@ -203,15 +219,22 @@ def _colocated(world: int | None, trainers: int | None, rollouts: int | None, so
                 f"{source.key(name)}={count} with {source.key('colocated')}=true shares the GPUs of "
                 f"{source.key(first)}={number}: it takes {number}"
             )
+    _check_engines(facts, number, source)
     return {"trainers": number, "rollouts": number}
 
 
-def _check_engines(size: int, rollouts: int, source: Source) -> None:
-    if rollouts % size:
-        fitting = ", ".join(map(str, divisors(rollouts)[:12]))
-        raise ConfigError(
-            f"{source.key('vllm_tp')}={size} does not divide {rollouts} rollout ranks: it takes one of {fitting}"
-        )
+def _check_engines(facts: Mapping[str, Any], rollouts: int, source: Source) -> None:
+    size = math.prod(facts[name] for name in _ENGINE)
+    if rollouts % size == 0:
+        return
+    fitting = ", ".join(map(str, divisors(rollouts)[:12]))
+    named = [f"{source.key(name)}={facts[name]}" for name in _ENGINE if facts[name] > 1]
+    if len(named) == 1:
+        raise ConfigError(f"{named[0]} does not divide {rollouts} rollout ranks: it takes one of {fitting}")
+    raise ConfigError(
+        f"{' x '.join(named)}, an engine of {size} ranks, does not divide {rollouts} rollout ranks: set them to a "
+        f"product of {fitting}"
+    )
 
 
 def _layout(facts: Mapping[str, Any], source: Source) -> ParallelLayout:
@@ -250,6 +273,11 @@ def _check_pipeline(facts: Mapping[str, Any], source: Source) -> None:
                 f"{source.key(name)}={facts[name]} needs two or more pipeline stages: leave it out, or set "
                 f"{source.key('pp')} to 2 or more"
             )
+    # Megatron takes one of the three ways to cut unevenly (transformer_config.py, __post_init__).
+    ways = [[name for name in way if facts[name]] for way in (_UNEVEN, _AS_LAYERS, ("pipeline_layout",))]
+    used = [f"{source.key(way[0])}={facts[way[0]]!s:.80}" for way in ways if way]
+    if len(used) > 1:
+        raise ConfigError(f"{used[0]} does not go with {used[1]}: leave one of them out")
 
 
 def options_source(options: Mapping[str, Any]) -> Source:

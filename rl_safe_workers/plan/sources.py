@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_safe_workers.errors import ConfigError
@@ -18,6 +18,10 @@ FROM = ("verl", "nemo-rl")
 _LAUNCHERS = ("python", "python3", "-m", "-u", "uv", "run", "bash", "--")
 _SUFFIXES = (".yaml", ".yml")
 _NOT_READ = ("world", "rollouts")
+_LISTS = (BY_NAME["pipeline_layout"].verl, BY_NAME["pipeline_layout"].nemo_rl)
+"""Keys that may hold a list, which is kept as text."""
+_VERL_RESHARDABLE = "actor_rollout_ref.actor.megatron.dist_ckpt_optim_fully_reshardable"
+_NEMO_RL_VLLM = "policy.generation.vllm_cfg"
 
 
 def recipe_source(path: str, overrides: Sequence[str]) -> Source:
@@ -64,6 +68,7 @@ def verl_source(arguments: Sequence[str]) -> Source:
     names = {field.name: field.verl for field in FIELDS if field.verl}
     values = {"host": "verl", **_selected(config, names)}
     _add_verl_people(values, names, config)
+    _add_verl_sharding(values, names, config)
     return Source(name="verl", values=values, keys=names)
 
 
@@ -81,6 +86,7 @@ def nemo_rl_source(arguments: Sequence[str]) -> Source:
     names = {field.name: field.nemo_rl for field in FIELDS if field.nemo_rl}
     values = {"host": "nemo-rl", **_selected(config, names)}
     _add_nemo_rl_people(values, names, config)
+    _add_nemo_rl_engines(values, names, config)
     if not _is_there(values.get("model")):
         values.pop("model", None)  # the name of a model on a hub, which is not looked up
     return Source(name=arguments[0], values=values, keys=names)
@@ -141,6 +147,24 @@ def _add_nemo_rl_people(values: dict[str, Any], names: dict[str, str], config: D
     values |= {"trainers": nodes * size - rollouts, "rollouts": rollouts, "colocated": False}
 
 
+def _add_verl_sharding(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
+    """Verl has one of two shardings, by a flag (megatron_checkpoint_manager.py, 0.9.1, line 440)."""
+    names["optimizer_sharding"] = _VERL_RESHARDABLE
+    flag = _select(config, _VERL_RESHARDABLE)
+    if flag is not None:
+        fully = BY_NAME["fully_parallel_save"].parse(flag, key=_VERL_RESHARDABLE)
+        values["optimizer_sharding"] = "fully_reshardable" if fully else "dp_reshardable"
+
+
+def _add_nemo_rl_engines(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
+    """An engine whose expert parallelism is wider than its tensor parallelism is data-parallel inside."""
+    key = names["vllm_dp"] = f"{_NEMO_RL_VLLM}.expert_parallel_size"
+    expert, tensor = _count(config, key, default=1), _count(config, names["vllm_tp"], default=1)
+    if expert > 1 and expert % tensor:
+        raise ConfigError(f"{key}={expert} with {names['vllm_tp']}={tensor}: it takes 1 or a multiple of {tensor}")
+    values["vllm_dp"] = max(expert // tensor, 1)
+
+
 def _is_there(model: object) -> bool:
     try:
         return model is not None and Path(str(model)).exists()
@@ -165,6 +189,8 @@ def _select(config: DictConfig, key: str) -> Any:
     except OmegaConfBaseException as error:
         first = str(error).partition("\n")[0]
         raise ConfigError(f"{key} cannot be resolved ({first}): give it as {key}=VALUE") from error
+    if isinstance(value, ListConfig) and key in _LISTS:
+        return str(value)
     if isinstance(value, (Mapping, list, DictConfig)):
         raise ConfigError(f"{key} holds a section: it takes a single value")
     return value

@@ -51,7 +51,7 @@ def test_the_example_of_512_gpus_has_its_nodes_groups_and_memory(capsys) -> None
     )  # fmt: skip
     assert groups["HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1"]["size"] == 2
     assert groups["EXPERT_DATA_PARALLEL_GROUP"]["members"][0] == list(range(0, 128, 8))
-    assert groups["VLLM_TENSOR_PARALLEL_GROUP"]["members"][0] == [256, 257, 258, 259]
+    assert groups["VLLM_ENGINE_GROUP"]["members"][0] == [256, 257, 258, 259]
     assert groups["JOINT_GROUP"]["first_phase"] == "sync"
     assert groups["EXPERT_DATA_PARALLEL_GROUP"]["crosses_nodes"] == 16
     memory = plan["memory_bytes"]
@@ -100,6 +100,14 @@ def test_check_fails_for_a_plan_that_stops(capsys, facts: list[str], code: int) 
         (["--world=8", "--trainers=4", "--rollouts=3"], "--rollouts=3 with --trainers=4 is not --world=8: set it to 4"),
         (["--world=4", "--rollouts=4"], "--rollouts=4 leaves no trainer of --world=4"),
         (["--world=8", "--trainers=4", "--vllm-tp=3"], "--vllm-tp=3 does not divide 4 rollout ranks"),
+        (["--trainers=8", "--colocated", "--vllm-tp=3", "--ep=8"], "--vllm-tp=3 does not divide 8 rollout ranks"),
+        (["--trainers=8", "--colocated", "--vllm-tp=2", "--vllm-pp=3"],
+         "--vllm-tp=2 x --vllm-pp=3, an engine of 6 ranks, does not divide 8 rollout ranks: set them to a product"),
+        (["--world=12", "--trainers=4", "--vllm-dp=16"], "--vllm-dp=16 does not divide 8 rollout ranks"),
+        (["--trainers=4", "--pp=4", "--first-stage-layers=2", "--loss-as-layer"],
+         "--first-stage-layers=2 does not go with --loss-as-layer=True: leave one of them out"),
+        (["--trainers=4", "--pp=4", "--embedding-as-layer", "--pipeline-layout=Et|t|t|tL"],
+         "--embedding-as-layer=True does not go with --pipeline-layout=Et|t|t|tL"),
         (["--trainers=4", "--rollouts=2", "--colocated"], "--rollouts=2 with --colocated=true shares the GPUs"),
         (["--trainers=4", "--vpp=2"], "--vpp=2 needs two or more pipeline stages"),
         (["--trainers=4", "--megatron=0.15"], "--megatron=0.15 cannot be used: it takes one of 0.16, 0.17"),
@@ -156,6 +164,51 @@ def test_verls_keys_are_understood_from_a_command_line() -> None:
     assert (found.layout.tensor, found.layout.pipeline, found.layout.expert) == (4, 2, 4)
     assert found.layout.expert_tensor == 4  # Megatron's default
     assert (found.async_save, found.unread_timeout_s) == (True, 1200)
+
+
+def test_verls_sharding_follows_its_flag() -> None:
+    flag = "actor_rollout_ref.actor.megatron.dist_ckpt_optim_fully_reshardable"
+    for given, sharding in (
+        ([], "dp_reshardable"), ([f"{flag}=False"], "dp_reshardable"), ([f"{flag}=true"], "fully_reshardable"),
+    ):  # fmt: skip
+        found = request_of(verl_source(["trainer.nnodes=1", *given]))
+        assert (found.optimizer_sharding, found.setting("optimizer_sharding")) == (sharding, flag)
+    with pytest.raises(ConfigError, match=r"dist_ckpt_optim_fully_reshardable=3 .* it takes true or false"):
+        verl_source([f"{flag}=3"])
+
+
+def test_verls_engines_and_splits_are_understood() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    transformer = "+actor_rollout_ref.actor.megatron.override_transformer_config"
+    engines = [f"{rollout}.tensor_model_parallel_size=2", f"{rollout}.data_parallel_size=2",
+               f"{rollout}.pipeline_model_parallel_size=2"]  # fmt: skip
+    found = request_of(verl_source([
+        "trainer.nnodes=1", *engines, f"{transformer}.account_for_embedding_in_pipeline_split=True",
+        f"{transformer}.account_for_loss_in_pipeline_split=True",
+    ]))  # fmt: skip
+    assert (found.engine_ranks, found.embedding_as_layer, found.loss_as_layer) == (8, True, True)
+    with pytest.raises(ConfigError, match=f"{rollout}.data_parallel_size=2, an engine of 8 ranks, does not divide 4"):
+        request_of(verl_source(["trainer.nnodes=1", "trainer.n_gpus_per_node=4", *engines]))
+    for layout in ("Et*3|(tt|)*2t*3L", "[[embedding,decoder],[decoder,loss]]"):
+        found = request_of(verl_source(["trainer.nnodes=1", f"{transformer}.pipeline_model_parallel_layout={layout}"]))
+        assert found.pipeline_layout is not None
+
+
+def test_nemo_rls_engines_are_pipelines_and_data_parallel_inside(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "policy:\n"
+        "  megatron_cfg: {account_for_loss_in_pipeline_split: true}\n"
+        "  generation:\n"
+        "    vllm_cfg: {tensor_parallel_size: 2, pipeline_parallel_size: 2, expert_parallel_size: 8}\n"
+        "    colocated: {enabled: true}\n"
+        "cluster: {gpus_per_node: 8, num_nodes: 2}\n"
+    )
+    found = request_of(nemo_rl_source([str(recipe)]))
+    assert (found.vllm_tp, found.vllm_pp, found.vllm_dp, found.engine_ranks) == (2, 2, 4, 16)
+    assert found.loss_as_layer
+    with pytest.raises(ConfigError, match=r"expert_parallel_size=3 .* it takes 1 or a multiple of 2"):
+        nemo_rl_source([str(recipe), "policy.generation.vllm_cfg.expert_parallel_size=3"])
 
 
 def test_verls_rollouts_may_have_nodes_of_their_own() -> None:
@@ -260,6 +313,14 @@ def configuration(chance: random.Random, model: str) -> list[str]:
         "trainers": chance.choice([8, 16, 24, 32, 64, 128, 256, 512, 1024, 7, 30]),
         "rollouts": chance.choice([0, 1, 2, 4, 8, 32, 5]),
         **{name: chance.choice(sizes) for name in ("tp", "pp", "ep", "etp", "cp", "optimizer_instances", "vllm_tp")},
+        **{name: chance.choice(sizes) for name in ("vllm_pp", "vllm_dp") if chance.random() < 0.3},
+        **{
+            name: chance.choice([1, 2, 3])
+            for name in ("first_stage_layers", "last_stage_layers")
+            if chance.random() < 0.1
+        },
+        **({"vpp": chance.choice([2, 3])} if chance.random() < 0.1 else {}),
+        **({"pipeline_layout": chance.choice(["Et*3|t*3L", "[[embedding],[loss]]"])} if chance.random() < 0.1 else {}),
         "gpus_per_node": chance.choice([1, 4, 8, 16, 5]),
         **{field.name: chance.choice(field.choices) for field in FIELDS if field.choices and chance.random() < 0.3},
     }

@@ -98,7 +98,7 @@ def test_crossing_is_what_counting_nodes_gives() -> None:
 
 
 def test_engines_and_the_joint_group_are_counted_by_joint_rank() -> None:
-    engines = engine_family(rollouts=4, tensor=2, first=6)
+    engines = engine_family(rollouts=4, size=2, first=6)
     assert list(engines.all_ranks()) == [(6, 7), (8, 9)]
     assert engines.ranks_with(5) is None
     assert engines.description == ENGINE

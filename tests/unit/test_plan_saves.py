@@ -58,6 +58,8 @@ def test_layers_go_to_the_stages_as_even_as_can_be() -> None:
     assert split_layers(48, 4, first=None, last=None) == [12, 12, 12, 12]
     assert split_layers(61, 4, first=None, last=13) == [16, 16, 16, 13]
     assert split_layers(7, 2, first=3, last=None) == [3, 4]
+    assert split_layers(7, 4, first=None, last=None, embedding=True) == [1, 2, 2, 2]
+    assert split_layers(2, 4, first=None, last=None, embedding=True, loss=True) == [0, 1, 1, 0]
 
 
 def saves(
