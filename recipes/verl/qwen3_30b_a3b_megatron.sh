@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# GRPO of Qwen3-30B-A3B with verl, Megatron and vLLM on 8-GPU nodes, in the layouts of verl issue 2238:
-#   recipes/verl/qwen3_30b_a3b_megatron.sh                 4 nodes, EP8
-#   NNODES=2 EP=2 recipes/verl/qwen3_30b_a3b_megatron.sh   2 nodes, EP2
+# GRPO of Qwen3-30B-A3B with verl, Megatron and vLLM on 8-GPU nodes, of the sizes of verl issue 2238:
+#   recipes/verl/qwen3_30b_a3b_megatron.sh                           4 nodes, TP2 EP8
+#   NNODES=2 TP=4 PP=2 EP=2 recipes/verl/qwen3_30b_a3b_megatron.sh   2 nodes, TP4 PP2 EP2, the layout of the issue
+# PP * EP ranks share the experts' 29 billion parameters, each of 6 bytes: bf16, and a gradient in fp32. That is 43.5 GB a
+# rank at PP2 EP2, beside the optimizer's state. EP2 alone would take 87 GB, which is more than an 80 GB GPU has.
 # SUBMIT=1 submits it to the Ray cluster of RAY_ADDRESS instead of starting it here. MODEL_PATH, TRAIN_FILES, VAL_FILES and
 # CKPTS_DIR say what to train, from where to where; further arguments are overrides of verl's.
 set -euo pipefail

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed import PrefixStore
+from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.adapters.nemo_rl.mixin import SafePolicyMixin
 from rl_safe_workers.checkpoint.model_state import model_state
@@ -159,6 +161,20 @@ class HostImpl:
 
     def init_nccl_reshard_comm_group(self, pp_ips: list[str]) -> None:
         self.events.append("init_nccl_reshard_comm_group")
+
+    def init_collective_mcore_generation(
+        self, ip: str, port: int, world_size: int, rank_offset: int, refit_backend: str = "gloo"
+    ) -> None:
+        rank = dist.get_rank() + rank_offset
+        store = PrefixStore("refit/", dist.TCPStore(ip, port, world_size, is_master=rank == 0))
+        self.refit_pg = dist.ProcessGroup(store, rank, world_size)
+        backend = dist.ProcessGroupGloo(PrefixStore("cpu/", store), rank, world_size)
+        self.refit_pg._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        self.refit_pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.refit_pg._set_group_name("refit")
+        c10d._world.pg_group_ranks[self.refit_pg] = {i: i for i in range(world_size)}
+        c10d._world.pg_map[self.refit_pg] = ("gloo", store)
+        c10d._world.pg_names[self.refit_pg] = "refit"
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, **kwargs: Any) -> None:
         if self.cfg.get("fails_saving_on") == self.rank:

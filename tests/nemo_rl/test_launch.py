@@ -189,18 +189,21 @@ def test_the_package_is_on_the_workers_path_once() -> None:
     assert (Path(root) / "rl_safe_workers" / "__init__.py").is_file()
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_the_script_runs_with_our_setup_and_the_policy_is_ended_whatever_it_does(
-    wrong: bool, registry, monkeypatch, tmp_path
-) -> None:
-    source = _source(tmp_path)
+SETUP = "setup(config, tokenizer, dataset, val_dataset)"
+"""What NeMo RL's script does."""
+
+
+def _write_script(source: Path, body: str) -> None:
     (source / "examples" / "run_grpo.py").write_text(
         "ended = []\n"
         "class Part:\n"
         "    def __init__(self, name): self.shutdown = lambda: ended.append(name)\n"
-        "def setup(config, policy_factory=None): return Part('policy'), Part('generation')\n"
-        f"def main():\n    setup(config)\n    assert not ended\n    assert not {wrong}\n"
+        "def setup(config, *data, policy_factory=None): return Part('policy'), Part('generation')\n"
+        f"tokenizer = dataset = val_dataset = None\ndef main():\n{body}"
     )
+
+
+def _prepare_script(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_RL_SRC", str(source))
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setattr(launch, "_policy_class", lambda: ByArgument)
@@ -213,6 +216,35 @@ def test_the_script_runs_with_our_setup_and_the_policy_is_ended_whatever_it_does
         return script
 
     monkeypatch.setattr(launch, "load_script", loaded)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (
+            "    from nemo_rl import own\n    own(config)\n",
+            r"lacks 'setup\(config, .* in main \(examples/run_grpo.py\)",
+        ),
+        (f"    if not config:\n        {SETUP}\n", r"run_grpo\.py has not called its own setup\(\)"),
+    ],
+    ids=["another_function", "another_branch"],
+)
+def test_a_script_that_makes_its_policy_without_us_is_refused(body, text, registry, monkeypatch, tmp_path) -> None:
+    source = _source(tmp_path)
+    _write_script(source, body)
+    _prepare_script(source, monkeypatch)
+    with pytest.raises(ConfigError, match=text):
+        launch.main()
+    sys.modules.pop("run_grpo", None)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_script_runs_with_our_setup_and_the_policy_is_ended_whatever_it_does(
+    wrong: bool, registry, monkeypatch, tmp_path
+) -> None:
+    source = _source(tmp_path)
+    _write_script(source, f"    {SETUP}\n    assert not ended\n    assert not {wrong}\n")
+    _prepare_script(source, monkeypatch)
     with pytest.raises(AssertionError) if wrong else nullcontext():
         launch.main()
     assert sys.modules.pop("run_grpo").ended == ["policy", "generation"]

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from rl_safe_workers.adapters.nemo_rl.conversion import is_complete
 from rl_safe_workers.adapters.nemo_rl.settings import VARIABLE
 from rl_safe_workers.checkpoint.model_state import model_state, restore_model
+from rl_safe_workers.comms import teardown
 from rl_safe_workers.comms.catalog import live_groups
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import CheckpointError, CommunicatorError
@@ -39,11 +40,20 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def port() -> int:
+def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def port() -> int:
+    return _free_port()
+
+
+@pytest.fixture
+def other_port() -> int:
+    return _free_port()
 
 
 def config_of(model: Path, folder: Path, **more: Any) -> dict[str, Any]:
@@ -232,6 +242,31 @@ def test_a_step_finds_every_communicator_connected(stages, tiny_moe, tmp_path, p
             "init_collective", "prepare_for_lp_inference", "train", "offload_before_refit", "shutdown"
         ]  # fmt: skip
         assert late == 0
+
+
+def _join_megatrons_rollout(rank: int, port: int, config: dict[str, Any], joint_port: int) -> dict[str, Any]:
+    worker = start(rank, port, config)
+    worker.init_collective_mcore_generation("127.0.0.1", joint_port, SIZE, rank_offset=0)
+    found: dict[str, Any] = {"phase": worker.safe.lifecycle.drain_events()[-1].phase}
+    joint = worker.refit_pg._get_backend(torch.device("cpu"))
+    end_together = teardown.end_together
+
+    def seen(backends: list[Any], patience: Any) -> Any:
+        found["taken for ours"] = [backend is joint for _, backend in backends]
+        return end_together(backends, patience)
+
+    teardown.end_together = seen
+    found["ended"] = worker.shutdown()
+    return found
+
+
+def test_the_group_with_megatrons_rollout_is_joined_in_time_and_the_teardown_leaves_it(
+    tiny_moe, tmp_path, port, other_port
+) -> None:
+    for found in values(run_ranks(_join_megatrons_rollout, SIZE, port, config_of(tiny_moe, tmp_path), other_port)):
+        assert (found["phase"], found["ended"]) == (Phase.JOINT, True)
+        assert len(found["taken for ours"]) > 5
+        assert not any(found["taken for ours"])
 
 
 def test_a_world_with_others_in_it_is_refused(tiny_moe, tmp_path, port) -> None:

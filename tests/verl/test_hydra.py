@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
+from rl_safe_workers.adapters.verl.main_ppo import beside_verls
 from rl_safe_workers.adapters.verl.settings import TAKEN, VerlSettings, read_node, read_settings
 from rl_safe_workers.errors import ConfigError
-from tests.verl.examples import command_lines
+from rl_safe_workers.topology.layout import ParallelLayout
+from tests.integration.runs import REPOSITORY
+from tests.verl.examples import arguments_of, command_lines
 
 MODEL = ("model_engine=megatron", "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=/models/moe")
 SIZES = "actor_rollout_ref.actor.megatron"
@@ -37,12 +44,17 @@ VERL_SRC = "VERL_SRC"
 GROUP = ["hydra.searchpath=[pkg://rl_safe_workers.adapters.verl.conf]", "+rl_safe=enabled"]
 
 
-def composed(*overrides: str) -> DictConfig:
-    """verl's configuration with these overrides."""
-    names = [override.partition("=")[2] for override in overrides if override.startswith("--config-name=")]
-    rest = [override for override in overrides if not override.startswith("--config-")]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose((names or ["ppo_trainer"])[0], overrides=rest)
+def composed(*arguments: str) -> DictConfig:
+    """verl's configuration with these overrides, and the options that say which it is."""
+    options = dict(argument.split("=", 1) for argument in beside_verls(arguments) if argument.startswith("--config-"))
+    overrides = [argument for argument in arguments if not argument.startswith("--config-")]
+    where = options.get("--config-path")
+    with (
+        initialize_config_module("verl.trainer.config", version_base=None)
+        if where is None
+        else initialize_config_dir(where, version_base=None)
+    ):
+        return compose(options.get("--config-name", "ppo_trainer"), overrides=overrides)
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +91,68 @@ def test_so_does_every_megatron_example_that_verl_composes_itself(tmp_path) -> N
         composed_by_verl.append(name)
 
     assert len(composed_by_verl) > 20, refused_by_verl
+
+
+TRAINER = f"{importlib.util.find_spec('verl').submodule_search_locations[0]}/trainer"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["--config-path=config"], [f"--config-path={TRAINER}/config"]),
+        (["-cp", "./config/", "a=config"], ["-cp", f"{TRAINER}/config", "a=config"]),
+        (
+            ["--config-path", "../x", "--config-path", "y"],
+            ["--config-path", f"{TRAINER[:-8]}/x", "--config-path", f"{TRAINER}/y"],
+        ),
+        (["--config-path=/mine", "-cp", "/mine"], ["--config-path=/mine", "-cp", "/mine"]),
+        (["--config-path=pkg://mine.conf", "-cp=file:///mine"], ["--config-path=pkg://mine.conf", "-cp=file:///mine"]),
+        (
+            ["--config-name=config", "a.b=-cp", "+rl_safe=enabled"],
+            ["--config-name=config", "a.b=-cp", "+rl_safe=enabled"],
+        ),
+    ],
+)
+def test_a_config_path_means_what_it_does_to_verls_entry(given, meant) -> None:
+    assert beside_verls(given) == meant
+
+
+def test_our_entry_finds_the_configuration_that_verls_examples_name() -> None:
+    options = ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "--cfg=job"]
+    command = [sys.executable, "-m", "rl_safe_workers.adapters.verl.main_ppo", *options, *GROUP[1:]]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert shown.returncode == 0, shown.stderr
+    config = OmegaConf.create(shown.stdout)
+    assert config.actor_rollout_ref.actor.strategy == "megatron"
+    assert config.actor_rollout_ref.rl_safe.enabled
+
+
+RECIPE = REPOSITORY / "recipes" / "verl" / "qwen3_30b_a3b_megatron.sh"
+COMMANDS = re.findall(r"#   ((?:\w+=\d+ )*)recipes/verl/", RECIPE.read_text())
+EXPERTS = 48 * 128 * 3 * 2048 * 768
+"""Parameters of Qwen3-30B-A3B's experts: layers, experts, matrices, sizes."""
+
+
+@pytest.mark.parametrize("variables", COMMANDS, ids=lambda text: text.strip() or "plain")
+def test_a_command_of_the_recipe_composes_and_its_experts_fit(variables, tmp_path) -> None:
+    given = dict(pair.split("=") for pair in variables.split())
+    arguments = arguments_of(RECIPE, tmp_path, **given)
+    overrides = arguments[arguments.index("rl_safe_workers.adapters.verl.main_ppo") + 1 :]
+    config = composed(*overrides, GROUP[0])
+    assert check_run(config) is not None
+    sizes, nodes = config.actor_rollout_ref.actor.megatron, config.trainer.nnodes
+    ParallelLayout(
+        world_size=8 * nodes, tensor=sizes.tensor_model_parallel_size, pipeline=sizes.pipeline_model_parallel_size,
+        expert=sizes.expert_model_parallel_size, expert_tensor=sizes.expert_tensor_parallel_size,
+        context=sizes.context_parallel_size,
+    )  # fmt: skip
+    shared_by = sizes.pipeline_model_parallel_size * sizes.expert_model_parallel_size
+    weights_and_gradients, moments = 6 * EXPERTS / shared_by, 12 * EXPERTS / (8 * nodes)
+    assert weights_and_gradients + moments < 0.9 * 80e9
+
+
+def test_the_recipe_has_both_of_its_commands() -> None:
+    assert [dict(pair.split("=") for pair in text.split()).get("NNODES") for text in COMMANDS] == [None, "2"]
 
 
 def test_the_group_has_every_key_with_its_default() -> None:

@@ -137,6 +137,48 @@ def test_a_save_in_the_background_is_finalised_by_training_on_and_by_the_teardow
     assert loaded == [before for *_, before in found], "what was saved is the state at the save, not after it"
 
 
+def _uploaded_save(rank: int, model: Path, root: Path) -> dict[str, Any]:
+    from verl.utils import hdfs_io
+
+    from rl_safe_workers.adapters.verl import checkpoint
+
+    os.environ["RL_SAFE_VERL"] = json.dumps({"timeouts": {"save": 60}})
+    warned, uploaded, copy = [], [], hdfs_io.copy
+    checkpoint.logger.warning = lambda text, *args, **_: warned.append(text % args)  # type: ignore[method-assign]
+    worker = training_worker(model, shards=True, checkpoint={"async_save": True, "save_contents": ["model", "extra"]})
+    process = worker.engine.process
+
+    def seen(src: str, dst: str, **kwargs: Any) -> bool:
+        uploaded.append((process.lifecycle.current, 0 < process.remaining().total_seconds() <= 60))
+        return bool(copy(src, dst, **kwargs))
+
+    hdfs_io.copy = seen
+    folder, remote = root / "local" / "global_step_1", root / "remote" / "global_step_1"
+    remote.mkdir(parents=True, exist_ok=True)
+    worker.save_checkpoint(str(folder / "actor"), str(remote / "actor"), global_step=1)
+    found = {
+        "uploaded": list(uploaded),
+        "warned": [text for text in warned if "uploaded" in text],
+        "in background": process.metrics()["rl_safe/saves_in_background"],
+        "complete": (folder / "actor" / "ckpt_contents.json").exists(),
+    }
+    worker.save_checkpoint(str(root / "local" / "global_step_2" / "actor"), global_step=2)
+    found["without upload"] = process.metrics()["rl_safe/saves_in_background"]
+    assert process.teardown() == {}
+    found["named"] = (root / "local" / "latest_checkpointed_iteration.txt").read_text()
+    return found
+
+
+def test_a_save_with_an_upload_ends_in_its_phase_whatever_async_save_says(tiny_moe, tmp_path) -> None:
+    first, second = values(run_verl_ranks(_uploaded_save, 2, tiny_moe, tmp_path))
+    assert (first.pop("uploaded"), second.pop("uploaded")) == ([("save", True)], [])
+    (warning,), none = first.pop("warned"), second.pop("warned")
+    assert "do not go on in the background, whatever async_save says" in warning
+    assert none == []
+    assert first == second == {"in background": 0, "complete": True, "without upload": 1, "named": "2"}
+    assert (tmp_path / "remote" / "global_step_1" / "actor").is_dir()
+
+
 LAYERS = int(os.environ.get("RL_SAFE_INVENTORY_LAYERS", "12"))
 
 

@@ -24,6 +24,7 @@ from tests.verl.host import train, training_worker
 from tests.verl.ranks import run_verl_ranks, values
 
 SIZE = 2
+SAVE = "timing_s/rl_safe_save"
 EXPERTS = "EXPERT_MODEL_PARALLEL_GROUP"
 LATE = LateAllocation(group="WORLD", ranks=(0, 1), op_class=None, operation="mine", phase="train", bytes=None)
 
@@ -98,6 +99,7 @@ def _save_both(rank: int, model: Path, root: Path, background: dict[str, bool]) 
     }
     process, folder = workers["actor"].engine.process, root / "global_step_1"
     workers["actor"].save_checkpoint(str(folder / "actor"), global_step=1)
+    of_actor = process.save_seconds
     while any(save.is_in_progress() for save in process._pending):
         time.sleep(0.05)
     manager = workers["critic"].engine.checkpoint_mananager
@@ -110,7 +112,9 @@ def _save_both(rank: int, model: Path, root: Path, background: dict[str, bool]) 
     manager._build_extra_state_dict = described
     workers["critic"].save_checkpoint(str(folder / "critic"), global_step=1)
     dist.barrier()
+    of_both, told = process.save_seconds, [process.metrics().get(SAVE) for _ in range(2)]
     found = {
+        "told of the saves once": (0 < of_actor < of_both, told == [of_both, None]),
         "while the critic saves": seen,
         "waited for": (folder / "critic" / "ckpt_contents.json").exists(),
         "named before the step's last files": (root / FILE).exists(),
@@ -126,6 +130,7 @@ def _save_both(rank: int, model: Path, root: Path, background: dict[str, bool]) 
 def test_a_step_is_named_once_the_critic_is_saved_too(critic, tiny_moe, tmp_path) -> None:
     for found in values(run_verl_ranks(_save_both, SIZE, tiny_moe, tmp_path, {"actor": True, "critic": critic})):
         assert found["while the critic saves"] == [False]
+        assert found["told of the saves once"] == (True, True), "not of the last alone, nor in later steps"
         assert not found["named before the step's last files"], "verl's driver saves its data loader last"
         assert (found["named"], found["complete"]) == ("1", True)
 

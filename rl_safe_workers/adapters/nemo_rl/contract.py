@@ -15,6 +15,7 @@ UNTIL = "7ea279abf (2026-08-22)"
 
 _WORKER = "nemo_rl/models/policy/workers/megatron_policy_worker.py"
 _BASE = "nemo_rl/models/policy/workers/base_policy_worker.py"
+_GENERATION = "nemo_rl/models/generation/megatron/megatron_worker.py"
 _SETUP = "nemo_rl/models/megatron/setup.py"
 _POLICY = "nemo_rl/models/policy/lm_policy.py"
 
@@ -83,6 +84,11 @@ NAMES: tuple[HostName, ...] = (
         file=_BASE, name="AbstractPolicyWorker.init_nccl_reshard_comm_group", parameters=("self", "pp_ips", "pp_ports"),
         why="given a deadline", optional=True,
     ),
+    HostName(
+        file=_GENERATION, name="MegatronGenerationRefitMixin.init_collective_mcore_generation",
+        parameters=("self", "ip", "port", "world_size", "rank_offset"),
+        why="given a deadline; its group is left to the host", optional=True,
+    ),
     HostName(file=_SETUP, name="setup_distributed", parameters=(), why="patched: timeout of the default group"),
     HostName(
         file=_SETUP, name="handle_model_import",
@@ -139,7 +145,7 @@ TEXTS: tuple[HostText, ...] = (
              text="ACTOR_ENVIRONMENT_REGISTRY", why="our worker is entered there"),
     HostText(file="examples/run_grpo.py", within="main", text="setup(config, tokenizer, dataset, val_dataset",
              why="looked up in the script's module"),
-    HostText(file="examples/run_grpo.py", within="main", text="(policy, policy_generation, ",
+    HostText(file="nemo_rl/algorithms/grpo.py", within="setup", text="return (policy, policy_generation, ",
              why="the first two that setup returns: ended in order"),
 )  # fmt: skip
 

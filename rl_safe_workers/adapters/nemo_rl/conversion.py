@@ -77,6 +77,8 @@ def convert(
     with ExitStack() as stack:
 
         def decide() -> bool:
+            if is_complete(final) and not force:
+                return False  # without a lock: it may be where nothing can be written
             make_parent(final)
             # Two runs take turns; the second finds what the first has made.
             lock = final.with_name(f"{final.name}.lock")

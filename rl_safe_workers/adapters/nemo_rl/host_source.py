@@ -55,17 +55,19 @@ def lacks_text(root: Path, expected: HostText) -> str | None:
     return f"{expected.text!r} in {expected.within or 'the module'} ({expected.file})"
 
 
-def check_host(root: Path, names: Iterable[HostName] = NAMES) -> None:
+def check_host(root: Path, names: Iterable[HostName] = NAMES, texts: Iterable[HostText] = ()) -> None:
     """Refuses a NeMo RL that this adapter does not fit.
 
     Args:
         root: Its checkout, or the folder that holds its package.
         names: What it must have.
+        texts: What it must do.
 
     Raises:
         ConfigError: Naming what it lacks.
     """
     lacking = [lack for expected in names if (lack := lacks_name(root, expected)) is not None]
+    lacking = lacking or [lack for expected in texts if (lack := lacks_text(root, expected)) is not None]
     if lacking:
         more = f" and {len(lacking) - 1} other names" if len(lacking) > 1 else ""
         raise ConfigError(

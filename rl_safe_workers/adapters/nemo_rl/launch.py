@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import rl_safe_workers
-from rl_safe_workers.adapters.nemo_rl.contract import NAMES
+from rl_safe_workers.adapters.nemo_rl.contract import NAMES, TEXTS
 from rl_safe_workers.adapters.nemo_rl.host_source import check_host
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
 from rl_safe_workers.adapters.nemo_rl.settings import NODE, VARIABLE, NemoRlSettings, read_node
@@ -172,25 +172,38 @@ def load_script(source: Path, name: str = "run_grpo") -> ModuleType:
     """Loads one of NeMo RL's example scripts from its source.
 
     Raises:
-        ConfigError: If it is not there, or its NeMo RL lacks what the adapter relies on.
+        ConfigError: If it is not there, its NeMo RL lacks what the adapter relies on, or it makes its policy otherwise.
     """
     path = source / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if spec is None or spec.loader is None:
         raise ConfigError(f"there is no {path}: set NEMO_RL_SRC to a checkout of NeMo RL")
-    check_host(source)
+    check_host(source, texts=[text for text in TEXTS if source / text.file == path])
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # as `python run_grpo.py` would, for what it pickles
     spec.loader.exec_module(module)
     return module
 
 
+class _Called:
+    """A function that remembers whether it was called."""
+
+    was_called = False
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.was_called = True
+        return self._function(*args, **kwargs)
+
+
 def main() -> None:
     """Runs ``examples/run_grpo.py`` of the checkout that ``NEMO_RL_SRC`` names, with its own arguments.
 
     Raises:
-        ConfigError: If there is no such script, it is one of a NeMo RL that this adapter does not fit, or the node
-            ``rl_safe`` cannot be used.
+        ConfigError: If there is no such script, it is one of a NeMo RL that this adapter does not fit, the node
+            ``rl_safe`` cannot be used, or the script has ended without calling our ``setup``.
     """
     source = os.environ.get("NEMO_RL_SRC")
     if not source:
@@ -198,5 +211,8 @@ def main() -> None:
     share_package(os.environ)
     script = load_script(Path(source))
     with ExitStack() as ends:
-        script.setup = safe_setup(script.setup, ends)  # type: ignore[attr-defined]
+        setup = _Called(safe_setup(script.setup, ends))
+        script.setup = setup  # type: ignore[attr-defined]
         script.main()
+        if not setup.was_called:
+            raise ConfigError(f"{script.__file__} has not called its own setup(): NeMo RL's own workers ran, if any")

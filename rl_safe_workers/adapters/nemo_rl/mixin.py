@@ -78,6 +78,11 @@ class SafePolicyMixin:
         join = super().init_nccl_reshard_comm_group  # type: ignore[misc]
         self.safe.join_host(lambda: join(*args, **kwargs))
 
+    def init_collective_mcore_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Joins the group with rollout ranks that are Megatron's, likewise; the teardown leaves it to the host."""
+        join = super().init_collective_mcore_generation  # type: ignore[misc]
+        self.safe.join_host(lambda: join(*args, **kwargs))
+
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Saves as the host does, with both of megatron-core's flags off.
 

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -226,14 +227,20 @@ class PolicyProcess(HostedTrainer):
     def join_host(self, join: Callable[[], object]) -> None:
         """Joins the host's communicator with the rollout ranks, which waits for them without end, in time.
 
+        A group that torch lists since then stays the host's: to end it in the teardown would wait for rollout ranks.
+
         Raises:
             LifecycleError: If the bootstrap has not run.
             CommunicatorError: If it has not ended after ``timeouts.joint``.
         """
         self.require_bootstrap("weight sync")
         with self.lifecycle.enter(Phase.JOINT):
-            seconds = self.settings.timeouts.joint
-            within(join, seconds, what="joining the rollout ranks (rl_safe.timeouts.joint)")
+            seconds, before = self.settings.timeouts.joint, groups_now()
+            try:
+                within(join, seconds, what="joining the rollout ranks (rl_safe.timeouts.joint)")
+            finally:
+                joint = groups_now() - before
+                self.world = replace(self.world, host_groups=self.world.host_groups | joint)
 
     def tell_failure(self, error: Exception) -> None:
         """As `HostedTrainer.tell_failure`: whoever saves waits for this rank's shards."""

@@ -14,6 +14,7 @@ What is stored is described in verl's own format, so that each reads the other's
 from __future__ import annotations
 
 import functools
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ from rl_safe_workers.checkpoint.writer import WrittenFile
 from rl_safe_workers.errors import CheckpointError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "ckpt_contents.json"
 TREES = ("model", "optimizer", "extra")
 
@@ -51,6 +54,8 @@ class SafeCheckpointManager(MegatronCheckpointManager):
     _savers: dict[str, Saver]
     _step_folder: Path
     """verl's folder of the step that was saved last."""
+    _uploads = False
+    """Whether verl's rank 0 uploads that step, too: at the end of a save, with no deadline but the save's."""
 
     @classmethod
     def take_over(cls, manager: MegatronCheckpointManager, process: TrainerProcess, name: str) -> SafeCheckpointManager:
@@ -62,8 +67,12 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     @property
     def _in_background(self) -> bool:
-        """Whether saves go on while verl trains: not where verl's driver names the step right after the actor's."""
-        return bool(self.checkpoint_config.async_save) and self.process.tracker.is_ours
+        """Whether saves go on while verl trains.
+
+        Not where verl's driver names the step right after the actor's, and not with an upload: nothing would bound it
+        later, and the other ranks would wait for rank 0 in the next phase.
+        """
+        return bool(self.checkpoint_config.async_save) and self.process.tracker.is_ours and not self._uploads
 
     def _build_optimizer_state_dict(
         self, model_sharded_state_dict: dict[str, Any], metadata: dict[str, Any], is_loading: bool = False
@@ -102,8 +111,9 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
         Raises:
             CheckpointError: On every rank, if one cannot write.
-            PhaseTimeoutError: If a rank does not arrive, or has not written, in time; names it.
+            PhaseTimeoutError: If a rank does not arrive, or has not written or uploaded, in time; names it.
         """
+        self._notice_upload(hdfs_path)
         self._step_folder = Path(local_path).absolute().parent
         self.process.finish_saves_before(self.name, self._step_folder)
         self.process.tracker.begin(self.name, self._step_folder, global_step)
@@ -116,7 +126,16 @@ class SafeCheckpointManager(MegatronCheckpointManager):
                 raise  # every rank's
             except Exception as error:
                 self.process.fail(Phase.SAVE, error)
-        self.process.save_seconds = time.monotonic() - started_s
+        self.process.save_seconds += time.monotonic() - started_s
+
+    def _notice_upload(self, hdfs_path: str | None) -> None:
+        if hdfs_path is not None and self._in_background and self.rank == 0:
+            logger.warning(
+                "%s: saves are uploaded to %s, so they do not go on in the background, whatever async_save says; "
+                "writing and upload together end within rl_safe.timeouts.save=%.0f s",
+                self.name, hdfs_path, self.process.timeout(Phase.SAVE).total_seconds(),
+            )  # fmt: skip
+        self._uploads = hdfs_path is not None
 
     def _uncommit(self, local_path: str) -> None:
         """Makes half of a new checkpoint no whole one: a run that resumed may save a step again."""

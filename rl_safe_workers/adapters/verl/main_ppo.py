@@ -6,12 +6,15 @@ either it is verl's own entry.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,6 +31,7 @@ from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import remove_ipc_files
 from rl_safe_workers.reaping.processes import ended, reap, run_processes
 
+_CONFIG_PATH = ("--config-path", "-cp")
 KILL_AFTER_S = 10.0
 """Seconds that a process gets between being asked to end and being killed."""
 
@@ -120,6 +124,28 @@ def run(config: DictConfig) -> None:
         stock.run_ppo(config, task_runner_class=safe_task_runner())
 
 
+def beside_verls(arguments: Sequence[str]) -> list[str]:
+    """Returns a command line whose ``--config-path`` means what it does to verl's own entry.
+
+    Hydra looks for a relative one beside the file that has the entry, which is ours; verl's examples pass ``config``.
+    """
+    found: list[str] = []
+    for argument in arguments:
+        option, _, value = argument.partition("=")
+        if found and found[-1] in _CONFIG_PATH:
+            found.append(_beside_verls(argument))
+        else:
+            found.append(f"{option}={_beside_verls(value)}" if value and option in _CONFIG_PATH else argument)
+    return found
+
+
+def _beside_verls(path: str) -> str:
+    verl = find_spec("verl")  # imports nothing
+    if verl is None or not verl.submodule_search_locations or "://" in path:
+        return path
+    return os.path.normpath(Path(verl.submodule_search_locations[0], "trainer", path))  # an absolute one stays
+
+
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
 def _main(config: DictConfig) -> None:
     try:
@@ -137,6 +163,7 @@ def _main(config: DictConfig) -> None:
 def main() -> None:
     """The command."""
     Plugins.instance().register(SafeSearchPath)
+    sys.argv[1:] = beside_verls(sys.argv[1:])
     _main()
 
 

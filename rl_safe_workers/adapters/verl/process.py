@@ -202,7 +202,10 @@ class TrainerProcess(HostedTrainer):
             save.abandon(reason)
 
     def metrics(self) -> dict[str, float]:
-        """What this rank has to tell of the adapter, under the names of verl's metrics."""
+        """What this rank has to tell of the adapter, under the names of verl's metrics.
+
+        Of saves, what they took since the last call.
+        """
         found = {"rl_safe/active": 1.0, "rl_safe/saves_in_background": float(len(self._pending))}
         if self.report is not None:
             found["rl_safe/bootstrap_groups"] = float(self.report.groups)
@@ -210,7 +213,8 @@ class TrainerProcess(HostedTrainer):
             found["rl_safe/late_allocations"] = float(len(self.late_allocations()))
             found["timing_s/rl_safe_bootstrap"] = self.report.seconds
         if self.save_seconds:
-            found["timing_s/rl_safe_save"] = self.save_seconds
+            # Told once, though worker groups of one process ask in turn: the trainer takes the largest answer.
+            found["timing_s/rl_safe_save"], self.save_seconds = self.save_seconds, 0.0
         return found
 
 

@@ -1,0 +1,90 @@
+"""Who converts, on one rank without groups: what is there is taken, and two runs take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_safe_workers.adapters.nemo_rl import conversion
+from rl_safe_workers.adapters.nemo_rl.conversion import CONFIG, ITERATION, TRACKER, convert, is_complete
+from rl_safe_workers.errors import CheckpointError
+
+
+class _Alone:
+    """The process of a world of one rank."""
+
+    def together(self, phase: Any, work: Callable[[], Any], *, failure: Exception | None = None) -> Any:
+        return work()
+
+    def fail(self, phase: Any, error: Exception) -> Any:
+        raise error
+
+    def remaining(self) -> timedelta:
+        return timedelta(seconds=2)
+
+
+class _Import:
+    """NeMo RL's, which writes where it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, bool]] = []
+
+    def __call__(self, path: str, exists: bool) -> None:
+        self.calls.append((Path(path).name, exists))
+        if not exists:
+            write(Path(path))
+
+
+def write(path: Path) -> None:
+    (path / ITERATION).mkdir(parents=True)
+    for name in (f"{ITERATION}/.metadata", f"{ITERATION}/metadata.json", f"{ITERATION}/{CONFIG}", TRACKER):
+        (path / name).write_text(f"save: {path}\n")
+
+
+@pytest.fixture
+def unlockable(tmp_path: Path) -> Path:
+    """Where a conversion would be, beside a lock that nobody can open."""
+    (tmp_path / "moe.lock").mkdir()
+    return tmp_path / "moe"
+
+
+def test_a_conversion_that_is_there_is_taken_where_no_lock_can_be_had(unlockable) -> None:
+    write(unlockable)
+    run_import = _Import()
+    convert(_Alone(), run_import, str(unlockable), force=False)
+    assert run_import.calls == [("moe", True)]
+
+
+@pytest.mark.parametrize("force", [False, True], ids=["half", "forced"])
+def test_one_that_is_to_be_made_needs_the_lock(force, unlockable) -> None:
+    write(unlockable)
+    if not force:
+        (unlockable / TRACKER).unlink()
+    run_import = _Import()
+    with pytest.raises(CheckpointError, match=r"moe\.lock cannot be locked"):
+        convert(_Alone(), run_import, str(unlockable), force=force)
+    assert run_import.calls == []
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["alone", "after_another"])
+def test_a_run_that_has_waited_for_another_takes_what_that_has_made(other, tmp_path, monkeypatch) -> None:
+    lock = conversion.exclusive
+
+    @contextmanager
+    def waited(path: Path, **arguments: Any) -> Iterator[bool]:
+        with lock(path, **arguments):
+            if other:
+                write(tmp_path / "moe")
+            yield other
+
+    monkeypatch.setattr(conversion, "exclusive", waited)
+    run_import = _Import()
+    convert(_Alone(), run_import, str(tmp_path / "moe"), force=False)
+    assert run_import.calls == [("moe", True) if other else ("moe.incomplete", False)]
+    assert is_complete(tmp_path / "moe")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["moe"]
