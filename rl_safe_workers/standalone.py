@@ -308,7 +308,14 @@ def _layout() -> ParallelLayout:
 def _features(given: Features | None) -> Features:
     """Those given, or for each what connects more; what Megatron's groups tell is taken from them in both cases."""
     if given is None:
-        given = Features(moe=True, distributed_optimizer=False, fp8=True, expert_bias=True, aux_loss=True)
+        given = Features(
+            moe=True,
+            distributed_optimizer=False,
+            fp8=True,
+            expert_bias=True,
+            aux_loss=True,
+            context_exchange=frozenset({"p2p", "a2a"}),
+        )
     # Attention and experts share it; there is none for a single instance.
     between = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()

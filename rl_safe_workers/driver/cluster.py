@@ -274,6 +274,6 @@ class Cluster:
     def _keep_logs(self, target: Path, timeout_s: float) -> None:
         """Copies Ray's logs, which hold the actors' output, from where `close` removes them."""
         if self._agents is not None:
-            self._agents.keep_logs(target, timeout_s=timeout_s)
+            self._agents.keep_logs(target, timeout_s=timeout_s, lost=lost_among(self.nodes))
         elif self._temp_dir is not None and (logs := self._temp_dir / "session_latest" / "logs").is_dir():
             shutil.copytree(logs, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("events", "export_events"))

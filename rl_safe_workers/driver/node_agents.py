@@ -90,14 +90,15 @@ class NodeAgents:
             silent=[str(node) for node in self._nodes if node in silent],
         )
 
-    def keep_logs(self, target: Path, *, timeout_s: float) -> None:
+    def keep_logs(self, target: Path, *, timeout_s: float, lost: Sequence[Node] = ()) -> None:
         """Writes the end of what the run's processes have printed to ``<target>/<address of the node>/``.
 
         Args:
             target: A folder.
             timeout_s: Seconds in which the nodes are waited for.
+            lost: Nodes that are gone, and are not asked.
         """
-        pending = {handle.logs.remote(): node for handle, node in zip(self._handles, self._nodes, strict=True)}
+        pending = {handle.logs.remote(): node for handle, node in self._without(lost)}
         deadline = time.monotonic() + timeout_s
         while pending and (left_s := deadline - time.monotonic()) > 0:
             ready, _ = ray.wait(list(pending), timeout=left_s)
@@ -122,12 +123,7 @@ class NodeAgents:
             timeout_s: Seconds until all must have done so.
             lost: Nodes that are gone, and are not waited for.
         """
-        gone = {node.id for node in lost}
-        refs = {
-            handle.close.remote(): node
-            for handle, node in zip(self._handles, self._nodes, strict=True)
-            if node.id not in gone
-        }
+        refs = {handle.close.remote(): node for handle, node in self._without(lost)}
         _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
         for ref, node in refs.items():
             if ref in pending:
@@ -139,3 +135,7 @@ class NodeAgents:
                 logger.warning("node %s: its agent is gone: %s", node, (str(error).splitlines() or [""])[0])
         for handle in self._handles:
             ray.kill(handle, no_restart=True)
+
+    def _without(self, lost: Sequence[Node]) -> list[tuple[Any, Node]]:
+        gone = {node.id for node in lost}
+        return [pair for pair in zip(self._handles, self._nodes, strict=True) if pair[1].id not in gone]

@@ -6,7 +6,7 @@ what each group carries was read from a trace of real training steps (``comms.tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -71,6 +71,8 @@ class Features:
     """Whether the router has a load-balancing loss."""
     optimizer_instances: int = 1
     """Megatron's ``num_distributed_optimizer_instances``."""
+    context_exchange: frozenset[str] = frozenset({"p2p"})
+    """How context-parallel ranks exchange, by the names of Megatron's ``cp_comm_type``; see `context_exchange`."""
     weights_over_world: bool = False
     """Whether weight syncs use the default group, as colocated trainers do."""
 
@@ -83,6 +85,21 @@ class Features:
             virtual_pipeline=config.virtual_pipeline_model_parallel_size is not None,
             weights_over_world=colocated,
         )
+
+
+def context_exchange(cp_comm_type: str | Sequence[str] | None, *, is_hybrid: bool = False) -> frozenset[str]:
+    """Returns how context-parallel ranks exchange.
+
+    Args:
+        cp_comm_type: Megatron's setting: one for all layers, or one for each; None is ``p2p``.
+        is_hybrid: Whether there are Mamba layers, which exchange all to all in any case
+            (ssm/mamba_context_parallel.py).
+
+    >>> sorted(context_exchange(["p2p", "a2a"]))
+    ['a2a', 'p2p']
+    """
+    each = [cp_comm_type] if isinstance(cp_comm_type, str) else cp_comm_type or ["p2p"]
+    return frozenset(each) | ({"a2a"} if is_hybrid else set())
 
 
 Classes = tuple[OpClass, ...]
@@ -129,7 +146,11 @@ def _pipeline(layout: ParallelLayout, features: Features) -> Classes:
 
 def _context(layout: ParallelLayout, features: Features) -> Classes:
     # Transformer Engine batches the exchange of two ranks only (context_parallel.py, NVTE_BATCH_MHA_P2P_COMM).
-    return (*_BOTH, OpClass.BATCHED_P2P if layout.context == 2 else OpClass.UNBATCHED_P2P)
+    ways = {
+        "a2a": OpClass.ALL_TO_ALL,
+        "p2p": OpClass.BATCHED_P2P if layout.context == 2 else OpClass.UNBATCHED_P2P,
+    }
+    return (*_BOTH, *(op_class for way, op_class in ways.items() if way in features.context_exchange))
 
 
 def _world_traffic(layout: ParallelLayout, features: Features) -> Traffic:

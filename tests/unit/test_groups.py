@@ -10,7 +10,7 @@ from rl_safe_workers.config import MaxCtasConfig, MegatronConfig
 from rl_safe_workers.errors import CommunicatorError, ConfigError
 from rl_safe_workers.topology.budget import plan_limits
 from rl_safe_workers.topology.comms_plan import CommsPlan
-from rl_safe_workers.topology.groups import KINDS, Features, OpClass, connected_classes, kinds_of
+from rl_safe_workers.topology.groups import KINDS, Features, OpClass, connected_classes, context_exchange, kinds_of
 from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.topology.memory import KERNEL_BYTES, MIB, Links, costs, group_bytes, links_of
 
@@ -26,6 +26,21 @@ def layout(world_size: int = 4, **sizes: int) -> ParallelLayout:
 def classes(description: str, of: ParallelLayout, features: Features = ALLTOALL) -> set[OpClass]:
     kind = KINDS[description]
     return set(connected_classes(kind, kind.size(of, features), of, features))
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_hybrid", "expected"),
+    [
+        (None, False, {OpClass.UNBATCHED_P2P}),
+        ("all_gather", False, set()),
+        ("a2a", False, {ALL_TO_ALL}),
+        (["p2p", "a2a"], False, {ALL_TO_ALL, OpClass.UNBATCHED_P2P}),
+        ("p2p", True, {ALL_TO_ALL, OpClass.UNBATCHED_P2P}),
+    ],
+)
+def test_context_parallel_ranks_exchange_as_the_model_says(setting, is_hybrid, expected) -> None:
+    features = Features(context_exchange=context_exchange(setting, is_hybrid=is_hybrid))
+    assert classes("CONTEXT_PARALLEL_GROUP", layout(8, context=4), features) == {REDUCE, GATHER, *expected}
 
 
 def test_every_limit_of_the_configuration_is_a_group_and_every_group_can_be_limited() -> None:

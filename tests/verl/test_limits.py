@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rl_safe_workers.adapters.verl.features import features_of
 from rl_safe_workers.adapters.verl.process import TrainerProcess
 from rl_safe_workers.adapters.verl.settings import read_node
 from rl_safe_workers.config import MegatronConfig
@@ -78,3 +80,17 @@ def test_an_engine_that_finds_groups_too_narrow_says_what_to_set(caplog) -> None
     assert "fewer channels than it needs: tp_ep_mp; set actor_rollout_ref.rl_safe.bootstrap.max_ctas.tp_ep_mp=64" in (
         caplog.text
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "pattern", "expected"),
+    [({}, None, {"p2p"}), ({"cp_comm_type": "a2a"}, None, {"a2a"}), ({}, "MEM*", {"p2p", "a2a"})],
+)
+def test_how_context_parallel_ranks_exchange(
+    overrides: dict[str, str], pattern: str | None, expected: set[str]
+) -> None:
+    engine = SimpleNamespace(
+        override_transformer_config=overrides, override_ddp_config=None, use_distributed_optimizer=True,
+        virtual_pipeline_model_parallel_size=None,
+    )  # fmt: skip
+    assert features_of(SimpleNamespace(hybrid_override_pattern=pattern), engine).context_exchange == expected

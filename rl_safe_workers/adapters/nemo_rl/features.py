@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_safe_workers.topology.groups import Features
+from rl_safe_workers.topology.groups import Features, context_exchange
+
+_HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
+"""What says that a model has Mamba layers, too."""
 
 
 def features_of(megatron_cfg: Any) -> Features:
@@ -14,6 +17,7 @@ def features_of(megatron_cfg: Any) -> Features:
         megatron_cfg: Bridge's ``ConfigContainer`` as NeMo RL has filled it, with the model's provider as ``model``.
     """
     model, ddp = megatron_cfg.model, megatron_cfg.ddp
+    is_hybrid = any(getattr(model, name, None) for name in _HYBRID)
     balancing = getattr(model, "moe_router_load_balancing_type", "none")
     return Features(
         moe_dispatcher="allgather" if getattr(model, "moe_token_dispatcher_type", "") == "allgather" else "alltoall",
@@ -26,5 +30,6 @@ def features_of(megatron_cfg: Any) -> Features:
         fp8=bool(getattr(model, "fp8", None)),
         expert_bias=bool(getattr(model, "moe_router_enable_expert_bias", False)),
         aux_loss=balancing not in (None, "none"),
+        context_exchange=context_exchange(getattr(model, "cp_comm_type", None), is_hybrid=is_hybrid),
         optimizer_instances=int(getattr(ddp, "num_distributed_optimizer_instances", 1) or 1),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_safe_workers.topology.groups import Features
+from rl_safe_workers.topology.groups import Features, context_exchange
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Where HF configurations keep the number of experts."""
@@ -39,5 +39,10 @@ def features_of(hf_config: Any, engine_config: Any) -> Features:
         fp8=bool(overrides.get("fp8")),
         expert_bias=bool(overrides.get("moe_router_enable_expert_bias", getattr(text, "n_routed_experts", 0))),
         aux_loss=overrides.get("moe_router_load_balancing_type", "none") != "none",
+        context_exchange=context_exchange(overrides.get("cp_comm_type"), is_hybrid=_is_hybrid(text)),
         optimizer_instances=int(ddp.get("num_distributed_optimizer_instances", 1)),
     )
+
+
+def _is_hybrid(text: Any) -> bool:
+    return bool(getattr(text, "hybrid_override_pattern", None))
