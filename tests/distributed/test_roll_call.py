@@ -87,8 +87,12 @@ def test_worlds_on_one_store_do_not_answer_for_each_other(address: StoreAddress)
 def _outlive_the_store(rank: int, file: Path, then: Callable[[Worker], None]) -> None:
     worker = Worker(run_config(file), rank=rank, size=2)
     worker.init_world(exchange_address(worker, file), backend="gloo")
+    has_begun = file.with_name("has_begun")
     if rank == 0:
+        while not has_begun.exists():
+            time.sleep(0.01)
         os._exit(1)
+    has_begun.touch()
     time.sleep(0.5)
     then(worker)
 
