@@ -14,6 +14,8 @@ from typing import Any
 
 PRELOAD = ["tests.distributed.preload"]
 """Imported once, in the process that all ranks fork from, so that a test does not pay for imports again."""
+LINGER_S = 0.2
+"""How long a rank that raised still lives, as an actor would: others may be about to finish what it took part in."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ def _child(function: Callable[..., Any], rank: int, args: tuple[Any, ...], pipe:
             pipe.send(Outcome(rank=rank, error=error, trace=traceback.format_exc()))
         except Exception:
             pipe.send(Outcome(rank=rank, error=RuntimeError(repr(error)), trace=traceback.format_exc()))
+        pipe.poll(LINGER_S)
     pipe.close()
     # Groups that a failed rank left behind must not hold up its exit; nor may megatron-core's writers outlive it.
     for process in multiprocessing.active_children():
@@ -54,7 +57,7 @@ def run_ranks(
 ) -> list[Outcome]:
     """Calls ``function(rank, *args)`` in ``size`` processes and returns their outcomes by rank.
 
-    A rank that has returned lives on until every other has returned, raised or died; one that raised ends at once.
+    A rank that has returned lives on until every other has returned, raised or died; one that raised, for `LINGER_S`.
     A rank still running after ``timeout_s`` is killed, and its outcome says that it did not finish.
     """
     context = multiprocessing.get_context("forkserver")

@@ -75,6 +75,9 @@ class Running:
         self._temp = Path(tempfile.mkdtemp(prefix="t"))
         self._logs = Path(tempfile.mkdtemp(prefix="rl_safe_test_logs_"))
         self._shared_before = set(SHARED_MEMORY.iterdir())
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # As in a shell's background, and the command would inherit it: no Ctrl-C would reach it.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         python_path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         variables = {MARK: self._mark, "TMPDIR": str(self._temp), "PYTHONPATH": python_path}
         with self._log("out").open("wb") as out, self._log("err").open("wb") as err:
