@@ -113,9 +113,12 @@ def seconds_since(fault: Fault) -> float:
 
 
 def error_of(job: Job) -> str:
-    """The one line in which a run says why it has failed, which `ray job submit` shows once more at its end."""
+    """The one line in which a run says why it has failed, which `ray job submit` shows once more at its end.
+
+    Without the id that tells a node from the one before it at its address, which Ray takes for alive a while longer.
+    """
     (line,) = {*re.findall(r"^rl-safe: error: (.*)$", job.out, re.MULTILINE)}
-    return str(line)
+    return re.sub(r"([\d.]+), [0-9a-f]{8} \(\1\)", r"\1", line)
 
 
 def fault_in(phase: Phase, folder: Path, *, role: Role, rank: int, kind: Kind = Kind.STALL) -> Fault:
