@@ -109,6 +109,15 @@ class LifecycleError(RunError):
     may_pass = False
 
 
+def first_line(error: BaseException) -> str:
+    r"""Returns what an error says, without the traces that Ray's add to it.
+
+    >>> first_line(ValueError("no\nTraceback"))
+    'no'
+    """
+    return (str(error).splitlines() or [""])[0]
+
+
 def format_ranks(ranks: Sequence[int]) -> str:
     """Shortens sorted ranks to ranges.
 

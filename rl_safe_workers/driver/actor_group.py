@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayError
 from rl_safe_workers.driver.actors import Reply
 from rl_safe_workers.driver.interrupts import SLICE_S
 from rl_safe_workers.driver.nodes import Node
-from rl_safe_workers.errors import PhaseTimeoutError, RankError, RunError
+from rl_safe_workers.errors import PhaseTimeoutError, RankError, RunError, first_line
 from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
 
 SLACK_S = 5.0
@@ -120,7 +120,7 @@ def _fetch(calls: PendingCalls, ref: Any) -> Reply:
     except RayActorError as error:
         return Reply(error=died(calls.refs[ref], calls.phase, trace=str(error)))
     except RayError as error:
-        cause = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        cause = f"{type(error).__name__}: {first_line(error)}"
         return Reply(error=died(calls.refs[ref], calls.phase, cause=cause, trace=str(error)))
     return reply
 

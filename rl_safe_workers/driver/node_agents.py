@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rl_safe_workers.driver.inquiry import Answers, order
 from rl_safe_workers.driver.node_agent import NodeAgent, NodePlace
 from rl_safe_workers.driver.nodes import NODE_AGENTS, Node, await_nodes
-from rl_safe_workers.errors import ClusterError
+from rl_safe_workers.errors import ClusterError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class NodeAgents:
             try:
                 answers, flights = ray.get(ref)
             except RayError as error:
-                logger.warning("node %s cannot be asked: %s", refs[ref], (str(error).splitlines() or [""])[0])
+                logger.warning("node %s cannot be asked: %s", refs[ref], first_line(error))
                 silent.append(refs[ref])
                 continue
             told.append(answers)
@@ -107,7 +107,7 @@ class NodeAgents:
                 try:
                     files = ray.get(ref)
                 except RayError as error:
-                    logger.warning("node %s gives no logs: %s", node, (str(error).splitlines() or [""])[0])
+                    logger.warning("node %s gives no logs: %s", node, first_line(error))
                     continue
                 folder = target / node.address
                 folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ class NodeAgents:
             try:
                 ray.get(ref)
             except RayError as error:
-                logger.warning("node %s: its agent is gone: %s", node, (str(error).splitlines() or [""])[0])
+                logger.warning("node %s: its agent is gone: %s", node, first_line(error))
         for handle in self._handles:
             ray.kill(handle, no_restart=True)
 

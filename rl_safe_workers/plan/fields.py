@@ -108,7 +108,7 @@ FIELDS = (
     Field(name="world", kind=int, help="GPUs of trainers and rollouts together"),
     Field(name="trainers", kind=int, help="ranks of the training world", recipe="cluster.num_trainers"),
     Field(name="rollouts", kind=int, help="rollout ranks", least=0, recipe="cluster.num_rollouts"),
-    Field(name="vllm_tp", kind=int, help="tensor-parallel size of each vLLM engine", default=1,
+    Field(name="vllm_tp", kind=int, help="tensor-parallel size of each vLLM engine",
           recipe="rollout.tensor_model_parallel_size", verl=f"{_ROLLOUT}.tensor_model_parallel_size",
           nemo_rl=f"{_GENERATION}.vllm_cfg.tensor_parallel_size"),
     Field(name="vllm_pp", kind=int, help="pipeline-parallel size of each vLLM engine", default=1,
