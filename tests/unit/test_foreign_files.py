@@ -1,0 +1,48 @@
+"""Files that somebody else made: only regular ones are opened, within their size, and without waiting."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rl_safe_workers.foreign_files import open_foreign, printable, read_foreign
+
+
+def test_a_regular_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1234")
+    assert read_foreign(tmp_path / "file", limit_bytes=4, uid=os.getuid()) == b"1234"
+    with pytest.raises(OSError, match="larger than 3 bytes"):
+        read_foreign(tmp_path / "file", limit_bytes=3)
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_a_device_and_a_folder_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("fifo", "zero", "."):
+        with pytest.raises(OSError, match="not a regular file"):
+            read_foreign(tmp_path / name, limit_bytes=10)
+
+
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match=f"owned by user {os.getuid()}"):
+        open_foreign(tmp_path / "file", uid=os.getuid() + 1)
+
+
+def test_links_may_not_lead_out_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_bytes(b"secret")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "own").write_bytes(b"own")
+    (inside / "near").symlink_to("own")
+    (inside / "far").symlink_to("../outside")
+    assert read_foreign(inside / "near", limit_bytes=10, within=inside) == b"own"
+    with pytest.raises(OSError, match="a link that leads out of"):
+        read_foreign(inside / "far", limit_bytes=10, within=inside)
+
+
+def test_control_characters_and_surrogates_are_escaped() -> None:
+    assert printable("plain é \x1b[31m\n\ud800") == "plain é \\x1b[31m\\n\\ud800"
