@@ -6,23 +6,36 @@ its own (CUDA IPC), and the two agree over the run's store on who may use which 
 
 from __future__ import annotations
 
+import json
 import math
-import pickle
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store
-from torch.multiprocessing.reductions import reduce_tensor
 
-from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.errors import WeightSyncError, first_line
+from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.worlds.roll_call import RollCall
 
 HALF_BYTES = 64 * 2**20
 """One half is read while the other is filled."""
+MEMORY_KEY = "memory"
+"""Where the trainer leaves the handle of its buffer in the store of the pair."""
+_HANDLE_KEYS = ("handle", "size", "offset", "counter", "counter_offset", "event", "waits_for_event")
+"""The fields of ``UntypedStorage._share_cuda_`` after the device, seen in torch 2.11 to 2.13. Each rank uses a device
+index of its own."""
+_COUNTER_FILE = re.compile(rb"/torch_\d+_\d+_\d+")
+"""Name in shared memory of torch's reference counters (CudaIPCTypes.cpp). No other file may be opened as such."""
+_COUNTERS = 10_000
+"""Counters in such a file (CUDA_IPC_REF_COUNTER_FILE_SIZE in CudaIPCTypes.h)."""
+_LONGEST_HANDLE = 4096
+"""Bytes. A CUDA IPC handle has 65 with the byte that torch puts before it; handles of expandable segments have more."""
 
 
 class GpuPair:
@@ -67,9 +80,9 @@ class GpuPair:
         """Keys that the reader sets, of the last turns."""
         self._shared: torch.Tensor | None = None
         try:
-            self._shared = self._share(device) if self._sends else self._map(timeout)
+            self._shared = self._share(device) if self._sends else self._map(device, timeout)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise WeightSyncError(f"joint rank {joint_rank} could not share memory with its pair: {reason}") from error
 
     def _share(self, device: torch.device) -> torch.Tensor:
@@ -77,15 +90,12 @@ class GpuPair:
             # Not out of a large block that is free just now, which could then never be given back.
             torch.cuda.empty_cache()
         shared = torch.empty(2 * HALF_BYTES, dtype=torch.uint8, device=device)
-        handle = reduce_tensor(shared)  # type: ignore[no-untyped-call]
-        self._store.set("memory", pickle.dumps(handle).hex())
+        self._store.set(MEMORY_KEY, describe_memory(shared))
         return shared
 
-    def _map(self, timeout: timedelta) -> torch.Tensor:
-        self._store.wait(["memory"], timeout)
-        rebuild, arguments = pickle.loads(bytes.fromhex(self._store.get("memory").decode()))
-        shared: torch.Tensor = rebuild(*arguments)
-        return shared
+    def _map(self, device: torch.device, timeout: timedelta) -> torch.Tensor:
+        self._store.wait([MEMORY_KEY], timeout)
+        return map_memory(self._store.get(MEMORY_KEY), size_bytes=2 * HALF_BYTES, device=device)
 
     @property
     def is_open(self) -> bool:
@@ -120,7 +130,7 @@ class GpuPair:
             yield self._shared
         except RuntimeError as error:  # the store's errors are such, too
             self.close()
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise WeightSyncError(f"joint rank {self.joint_rank}: its pair did not keep up: {reason}") from error
 
     def _pass(self, block: torch.Tensor, shared: torch.Tensor) -> None:
@@ -176,6 +186,62 @@ class GpuPair:
         self._shared = None
 
     abort = close
+
+
+def describe_memory(shared: torch.Tensor) -> str:
+    """Returns the CUDA IPC handle of a GPU tensor as JSON, for `map_memory` in another process."""
+    fields: Any = shared.untyped_storage()._share_cuda_()[1:]
+    plain = [field.hex() if isinstance(field, bytes) else field for field in fields]
+    return json.dumps(dict(zip(_HANDLE_KEYS, plain, strict=True)))
+
+
+def map_memory(described: bytes, *, size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Maps the memory of another process on the same GPU.
+
+    The store has no password, so the text may come from anybody on its network. It is data: nothing in it names a
+    function, and every field is checked before CUDA sees it.
+
+    Args:
+        described: Text of `describe_memory`.
+        size_bytes: Size that the memory must have.
+        device: The GPU.
+
+    Returns:
+        The memory, ``[size_bytes]``, uint8.
+
+    Raises:
+        WeightSyncError: If the text is not of `describe_memory`, or describes other memory.
+        RuntimeError: If CUDA does not map it.
+    """
+    try:
+        handle, size, offset, counter, counter_offset, event, waits = _handle_fields(described)
+        if size != size_bytes or not (0 <= offset < 2**48 and 0 <= counter_offset < _COUNTERS):
+            raise ValueError(f"size {size}, offset {offset}, counter {counter_offset}")
+        if _COUNTER_FILE.fullmatch(counter) is None:
+            raise ValueError(f"reference counters in {counter!r}")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise WeightSyncError(
+            f"key {MEMORY_KEY!r} of the run's store holds no handle of the pair's memory "
+            f"({type(error).__name__}: {printable(str(error))[:200]}): somebody else has written to the store"
+        ) from None
+    torch.cuda.init()
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device.index or 0, handle, size, offset, counter, counter_offset, event, waits
+    )
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _handle_fields(described: bytes) -> tuple[bytes, int, int, bytes, int, bytes, bool]:
+    fields = json.loads(described.decode("ascii"))
+    if set(fields) != set(_HANDLE_KEYS):
+        raise ValueError(f"its fields are {sorted(fields)}")
+    numbers = [fields[name] for name in ("size", "offset", "counter_offset")]
+    handles = [bytes.fromhex(fields[name]) for name in ("handle", "counter", "event")]
+    if {*map(type, numbers)} != {int} or type(fields["waits_for_event"]) is not bool:
+        raise TypeError("a field is of another type")
+    if max(map(len, handles)) > _LONGEST_HANDLE:
+        raise ValueError(f"a handle has more than {_LONGEST_HANDLE} bytes")
+    return handles[0], numbers[0], numbers[1], handles[1], numbers[2], handles[2], fields["waits_for_event"]
 
 
 def _nothing() -> None:

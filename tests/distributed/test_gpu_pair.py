@@ -39,7 +39,7 @@ class FilePair(GpuPair):
         self._store.set("memory", str(file))
         return shared
 
-    def _map(self, timeout: timedelta) -> torch.Tensor:
+    def _map(self, device: torch.device, timeout: timedelta) -> torch.Tensor:
         self._store.wait(["memory"], timeout)
         return self._open(Path(self._store.get("memory").decode()))
 
