@@ -64,7 +64,7 @@ def test_a_handle_with_a_wrong_field_is_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b"null", b"\xff", b"{}", b"[" * 100_000, b'{"handle": 1e999}', "\x1b[2J".encode()], ids=repr
+    "text", [b"", b"[]", b"null", b"\xff", b"{}", b"[" * 100_000, b'{"handle": 1e999}', b"\x1b[2J"], ids=repr
 )
 def test_text_that_is_no_handle_is_refused(text: bytes) -> None:
     with pytest.raises(WeightSyncError, match="holds no handle") as caught:
