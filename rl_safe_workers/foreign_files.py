@@ -11,11 +11,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 SMALL_BYTES = 2**20
 """Size limit for a file that holds a few settings."""
+HOLE_BYTES = 64 * 2**20
+"""How much of a file that is read as a whole may be holes. A hole costs nothing to make and its size to read."""
 
 
 def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = None) -> BinaryIO:
@@ -30,10 +33,15 @@ def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = No
         OSError: If the file cannot be opened, is not a regular file, lies outside ``within``, or has another owner.
             ``strerror`` says which.
     """
-    if within is not None and not path.resolve().is_relative_to(within.resolve()):
-        raise OSError(errno.EXDEV, f"a link that leads out of {within}", str(path))
-    # Looked at before it is opened, since opening a device may already do something; and after, since it may change.
-    _check(path.stat(), path, uid)
+    try:
+        if within is not None and not path.resolve().is_relative_to(within.resolve()):
+            raise OSError(errno.EXDEV, f"a link that leads out of {within}", str(path))
+        # Before it is opened, since opening a device may already do something; and after, since it may change.
+        _check(path.stat(), path, uid)
+    except RuntimeError:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+    except ValueError:
+        raise OSError(errno.EINVAL, "a name that no file can have", printable(str(path))) from None
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check(os.fstat(descriptor), path, uid)
@@ -53,13 +61,48 @@ def read_foreign(path: Path, *, limit_bytes: int, within: Path | None = None, ui
         uid: As for `open_foreign`.
 
     Raises:
-        OSError: As `open_foreign`; or if the file is larger than ``limit_bytes``.
+        OSError: As `open_foreign`; or if the file is larger than ``limit_bytes``, or mostly a hole.
     """
     with open_foreign(path, within=within, uid=uid) as file:
-        data = file.read(limit_bytes + 1)
-    if len(data) > limit_bytes:
+        size = os.fstat(file.fileno()).st_size
+        # A read allocates what it asks for.
+        data = file.read(size + 1) if size <= limit_bytes and hole_bytes(file, 0, size) <= HOLE_BYTES else None
+        if data is not None and size < len(data) <= limit_bytes:  # a file of /proc has no size
+            data += file.read(limit_bytes + 1 - len(data))
+    if size > limit_bytes or (data is not None and len(data) > limit_bytes):
         raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
+    if data is None:
+        raise OSError(errno.EFBIG, "mostly a hole: little of it is on the disk", str(path))
     return data
+
+
+def data_extents(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yields the parts ``(start, stop)`` of a byte range that are not holes. Moves the file's position.
+
+    A file system that knows of no holes gives one part, the whole range.
+    """
+    end = os.fstat(file.fileno()).st_size
+    stop = min(stop, end)
+    while start < stop:
+        try:
+            begin = os.lseek(file.fileno(), start, os.SEEK_DATA)
+            until = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole until the end
+                return
+            begin, until = start, stop
+        if begin >= stop:
+            return
+        yield begin, min(until, stop)
+        start = until
+
+
+def hole_bytes(file: BinaryIO, start: int, stop: int) -> int:
+    """Bytes of a range that are holes or past the end."""
+    position = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+    data = sum(until - begin for begin, until in data_extents(file, start, stop))
+    os.lseek(file.fileno(), position, os.SEEK_SET)
+    return stop - start - data
 
 
 def _check(status: os.stat_result, path: Path, uid: int | None) -> None:
