@@ -28,10 +28,8 @@ from typing import Any, BinaryIO
 
 from rl_safe_workers import errors
 from rl_safe_workers.errors import RlSafeError
-from rl_safe_workers.foreign_files import printable
+from rl_safe_workers.foreign_files import TEXT_CHARACTERS, described, printable
 
-TEXT_CHARACTERS = 1000
-"""Length of an error's text at most: it may quote what the file says."""
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rl_safe_workers.bounded_child import serve; serve()"
 )
@@ -194,15 +192,6 @@ def _call(function: Callable[..., bytes], arguments: Mapping[str, Any]) -> tuple
     except Exception as error:
         kind, text = "", described(error)
     return b"-", json.dumps([kind, printable(text)[:TEXT_CHARACTERS]]).encode()
-
-
-def described(error: BaseException) -> str:
-    """Returns an error's kind and text on one line of bounded length, whatever it quotes."""
-    try:
-        text = str(error)[:TEXT_CHARACTERS]
-    except (ValueError, RecursionError):  # integers of more than 4300 digits, say
-        text = "which cannot be said"
-    return f"{type(error).__name__}: {printable(text)}"
 
 
 def _tie_to_parent(parent: int) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+TEXT_CHARACTERS = 1000
+"""Length at most of what an error quotes of a file."""
 SMALL_BYTES = 2**20
 """Size limit for a file that holds a few settings."""
 HOLE_BYTES = 64 * 2**20
@@ -119,3 +121,12 @@ def printable(text: str) -> str:
     'a\\x1b[2Jb\\ud800'
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def described(error: BaseException) -> str:
+    """Returns an error's kind and text on one line of bounded length, whatever it quotes."""
+    try:
+        text = str(error)[:TEXT_CHARACTERS]
+    except (ValueError, RecursionError):  # integers of more than 4300 digits, say
+        text = "which cannot be said"
+    return f"{type(error).__name__}: {printable(text)}"
