@@ -15,6 +15,8 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+Kind = Literal["file", "folder", "other"]
+"""A device, a FIFO or a socket is of another kind than a file or a folder."""
 SMALL_BYTES = 2**20
 """Size limit for a file that holds a few settings."""
 
@@ -57,7 +59,7 @@ def look(path: str | Path) -> os.stat_result:
         raise OSError(errno.EINVAL, "a name that no file can have", str(path)) from error
 
 
-def kind_of(path: str | Path) -> Literal["file", "folder", "other"] | None:
+def kind_of(path: str | Path) -> Kind | None:
     """Returns what is at a path, links followed; None if nothing is.
 
     Raises:

@@ -20,7 +20,8 @@ from rl_safe_workers import env
 from rl_safe_workers.config import ClusterConfig, MegatronConfig, RunConfig
 from rl_safe_workers.contradictions import check_config, check_settings
 from rl_safe_workers.errors import ConfigError
-from rl_safe_workers.schema import check_keys, known_keys, wrong_value
+from rl_safe_workers.foreign_files import Kind, kind_of
+from rl_safe_workers.schema import check_keys, known_keys, nearest_key, wrong_value
 from rl_safe_workers.yaml_files import check_interpolations, overlaid, parse_yaml, with_defaults
 
 COMMAND_LINE = "command line"
@@ -29,6 +30,7 @@ _RAY_COPIES = "working_dir_files"
 LOCAL_RAY = "local"
 """The address of a Ray that is started for the run alone."""
 _MOST_OVERRIDES = 1_000
+_DEEPEST_KEY = 20
 _ABSENT = object()
 OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 
@@ -65,9 +67,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if "model.path" in named and not any(key.startswith("model.create") for key in named):
         # The recipe's seeded model is for the recipe's own path: a misspelt directory must not become a random model.
         config.model.create = None
+    check_config(config)
     roots = [file.parent.parent for file in reversed(files)]
     config.data.train_files = [_locate(name, roots) for name in config.data.train_files]
-    check_config(config)
     _rebase(config)
     return config
 
@@ -94,10 +96,11 @@ def _rebase(config: RunConfig) -> None:
         return
     trainer.output_dir = str(base / trainer.output_dir)
     trainer.default_local_dir = str(base / trainer.default_local_dir)
-    if not Path(config.model.path).exists():
+    if kind_at("model.path", config.model.path) is None:
         config.model.path = str(base / config.model.path)
-    if trainer.resume_from_path is not None and not Path(trainer.resume_from_path).exists():
-        trainer.resume_from_path = str(base / trainer.resume_from_path)
+    resume = trainer.resume_from_path
+    if resume is not None and kind_at("trainer.resume_from_path", resume) is None:
+        trainer.resume_from_path = str(base / resume)
 
 
 def load_settings(recipe: str | Path | None, overrides: Sequence[str], *, name: str) -> RunConfig:
@@ -155,6 +158,8 @@ def _parse_override(text: str) -> Layer:
     if OVERRIDE.fullmatch(text) is None:
         raise ConfigError(f"{COMMAND_LINE}: {text!r:.200} is not an override; write key=value, e.g. trainer.seed=1")
     key, _, value = text.partition("=")
+    if key.count(".") > _DEEPEST_KEY:
+        raise ConfigError(f"{COMMAND_LINE}: unknown key {key:.100}; the nearest known key is {nearest_key(key)}")
     try:
         values = parse_yaml(value)
     except ValueError as error:
@@ -222,4 +227,16 @@ def _one_line(error: Exception) -> str:
 def _locate(name: str, roots: Sequence[Path]) -> str:
     """Returns the first of ``name`` and ``root / name`` that exists, else ``name`` for the error to show."""
     candidates = [name, *(str(root / name) for root in roots)]
-    return next((candidate for candidate in candidates if Path(candidate).exists()), name)
+    return next((candidate for candidate in candidates if kind_at("data.train_files", candidate) is not None), name)
+
+
+def kind_at(key: str, path: str | Path) -> Kind | None:
+    """Returns what is at the path that a key holds; None if nothing is.
+
+    Raises:
+        ConfigError: If that cannot be told, e.g. of a folder that may not be read.
+    """
+    try:
+        return kind_of(path)
+    except OSError as error:
+        raise ConfigError(f"{key}={path!s:.200} cannot be looked at: {error.strerror or error}; check it") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from rl_safe_workers.contradictions import check_config
 from rl_safe_workers.driver.rewards import resolve_reward
 from rl_safe_workers.errors import ConfigError, DataError, LayoutError, ModelError, ResourceError
 from rl_safe_workers.models.seeded import MAX_POSITIONS, VOCAB_SIZE
+from rl_safe_workers.recipe import kind_at
 from rl_safe_workers.topology.budget import plan_limits
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.topology.layout import (
@@ -56,6 +58,7 @@ def preflight(config: RunConfig, *, cpus: float) -> None:
     _check_instances(config, layout)
     plan_limits(layout, Features.of(config.megatron), config.rl_safe.bootstrap.max_ctas.limits())
     _check_files(config)
+    _check_places(config)
     resolve_reward(config.reward.function)
     if "tensorboard" in config.trainer.logger and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
@@ -75,12 +78,12 @@ def read_model_shape(config: ModelConfig) -> ModelShape:
     Raises:
         ModelError: The directory is missing, incomplete, or not of a supported architecture.
     """
-    path = Path(config.path)
-    if path.is_dir():
+    path, kind = Path(config.path), kind_at("model.path", config.path)
+    if kind == "folder":
         shape = _read_model_dir(path)
         _check_is_asked_for(path, shape, config.create)
         return shape
-    if path.exists():
+    if kind is not None:
         raise ModelError(f"model.path={path} is not a directory; give the directory that holds config.json")
     if config.create is None:
         raise ModelError(
@@ -234,11 +237,27 @@ def _check_files(config: RunConfig) -> None:
     for name in config.data.train_files:
         if Path(name).suffix != ".parquet":
             raise DataError(f"data.train_files has {name}, which does not end in .parquet; convert it to parquet")
-        if not Path(name).is_file():
+        if kind_at("data.train_files", name) != "file":
             raise DataError(f"data.train_files has {name}, which does not exist or is no file; check the path")
     resume = config.trainer.resume_from_path
-    if resume is not None and not Path(resume).is_dir():
+    if resume is not None and kind_at("trainer.resume_from_path", resume) != "folder":
         raise ConfigError(f"trainer.resume_from_path={resume} is not a directory; give a global_step_N directory")
+
+
+def _check_places(config: RunConfig) -> None:
+    """Refuses folders that the run will write and cannot make."""
+    trainer = config.trainer
+    places = {"trainer.output_dir": Path(trainer.output_dir, trainer.run_name or "")}
+    if trainer.save_freq > 0 and trainer.default_local_dir:
+        places["trainer.default_local_dir"] = Path(trainer.default_local_dir)
+    if config.model.create is not None:
+        places["model.path"] = Path(config.model.path)
+    for key, place in places.items():
+        nearest = next(path for path in (place, *place.parents) if kind_at(key, path) is not None)
+        if kind_at(key, nearest) != "folder":
+            raise ConfigError(f"{key}={place}: {nearest} is there and no folder; choose another place")
+        if key == "trainer.output_dir" and not os.access(nearest, os.W_OK | os.X_OK):
+            raise ConfigError(f"{key}={place}: {nearest} may not be written; choose another place")
 
 
 def _check_cpus(config: RunConfig, cpus: float) -> None:

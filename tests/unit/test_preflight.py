@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.config import RunConfig, SeededModelConfig
+from rl_safe_workers.config import ResumeMode, RunConfig, SeededModelConfig
 from rl_safe_workers.driver.preflight import layout_of, preflight, read_model_shape
 from rl_safe_workers.errors import (
     ConfigError,
@@ -317,3 +318,35 @@ def test_a_save_of_megatrons_own_cannot_go_on_in_the_background(config: RunConfi
     setattr(config.rl_safe.checkpoint, flag, True)
     config.rl_safe.checkpoint.async_save = True
     assert f"rl_safe.checkpoint.{flag}=true" in complaint(config, ConfigError)
+
+
+@pytest.mark.parametrize("key", ["output_dir", "default_local_dir"])
+def test_a_place_below_a_file_is_refused(config: RunConfig, tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    config.trainer.save_freq = 1
+    setattr(config.trainer, key, str(tmp_path / "file" / "x" / "y"))
+    assert f"{tmp_path / 'file'} is there and no folder" in complaint(config, ConfigError)
+
+
+def test_a_run_folder_that_is_a_file_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_bytes(b"")
+    config.trainer.output_dir, config.trainer.run_name = str(tmp_path), "mine"
+    assert f"trainer.output_dir={tmp_path / 'mine'}: " in complaint(config, ConfigError)
+
+
+def test_an_output_folder_that_may_not_be_written_is_refused(config: RunConfig) -> None:
+    config.trainer.output_dir = "/proc/self"  # no user can make a folder there, but root may write it by its mode
+    if os.access("/proc/self", os.W_OK):
+        pytest.skip("this user may write anywhere")
+    assert "/proc/self may not be written" in complaint(config, ConfigError)
+
+
+@pytest.mark.parametrize("key", ["model.path", "trainer.output_dir", "trainer.resume_from_path", "data.train_files"])
+def test_links_in_a_circle_are_refused_for_each_path(config: RunConfig, tmp_path: Path, key: str) -> None:
+    link = tmp_path / "link.parquet"
+    link.symlink_to(link)
+    config.trainer.resume_mode = ResumeMode.resume_path
+    config.trainer.resume_from_path = str(tmp_path)
+    section, name = key.split(".")
+    setattr(getattr(config, section), name, [str(link)] if name == "train_files" else str(link))
+    assert "Too many levels of symbolic links" in complaint(config, ConfigError)
