@@ -34,7 +34,14 @@ from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.lifecycle import Role
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import remove_ipc_files
-from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
+from rl_safe_workers.reaping.processes import (
+    RAY_FOLDER,
+    ended,
+    make_run_folder,
+    reap,
+    remove_leftovers,
+    run_processes,
+)
 from rl_safe_workers.recipe import LOCAL_RAY, ray_address
 
 logger = logging.getLogger(__name__)
@@ -149,7 +156,7 @@ class Cluster:
         remove_leftovers(Path(tempfile.gettempdir()))
         self._temp_dir = make_run_folder(self._run_id)
         self._tell(folders=[self._temp_dir])
-        start_ray(self._temp_dir)
+        start_ray(self._temp_dir / RAY_FOLDER)
 
     def _prepare_nodes(self, shared: Sequence[Path], left_s: Callable[[], float]) -> dict[str, NodePlace]:
         """Returns what the actors of each node are told, by the node's id."""
@@ -275,5 +282,5 @@ class Cluster:
         """Copies Ray's logs, which hold the actors' output, from where `close` removes them."""
         if self._agents is not None:
             self._agents.keep_logs(target, timeout_s=timeout_s, lost=lost_among(self.nodes))
-        elif self._temp_dir is not None and (logs := self._temp_dir / "session_latest" / "logs").is_dir():
+        elif self._temp_dir is not None and (logs := self._temp_dir / RAY_FOLDER / "session_latest" / "logs").is_dir():
             shutil.copytree(logs, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("events", "export_events"))
