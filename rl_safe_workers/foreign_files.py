@@ -116,10 +116,14 @@ def _check(status: os.stat_result, path: Path, uid: int | None) -> None:
         raise OSError(errno.EPERM, f"owned by user {status.st_uid}", str(path))
 
 
-def printable(text: str) -> str:
+def printable(text: str, *, keep: str = "") -> str:
     r"""Returns text with every character escaped that a terminal could take as a command, or cannot show.
+
+    Args:
+        text: The text.
+        keep: Characters that stay, e.g. a newline.
 
     >>> printable("a\x1b[2Jb\ud800")
     'a\\x1b[2Jb\\ud800'
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)

@@ -12,13 +12,15 @@ from pathlib import Path
 from rl_safe_workers.checkpoint.audit import audit
 from rl_safe_workers.checkpoint.audit_report import AuditReport
 from rl_safe_workers.checkpoint.index import METADATA
+from rl_safe_workers.cli.terminal import Parser
+from rl_safe_workers.foreign_files import printable
 
 _BASE_BYTES = 2**30
 _BYTES_PER_METADATA_BYTE = 60
 """An audit takes 15 times the size of ``.metadata``."""
 
 
-def add_audit_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_audit_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Adds the sub-command."""
     parser = commands.add_parser(
         "audit",
@@ -37,7 +39,7 @@ def run_audit(arguments: argparse.Namespace) -> int:
     """Audits, prints the report and returns the exit code."""
     with _bounded_memory(arguments.directory):
         report = audit(arguments.directory, deep=arguments.deep)
-    print(json.dumps(report.as_dict(), indent=1) if arguments.json else "\n".join(_lines(report)))
+    print(json.dumps(report.as_dict(), indent=1) if arguments.json else "\n".join(map(printable, _lines(report))))
     return 0 if report.ok else 1
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rl_safe_workers.bench.table import Row, exit_code, print_table, write_json
+from rl_safe_workers.cli.terminal import Parser
 from rl_safe_workers.errors import ConfigError
 
 BENCHMARKS: Mapping[str, str] = {
@@ -24,7 +25,7 @@ BENCHMARKS: Mapping[str, str] = {
 """What each measures, by name, which is also that of its module in ``rl_safe_workers.bench``."""
 
 
-def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_bench_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Adds the sub-command."""
     about = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
     bench = commands.add_parser(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from rl_safe_workers.cli.terminal import Parser
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.recipe import load_settings
 
 DESCRIPTION = """
@@ -20,7 +22,7 @@ their dtype.
 """
 
 
-def add_convert_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_convert_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Adds the sub-command."""
     convert = commands.add_parser("convert", help="HF weights to Megatron's shards, and back", description=DESCRIPTION)
     source = convert.add_mutually_exclusive_group(required=True)
@@ -62,5 +64,5 @@ def run_convert(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
         dtype=config.model.dtype if "model.dtype" in named else None,
     )
-    print((convert_to_megatron if to_megatron else convert_to_hf)(config, place))
+    print(printable((convert_to_megatron if to_megatron else convert_to_hf)(config, place)))
     return 0

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_safe_workers.cli.terminal import Parser
 from rl_safe_workers.driver.preflight import preflight
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.recipe import load_recipe
@@ -29,7 +30,7 @@ rl-safe doctor recipes/quickstart_gpu.yaml cluster.ray_address=auto --live
 """
 
 
-def add_doctor_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_doctor_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Adds the sub-command."""
     parser = commands.add_parser(
         "doctor", help="examine this machine, for a recipe's run", description=DESCRIPTION, epilog=EPILOG
@@ -87,11 +88,10 @@ def _live(subject: Subject) -> Live:
     import sys
     from contextlib import redirect_stdout
 
-    from rich.console import Console
-
     from rl_safe_workers.doctor.live import try_live
     from rl_safe_workers.driver.console import RunConsole
+    from rl_safe_workers.plain_console import PlainConsole
 
     # Stdout is for what was found; Ray writes there when a worker dies.
     with redirect_stdout(sys.stderr):
-        return try_live(subject, RunConsole(Console(stderr=True)))
+        return try_live(subject, RunConsole(PlainConsole(stderr=True)))

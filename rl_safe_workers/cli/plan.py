@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_safe_workers.cli.terminal import Parser
 from rl_safe_workers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ rl-safe plan --from nemo-rl grpo.yaml cluster.num_nodes=4
 """
 
 
-def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_plan_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Adds the sub-command."""
     from rl_safe_workers.plan.fields import FIELDS
 

@@ -1,0 +1,67 @@
+"""What the commands write to a terminal besides their results: errors, logs and usage.
+
+Any of it may quote a file or an argument that somebody else has made, so all of it goes through `printable`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import sys
+from typing import NoReturn
+
+from rl_safe_workers.errors import RankError, RlSafeError
+from rl_safe_workers.foreign_files import printable
+
+_MOST_CHARACTERS = 2_000
+_MOST_OF_TRACE = 20_000
+_LAYOUT = "\n\t"
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses arguments on lines that a terminal takes as text."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with code 2 and the usage."""
+        super().error(printable(shortened(message, _MOST_CHARACTERS)))
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats records as text that a terminal shows as it is, each line after the first indented.
+
+    So no record can pass for two.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the record as text."""
+        return printable(super().format(record), keep=_LAYOUT).replace("\n", "\n  ")
+
+
+def set_up(*, verbose: bool) -> None:
+    """Makes stdout take every text, whatever its encoding, and sends logs to stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("rl_safe_workers").setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def report(error: RlSafeError) -> None:
+    """Ends stderr with the error's one line; the traceback of the rank that raised it comes before."""
+    if isinstance(error, RankError):
+        trace = shortened(error.trace.rstrip("\n"), _MOST_OF_TRACE)
+        print(printable(trace, keep=_LAYOUT), file=sys.stderr)
+    # A message may quote another library's, which may be of several lines.
+    line = " ".join(shortened(str(error), _MOST_CHARACTERS).split())
+    print(printable(f"rl-safe: error: {line}"), file=sys.stderr)
+
+
+def shortened(text: str, most: int) -> str:
+    """Leaves out the middle of a long text: what is wrong stands at its beginning, and what to do at its end.
+
+    >>> shortened("0123456789", 6)
+    '012 ... 789'
+    """
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-(most // 2) :]}"
