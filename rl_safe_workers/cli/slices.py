@@ -23,9 +23,10 @@ from rl_safe_workers.checkpoint.manifest import Manifest, check_fingerprint, mod
 from rl_safe_workers.checkpoint.ranges import Ranges, materialise
 from rl_safe_workers.cli.terminal import Parser
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.driver.preflight import layout_of, read_hf_directory
+from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.errors import ConfigError, RankError, RlSafeError, RunError, UsageError, format_ranks
 from rl_safe_workers.foreign_files import printable
+from rl_safe_workers.models.hf_directory import read_hf_directory
 from rl_safe_workers.plain_console import PlainConsole
 from rl_safe_workers.recipe import load_settings
 from rl_safe_workers.topology.layout import WORLD_KEY, check_layout, check_model

@@ -6,17 +6,15 @@ Reads the configuration, the model's ``config.json`` and file names; imports no 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from rl_safe_workers.config import ModelConfig, RunConfig, SeededModelConfig
 from rl_safe_workers.contradictions import check_config
 from rl_safe_workers.driver.rewards import resolve_reward
 from rl_safe_workers.errors import ConfigError, DataError, LayoutError, ModelError, ResourceError
+from rl_safe_workers.models.hf_directory import check_tokenizer, read_hf_directory
 from rl_safe_workers.models.seeded import MAX_POSITIONS, VOCAB_SIZE
 from rl_safe_workers.recipe import kind_at
 from rl_safe_workers.topology.budget import plan_limits
@@ -29,9 +27,6 @@ from rl_safe_workers.topology.layout import (
     check_trainable,
     divisors,
 )
-
-PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth")
-WEIGHT_INDEX = "model.safetensors.index.json"
 
 
 def preflight(config: RunConfig, *, cpus: float) -> None:
@@ -106,57 +101,10 @@ def _check_is_asked_for(path: Path, shape: ModelShape, create: SeededModelConfig
             )
 
 
-def read_hf_directory(path: Path, *, model_types: Sequence[str] | None = None, has_weights: bool = True) -> ModelShape:
-    """Returns the shape of the model in an HF directory; reads ``config.json`` and the names of files.
-
-    Args:
-        path: The directory.
-        model_types: Those allowed; None: those that a run can train.
-        has_weights: Whether weights must be there.
-
-    Raises:
-        ModelError: The directory is missing, incomplete, or not of a supported architecture.
-    """
-    try:
-        shape = ModelShape.from_hf_config(_read_json(path / "config.json"), model_types=model_types)
-    except ModelError as error:
-        raise ModelError(f"model.path={path}: {error}") from error
-    if has_weights:
-        _check_weights(path)
-    return shape
-
-
 def _read_model_dir(path: Path) -> ModelShape:
     shape = read_hf_directory(path)
-    if not (path / "tokenizer.json").is_file():
-        raise ModelError(f"model.path={path} has no tokenizer.json; save the model's fast tokenizer there")
+    check_tokenizer(path)
     return shape
-
-
-def _check_weights(path: Path) -> None:
-    present = {file.name for file in path.glob("*.safetensors")}
-    if not present:
-        pickled = sorted(file.name for pattern in PICKLED_WEIGHTS for file in path.glob(pattern))
-        found = f"only pickled weights ({pickled[0]}), which are not read" if pickled else "no weights"
-        raise ModelError(f"model.path={path} has {found}; save the model as safetensors")
-    if (path / WEIGHT_INDEX).is_file():
-        weight_map = _read_json(path / WEIGHT_INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelError(f"{path / WEIGHT_INDEX} has no weight_map; download the model again")
-        if absent := sorted({*weight_map.values()} - present):
-            raise ModelError(f"model.path={path} lacks {', '.join(absent)}; download the model again")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} does not exist; give a directory in Hugging Face layout") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; download the model again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a {type(content).__name__}, not a JSON object; download the model again")
-    return content
 
 
 def _seeded_shape(spec: SeededModelConfig) -> ModelShape:

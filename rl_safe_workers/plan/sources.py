@@ -11,6 +11,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.foreign_files import kind_of
+from rl_safe_workers.model_files import CONFIG
 from rl_safe_workers.plan.fields import BY_NAME, FIELDS
 from rl_safe_workers.plan.request import Source
 from rl_safe_workers.yaml_files import check_interpolations, overlaid, parse_yaml, read_yaml, with_defaults
@@ -33,7 +35,7 @@ def recipe_source(path: str, overrides: Sequence[str]) -> Source:
     Raises:
         ConfigError: As ``recipe.load_recipe``.
     """
-    from rl_safe_workers.recipe import load_recipe
+    from rl_safe_workers.recipe import kind_at, load_recipe
 
     config = load_recipe(path, overrides)
     values: dict[str, Any] = {"host": "rl-safe"}
@@ -43,7 +45,7 @@ def recipe_source(path: str, overrides: Sequence[str]) -> Source:
         for part in key.split("."):
             found = getattr(found, part)
         values[name] = found
-    if not (Path(str(values["model"])) / "config.json").is_file():
+    if kind_at("model.path", Path(config.model.path) / CONFIG) is None:
         # The run makes the model, and its sizes are in the recipe.
         values["model"] = None
     values["dtype_bytes"] = 4 if config.model.dtype == "float32" else 2
@@ -171,7 +173,7 @@ def _add_nemo_rl_engines(values: dict[str, Any], names: dict[str, str], config: 
 
 def _is_there(model: object) -> bool:
     try:
-        return model is not None and Path(str(model)).exists()
+        return model is not None and kind_of(str(model)) is not None
     except OSError:
         return False
 

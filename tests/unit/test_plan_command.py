@@ -112,7 +112,7 @@ def test_check_fails_for_a_plan_that_stops(capsys, facts: list[str], code: int) 
         (["--trainers=4", "--vpp=2"], "--vpp=2 needs two or more pipeline stages"),
         (["--trainers=4", "--megatron=0.15"], "--megatron=0.15 cannot be used: it takes one of 0.16, 0.17"),
         (["--trainers=4", "--torch=nan"], "--torch=nan cannot be used: it takes a number from 2 to 3"),
-        (["--trainers=4", "--model=nowhere"], "--model=nowhere: cannot read nowhere"),
+        (["--trainers=4", "--model=nowhere"], "--model=nowhere cannot be read (nowhere does not exist"),
         (["--trainers=4", "--svg=nowhere/x.svg"], "--svg=nowhere/x.svg cannot be written"),
         (["--trainers=20000", "--html=x.html"], "--svg and --html take at most 16384"),
         ([], "--trainers is missing"),

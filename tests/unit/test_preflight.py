@@ -25,6 +25,7 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.models.seeded import MAX_POSITIONS, VOCAB_SIZE
 from rl_safe_workers.recipe import load_recipe
+from tests.weights import shapes_of, write_weights
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 HF_CONFIG: dict[str, Any] = {
@@ -46,7 +47,7 @@ def model_dir(tmp_path: Path) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(HF_CONFIG))
     (path / "tokenizer.json").write_text("{}")
-    (path / "model.safetensors").write_bytes(b"")
+    write_weights(path / "model.safetensors", shapes_of(HF_CONFIG))
     return path
 
 
@@ -159,6 +160,7 @@ def test_virtual_stages_that_do_not_divide_the_layers_are_refused(config: RunCon
 
 def test_virtual_stages_need_as_many_micro_batches_as_stages(config: RunConfig, model_dir: Path) -> None:
     (model_dir / "config.json").write_text(json.dumps({**HF_CONFIG, "num_hidden_layers": 4}))
+    write_weights(model_dir / "model.safetensors", shapes_of({**HF_CONFIG, "num_hidden_layers": 4}))
     config.megatron.pipeline_model_parallel_size = config.megatron.virtual_pipeline_model_parallel_size = 2
     sequences = config.data.train_batch_size * config.rollout.n // 2
     config.actor.ppo_micro_batch_size_per_gpu = sequences // 2
@@ -206,7 +208,7 @@ def test_an_incomplete_model_names_what_it_lacks(config: RunConfig, model_dir: P
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "cannot be read: Expecting property name"),
+        ("{", "cannot be read: not JSON: Expecting property name"),
         ("[]", "holds a list, not a JSON object"),
         ('{"model_type": "llama"}', "model type 'llama' is not supported: use qwen3 or qwen3_moe"),
     ],
@@ -300,6 +302,7 @@ def test_a_seeded_model_of_other_sizes_is_not_taken_for_the_one_asked_for(config
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"):
         seeded[name] = getattr(config.model.create, name)
     (model_dir / "config.json").write_text(json.dumps(seeded))
+    write_weights(model_dir / "model.safetensors", shapes_of(seeded))
     message = complaint(config, ModelError)
     assert f"num_experts {HF_CONFIG['num_experts']}, model.create asks for {config.model.create.num_experts}" in message
     config.model.create.num_experts = int(HF_CONFIG["num_experts"])
