@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,16 @@ def _pass_on(rank: int, address: StoreAddress, folder: str) -> None:
         pair.flush()
         same.append(torch.equal(tensor, wanted))
     Path(folder, f"{rank}").write_text(str(same))
-    connect_store(address, timeout=PATIENCE).add("done", 1)
-    while int(connect_store(address, timeout=PATIENCE).add("done", 0)) < 2:  # the memory is the trainer's
-        continue
+    store = connect_store(address, timeout=PATIENCE)
+    store.add("done", 1)
+    while store.add("done", 0) < 2:  # the memory is the trainer's
+        time.sleep(0.01)
 
 
 def test_weights_pass_bit_for_bit_through_shared_gpu_memory(tmp_path: Path) -> None:
-    _, address, _ = serve_store("127.0.0.1", timeout=PATIENCE)
+    server, address, _ = serve_store("127.0.0.1", timeout=PATIENCE)
     spawn(_pass_on, args=(address, str(tmp_path)), nprocs=2)
+    assert server.num_keys() > 0
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [str([True] * len(SIZES))] * 2
 
 
@@ -61,9 +64,8 @@ def _map_forged(rank: int, address: StoreAddress, folder: str) -> None:
     if rank == 0:
         pair = _pair(0, address, torch.device("cuda", 0))
         assert pair.is_open
-        store.set("pair/0/0/forged", "")
+        store.wait(["refused"], PATIENCE)
         return
-    store.add("roll_call/unused", 0)
     forged = Path(folder, "ran")
     text = f"cposix\nsystem\n(S'touch {forged}'\ntR."
 
@@ -75,11 +77,13 @@ def _map_forged(rank: int, address: StoreAddress, folder: str) -> None:
 
     with pytest.raises(WeightSyncError, match="holds no handle of the pair's memory"):
         Forged(store, joint_rank=1, size=2, generation=0, timeout=PATIENCE, device=torch.device("cuda", 0))
+    store.set("refused", "")
 
 
 def test_a_forged_handle_is_refused_and_not_run(tmp_path: Path) -> None:
-    _, address, _ = serve_store("127.0.0.1", timeout=PATIENCE)
+    server, address, _ = serve_store("127.0.0.1", timeout=PATIENCE)
     spawn(_map_forged, args=(address, str(tmp_path)), nprocs=2)
+    assert server.num_keys() > 0
     assert not (tmp_path / "ran").exists()
 
 
@@ -108,7 +112,7 @@ def test_nccl_groups_are_made_while_the_door_of_the_store_is_shut(tmp_path: Path
     store, address, door = serve_store("127.0.0.1", timeout=PATIENCE)
     context = spawn(_make_groups, args=(address, str(tmp_path)), nprocs=2, join=False)
     while store.add("arrived", 0) < 2:
-        continue
+        time.sleep(0.01)
     door.shut()
     store.set("shut", "")
     while not context.join(timeout=5):
