@@ -142,7 +142,7 @@ def _run_layout(
             "warmup": warmup, "recipe": str(recipe), "overrides": settings, "port": address.port, "rows": rows,
             "tokens": tokens,
         }
-        for warmup, (_, address) in zip(warmups, stores, strict=True)
+        for warmup, (_, address, _) in zip(warmups, stores, strict=True)
     ]  # fmt: skip
     file = out / "jobs.json"
     file.write_text(json.dumps(jobs))

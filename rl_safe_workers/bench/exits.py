@@ -64,7 +64,7 @@ def run_ways(
     settings = [f"cluster.num_trainers={layout.ranks}", *overrides, *layout.overrides]
     jobs = [
         Job(way=way, recipe=str(recipe), overrides=settings, port=address.port)
-        for way, (_, address) in zip(ways, stores, strict=True)
+        for way, (_, address, _) in zip(ways, stores, strict=True)
     ]
     (file := folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
     what, timeout_s = f"bench exits: {layout.name}", JOB_S * len(jobs)

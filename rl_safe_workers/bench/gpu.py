@@ -267,7 +267,7 @@ def run_ranks(
     text, run_id = json.dumps(asdict(config)), uuid.uuid4().hex
     roles = [("trainer", rank) for rank in range(config.cluster.num_trainers)]
     roles += [("rollout", rank) for rank in range(rollouts)]
-    store, address = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
+    store, address, _ = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
     processes = []
     for gpu, (role, rank) in enumerate(roles):
         own = env.actor_env(role, run_id, config.rollout.kv_cache_gib) | {env.CUDA_VISIBLE_DEVICES: str(gpu)}
