@@ -50,7 +50,7 @@ def _bounded_memory(directory: Path) -> Iterator[None]:
     A few bytes of a damaged or hostile pickle can ask for any amount of memory; they get an error instead.
     """
     sizes = [path.stat().st_size for path in (*directory.glob(METADATA), *directory.glob(f"*/{METADATA}"))]
-    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5])  # data and stack
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     bound = pages * resource.getpagesize() + _BASE_BYTES + _BYTES_PER_METADATA_BYTE * max(sizes, default=0)
     limits = [limit for limit in (bound, soft, hard) if limit != resource.RLIM_INFINITY]
