@@ -178,7 +178,7 @@ def _names(config: RunConfig) -> Iterator[str]:
     paths = {key: attrgetter(key)(config) for key in PATHS}
     paths |= {f"data.train_files[{number}]": name for number, name in enumerate(config.data.train_files)}
     for key, path in paths.items():
-        if path and (complaint := _complaint_about_path(path)):
+        if path and (complaint := complaint_about_path(path)):
             yield f"{key}={path!r:.80} {complaint}"
 
 
@@ -192,7 +192,8 @@ def is_run_name(name: str) -> bool:
     return plain and len(name.encode()) <= _LONGEST_RUN_NAME
 
 
-def _complaint_about_path(path: str) -> str | None:
+def complaint_about_path(path: str) -> str | None:
+    """Says why no file can have a path, and what to do about it; None if one can."""
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in path):
         return "has a control character, or bytes that are not UTF-8: rename it"
     if any(len(name.encode()) > _LONGEST_NAME for name in path.split("/")):

@@ -12,7 +12,7 @@ from pathlib import Path
 from rl_safe_workers.checkpoint.audit import audit
 from rl_safe_workers.checkpoint.audit_report import AuditReport
 from rl_safe_workers.checkpoint.index import METADATA
-from rl_safe_workers.cli.terminal import Parser
+from rl_safe_workers.cli.terminal import Parser, to_path
 from rl_safe_workers.foreign_files import printable
 
 _BASE_BYTES = 2**30
@@ -28,7 +28,9 @@ def add_audit_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Checks a torch_dist checkpoint: ours, or one of verl, NeMo RL or Megatron-LM. "
         "Exit code 0: it is whole; 1: it is damaged.",
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="global_step_N, iter_N or the directory of shards")
+    parser.add_argument(
+        "directory", metavar="DIR", type=to_path, help="global_step_N, iter_N or the directory of shards"
+    )
     parser.add_argument("--deep", action="store_true", help="also read every byte and compare checksums")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_safe_workers.cli.terminal import Parser
+from rl_safe_workers.cli.terminal import Parser, to_path
 from rl_safe_workers.driver.preflight import preflight
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.recipe import load_recipe
@@ -39,7 +38,7 @@ def add_doctor_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--live", action="store_true", help="bootstrap the recipe's layout, without a model")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
-        "--checkpoint-path", metavar="DIR", type=Path, help="place of checkpoints (default: the recipe's)"
+        "--checkpoint-path", metavar="DIR", type=to_path, help="place of checkpoints (default: the recipe's)"
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
     parser.set_defaults(execute=run_doctor)

@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: After ``--help`` and ``--version``, and with code 2 for arguments that are not understood.
     """
-    arguments = _parse(argv)
-    terminal.set_up(verbose=arguments.verbose)
     try:
+        arguments = _parse(argv)
+        terminal.set_up(verbose=arguments.verbose)
         code: int = arguments.execute(arguments)
     except RlSafeError as error:
         terminal.report(error)

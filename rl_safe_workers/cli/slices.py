@@ -21,7 +21,7 @@ from rich.table import Table
 from rl_safe_workers import env
 from rl_safe_workers.checkpoint.manifest import Manifest, check_fingerprint, model_fingerprint, read_manifest
 from rl_safe_workers.checkpoint.ranges import Ranges, materialise
-from rl_safe_workers.cli.terminal import Parser
+from rl_safe_workers.cli.terminal import Parser, to_path
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.errors import ConfigError, RankError, RlSafeError, RunError, UsageError, format_ranks
@@ -45,7 +45,7 @@ def add_slices_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     slices = commands.add_parser(
         "slices", help="list what one host needs of a checkpoint, or copy it", description=DESCRIPTION
     )
-    slices.add_argument("directory", metavar="DIR", type=Path, help="global_step_N")
+    slices.add_argument("directory", metavar="DIR", type=to_path, help="global_step_N")
     slices.add_argument(
         "overrides",
         metavar="key=value",
@@ -57,7 +57,10 @@ def add_slices_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     slices.add_argument("--recipe", metavar="FILE", help="take model and layout from a recipe")
     slices.add_argument("--json", action="store_true", help="print {file: [[start, stop], ...]}, in bytes")
     slices.add_argument(
-        "--copy-to", metavar="TARGET", type=Path, help="copy these bytes to a new directory, to resume from as from DIR"
+        "--copy-to",
+        metavar="TARGET",
+        type=to_path,
+        help="copy these bytes to a new directory, to resume from as from DIR",
     )
     slices.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
     slices.set_defaults(execute=run_slices)

@@ -9,10 +9,12 @@ import argparse
 import io
 import logging
 import sys
+from pathlib import Path
 from typing import NoReturn
 
-from rl_safe_workers.errors import RankError, RlSafeError
-from rl_safe_workers.foreign_files import printable
+from rl_safe_workers.contradictions import complaint_about_path
+from rl_safe_workers.errors import ConfigError, RankError, RlSafeError
+from rl_safe_workers.foreign_files import kind_of, printable
 
 _MOST_CHARACTERS = 2_000
 _MOST_OF_TRACE = 20_000
@@ -36,6 +38,21 @@ class PrintableFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Returns the record as text."""
         return printable(super().format(record), keep=_LAYOUT).replace("\n", "\n  ")
+
+
+def to_path(text: str) -> Path:
+    """Returns the path that an argument names; whether something is there is not looked at yet.
+
+    Raises:
+        ConfigError: If no file can have the name, or the folders of the path cannot be searched.
+    """
+    if complaint := complaint_about_path(text):
+        raise ConfigError(f"{text!r:.80} {complaint}")
+    try:
+        kind_of(text)
+    except OSError as error:
+        raise ConfigError(f"{text!r:.200} cannot be looked at: {error.strerror or error}; check it") from error
+    return Path(text)
 
 
 def set_up(*, verbose: bool) -> None:

@@ -158,7 +158,10 @@ class _Inquiry:
     def _read_stack(self, actor: Actor, deadline_s: float) -> None:
         with suppress(psutil.Error, OSError):
             file = self._stacks_of(actor)
-            actor.text, actor.source = (file.read_text(encoding="utf-8", errors="replace") if file else ""), "faulthandler"
+            actor.text, actor.source = (
+                (file.read_text(encoding="utf-8", errors="replace") if file else ""),
+                "faulthandler",
+            )
         if not actor.text:
             left_s = max(0.1, deadline_s - time.monotonic())
             actor.text, actor.source = py_spy(actor.pid, timeout_s=left_s), "py-spy"
