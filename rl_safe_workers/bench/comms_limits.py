@@ -47,7 +47,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         _, address, _ = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
         arguments = [str(ranks), str(address.port), folder]
         run_processes(MODULE, arguments, Path(folder), ranks=ranks, what="bench comms_limits", timeout_s=JOB_S)
-        records: list[dict[str, Any]] = json.loads((Path(folder) / "0.json").read_text())
+        records: list[dict[str, Any]] = json.loads((Path(folder) / "0.json").read_text(encoding="utf-8"))
     for record in records:
         report(json.dumps(record))
     return rows(records)

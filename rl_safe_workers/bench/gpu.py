@@ -156,7 +156,7 @@ def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _processes_of(folder: Path) -> int:

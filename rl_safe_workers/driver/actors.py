@@ -146,7 +146,9 @@ def answer_when_hung(folder: Path, role: Role, rank: int) -> None:
         rank: Its rank within the role.
     """
     # In C, without the lock that Python code needs; the file stays open as long as the process lives.
-    faulthandler.register(STACK_SIGNAL, file=(folder / stack_file(role, rank)).open("w"), all_threads=True, chain=False)
+    faulthandler.register(
+        STACK_SIGNAL, file=(folder / stack_file(role, rank)).open("w", encoding="utf-8"), all_threads=True, chain=False
+    )
     if role is Role.TRAINER:
         threading.Thread(target=_answer_flight_requests, args=(folder, rank), name="flights", daemon=True).start()
 
