@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 import ray
+from ray import _raylet
 from ray._private import ray_constants
 from ray._private.services import canonicalize_bootstrap_address
 
@@ -27,6 +29,7 @@ from rl_safe_workers.recipe import LOCAL_RAY, ray_address
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * 2**20
 """Ray's shared memory for a local run; only token batches pass through it."""
+TOKEN_FILE = "ray_token"
 _HOST_AND_PORT = re.compile(r"\[?(?P<host>[^\s\]]+)\]?:(?P<port>\d+)")
 
 
@@ -45,6 +48,7 @@ def start_ray(temp_dir: Path) -> None:
     env.keep_ray_on_loopback()
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
+        _make_token(temp_dir / TOKEN_FILE)
         ray.init(
             address=LOCAL_RAY,
             num_cpus=len(os.sched_getaffinity(0)),
@@ -59,6 +63,16 @@ def start_ray(temp_dir: Path) -> None:
         )
     except Exception as error:  # Ray raises a bare one, too
         raise ClusterError(f"Ray could not be started: {_in_one_line(error)}") from error
+
+
+def _make_token(file: Path) -> None:
+    """Gives the run's Ray a token of its own, which nobody but this user can read."""
+    file.touch(mode=0o600, exist_ok=False)
+    file.write_text(secrets.token_hex(32))
+    env.use_ray_token(file)
+    # Ray remembers a token, and a run that starts again has another one. An older Ray has no tokens.
+    if (loader := getattr(_raylet, "AuthenticationTokenLoader", None)) is not None:
+        loader.instance().reset_cache()
 
 
 def join_ray(cluster: ClusterConfig, *, timeout_s: float, check: Callable[[], None]) -> None:
