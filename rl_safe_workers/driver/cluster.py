@@ -35,6 +35,7 @@ from rl_safe_workers.lifecycle import Role
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import remove_ipc_files
 from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
+from rl_safe_workers.reaping.temp_folder import check_temp_folder, temp_folder
 from rl_safe_workers.recipe import LOCAL_RAY, ray_address
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,9 @@ class Cluster:
             interrupts: Looked at in every wait.
             waits_for_nodes: Whether `start` waits, too, while the nodes that are there are too few: one may be on its
                 way in the place of one that was lost.
+
+        Raises:
+            ResourceError: If Ray is ours, and cannot start in the folder for temporary files.
         """
         self._config, self._run_id, self._interrupts = config, run_id, interrupts
         self._waits_for_nodes = waits_for_nodes
@@ -73,6 +77,8 @@ class Cluster:
         self._pids: set[int] = set()
         self._guardian: Guardian | None = None
         self._made_at = time.time()
+        if self.is_local:
+            check_temp_folder(temp_folder())
         self.trainers: list[ActorRef] = []
         self.rollouts: list[ActorRef] = []
 

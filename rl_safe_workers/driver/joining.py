@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import socket
 import threading
 import time
@@ -30,6 +31,8 @@ LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * 2**20
 """Ray's shared memory for a local run; only token batches pass through it."""
 TOKEN_FILE = "ray_token"
+FULL_BYTES = 2**16
+"""Free space of a file system, in bytes, that counts as none."""
 _HOST_AND_PORT = re.compile(r"\[?(?P<host>[^\s\]]+)\]?:(?P<port>\d+)")
 
 
@@ -62,7 +65,9 @@ def start_ray(temp_dir: Path) -> None:
             _system_config={"prestart_worker_first_driver": False},
         )
     except Exception as error:  # Ray raises a bare one, too
-        raise ClusterError(f"Ray could not be started: {_in_one_line(error)}") from error
+        free = shutil.disk_usage(temp_dir).free
+        reason = f"{temp_dir.parent}, of TMPDIR, is full" if free < FULL_BYTES else _in_one_line(error)
+        raise ClusterError(f"Ray could not be started: {reason}") from error
 
 
 def _make_token(file: Path) -> None:
