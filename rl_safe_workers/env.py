@@ -35,6 +35,8 @@ HF_HUB_OFFLINE = "HF_HUB_OFFLINE"
 """``1``: models are local directories; a misspelt one fails at once and is not looked up on a network."""
 TRANSFORMERS_OFFLINE = "TRANSFORMERS_OFFLINE"
 """``1``: the same, for what transformers asks on its own."""
+PYTHONUTF8 = "PYTHONUTF8"
+"""``1``: text is UTF-8 whatever the locale. torch itself reads files of its own that an ASCII locale cannot decode."""
 RAY_USAGE_STATS_ENABLED = "RAY_USAGE_STATS_ENABLED"
 """``0``: no usage report leaves the machine."""
 LOOPBACK_INTERFACE = "lo"
@@ -84,6 +86,7 @@ ALL_ACTORS: Mapping[str, str] = {
     HF_HUB_OFFLINE: "1",
     TRANSFORMERS_OFFLINE: "1",
     RAY_USAGE_STATS_ENABLED: "0",
+    PYTHONUTF8: "1",
 }
 """Defaults for every actor."""
 ROLLOUT_ACTORS: Mapping[str, str] = {
@@ -186,8 +189,8 @@ def mark_run(run_id: str) -> None:
 
 
 def marked(run_id: str) -> dict[str, str]:
-    """Returns this process's environment with the mark of a run, for a process that is to end with it."""
-    return {**os.environ, RUN_ID: run_id}
+    """Returns this process's environment with the mark of a run, for a process of ours that is to end with it."""
+    return {**os.environ, PYTHONUTF8: "1", RUN_ID: run_id}
 
 
 def unmarked() -> dict[str, str]:

@@ -14,6 +14,7 @@ from rl_safe_workers.env import (
     belongs_to_run,
     hang_dir,
     local_rank,
+    marked,
     use_ray_token,
 )
 from rl_safe_workers.lifecycle import Role
@@ -136,3 +137,9 @@ def test_a_ray_of_our_own_asks_for_the_runs_token_whatever_the_user_has_set(monk
     assert {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")} == {
         "RAY_AUTH_TOKEN_PATH": "/run/ray_token"
     }
+
+
+def test_processes_of_ours_read_text_as_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    assert actor_env(Role.TRAINER, "run-1", 1.0)["PYTHONUTF8"] == "1"
+    assert marked("run-1")["PYTHONUTF8"] == "1"
