@@ -34,7 +34,14 @@ from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.lifecycle import Role
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import remove_ipc_files
-from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
+from rl_safe_workers.reaping.processes import (
+    RAY_FOLDER,
+    ended,
+    make_run_folder,
+    reap,
+    remove_leftovers,
+    run_processes,
+)
 from rl_safe_workers.reaping.temp_folder import check_temp_folder, temp_folder
 from rl_safe_workers.recipe import LOCAL_RAY, ray_address
 
@@ -281,5 +288,5 @@ class Cluster:
         """Copies Ray's logs, which hold the actors' output, from where `close` removes them."""
         if self._agents is not None:
             self._agents.keep_logs(target, timeout_s=timeout_s, lost=lost_among(self.nodes))
-        elif self._temp_dir is not None and (logs := self._temp_dir / "session_latest" / "logs").is_dir():
+        elif self._temp_dir is not None and (logs := self._temp_dir / RAY_FOLDER / "session_latest" / "logs").is_dir():
             shutil.copytree(logs, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("events", "export_events"))

@@ -25,6 +25,7 @@ from rl_safe_workers.driver.interrupts import SLICE_S
 from rl_safe_workers.driver.nodes import JOINING
 from rl_safe_workers.errors import ClusterError, PhaseTimeoutError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.reaping.processes import RAY_FOLDER
 from rl_safe_workers.recipe import LOCAL_RAY, ray_address
 
 LOOPBACK = "127.0.0.1"
@@ -36,11 +37,12 @@ FULL_BYTES = 2**16
 _HOST_AND_PORT = re.compile(r"\[?(?P<host>[^\s\]]+)\]?:(?P<port>\d+)")
 
 
-def start_ray(temp_dir: Path) -> None:
+def start_ray(run_folder: Path) -> None:
     """Starts Ray for this run alone.
 
     Args:
-        temp_dir: For its sockets and logs; short, since paths of sockets are limited.
+        run_folder: The run's own folder for temporary files, which only its user may enter. Gets the token, and below
+            it a folder for Ray's sockets and logs.
 
     Raises:
         ClusterError: If it does not start.
@@ -51,7 +53,7 @@ def start_ray(temp_dir: Path) -> None:
     env.keep_ray_on_loopback()
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        _make_token(temp_dir / TOKEN_FILE)
+        _make_token(run_folder / TOKEN_FILE)
         ray.init(
             address=LOCAL_RAY,
             num_cpus=len(os.sched_getaffinity(0)),
@@ -60,13 +62,13 @@ def start_ray(temp_dir: Path) -> None:
             log_to_driver=False,
             logging_level=logging.WARNING,
             _node_ip_address=LOOPBACK,
-            _temp_dir=str(temp_dir),
+            _temp_dir=str(run_folder / RAY_FOLDER),
             # Idle workers would compete with the actors' imports for the cores.
             _system_config={"prestart_worker_first_driver": False},
         )
     except Exception as error:  # Ray raises a bare one, too
-        free = shutil.disk_usage(temp_dir).free
-        reason = f"{temp_dir.parent}, of TMPDIR, is full" if free < FULL_BYTES else _in_one_line(error)
+        free = shutil.disk_usage(run_folder).free
+        reason = f"{run_folder.parent}, of TMPDIR, is full" if free < FULL_BYTES else _in_one_line(error)
         raise ClusterError(f"Ray could not be started: {reason}") from error
 
 

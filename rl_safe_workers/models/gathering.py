@@ -7,11 +7,14 @@ the rest of the layer, and holds all experts of an index at once (core/bridge.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from rl_safe_workers.comms.json_gather import gather_json
+from rl_safe_workers.errors import CommunicatorError
 
 EXPERT_WEIGHT = ".mlp.experts.linear_fc"
 """What the names of expert weights have in common; each ends with ``weight`` and the expert's number."""
@@ -36,6 +39,22 @@ class Shard:
     def nbytes(self) -> int:
         """Bytes of this rank's shard."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON can hold them."""
+        return {**asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Shard:
+        """Returns what `as_json` was made of.
+
+        Raises:
+            CommunicatorError: If it is not of `as_json`.
+        """
+        dtype = getattr(torch, str(fields.get("dtype")), None)
+        if {*fields} != {*cls.__dataclass_fields__} or not isinstance(dtype, torch.dtype):
+            raise CommunicatorError(f"a pipeline stage announced a parameter with fields {sorted(fields)}")
+        return cls(**{**fields, "shape": tuple(fields["shape"]), "dtype": dtype})
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -68,9 +87,8 @@ def _announce(mine: list[Shard], mpu: Any) -> list[Shard]:
     """Lists the parameters of all pipeline stages. Collective over: the pipeline group."""
     if mpu.pp_size == 1:
         return mine
-    stages: list[list[Shard]] = [[]] * mpu.pp_size
-    dist.all_gather_object(stages, mine, group=mpu.pp_group)
-    return [shard for stage in stages for shard in stage]
+    stages = gather_json([shard.as_json() for shard in mine], group=mpu.pp_group)
+    return [Shard.from_json(fields) for stage in stages for fields in stage]
 
 
 def export_shards(

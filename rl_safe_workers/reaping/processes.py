@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -17,12 +18,17 @@ from pathlib import Path
 import psutil
 
 from rl_safe_workers import env
+from rl_safe_workers.foreign_files import read_foreign
 
 logger = logging.getLogger(__name__)
 
-TEMP_PREFIX, RUN_FILE = "rl_safe_", "run_id"
-"""Of a run's temporary folder, and the file in it that says whose it is: run id, driver's process id, when that was
-created, and the namespace in which the number counts. On a node of a cluster its agent stands for the driver."""
+TEMP_PREFIX, RUN_FILE, RAY_FOLDER = "rl_safe_", "run_id", "r"
+"""Prefix of a run's temporary folder, the file in it that says whose it is, and the folder in it that Ray gets.
+
+The file holds the run id, the driver's process id, when that was created, and the namespace in which the id counts. On
+a node of a cluster the agent stands for the driver. Ray opens its folder to all users (mode 0777), so that folder lies
+below one that only the run's user may enter. Its name is short, since the path of a socket has at most 107 bytes."""
+_RUN_FILE_BYTES = 1024
 
 
 def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
@@ -58,7 +64,10 @@ def ended(pids: Iterable[int]) -> list[int]:
 
 
 def make_run_folder(run_id: str) -> Path:
-    """Makes a temporary folder of a run, which `remove_leftovers` knows once this process and the run are gone."""
+    """Makes a temporary folder of a run, which `remove_leftovers` knows once this process and the run are gone.
+
+    Its mode is 0700: nobody else may enter it, so the modes of what libraries put below it do not matter.
+    """
     folder = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
     owner = psutil.Process()
     (folder / RUN_FILE).write_text(f"{run_id} {owner.pid} {owner.create_time()} {process_namespace()}")
@@ -71,16 +80,25 @@ def remove_leftovers(temp: Path) -> None:
     Args:
         temp: The folder for temporary files.
     """
-    for file in temp.glob(f"{TEMP_PREFIX}*/{RUN_FILE}"):
+    for folder in temp.glob(f"{TEMP_PREFIX}*"):
         with suppress(OSError, ValueError):  # another user's, gone meanwhile, or just being written
-            run_id, pid, created_at, namespace = file.read_text().split()
+            if not _is_private(folder):
+                continue
+            text = read_foreign(folder / RUN_FILE, limit_bytes=_RUN_FILE_BYTES, within=folder, uid=os.getuid())
+            run_id, pid, created_at, namespace = text.decode("ascii").split()
             # Of another container's processes nobody here can tell. A run that is only starting has no other process.
             if (
                 namespace == process_namespace()
                 and not _lives(int(pid), float(created_at))
                 and not run_processes(run_id)
             ):
-                shutil.rmtree(file.parent, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether this user made a folder for itself alone. Anybody may make one, or a link, by the same name in /tmp."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def process_namespace() -> str:

@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 from rl_safe_workers.errors import ResourceError
-from rl_safe_workers.reaping.processes import TEMP_PREFIX
+from rl_safe_workers.reaping.processes import RAY_FOLDER, TEMP_PREFIX
 
-SOCKET = f"/{TEMP_PREFIX}12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+SOCKET = f"/{TEMP_PREFIX}12345678/{RAY_FOLDER}/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 """Longest path of one of Ray's sockets, below the folder for temporary files."""
 LONGEST_SOCKET = 107
 """Bytes that Unix takes as the path of a socket."""

@@ -182,7 +182,7 @@ class CommsMixin(GroupsMixin):
         if own is None:
             self._outgoing = Outgoing.of_all(cast(MegatronHost, self).export_hf_weights)
         else:
-            self._outgoing = Outgoing.of_own(own, training_rank=self.training_rank, training_size=self.training_size)
+            self._outgoing = Outgoing.of_own(own, training_rank=self.training_rank)
         self._buckets = {}
         return self._outgoing.specs
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.rollout.packing import DTYPES, places
@@ -49,7 +49,7 @@ class Outgoing:
         return cls(specs=specs, mine=frozenset(spec.name for spec in specs), is_collective=True, weights=export)
 
     @classmethod
-    def of_own(cls, own: Sequence[OwnWeight], *, training_rank: int, training_size: int) -> Outgoing:
+    def of_own(cls, own: Sequence[OwnWeight], *, training_rank: int) -> Outgoing:
         """Of what each rank makes of its own parameters. Collective over: the training world.
 
         A weight goes with the others of its kind, such as the same matrix of all experts of a layer, in the order of
@@ -64,12 +64,12 @@ class Outgoing:
             if weight.is_source
             for name, shape in zip(weight.names, weight.shapes, strict=True)
         ]
-        everyone: list[tuple[list[Any], bool]] = [([], False)] * training_size
-        dist.all_gather_object(everyone, (mine, any(weight.is_split for weight in own)), group=dist.group.WORLD)
+        is_split = any(weight.is_split for weight in own)
+        everyone = gather_json((mine, is_split), group=dist.group.WORLD)  # type: ignore[arg-type]
         # Stable: the weights of one parameter stay in their order.
         entries = sorted(chain.from_iterable(entries for entries, _ in everyone), key=lambda entry: entry[:3])
         specs = tuple(
-            WeightSpec(name=name, dtype=dtype, shape=shape, source=source)
+            WeightSpec(name=name, dtype=dtype, shape=tuple(shape), source=source)
             for _, source, _, name, shape, dtype in entries
         )
         if len({spec.name for spec in specs}) < len(specs):

@@ -190,7 +190,7 @@ class GpuPair:
 
 def describe_memory(shared: torch.Tensor) -> str:
     """Returns the CUDA IPC handle of a GPU tensor as JSON, for `map_memory` in another process."""
-    fields: Any = shared.untyped_storage()._share_cuda_()[1:]
+    fields: Any = shared.untyped_storage()._share_cuda_()[1:]  # type: ignore[no-untyped-call]
     plain = [field.hex() if isinstance(field, bytes) else field for field in fields]
     return json.dumps(dict(zip(_HANDLE_KEYS, plain, strict=True)))
 
@@ -224,7 +224,7 @@ def map_memory(described: bytes, *, size_bytes: int, device: torch.device) -> to
             f"key {MEMORY_KEY!r} of the run's store holds no handle of the pair's memory "
             f"({type(error).__name__}: {printable(str(error))[:200]}): somebody else has written to the store"
         ) from None
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     storage = torch.UntypedStorage._new_shared_cuda(
         device.index or 0, handle, size, offset, counter, counter_offset, event, waits
     )

@@ -148,7 +148,7 @@ def _see(rank: int, address: StoreAddress, models: Path, layout: Layout) -> Seen
     worker = _worker(rank, address, models, layout)
     own = worker.own_hf_weights()
     assert own is not None
-    outgoing = Outgoing.of_own(own, training_rank=rank, training_size=SIZE)
+    outgoing = Outgoing.of_own(own, training_rank=rank)
     buckets = plan_buckets(outgoing.specs, bucket_bytes=BUCKET_BYTES)
     exported, made, views = _prints(worker.export_hf_weights()), _prints(outgoing.weights()), _views(worker, outgoing)
     received, left_over = _send(outgoing, buckets, rank)

@@ -12,7 +12,14 @@ import psutil
 import pytest
 
 from rl_safe_workers.env import RUN_ID
-from rl_safe_workers.reaping.processes import RUN_FILE, TEMP_PREFIX, process_namespace, remove_leftovers
+from rl_safe_workers.reaping.processes import (
+    RAY_FOLDER,
+    RUN_FILE,
+    TEMP_PREFIX,
+    make_run_folder,
+    process_namespace,
+    remove_leftovers,
+)
 
 ME = psutil.Process()
 HERE = process_namespace()
@@ -20,15 +27,21 @@ HERE = process_namespace()
 
 def folder(temp: Path, content: str) -> Path:
     path = temp / f"{TEMP_PREFIX}{uuid.uuid4().hex[:8]}"
-    (path / "session_latest").mkdir(parents=True)
+    path.mkdir(mode=0o700)
+    (path / RAY_FOLDER).mkdir()
     (path / RUN_FILE).write_text(content)
     return path
 
 
-def test_a_folder_of_which_nobody_lives_goes(tmp_path: Path) -> None:
+def of_nobody() -> str:
+    """What a run has written whose driver has ended."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    left = folder(tmp_path, f"feedbeef {gone.pid} 1.0 {HERE}")
+    return f"feedbeef {gone.pid} 1.0 {HERE}"
+
+
+def test_a_folder_of_which_nobody_lives_goes(tmp_path: Path) -> None:
+    left = folder(tmp_path, of_nobody())
     remove_leftovers(tmp_path)
     assert not left.exists()
 
@@ -65,3 +78,55 @@ def test_other_folders_stay(tmp_path: Path) -> None:
     other.mkdir()
     remove_leftovers(tmp_path)
     assert other.exists()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("target", ["fifo", "/dev/zero", "/proc/kmsg"])
+def test_a_run_file_that_is_no_file_stops_nobody(tmp_path: Path, target: str) -> None:
+    trap = folder(tmp_path, of_nobody())
+    (trap / RUN_FILE).unlink()
+    if target == "fifo":
+        os.mkfifo(trap / RUN_FILE)
+    else:
+        (trap / RUN_FILE).symlink_to(target)
+    left = folder(tmp_path, of_nobody())
+    remove_leftovers(tmp_path)
+    assert trap.exists()
+    assert not left.exists()
+
+
+def test_a_run_file_of_any_size_is_not_read_whole(tmp_path: Path) -> None:
+    trap = folder(tmp_path, of_nobody())
+    with (trap / RUN_FILE).open("ab") as file:
+        file.truncate(2**40)
+    remove_leftovers(tmp_path)
+    assert trap.exists()
+
+
+def test_a_folder_that_others_may_write_to_stays(tmp_path: Path) -> None:
+    shared = folder(tmp_path, of_nobody())
+    shared.chmod(0o777)
+    remove_leftovers(tmp_path)
+    assert shared.exists()
+
+
+def test_a_link_by_the_name_of_a_run_folder_stays_and_so_does_its_target(tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    folder(tmp_path, of_nobody()).rename(target)
+    (tmp_path / f"{TEMP_PREFIX}link").symlink_to(target)
+    remove_leftovers(tmp_path)
+    assert (target / RUN_FILE).exists()
+    assert (tmp_path / f"{TEMP_PREFIX}link").is_symlink()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_stays(tmp_path: Path) -> None:
+    theirs = folder(tmp_path, of_nobody())
+    os.chown(theirs, 12345, 12345)
+    remove_leftovers(tmp_path)
+    assert theirs.exists()
+
+
+def test_only_its_user_may_enter_a_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert make_run_folder("feedbeef").stat().st_mode & 0o777 == 0o700

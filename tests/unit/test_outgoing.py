@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
@@ -138,14 +138,14 @@ def test_an_export_that_brings_all_to_all_is_sent_by_rank_0() -> None:
 @pytest.fixture
 def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
     """Returns what makes a rank's `Outgoing`; the ranks are told of each other in the order of the calls."""
-    told: dict[int, Any] = {}
+    told: list[Any] = []
 
-    def gather(everyone: list[Any], mine: Any, group: Any) -> None:
-        told[len(told)] = mine
-        everyone[: len(told)] = told.values()
+    def gather(mine: Any, group: Any) -> list[Any]:
+        told.append(json.loads(json.dumps(mine)))
+        return told
 
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    return lambda rank, weights: Outgoing.of_own(weights, training_rank=rank, training_size=rank + 1)
+    monkeypatch.setattr("rl_safe_workers.workers.outgoing.gather_json", gather)
+    return lambda rank, weights: Outgoing.of_own(weights, training_rank=rank)
 
 
 def test_each_rank_sends_its_own_in_the_order_of_places_then_of_ranks(tell: Tell) -> None:
