@@ -33,7 +33,7 @@ from rl_safe_workers.driver.placement import Reservation, reserve
 from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.lifecycle import Role
 from rl_safe_workers.reaping.guardian import Guardian
-from rl_safe_workers.reaping.ipc_files import remove_ipc_files
+from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
 from rl_safe_workers.reaping.processes import (
     RAY_FOLDER,
     ended,
@@ -83,7 +83,7 @@ class Cluster:
         self._temp_dir: Path | None = None
         self._pids: set[int] = set()
         self._guardian: Guardian | None = None
-        self._made_at = time.time()
+        self._made_at = Moment.now()
         if self.is_local:
             check_temp_folder(temp_folder())
         self.trainers: list[ActorRef] = []
@@ -113,7 +113,7 @@ class Cluster:
         """From now on everything with the run's mark ends, even if this process is killed. Idempotent."""
         if self._guardian is None:
             kill_after_s = self._config.rl_safe.teardown.kill_after_s
-            self._guardian = Guardian(self._run_id, since_s=self._made_at, kill_after_s=kill_after_s)
+            self._guardian = Guardian(self._run_id, since=self._made_at, kill_after_s=kill_after_s)
 
     def _tell(self, *, pids: Iterable[int] = (), folders: Iterable[Path] = ()) -> None:
         if self._guardian is not None:
@@ -260,7 +260,7 @@ class Cluster:
         attempt(
             "ending processes", lambda: reap(self._run_id, kill_after_s=kill_after_s), timeout_s=3 * kill_after_s + 1
         )
-        remove_ipc_files(ended(self._pids), since_s=self._made_at)
+        remove_ipc_files(ended(self._pids), since=self._made_at)
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
         if guardian is not None:
