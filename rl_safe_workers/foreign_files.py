@@ -30,7 +30,8 @@ def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = No
         OSError: If the file cannot be opened, is not a regular file, lies outside ``within``, or has another owner.
             ``strerror`` says which.
     """
-    if within is not None and not path.resolve().is_relative_to(within.resolve()):
+    # Not Path.resolve, which raises RuntimeError for a link to itself.
+    if within is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(within)):
         raise OSError(errno.EXDEV, f"a link that leads out of {within}", str(path))
     # Looked at before it is opened, since opening a device may already do something; and after, since it may change.
     _check(path.stat(), path, uid)
