@@ -38,12 +38,10 @@ def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = No
         OSError: If the file cannot be opened, is not a regular file, lies outside ``within``, or has another owner.
             ``strerror`` says which.
     """
-    try:
-        status = look(path)
-        if within is not None and not path.resolve().is_relative_to(within.resolve()):
-            raise OSError(errno.EXDEV, f"a link that leads out of {within}", str(path))
-    except RuntimeError:
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+    status = look(path)
+    # Not Path.resolve, which raises RuntimeError for a link to itself.
+    if within is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(within)):
+        raise OSError(errno.EXDEV, f"a link that leads out of {within}", str(path))
     # Looked at before it is opened, since opening a device may already do something; and after, since it may change.
     _check(status, path, uid)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
