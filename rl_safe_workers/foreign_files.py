@@ -9,12 +9,15 @@ Pure Python: starts in milliseconds.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Literal
 
+Kind = Literal["file", "folder", "other"]
+"""A device, a FIFO or a socket is of another kind than a file or a folder."""
 TEXT_CHARACTERS = 1000
 """Length at most of what an error quotes of a file."""
 SMALL_BYTES = 2**20
@@ -35,15 +38,12 @@ def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = No
         OSError: If the file cannot be opened, is not a regular file, lies outside ``within``, or has another owner.
             ``strerror`` says which.
     """
-    try:
-        if within is not None and not path.resolve().is_relative_to(within.resolve()):
-            raise OSError(errno.EXDEV, f"a link that leads out of {within}", str(path))
-        # Before it is opened, since opening a device may already do something; and after, since it may change.
-        _check(path.stat(), path, uid)
-    except RuntimeError:
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
-    except ValueError:
-        raise OSError(errno.EINVAL, "a name that no file can have", printable(str(path))) from None
+    status = look(path)
+    # Not Path.resolve, which raises RuntimeError for a link to itself.
+    if within is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(within)):
+        raise OSError(errno.EXDEV, f"a link that leads out of {within}", str(path))
+    # Looked at before it is opened, since opening a device may already do something; and after, since it may change.
+    _check(status, path, uid)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check(os.fstat(descriptor), path, uid)
@@ -51,6 +51,31 @@ def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = No
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def look(path: str | Path) -> os.stat_result:
+    """Returns the status of what is at a path, links followed.
+
+    Raises:
+        OSError: If nothing is there, or it cannot be looked at; also for a name that no file can have.
+    """
+    try:
+        return Path(path).stat()
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "a name that no file can have", str(path)) from error
+
+
+def kind_of(path: str | Path) -> Kind | None:
+    """Returns what is at a path, links followed; None if nothing is.
+
+    Raises:
+        OSError: If that cannot be told: a name too long, a folder that may not be read, links in a circle.
+    """
+    try:
+        mode = look(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
 
 
 def read_foreign(path: Path, *, limit_bytes: int, within: Path | None = None, uid: int | None = None) -> bytes:
@@ -76,6 +101,24 @@ def read_foreign(path: Path, *, limit_bytes: int, within: Path | None = None, ui
     if data is None:
         raise OSError(errno.EFBIG, "mostly a hole: little of it is on the disk", str(path))
     return data
+
+
+def read_json(path: Path, *, limit_bytes: int, within: Path | None = None, uid: int | None = None) -> Any:
+    """Reads a regular file of JSON; see `read_foreign`.
+
+    Raises:
+        OSError: As `read_foreign`.
+        ValueError: If it is no JSON in UTF-8, or nested more deeply than Python reads; quotes nothing of it.
+    """
+    data = read_foreign(path, limit_bytes=limit_bytes, within=within, uid=uid)
+    try:
+        return json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text at byte {error.start}") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read: nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
 
 
 def data_extents(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -114,13 +157,17 @@ def _check(status: os.stat_result, path: Path, uid: int | None) -> None:
         raise OSError(errno.EPERM, f"owned by user {status.st_uid}", str(path))
 
 
-def printable(text: str) -> str:
+def printable(text: str, *, keep: str = "") -> str:
     r"""Returns text with every character escaped that a terminal could take as a command, or cannot show.
+
+    Args:
+        text: The text.
+        keep: Characters that stay, e.g. a newline.
 
     >>> printable("a\x1b[2Jb\ud800")
     'a\\x1b[2Jb\\ud800'
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def described(error: BaseException) -> str:

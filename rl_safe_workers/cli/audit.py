@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from rl_safe_workers.checkpoint.audit import audit
 from rl_safe_workers.checkpoint.audit_report import AuditReport
+from rl_safe_workers.cli.terminal import Parser, to_path
+from rl_safe_workers.foreign_files import printable
 
 
-def add_audit_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_audit_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Adds the sub-command."""
     parser = commands.add_parser(
         "audit",
@@ -18,7 +19,9 @@ def add_audit_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         description="Checks a torch_dist checkpoint: ours, or one of verl, NeMo RL or Megatron-LM. "
         "Exit code 0: it is whole; 1: it is damaged.",
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="global_step_N, iter_N or the directory of shards")
+    parser.add_argument(
+        "directory", metavar="DIR", type=to_path, help="global_step_N, iter_N or the directory of shards"
+    )
     parser.add_argument("--deep", action="store_true", help="also read every byte and compare checksums")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
@@ -28,7 +31,7 @@ def add_audit_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
 def run_audit(arguments: argparse.Namespace) -> int:
     """Audits, prints the report and returns the exit code."""
     report = audit(arguments.directory, deep=arguments.deep)
-    print(json.dumps(report.as_dict(), indent=1) if arguments.json else "\n".join(_lines(report)))
+    print(json.dumps(report.as_dict(), indent=1) if arguments.json else "\n".join(map(printable, _lines(report))))
     return 0 if report.ok else 1
 
 

@@ -20,6 +20,7 @@ from rl_safe_workers import env
 from rl_safe_workers.checkpoint.manifest import complete_checkpoints
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.driver import metrics as names
+from rl_safe_workers.driver.claim import claimed
 from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import GIB, RunConsole
@@ -30,6 +31,7 @@ from rl_safe_workers.driver.ledger import export_ledger, late_metrics, ledger_me
 from rl_safe_workers.driver.memory import MemorySampler
 from rl_safe_workers.driver.metrics import MetricsLog, PhaseTotal
 from rl_safe_workers.driver.preflight import layout_of
+from rl_safe_workers.driver.prompt_lengths import check_prompt_lengths
 from rl_safe_workers.driver.report import write_report
 from rl_safe_workers.driver.resume import ResumePoint, check_resume_point, find_resume_point, newest_since
 from rl_safe_workers.driver.rewards import resolve_reward
@@ -58,6 +60,7 @@ def run(config: RunConfig) -> None:
     config = with_absolute_paths(config)
     resume = find_resume_point(config)
     dataset = PromptDataset(config.data.train_files)
+    check_prompt_lengths(dataset, Path(config.model.path), most=config.data.max_prompt_length)
     console = RunConsole(None if "console" in config.trainer.logger else Console(quiet=True))
     if resume is not None:
         total, step = config.trainer.total_training_steps, resume.manifest.step
@@ -125,8 +128,15 @@ class Job:
         self._session.events, self._session.totals = self._events, self._totals
 
     def run(self) -> None:
-        """Sets up, trains, saves, tears down; reports however it ends."""
-        self._run_dir.mkdir(parents=True, exist_ok=True)
+        """Sets up, trains, saves, tears down; reports however it ends.
+
+        Raises:
+            ConfigError: Before anything is started or written, if another run holds one of this run's folders.
+        """
+        with claimed(self._config):
+            self._run()
+
+    def _run(self) -> None:
         (self._run_dir / "config.yaml").write_text(to_yaml(self._config))
         self._console.header(self._description())
         with ExitStack() as stack:
@@ -277,7 +287,7 @@ class Job:
             if e.device_bytes
         ]
         if lines:
-            (self._run_dir / "device_memory.jsonl").write_text("\n".join(lines) + "\n")
+            (self._run_dir / "device_memory.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def _write_report(self, log: MetricsLog, failure: BaseException | None, wall_s: float) -> None:
         summary = {**self._description(), "wall": f"{wall_s:.1f} s"}
@@ -323,7 +333,8 @@ def create_model(config: RunConfig, spec: SeededModelConfig, run_id: str, interr
     process = subprocess.Popen(
         [sys.executable, "-m", "rl_safe_workers.models.seeded", *arguments],
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         env=env.marked(run_id),
         start_new_session=True,  # a terminal's Ctrl-C is for this process to pass on
     )

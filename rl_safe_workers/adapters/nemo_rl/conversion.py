@@ -109,6 +109,6 @@ def convert(
 def _publish(pending: Path, final: Path) -> None:
     config = pending / ITERATION / CONFIG
     # It names the place that it was saved to.
-    config.write_text(config.read_text().replace(str(pending), str(final)))
+    config.write_text(config.read_text(encoding="utf-8").replace(str(pending), str(final)), encoding="utf-8")
     publish(pending, final)
     logger.info("converted to %s", final)

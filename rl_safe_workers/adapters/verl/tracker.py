@@ -77,7 +77,7 @@ def _write(step_folder: Path, step: int) -> None:
     """Writes the file at once: whoever reads it meanwhile finds a whole number."""
     file = step_folder.parent / FILE
     incomplete = file.with_name(f"{file.name}.incomplete")
-    incomplete.write_text(str(step))
+    incomplete.write_text(str(step), encoding="utf-8")
     fsync(incomplete)
     incomplete.replace(file)
     fsync(file.parent)
