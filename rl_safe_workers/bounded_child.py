@@ -9,7 +9,6 @@ Pure Python: starts in milliseconds, as does the process.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import math
@@ -195,6 +194,8 @@ def _call(function: Callable[..., bytes], arguments: Mapping[str, Any]) -> tuple
 
 
 def _tie_to_parent(parent: int) -> None:
+    import ctypes  # the caller has no need of it
+
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it had ended before

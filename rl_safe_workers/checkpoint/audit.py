@@ -80,7 +80,7 @@ def _limits(location: Location) -> Limits:
     try:
         return limits_of(location)
     except CheckpointError:  # the audit says what is wrong with it
-        return Limits(memory_bytes=2**28, cpu_s=3, wall_s=60.0, answer_bytes=2**20)
+        return Limits(memory_bytes=2**28, cpu_s=2, wall_s=60.0, answer_bytes=2**20)
 
 
 def audit_here(root: str, shards: str, deep: bool) -> bytes:

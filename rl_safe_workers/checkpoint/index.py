@@ -211,7 +211,7 @@ def limits_of(location: Location) -> Limits:
         raise CheckpointError(
             f"{_shown(path)} cannot be read: {error.strerror}; is this a torch_dist checkpoint?"
         ) from error
-    cpu_s = 3 + int(mib * _CPU_S_PER_MIB)
+    cpu_s = 2 + int(mib * _CPU_S_PER_MIB)
     return Limits(
         memory_bytes=int((256 + mib * _MIB_PER_MIB) * 2**20),
         cpu_s=cpu_s,
@@ -243,8 +243,8 @@ def read_format(location: Location) -> Format:
         raise CheckpointError(f"{_shown(path)} cannot be read: {described(error)}; take another checkpoint") from error
     if found.backend != "torch_dist" or found.version != 1:
         raise CheckpointError(
-            f"{_shown(path)} says format {_shown(found.backend)!r} version {found.version!r}; only 'torch_dist' "
-            "version 1 is read: save it again with --ckpt-format torch_dist"
+            f"{_shown(path)} says format {_shown(found.backend[:_NAME_BYTES])!r} version {found.version!r}; "
+            "only 'torch_dist' version 1 is read: save it again with --ckpt-format torch_dist"
         )
     return found
 

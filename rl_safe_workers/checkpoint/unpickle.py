@@ -43,7 +43,7 @@ MALFORMED = (
 """What a pickle that is not well-formed raises: its opcodes work on whatever lies on its stack."""
 METADATA_BYTES = 16 * 2**30
 """Largest ``.metadata``."""
-STEPS = 4 * 10**6
+STEPS = 10**6
 """How much a pickle within an archive may hold: reads of its opcodes and their arguments. A usual one has thousands."""
 
 

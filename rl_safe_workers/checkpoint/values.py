@@ -24,14 +24,14 @@ import torch
 
 from rl_safe_workers.checkpoint.archives import Archive
 from rl_safe_workers.checkpoint.format_names import COMMON_ENUMS, COMMON_RECORDS, ITEM_BITS, STORAGE_DTYPES
-from rl_safe_workers.checkpoint.unpickle import MALFORMED, STEPS, Call, Name, Pairs, read_tree
+from rl_safe_workers.checkpoint.unpickle import MALFORMED, Call, Name, Pairs, read_tree
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.foreign_files import described
 
 PICKLE_BYTES = 256 * 2**20
 """Largest pickle of an archive; tensors are beside it."""
-_KEY_STEPS = 1000
-"""What a key of a dict costs whose hash its maker can choose: thousands that are alike would take forever."""
+KEYS = 10_000
+"""Keys of dicts and elements of sets whose hashes their maker can choose: of alike ones each is compared with all."""
 _SMALL = 2**60
 """Integers up to here have hashes of their own."""
 _DTYPE = re.compile(r"[biufc]\d{1,2}|[SU]\d{1,6}")
@@ -50,7 +50,7 @@ def load_value(archive: Archive) -> Any:
     tree = read_tree(bytes(data), source=archive.source)
     try:
         _check_byte_order(archive)
-        return _Maker(archive).make(tree)
+        return _Maker(archive, parts=10_000 + 16 * len(data)).make(tree)
     except (*MALFORMED, RuntimeError, ImportError) as error:
         raise CheckpointError(
             f"{archive.source} cannot be read: what it holds is damaged, or not of what is installed here "
@@ -76,9 +76,15 @@ def _check_byte_order(archive: Archive) -> None:
 class _Maker:
     """Makes one value, part by part, and counts what it makes: a part that is in many places is made for each."""
 
-    def __init__(self, archive: Archive) -> None:
+    def __init__(self, archive: Archive, *, parts: int) -> None:
+        """Makes nothing yet.
+
+        Args:
+            archive: Has the storages.
+            parts: How many parts it makes at most. A pickle names an object again in two bytes, however large it is.
+        """
         self._archive = archive
-        self._steps = STEPS
+        self._parts, self._keys = parts, KEYS
         self._bytes = 4 * archive.length
         self._storages: dict[str, torch.Tensor] = {}
 
@@ -98,10 +104,10 @@ class _Maker:
             return self._called(part)
         return part
 
-    def _spend(self, steps: int, size: int = 0) -> None:
-        self._steps -= steps
+    def _spend(self, parts: int, size: int = 0) -> None:
+        self._parts -= parts
         self._bytes -= size
-        if self._steps < 0 or self._bytes < 0:
+        if min(self._parts, self._bytes, self._keys) < 0:
             raise ValueError("more than the file has")
 
     def _pairs(self, items: list[Any]) -> list[tuple[Any, Any]]:
@@ -110,7 +116,8 @@ class _Maker:
     def _hashable(self, part: Any) -> Any:
         value = self.make(part)
         if not (type(value) is str or (type(value) is int and abs(value) < _SMALL)):
-            self._spend(_KEY_STEPS)
+            self._keys -= 1
+            self._spend(0)
         return value
 
     def _called(self, call: Call) -> Any:
@@ -156,6 +163,10 @@ class _Maker:
             raise ValueError("an encoding that no pickle has")
         self._spend(1, len(_of(text, str)))
         return bytes(text.encode("latin-1"))
+
+    def content(self, content: Any = "", encoding: Any = "latin-1") -> bytes:
+        """Bytes of bytes or of text; a number would be a size to allocate."""
+        return bytes(_of(self.make(content), bytes)) if type(content) is Call else self.text_as_bytes(content, encoding)
 
     def member(self, owner: Any, name: Any) -> Any:
         """A member of an enum, as Python 3.11.0 pickles it."""
@@ -219,8 +230,9 @@ class _Maker:
         code, *_ = call.args
         if not _DTYPE.fullmatch(_of(code, str)):
             raise ValueError("a dtype that no checkpoint needs")
-        order = "=" if call.state is None else _of(_of(call.state, tuple)[1], str)
-        return np.dtype(code).newbyteorder("=" if order == "|" else order)  # type: ignore[no-any-return]
+        is_swapped = call.state is not None and _of(call.state, tuple)[1] == ">"
+        found: np.dtype[Any] = np.dtype(code).newbyteorder(">" if is_swapped else "=")
+        return found
 
     def scalar(self, dtype: Any, data: Any) -> Any:
         """A number of numpy's."""
@@ -280,7 +292,7 @@ _TYPES = {f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int,
 _MAKERS: dict[str, Callable[..., Any]] = {
     "_codecs.encode": _Maker.text_as_bytes,
     "builtins.bytes": _Maker.text_as_bytes,
-    "builtins.bytearray": lambda maker, *args: bytearray(maker.text_as_bytes(*args)),
+    "builtins.bytearray": lambda maker, *args: bytearray(maker.content(*args)),
     "builtins.complex": lambda maker, *args: complex(*(_of(arg, float) for arg in args)),
     "builtins.frozenset": lambda maker, items=(): frozenset(maker.collected(items)),
     "builtins.getattr": _Maker.member,
