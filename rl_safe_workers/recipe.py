@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -209,7 +210,8 @@ def _to_config(merged: DictConfig, *, recipe: str) -> RunConfig:
         if missing := sorted(OmegaConf.missing_keys(merged)):
             raise ConfigError(f"{', '.join(missing)} has no value; set it in the recipe or as {missing[0]}=VALUE")
         if merged.trainer.run_name is None:
-            merged.trainer.run_name = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+            # Two runs may start in the same second.
+            merged.trainer.run_name = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         if merged.trainer.default_local_dir is None:
             merged.trainer.default_local_dir = f"checkpoints/{recipe}"
         config = cast(RunConfig, OmegaConf.to_object(merged))

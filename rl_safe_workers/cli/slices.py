@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.errors import ConfigError, RankError, RlSafeError, RunError, UsageError, format_ranks
 from rl_safe_workers.foreign_files import printable
+from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.models.hf_directory import read_hf_directory
 from rl_safe_workers.plain_console import PlainConsole
 from rl_safe_workers.recipe import load_settings
@@ -152,7 +152,7 @@ def _find_ranges_in_child(config: RunConfig, checkpoint: Path, ranks: Sequence[i
     except Exception as error:
         cause, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
         raise RankError(
-            role="trainer", rank=ranks[0], phase="load", cause=cause, trace=trace, raised_at=time.time()
+            role="trainer", rank=ranks[0], phase="load", cause=cause, trace=trace, raised_at=unix_now()
         ) from None
 
 

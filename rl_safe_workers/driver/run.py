@@ -20,6 +20,7 @@ from rl_safe_workers import env
 from rl_safe_workers.checkpoint.manifest import complete_checkpoints
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.driver import metrics as names
+from rl_safe_workers.driver.claim import claimed
 from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import GIB, RunConsole
@@ -127,8 +128,15 @@ class Job:
         self._session.events, self._session.totals = self._events, self._totals
 
     def run(self) -> None:
-        """Sets up, trains, saves, tears down; reports however it ends."""
-        self._run_dir.mkdir(parents=True, exist_ok=True)
+        """Sets up, trains, saves, tears down; reports however it ends.
+
+        Raises:
+            ConfigError: Before anything is started or written, if another run holds one of this run's folders.
+        """
+        with claimed(self._config):
+            self._run()
+
+    def _run(self) -> None:
         (self._run_dir / "config.yaml").write_text(to_yaml(self._config))
         self._console.header(self._description())
         with ExitStack() as stack:

@@ -96,7 +96,7 @@ def test_a_cycle_of_recipes_is_shown(write: Write) -> None:
 
 def test_the_run_is_named_after_the_recipe_and_the_time(write: Write) -> None:
     trainer = load_recipe(write(name="tiny.yaml")).trainer
-    assert re.fullmatch(r"tiny-\d{8}-\d{6}", trainer.run_name or "")
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}-[0-9a-f]{4}", trainer.run_name or "")
     assert trainer.default_local_dir == "checkpoints/tiny"
 
 
