@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -137,7 +138,8 @@ class Job:
             self._run()
 
     def _run(self) -> None:
-        (self._run_dir / "config.yaml").write_text(to_yaml(self._config))
+        with self._writing():
+            (self._run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
         self._console.header(self._description())
         with ExitStack() as stack:
             log = stack.enter_context(
@@ -157,6 +159,18 @@ class Job:
                 raise
             finally:
                 self._end(log, failure)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Names the run's folder in what the system refuses to write there."""
+        try:
+            yield
+        except OSError as error:
+            failure = RunError(
+                f"{self._run_dir} cannot be written: {error}; make room there, or change trainer.output_dir"
+            )
+            failure.may_pass = False
+            raise failure from error
 
     def _attempt(self, log: MetricsLog) -> None:
         """Trains to the end, starting again as often as ``rl_safe.restarts`` allows."""
@@ -226,7 +240,8 @@ class Job:
             for step in range(first + 1, total + 1):
                 metrics = loop.step(step) | self._comms_metrics(step - first)
                 metrics[names.PEAK_MEMORY_GIB] = self._memory.peak_bytes / GIB
-                log.log(step, metrics)
+                with self._writing():
+                    log.log(step, metrics)
                 self._console.step_done(step, metrics)
                 self._maybe_save(step)
         disagreed = self._session.teardown()
@@ -235,7 +250,8 @@ class Job:
 
     def _report_bootstrap(self) -> None:
         ledgers = self._session.ledgers
-        write_ledger(self._run_dir / "comms.json", ledgers)
+        with self._writing():
+            write_ledger(self._run_dir / "comms.json", ledgers)
         export_ledger(ledgers)
         if ledgers[0].bytes is not None:
             self._console.console.print(ledger_table(ledgers[0]))
