@@ -70,9 +70,9 @@ def resume(root: str, data: str) -> int:
 def common(shards: str) -> int:
     """Reads ``common.pt`` as megatron-core does."""
     import torch
+    from rl_safe_workers.checkpoint.safe_reader import allowing_common
 
     from rl_safe_workers.checkpoint.loader import read_content_metadata
-    from rl_safe_workers.checkpoint.safe_reader import allowing_common
     from rl_safe_workers.errors import CheckpointError
 
     read_content_metadata(Path(shards))
