@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_safe_workers.checkpoint.convert import (
-    HF_FILES,
     KEY,
     ConvertedModel,
     MegatronWeights,
     find_conversion,
     find_megatron_weights,
+    own_hf_files,
 )
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
 from rl_safe_workers.config import RunConfig
@@ -99,8 +99,8 @@ def convert_to_hf(config: RunConfig, place: Place) -> str:
 def _hf_source(config: RunConfig, checkpoint: Path) -> Path:
     if config.model.path:
         return Path(config.model.path)
-    if (checkpoint / HF_FILES / "config.json").is_file():
-        return checkpoint / HF_FILES
+    if (own := own_hf_files(checkpoint)) is not None:
+        return own
     raise ConfigError(
         f"{checkpoint} has no copy of the model's configuration: give model.path=DIR, the HF directory it came from"
     )
@@ -141,8 +141,9 @@ def _dtype_of(hf_dir: Path) -> str:
 
 def _converted_dtype(weights: MegatronWeights) -> str | None:
     state = weights.manifest.driver_state if weights.manifest else {}
-    name: str | None = state.get(KEY, {}).get("dtype")
-    return name
+    conversion = state.get(KEY)
+    name = conversion.get("dtype") if isinstance(conversion, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _run(config: RunConfig, work: Callable[[Session], Any]) -> str:
