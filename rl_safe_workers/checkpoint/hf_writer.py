@@ -242,21 +242,23 @@ def write_hf_directory(
     dtypes: Mapping[str, torch.dtype],
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
 ) -> None:
     """Writes an HF directory from a stream of weights; it appears whole or not at all. Not collective by itself.
 
     Args:
-        final: The directory to make; one that is there gives way once the new one is complete.
+        final: The directory to make.
         weights: Names and whole tensors, on any device. At most one is held, and a copy of it in the file's dtype.
         source: The HF directory that the model came from, whose configuration and tokenizer are copied.
         dtypes: The dtype of each weight in ``source``; of one that is not in it the tensor's own is kept.
         dtype: One dtype for all weights instead.
         max_shard_bytes: Bytes of tensors in a file at most.
+        overwrite: Whether a directory that is there gives way once the new one is complete.
 
     Raises:
         CheckpointError: If it cannot be written; nothing is left under the final name, or what was there before is.
     """
-    pending = start_pending(final)
+    pending = start_pending(final, what="HF weights")
     with removed_on_failure(pending, what="the HF weights"):
         with HfWeightsWriter(pending, max_shard_bytes=max_shard_bytes) as writer:
             for name, tensor in weights:
@@ -268,4 +270,4 @@ def write_hf_directory(
                 "%s: %d weights of %s are not in the export, the first is %s", final, len(absent), source, absent[0]
             )
         copy_hf_files(source, pending, dtype=None if dtype is None else str(dtype).removeprefix("torch."))
-        publish(pending, final)
+        publish(pending, final, overwrite=overwrite)

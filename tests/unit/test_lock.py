@@ -144,8 +144,10 @@ def test_a_place_that_has_no_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_wait_is_one_try_and_the_error_says_what_is_held_by_whom(tmp_path: Path) -> None:
-    with holder(tmp_path / "lock") as process, pytest.raises(CheckpointError) as raised, exclusive(
-        tmp_path / "lock", timeout=timedelta(0), setting="trainer.default_local_dir", what="the folder x"
+    with (
+        holder(tmp_path / "lock") as process,
+        pytest.raises(CheckpointError) as raised,
+        exclusive(tmp_path / "lock", timeout=timedelta(0), setting="trainer.default_local_dir", what="the folder x"),
     ):
         raise AssertionError("it was held")
     assert str(raised.value) == (
