@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 from hypothesis import strategies as st
 
-from rl_safe_workers.checkpoint.manifest import TRACKER, step_dir
+from rl_safe_workers.checkpoint.manifest import step_dir
 from rl_safe_workers.checkpoint.publish import start_pending
+from rl_safe_workers.checkpoint.step_tracker import TRACKER
 from rl_safe_workers.reaping.processes import RUN_FILE, TEMP_PREFIX, process_namespace
 from tests.hostile.case import EITHER, Case, Command, Site
 from tests.hostile.entries import save_step
@@ -64,7 +65,7 @@ def _case(
         put_archive(site)
         for step in STEPS:
             save_step(root, step, saved_at=1000.0 + step)
-        unfinished = start_pending(step_dir(root, 77))
+        unfinished = start_pending(step_dir(root, 77), what="a save")
         (unfinished / "dist_ckpt").mkdir(exist_ok=True)
         (unfinished / "dist_ckpt" / "__0_0.distcp").write_bytes(b"half a shard")
         add(root, site)
