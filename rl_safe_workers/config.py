@@ -69,7 +69,7 @@ class DataConfig:
     train_batch_size: int = 8
     """Prompts per step; each is sampled ``rollout.n`` times."""
     max_prompt_length: int = 64
-    """Tokens; a longer prompt is an error."""
+    """Tokens; a longer prompt is an error, as with verl's ``truncation=error``. None is dropped or truncated."""
     max_response_length: int = 32
     """Tokens generated at most."""
     shuffle: bool = True

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import chain
 from operator import attrgetter
 
 from rl_safe_workers.config import (
@@ -63,6 +65,22 @@ NOT_NEGATIVE = (
     "rl_safe.restarts",
 )
 """Finite and at least 0."""
+MOST = 2**31 - 1
+"""Largest number that a key may hold; in seconds, 68 years."""
+PATHS = (
+    "model.path",
+    "trainer.output_dir",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+)
+_LONGEST_NAME = 255
+"""Bytes of a name in a folder; all file systems of Linux take as many."""
+_LONGEST_PATH = 3_000
+"""Bytes of a path, of the 4,096 that Linux takes: what is written below one needs the rest."""
+_LONGEST_RUN_NAME = 200
+_MOST_SEQUENCES = 2**20
+_MOST_SEEDED = 10**9
+"""Product of layers and widths of a seeded model; some two or three times as many parameters."""
 CHOICES: Mapping[str, Sequence[str]] = {
     "model.dtype": ("float32", "bfloat16"),
     "cluster.device": ("cpu", "cuda"),
@@ -86,13 +104,15 @@ def check_config(config: RunConfig) -> None:
 
 def check_settings(config: RunConfig) -> None:
     """Raises ConfigError for the first value out of range, or that the platform cannot do; for what trains nothing."""
-    for complaint in (*_ranges(config), *_choices(config, ["cluster.device"]), *_devices(config), *_platform(config)):
+    found = (_ranges(config), _choices(config, ["cluster.device"]), _names(config), _devices(config), _platform(config))
+    for complaint in chain.from_iterable(found):
         raise ConfigError(complaint)
 
 
 def _complaints(config: RunConfig) -> Iterator[str]:
     yield from _ranges(config)
     yield from _choices(config)
+    yield from _names(config)
     yield from _batch(config)
     yield from _trainer(config)
     yield from _devices(config)
@@ -123,6 +143,10 @@ def _ranges(config: RunConfig) -> Iterator[str]:
         value = attrgetter(key)(config)
         if not 0 <= value < math.inf:
             yield f"{key}={value} must be a number of at least 0 and finite"
+    for key in (*POSITIVE, *NOT_NEGATIVE):
+        value = attrgetter(key)(config)
+        if value is not None and value > MOST:
+            yield f"{key}={value} must be at most {MOST}"
     if config.rl_safe.timeouts.bootstrap < HEARING_S:
         yield (
             f"rl_safe.timeouts.bootstrap={config.rl_safe.timeouts.bootstrap} is less than the {HEARING_S} s in which "
@@ -143,12 +167,53 @@ def _choices(config: RunConfig, keys: Iterable[str] = CHOICES) -> Iterator[str]:
             yield f"trainer.logger has {name!r}: use any of {', '.join(LOGGERS)}"
 
 
+def _names(config: RunConfig) -> Iterator[str]:
+    """Looks at names alone; what is there, and whether it can be written, is the preflight's."""
+    run_name = config.trainer.run_name
+    if run_name is not None and not is_run_name(run_name):
+        yield (
+            f"trainer.run_name={run_name!r:.80} is no name of a folder: use at most {_LONGEST_RUN_NAME} bytes, "
+            "without / and without control characters"
+        )
+    paths = {key: attrgetter(key)(config) for key in PATHS}
+    paths |= {f"data.train_files[{number}]": name for number, name in enumerate(config.data.train_files)}
+    for key, path in paths.items():
+        if path and (complaint := complaint_about_path(path)):
+            yield f"{key}={path!r:.80} {complaint}"
+
+
+def is_run_name(name: str) -> bool:
+    """Whether a text can be the name of one folder, with room for what is added to it.
+
+    >>> is_run_name("grpo-7b"), is_run_name("../grpo"), is_run_name("..")
+    (True, False, False)
+    """
+    plain = name not in ("", ".", "..") and "/" not in name and name.isprintable()
+    return plain and len(name.encode()) <= _LONGEST_RUN_NAME
+
+
+def complaint_about_path(path: str) -> str | None:
+    """Says why no file can have a path, and what to do about it; None if one can."""
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in path):
+        return "has a control character, or bytes that are not UTF-8: rename it"
+    if any(len(name.encode()) > _LONGEST_NAME for name in path.split("/")):
+        return f"has a name of more than {_LONGEST_NAME} bytes: shorten it"
+    if len(path.encode()) > _LONGEST_PATH:
+        return f"is longer than {_LONGEST_PATH} bytes: shorten it"
+    return None
+
+
 def _batch(config: RunConfig) -> Iterator[str]:
     if not config.data.train_files:
         yield "data.train_files is empty: name at least one parquet file"
     batch, mini_batch = config.data.train_batch_size, config.actor.ppo_mini_batch_size
     if mini_batch is not None and batch % mini_batch:
         yield f"actor.ppo_mini_batch_size={mini_batch} does not divide data.train_batch_size={batch}"
+    if batch * config.rollout.n > _MOST_SEQUENCES:
+        yield (
+            f"data.train_batch_size={batch} x rollout.n={config.rollout.n} are more than {_MOST_SEQUENCES} sequences "
+            "a step; lower one of them"
+        )
     if config.rollout.n < 2:
         # Every estimator there is compares the samples of one prompt.
         yield (
@@ -215,8 +280,15 @@ def _platform(config: RunConfig) -> Iterator[str]:
 def _seeded_model(spec: SeededModelConfig) -> Iterator[str]:
     for field in fields(spec):
         value, least = getattr(spec, field.name), int(field.name not in ("seed", "num_experts"))
-        if value < least:
-            yield f"model.create.{field.name}={value} must be at least {least}"
+        if not least <= value <= MOST:
+            yield f"model.create.{field.name}={value} must be at least {least} and at most {MOST}"
+    width = max(spec.intermediate_size, max(1, spec.num_experts) * spec.moe_intermediate_size)
+    heads = (spec.num_attention_heads + spec.num_key_value_heads) * spec.head_dim
+    if spec.num_hidden_layers * spec.hidden_size * (width + heads) > _MOST_SEEDED:
+        yield (
+            f"model.create with {spec.num_hidden_layers} layers of {spec.hidden_size} x {width + heads} is no small "
+            "model: give a model.path, or lower model.create.hidden_size"
+        )
     if spec.num_attention_heads % spec.num_key_value_heads:
         yield (
             f"model.create.num_key_value_heads={spec.num_key_value_heads} does not divide "

@@ -35,6 +35,8 @@ HF_HUB_OFFLINE = "HF_HUB_OFFLINE"
 """``1``: models are local directories; a misspelt one fails at once and is not looked up on a network."""
 TRANSFORMERS_OFFLINE = "TRANSFORMERS_OFFLINE"
 """``1``: the same, for what transformers asks on its own."""
+PYTHONUTF8 = "PYTHONUTF8"
+"""``1``: text is UTF-8 whatever the locale. torch itself reads files of its own that an ASCII locale cannot decode."""
 RAY_USAGE_STATS_ENABLED = "RAY_USAGE_STATS_ENABLED"
 """``0``: no usage report leaves the machine."""
 LOOPBACK_INTERFACE = "lo"
@@ -72,12 +74,19 @@ RAY_ENABLE_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """``0``: a local Ray stays on the loopback interface. Ray otherwise replaces 127.0.0.1 by an address that other hosts
 can reach, unless it believes to be on a platform without clusters."""
 
+RAY_AUTH_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+"""File with the token that the processes of a run's own Ray know each other by. Ray otherwise keeps one for all of a
+user's clusters below ``HOME``, which may not be writable."""
+RAY_AUTH_TOKEN, RAY_AUTH_MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
+"""What a user may have set for another cluster: a token that would win over the file, and whether one is asked for."""
+
 ALL_ACTORS: Mapping[str, str] = {
     OMP_NUM_THREADS: "1",
     TOKENIZERS_PARALLELISM: "false",
     HF_HUB_OFFLINE: "1",
     TRANSFORMERS_OFFLINE: "1",
     RAY_USAGE_STATS_ENABLED: "0",
+    PYTHONUTF8: "1",
 }
 """Defaults for every actor."""
 ROLLOUT_ACTORS: Mapping[str, str] = {
@@ -180,8 +189,8 @@ def mark_run(run_id: str) -> None:
 
 
 def marked(run_id: str) -> dict[str, str]:
-    """Returns this process's environment with the mark of a run, for a process that is to end with it."""
-    return {**os.environ, RUN_ID: run_id}
+    """Returns this process's environment with the mark of a run, for a process of ours that is to end with it."""
+    return {**os.environ, PYTHONUTF8: "1", RUN_ID: run_id}
 
 
 def unmarked() -> dict[str, str]:
@@ -192,6 +201,13 @@ def unmarked() -> dict[str, str]:
 def keep_ray_on_loopback() -> None:
     """Sets ``RAY_ENABLE_CLUSTER`` for the processes that Ray will launch."""
     os.environ[RAY_ENABLE_CLUSTER] = "0"
+
+
+def use_ray_token(file: Path) -> None:
+    """Makes the Ray that this process will start, and all that it launches, ask for the token in a file."""
+    for name in (RAY_AUTH_TOKEN, RAY_AUTH_MODE):
+        os.environ.pop(name, None)
+    os.environ[RAY_AUTH_TOKEN_PATH] = str(file)
 
 
 def become_gpuless() -> None:

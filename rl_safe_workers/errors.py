@@ -170,7 +170,7 @@ class RankError(RunError):
         phase: The phase that the rank was in.
         cause: ``"TypeName: message"`` of the original exception.
         trace: The remote traceback as text.
-        raised_at: Unix time of the exception on the rank's host, to find the first of several; 0 for a process that
+        raised_at: Unix time of the exception (`lifecycle.unix_now`), to find the first of several; 0 for a process that
             died.
         in_vain: Whether the rank only waited in vain for others: it is not the culprit.
         follows: Whether it only says what another rank has failed with.

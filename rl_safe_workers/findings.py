@@ -94,8 +94,12 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
     """Prints each finding, and what they come to."""
+    from rich.text import Text
+
     for finding in findings:
-        console.print(f"[{_STYLES[finding.severity]}]{finding.severity}[/] [bold]{finding.code}[/]", soft_wrap=True)
+        console.print(
+            Text.assemble((finding.severity, _STYLES[finding.severity]), " ", (finding.code, "bold")), soft_wrap=True
+        )
         for line in lines(finding):
-            console.print(f"  {line}", soft_wrap=True, markup=False)
+            console.print(f"  {line}", soft_wrap=True)
     console.print(verdict(findings))

@@ -9,13 +9,21 @@ Pure Python: starts in milliseconds.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Literal
 
+Kind = Literal["file", "folder", "other"]
+"""A device, a FIFO or a socket is of another kind than a file or a folder."""
+TEXT_CHARACTERS = 1000
+"""Length at most of what an error quotes of a file."""
 SMALL_BYTES = 2**20
 """Size limit for a file that holds a few settings."""
+HOLE_BYTES = 64 * 2**20
+"""How much of a file that is read as a whole may be holes. A hole costs nothing to make and its size to read."""
 
 
 def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = None) -> BinaryIO:
@@ -30,11 +38,12 @@ def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = No
         OSError: If the file cannot be opened, is not a regular file, lies outside ``within``, or has another owner.
             ``strerror`` says which.
     """
+    status = look(path)
     # Not Path.resolve, which raises RuntimeError for a link to itself.
     if within is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(within)):
         raise OSError(errno.EXDEV, f"a link that leads out of {within}", str(path))
     # Looked at before it is opened, since opening a device may already do something; and after, since it may change.
-    _check(path.stat(), path, uid)
+    _check(status, path, uid)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check(os.fstat(descriptor), path, uid)
@@ -42,6 +51,31 @@ def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = No
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def look(path: str | Path) -> os.stat_result:
+    """Returns the status of what is at a path, links followed.
+
+    Raises:
+        OSError: If nothing is there, or it cannot be looked at; also for a name that no file can have.
+    """
+    try:
+        return Path(path).stat()
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "a name that no file can have", str(path)) from error
+
+
+def kind_of(path: str | Path) -> Kind | None:
+    """Returns what is at a path, links followed; None if nothing is.
+
+    Raises:
+        OSError: If that cannot be told: a name too long, a folder that may not be read, links in a circle.
+    """
+    try:
+        mode = look(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
 
 
 def read_foreign(path: Path, *, limit_bytes: int, within: Path | None = None, uid: int | None = None) -> bytes:
@@ -54,13 +88,66 @@ def read_foreign(path: Path, *, limit_bytes: int, within: Path | None = None, ui
         uid: As for `open_foreign`.
 
     Raises:
-        OSError: As `open_foreign`; or if the file is larger than ``limit_bytes``.
+        OSError: As `open_foreign`; or if the file is larger than ``limit_bytes``, or mostly a hole.
     """
     with open_foreign(path, within=within, uid=uid) as file:
-        data = file.read(limit_bytes + 1)
-    if len(data) > limit_bytes:
+        size = os.fstat(file.fileno()).st_size
+        # A read allocates what it asks for.
+        data = file.read(size + 1) if size <= limit_bytes and hole_bytes(file, 0, size) <= HOLE_BYTES else None
+        if data is not None and size < len(data) <= limit_bytes:  # a file of /proc has no size
+            data += file.read(limit_bytes + 1 - len(data))
+    if size > limit_bytes or (data is not None and len(data) > limit_bytes):
         raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
+    if data is None:
+        raise OSError(errno.EFBIG, "mostly a hole: little of it is on the disk", str(path))
     return data
+
+
+def read_json(path: Path, *, limit_bytes: int, within: Path | None = None, uid: int | None = None) -> Any:
+    """Reads a regular file of JSON; see `read_foreign`.
+
+    Raises:
+        OSError: As `read_foreign`.
+        ValueError: If it is no JSON in UTF-8, or nested more deeply than Python reads; quotes nothing of it.
+    """
+    data = read_foreign(path, limit_bytes=limit_bytes, within=within, uid=uid)
+    try:
+        return json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text at byte {error.start}") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read: nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+
+
+def data_extents(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yields the parts ``(start, stop)`` of a byte range that are not holes. Moves the file's position.
+
+    A file system that knows of no holes gives one part, the whole range.
+    """
+    end = os.fstat(file.fileno()).st_size
+    stop = min(stop, end)
+    while start < stop:
+        try:
+            begin = os.lseek(file.fileno(), start, os.SEEK_DATA)
+            until = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole until the end
+                return
+            begin, until = start, stop
+        if begin >= stop:
+            return
+        yield begin, min(until, stop)
+        start = until
+
+
+def hole_bytes(file: BinaryIO, start: int, stop: int) -> int:
+    """Bytes of a range that are holes or past the end."""
+    position = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+    data = sum(until - begin for begin, until in data_extents(file, start, stop))
+    os.lseek(file.fileno(), position, os.SEEK_SET)
+    return stop - start - data
 
 
 def _check(status: os.stat_result, path: Path, uid: int | None) -> None:
@@ -70,10 +157,23 @@ def _check(status: os.stat_result, path: Path, uid: int | None) -> None:
         raise OSError(errno.EPERM, f"owned by user {status.st_uid}", str(path))
 
 
-def printable(text: str) -> str:
+def printable(text: str, *, keep: str = "") -> str:
     r"""Returns text with every character escaped that a terminal could take as a command, or cannot show.
+
+    Args:
+        text: The text.
+        keep: Characters that stay, e.g. a newline.
 
     >>> printable("a\x1b[2Jb\ud800")
     'a\\x1b[2Jb\\ud800'
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def described(error: BaseException) -> str:
+    """Returns an error's kind and text on one line of bounded length, whatever it quotes."""
+    try:
+        text = str(error)[:TEXT_CHARACTERS]
+    except (ValueError, RecursionError):  # integers of more than 4300 digits, say
+        text = "which cannot be said"
+    return f"{type(error).__name__}: {printable(text)}"

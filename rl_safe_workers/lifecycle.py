@@ -14,6 +14,17 @@ from rl_safe_workers.errors import LifecycleError
 
 logger = logging.getLogger(__name__)
 
+_MONOTONIC_TO_UNIX_S = time.time() - time.monotonic()
+
+
+def unix_now() -> float:
+    """Returns the Unix time in seconds, by the clock as it was when this process began.
+
+    It never jumps, unlike ``time.time`` where the machine's clock is set: who failed first, and how long a phase took,
+    do not depend on that.
+    """
+    return _MONOTONIC_TO_UNIX_S + time.monotonic()
+
 
 class Role(StrEnum):
     """What a process of the joint world is."""
@@ -182,13 +193,13 @@ class Lifecycle:
         """
         self.check(phase)
         self._current = phase
-        start_s, ok = since_s or time.time(), False
+        start_s, ok = since_s or unix_now(), False
         try:
             self._observe_begin(phase)
             yield
             ok = True
         finally:
-            end_s = time.time()
+            end_s = unix_now()
             self._current = None
             if ok:
                 self._completed.add(phase)

@@ -7,28 +7,32 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rl_safe_workers import env
 from rl_safe_workers.config import ClusterConfig, MegatronConfig, RunConfig
 from rl_safe_workers.contradictions import check_config, check_settings
 from rl_safe_workers.errors import ConfigError
-from rl_safe_workers.schema import check_keys, known_keys, wrong_value
+from rl_safe_workers.foreign_files import Kind, kind_of
+from rl_safe_workers.schema import check_keys, check_sections, known_keys, nearest_key, wrong_value
+from rl_safe_workers.yaml_files import check_interpolations, overlaid, parse_yaml, with_defaults
 
 COMMAND_LINE = "command line"
 _RAY_COPIES = "working_dir_files"
 """The folder in which Ray unpacks the working directories of jobs."""
 LOCAL_RAY = "local"
 """The address of a Ray that is started for the run alone."""
+_MOST_OVERRIDES = 1_000
+_DEEPEST_KEY = 20
+_ABSENT = object()
 OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 
 
@@ -57,19 +61,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: A file that cannot be read, a key or value that does not fit, or settings that contradict.
     """
-    # A parent reached twice keeps its first place, so that no recipe is overruled by its own parent.
-    files: dict[Path, Layer] = {}
-    for file, layer in _read_files(Path(path), ()):
-        files.setdefault(file.resolve(), layer)
-    merged = _merge([*files.values(), *map(_parse_override, overrides)])
+    files = _read_files(Path(path))
+    merged = _merge([*files.values(), *_parse_overrides(overrides)])
     config = _to_config(merged, recipe=Path(path).stem)
     named = {override.partition("=")[0] for override in overrides}
     if "model.path" in named and not any(key.startswith("model.create") for key in named):
         # The recipe's seeded model is for the recipe's own path: a misspelt directory must not become a random model.
         config.model.create = None
+    check_config(config)
     roots = [file.parent.parent for file in reversed(files)]
     config.data.train_files = [_locate(name, roots) for name in config.data.train_files]
-    check_config(config)
     _rebase(config)
     return config
 
@@ -96,10 +97,11 @@ def _rebase(config: RunConfig) -> None:
         return
     trainer.output_dir = str(base / trainer.output_dir)
     trainer.default_local_dir = str(base / trainer.default_local_dir)
-    if not Path(config.model.path).exists():
+    if kind_at("model.path", config.model.path) is None:
         config.model.path = str(base / config.model.path)
-    if trainer.resume_from_path is not None and not Path(trainer.resume_from_path).exists():
-        trainer.resume_from_path = str(base / trainer.resume_from_path)
+    resume = trainer.resume_from_path
+    if resume is not None and kind_at("trainer.resume_from_path", resume) is None:
+        trainer.resume_from_path = str(base / resume)
 
 
 def load_settings(recipe: str | Path | None, overrides: Sequence[str], *, name: str) -> RunConfig:
@@ -114,8 +116,8 @@ def load_settings(recipe: str | Path | None, overrides: Sequence[str], *, name: 
         ConfigError: A file that cannot be read, or a key or value that does not fit.
     """
     needed = Layer(source=name, values={"data": {"train_files": []}, "model": {"path": ""}})
-    files = () if recipe is None else dict(_read_files(Path(recipe), ())).values()
-    config = _to_config(_merge([needed, *files, *map(_parse_override, overrides)]), recipe=name)
+    files = {} if recipe is None else _read_files(Path(recipe))
+    config = _to_config(_merge([needed, *files.values(), *_parse_overrides(overrides)]), recipe=name)
     check_settings(config)
     if recipe is None and not any(override.startswith("cluster.num_trainers=") for override in overrides):
         config.cluster.num_trainers = _fewest_trainers(config.megatron)
@@ -134,54 +136,40 @@ def to_yaml(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
 
 
-def _read_files(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path, Layer]]:
-    """Yields each file, parents before children, depth first.
+def _read_files(path: Path) -> dict[Path, Layer]:
+    """Reads a recipe and those that it starts from, each once, parents before children, depth first.
 
-    Args:
-        path: The file to begin with.
-        children: The chain of recipes that led to it, to tell a cycle.
+    A parent reached twice keeps its first place, so that no recipe is overruled by its own parent.
     """
-    chain = (*children, path)
-    if path.resolve() in [child.resolve() for child in children]:
-        raise ConfigError(f"recipes start from each other: {' -> '.join(map(str, chain))}; remove one of the defaults")
-    values = _read_yaml(path)
-    defaults = values.pop("defaults", None) or []
-    names = [defaults] if isinstance(defaults, str) else defaults
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: defaults cannot be {defaults!r}; it takes a file name or a list of file names")
-    _wrap_single_file(values)
-    check_keys(values, source=str(path))
-    for name in names:
-        yield from _read_files(path.parent / name, chain)
-    yield path, Layer(source=str(path), values=values)
+    layers: dict[Path, Layer] = {}
+    for file, values in with_defaults(path):
+        _wrap_single_file(values)
+        check_keys(values, source=str(file))
+        layers[file.resolve()] = Layer(source=str(file), values=values)
+    return layers
 
 
-def _read_yaml(path: Path) -> dict[Any, Any]:
-    try:
-        # OmegaConf's loader refuses duplicate keys and reads 1e-3 as a number; PyYAML's own does neither.
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except OSError as error:
-        raise ConfigError(f"cannot read recipe {path}: {error.strerror or error}; check the path") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}; a recipe is a YAML file") from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: {_one_line(error)}; a recipe is a YAML mapping of keys") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a recipe is a YAML mapping of keys, not a {type(values).__name__}")
-    return values
+def _parse_overrides(texts: Sequence[str]) -> list[Layer]:
+    if len(texts) > _MOST_OVERRIDES:
+        raise ConfigError(f"{COMMAND_LINE}: {len(texts)} overrides are more than {_MOST_OVERRIDES}; write a recipe")
+    return [_parse_override(text) for text in texts]
 
 
 def _parse_override(text: str) -> Layer:
     if OVERRIDE.fullmatch(text) is None:
-        raise ConfigError(f"{COMMAND_LINE}: {text!r} is not an override; write key=value, e.g. trainer.seed=1")
+        raise ConfigError(f"{COMMAND_LINE}: {text!r:.200} is not an override; write key=value, e.g. trainer.seed=1")
+    key, _, value = text.partition("=")
+    if key.count(".") > _DEEPEST_KEY:
+        raise ConfigError(f"{COMMAND_LINE}: unknown key {key:.100}; the nearest known key is {nearest_key(key)}")
     try:
-        values = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{COMMAND_LINE}: {text!r} cannot be read: {_one_line(error)}; quote the value") from error
-    layer = Layer(source=COMMAND_LINE, values=cast(dict[Any, Any], values))
-    _wrap_single_file(layer.values)
-    check_keys(layer.values, source=layer.source)
-    return layer
+        values = parse_yaml(value)
+    except ValueError as error:
+        raise ConfigError(f"{COMMAND_LINE}: {text!r:.200} cannot be read: {error}; quote the value") from error
+    for name in reversed(key.split(".")):
+        values = {name: values}
+    _wrap_single_file(values)
+    check_keys(values, source=COMMAND_LINE)
+    return Layer(source=COMMAND_LINE, values=values)
 
 
 def _wrap_single_file(values: dict[Any, Any]) -> None:
@@ -192,22 +180,28 @@ def _wrap_single_file(values: dict[Any, Any]) -> None:
 
 
 def _merge(layers: Sequence[Layer]) -> DictConfig:
-    merged = OmegaConf.structured(RunConfig)
+    values: dict[Any, Any] = {}
     for layer in layers:
-        try:
-            merged = OmegaConf.merge(merged, layer.values)
-        except OmegaConfBaseException as error:
-            raise _refusal(error, layer) from error
-    return cast(DictConfig, merged)
+        values = overlaid(values, layer.values)
+    check_interpolations(values)
+    try:
+        return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), values))
+    except (OmegaConfBaseException, OverflowError) as error:
+        raise _refusal(error, layers) from error
 
 
-def _refusal(error: OmegaConfBaseException, layer: Layer) -> ConfigError:
-    """Says in one line which value of the layer OmegaConf could not convert."""
-    key = (error.full_key or "").partition("[")[0]
-    if key not in known_keys():
-        return ConfigError(f"{layer.source}: {_one_line(error)}")
-    value = reduce(lambda section, name: section[name], key.split("."), cast(Any, layer.values))
-    return wrong_value(key, value, source=layer.source)
+def _refusal(error: Exception, layers: Sequence[Layer]) -> ConfigError:
+    """Says in one line which value OmegaConf could not convert, and which layer has it."""
+    key = (getattr(error, "full_key", None) or "").partition("[")[0]
+    if isinstance(error, GrammarParseError):
+        return ConfigError(f"{key} cannot be read: {_one_line(error)}; quote the value")
+    for layer in reversed(layers):
+        value: Any = layer.values
+        for name in key.split("."):
+            value = value.get(name, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+        if key in known_keys() and value is not _ABSENT:
+            return wrong_value(key, value, source=layer.source)
+    return ConfigError(f"{key or 'a value'} cannot be used: {_one_line(error)}")
 
 
 def _to_config(merged: DictConfig, *, recipe: str) -> RunConfig:
@@ -216,22 +210,37 @@ def _to_config(merged: DictConfig, *, recipe: str) -> RunConfig:
         if missing := sorted(OmegaConf.missing_keys(merged)):
             raise ConfigError(f"{', '.join(missing)} has no value; set it in the recipe or as {missing[0]}=VALUE")
         if merged.trainer.run_name is None:
-            merged.trainer.run_name = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+            # Two runs may start in the same second.
+            merged.trainer.run_name = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         if merged.trainer.default_local_dir is None:
             merged.trainer.default_local_dir = f"checkpoints/{recipe}"
-        return cast(RunConfig, OmegaConf.to_object(merged))
+        config = cast(RunConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key} cannot be resolved: {_one_line(error)}") from error
+    except RecursionError as error:
+        raise ConfigError("interpolations lead on too deeply to be resolved; write the values out") from error
+    check_sections(config)
+    return config
 
 
 def _one_line(error: Exception) -> str:
-    """Returns what a multi-line error of YAML or OmegaConf comes down to."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem and (mark := error.problem_mark):
-        return f"{error.problem} at line {mark.line + 1}, column {mark.column + 1}"
+    """Returns what a multi-line error of OmegaConf comes down to."""
     return str(error).partition("\n")[0]
 
 
 def _locate(name: str, roots: Sequence[Path]) -> str:
     """Returns the first of ``name`` and ``root / name`` that exists, else ``name`` for the error to show."""
     candidates = [name, *(str(root / name) for root in roots)]
-    return next((candidate for candidate in candidates if Path(candidate).exists()), name)
+    return next((candidate for candidate in candidates if kind_at("data.train_files", candidate) is not None), name)
+
+
+def kind_at(key: str, path: str | Path) -> Kind | None:
+    """Returns what is at the path that a key holds; None if nothing is.
+
+    Raises:
+        ConfigError: If that cannot be told, e.g. of a folder that may not be read.
+    """
+    try:
+        return kind_of(path)
+    except OSError as error:
+        raise ConfigError(f"{key}={path!s:.200} cannot be looked at: {error.strerror or error}; check it") from error

@@ -17,6 +17,7 @@ from typing import Any
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import ConfigError
 
+_LONGEST_COMPARED = 100
 TYPE_NAMES: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -62,22 +63,46 @@ def check_keys(layer: Mapping[Any, Any], *, source: str) -> None:
     Raises:
         ConfigError: The first key that does not fit.
     """
-    for key, value in _walk_layer(layer, ""):
+    for key, value in _walk_layer(layer, "", source):
         spec = known_keys().get(key)
         if spec is None:
-            raise ConfigError(f"{source}: unknown key {key}; the nearest known key is {nearest_key(key)}")
+            raise ConfigError(f"{source}: unknown key {key:.100}; the nearest known key is {nearest_key(key)}")
         if not _has_form(value, spec):
             raise wrong_value(key, value, source=source)
 
 
+def check_sections(config: object, prefix: str = "") -> None:
+    """Checks that sections and lists are where they belong once interpolations are resolved.
+
+    OmegaConf converts what a scalar's interpolation leads to; whole sections and lists it takes as they come.
+
+    Raises:
+        ConfigError: The first key that does not fit.
+    """
+    for name, value in vars(config).items():
+        spec = known_keys()[f"{prefix}{name}"]
+        if value is None and spec.optional:
+            continue
+        if spec.is_section and isinstance(value, spec.type):
+            check_sections(value, f"{prefix}{name}.")
+        elif spec.is_section or (spec.is_list and not _is_list_of_text(value)):
+            raise wrong_value(f"{prefix}{name}", value, source="interpolation")
+
+
+def _is_list_of_text(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+
+
 def wrong_value(key: str, value: object, *, source: str) -> ConfigError:
     """Returns the error for a known key whose value does not fit."""
-    shown = "null" if value is None else repr(value)
+    shown = "null" if value is None else f"{value!r:.200}"
     return ConfigError(f"{source}: {key} cannot be {shown}; it takes {known_keys()[key].describe()}")
 
 
 def nearest_key(key: str) -> str:
     """Returns the known key most like ``key``; the same name in another section is nearer than any other name."""
+    # Comparing takes time with the square of the length.
+    key = key[:_LONGEST_COMPARED]
     last = key.rpartition(".")[2]
     same_depth = [known for known in known_keys() if ("." in known) == ("." in key)]
     same_last = [known for known in known_keys() if known.rpartition(".")[2] == last]
@@ -103,14 +128,16 @@ def _walk_schema(section: type, prefix: str) -> Iterator[tuple[str, KeySpec]]:
             yield from _walk_schema(inner, f"{prefix}{name}.")
 
 
-def _walk_layer(layer: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _walk_layer(layer: Mapping[Any, Any], prefix: str, source: str) -> Iterator[tuple[str, Any]]:
     """Yields each leaf, and each section that is known; of an unknown section its leaves say more than its name."""
     for name, value in layer.items():
+        if not isinstance(name, str) or "." in name:
+            raise ConfigError(f"{source}: unknown key {prefix}{name!r:.100}; a key is a name, and sections nest")
         key = f"{prefix}{name}"
         if not isinstance(value, Mapping) or not value or key in known_keys():
             yield key, value
         if isinstance(value, Mapping):
-            yield from _walk_layer(value, f"{key}.")
+            yield from _walk_layer(value, f"{key}.", source)
 
 
 def _describe(kind: Any) -> str:

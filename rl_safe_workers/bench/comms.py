@@ -142,15 +142,16 @@ def _run_layout(
             "warmup": warmup, "recipe": str(recipe), "overrides": settings, "port": address.port, "rows": rows,
             "tokens": tokens,
         }
-        for warmup, (_, address) in zip(warmups, stores, strict=True)
+        for warmup, (_, address, _) in zip(warmups, stores, strict=True)
     ]  # fmt: skip
     file = out / "jobs.json"
-    file.write_text(json.dumps(jobs))
+    file.write_text(json.dumps(jobs), encoding="utf-8")
     what = f"bench comms: {layout.name}"
     run_processes(MODULE, [str(file)], out, ranks=layout.ranks, what=what, timeout_s=JOB_S * len(jobs))
     ranks = range(layout.ranks)
     results = [
-        [json.loads((out / f"{number}_{rank}.json").read_text()) for rank in ranks] for number in range(len(jobs))
+        [json.loads((out / f"{number}_{rank}.json").read_text(encoding="utf-8")) for rank in ranks]
+        for number in range(len(jobs))
     ]
     found = {warmup: _worst(of_ranks) for warmup, of_ranks in zip(warmups, results, strict=True)}
     if {OURS, RELEASES} <= found.keys():
@@ -205,7 +206,7 @@ def run_processes(module: str, arguments: Sequence[str], out: Path, *, ranks: in
         for process in processes:
             process.kill()
     if any(codes):
-        complaints = [path.read_text().strip().splitlines()[-1] for path in sorted(out.glob("*.error"))]
+        complaints = [path.read_text(encoding="utf-8").strip().splitlines()[-1] for path in sorted(out.glob("*.error"))]
         raise RunError(f"{what} failed: {'; '.join(complaints) or 'a rank died'}")
 
 

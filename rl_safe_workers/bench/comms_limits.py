@@ -44,10 +44,10 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         raise ResourceError(f"bench comms_limits: needs 4 GPUs, or 2 for groups of two only; there are {gpus}")
     ranks = max(size for size in SIZES if size <= gpus)
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
-        _, address = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
+        _, address, _ = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
         arguments = [str(ranks), str(address.port), folder]
         run_processes(MODULE, arguments, Path(folder), ranks=ranks, what="bench comms_limits", timeout_s=JOB_S)
-        records: list[dict[str, Any]] = json.loads((Path(folder) / "0.json").read_text())
+        records: list[dict[str, Any]] = json.loads((Path(folder) / "0.json").read_text(encoding="utf-8"))
     for record in records:
         report(json.dumps(record))
     return rows(records)

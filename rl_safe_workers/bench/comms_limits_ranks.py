@@ -134,9 +134,9 @@ def main() -> None:
     # The barriers of the default group go over gloo: they touch no device.
     dist.init_process_group("gloo", store=dist.PrefixStore("limits", store), rank=rank, world_size=ranks)
     try:
-        (out / f"{rank}.json").write_text(json.dumps(list(measure(rank, ranks))))
+        (out / f"{rank}.json").write_text(json.dumps(list(measure(rank, ranks))), encoding="utf-8")
     except BaseException:
-        (out / f"{rank}.error").write_text(traceback.format_exc())
+        (out / f"{rank}.error").write_text(traceback.format_exc(), encoding="utf-8")
         raise
     dist.destroy_process_group()
 

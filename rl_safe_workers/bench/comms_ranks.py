@@ -204,7 +204,7 @@ def run(jobs: Sequence[Job], rank: int, out: Path) -> int:
 def main() -> None:
     """Runs this rank's part of all jobs."""
     rank, jobs_file = int(sys.argv[1]), Path(sys.argv[2])
-    jobs = [Job(**fields) for fields in json.loads(jobs_file.read_text())]
+    jobs = [Job(**fields) for fields in json.loads(jobs_file.read_text(encoding="utf-8"))]
     sys.exit(min(1, run(jobs, rank, jobs_file.parent)))
 
 

@@ -64,14 +64,16 @@ def run_ways(
     settings = [f"cluster.num_trainers={layout.ranks}", *overrides, *layout.overrides]
     jobs = [
         Job(way=way, recipe=str(recipe), overrides=settings, port=address.port)
-        for way, (_, address) in zip(ways, stores, strict=True)
+        for way, (_, address, _) in zip(ways, stores, strict=True)
     ]
-    (file := folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
+    (file := folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
     what, timeout_s = f"bench exits: {layout.name}", JOB_S * len(jobs)
     run_processes(MODULE, [str(file)], folder, ranks=layout.ranks, what=what, timeout_s=timeout_s)
     found: dict[str, list[float]] = {way: [] for way in times}
     for number, way in enumerate(ways):
-        ranks = [json.loads((folder / f"{number}_{rank}.json").read_text()) for rank in range(layout.ranks)]
+        ranks = [
+            json.loads((folder / f"{number}_{rank}.json").read_text(encoding="utf-8")) for rank in range(layout.ranks)
+        ]
         found[way].append(max(rank["ended_at"] for rank in ranks) - max(rank["began_at"] for rank in ranks))
     return found
 

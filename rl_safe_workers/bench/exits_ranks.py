@@ -71,13 +71,15 @@ def live_and_end(job: Job, rank: int) -> dict[str, float]:
 def main() -> None:
     """Runs this rank's part of all jobs, and writes ``<number>_<rank>.json`` beside their file."""
     rank, jobs_file = int(sys.argv[1]), Path(sys.argv[2])
-    for number, fields in enumerate(json.loads(jobs_file.read_text())):
+    for number, fields in enumerate(json.loads(jobs_file.read_text(encoding="utf-8"))):
         result = jobs_file.with_name(f"{number}_{rank}.json")
         is_well = in_a_fork(partial(live_and_end, Job(**fields), rank), result)
         ended_at = time.time()
         if not is_well:
             sys.exit(1)
-        result.write_text(json.dumps(json.loads(result.read_text()) | {"ended_at": ended_at}))
+        result.write_text(
+            json.dumps(json.loads(result.read_text(encoding="utf-8")) | {"ended_at": ended_at}), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

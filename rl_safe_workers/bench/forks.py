@@ -21,10 +21,10 @@ def in_a_fork(work: Callable[[], Mapping[str, Any]], result: Path) -> bool:
     if child == 0:
         code = 1
         try:
-            result.write_text(json.dumps(work()))
+            result.write_text(json.dumps(work()), encoding="utf-8")
             code = 0
         except BaseException:
-            result.with_suffix(".error").write_text(traceback.format_exc())
+            result.with_suffix(".error").write_text(traceback.format_exc(), encoding="utf-8")
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)

@@ -156,7 +156,7 @@ def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _processes_of(folder: Path) -> int:
@@ -267,7 +267,7 @@ def run_ranks(
     text, run_id = json.dumps(asdict(config)), uuid.uuid4().hex
     roles = [("trainer", rank) for rank in range(config.cluster.num_trainers)]
     roles += [("rollout", rank) for rank in range(rollouts)]
-    store, address = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
+    store, address, _ = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
     processes = []
     for gpu, (role, rank) in enumerate(roles):
         own = env.actor_env(role, run_id, config.rollout.kv_cache_gib) | {env.CUDA_VISIBLE_DEVICES: str(gpu)}

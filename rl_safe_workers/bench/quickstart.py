@@ -89,7 +89,7 @@ def run_seed(seed: int, folder: Path) -> Figures:
     if code != 0:
         reason = (complaint.strip().splitlines() or ["it says nothing"])[-1]
         raise RunError(f"bench quickstart: the run for seed {seed} ended with exit code {code}: {reason}")
-    lines = (folder / "outputs" / "bench" / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "outputs" / "bench" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return to_figures(seed, [json.loads(line) for line in lines], wall_s=wall_s, peak_bytes=memory.peak_bytes)
 
 

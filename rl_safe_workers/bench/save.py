@@ -125,7 +125,9 @@ def _many_tensors(folder: Path) -> Path:
         "torch.save({}, sys.argv[1] + '/common.pt')\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(folder)], check=True, capture_output=True)
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (folder / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}', encoding="utf-8"
+    )
     return folder
 
 

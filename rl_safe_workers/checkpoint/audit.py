@@ -7,18 +7,27 @@ It checks what megatron-core's access validation would have checked during the s
 tensor is stored exactly once, and what that never checks: that the bytes are there, and deep, that they are those
 that were written. It also reads checkpoints of verl, NeMo RL and Megatron-LM, which have no manifest of ours.
 
+All of it runs in a bounded child, so that no checkpoint can take more memory or time than one of its size should.
+
 Pure Python: starts in milliseconds.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from rl_safe_workers.checkpoint.archives import crc32_of, damaged_archives, opened_range
+from rl_safe_workers.bounded_child import Limits, call_bounded, lift_time_limit
+from rl_safe_workers.checkpoint.archives import Archive, crc32_of, damaged_archives
 from rl_safe_workers.checkpoint.audit_report import AuditReport, Findings
 from rl_safe_workers.checkpoint.collector import collector_paused
 from rl_safe_workers.checkpoint.index import (
@@ -31,6 +40,7 @@ from rl_safe_workers.checkpoint.index import (
     Location,
     TensorEntry,
     chunk_bytes,
+    limits_of,
     locate,
     read_format,
     read_records,
@@ -38,8 +48,9 @@ from rl_safe_workers.checkpoint.index import (
 from rl_safe_workers.checkpoint.manifest_facts import ManifestFacts, read_manifest_facts
 from rl_safe_workers.checkpoint.ownership import INCOMPLETE
 from rl_safe_workers.checkpoint.rectangles import find_overlap, is_within
-from rl_safe_workers.checkpoint.unpickle import read_archive, read_common_record
+from rl_safe_workers.checkpoint.unpickle import read_tree
 from rl_safe_workers.errors import CheckpointError
+from rl_safe_workers.foreign_files import open_foreign, printable
 
 
 def audit(directory: Path, *, deep: bool = False) -> AuditReport:
@@ -54,13 +65,38 @@ def audit(directory: Path, *, deep: bool = False) -> AuditReport:
         UsageError: If there is no such directory.
         CheckpointError: If it holds no checkpoint, or several.
     """
+    location = locate(directory)
+    limits = _limits(location)
+    if deep:  # it takes as long as there are bytes
+        limits = replace(limits, wall_s=None)
+    arguments = {"root": str(location.root.absolute()), "shards": str(location.shards.absolute()), "deep": deep}
+    answer = call_bounded(
+        audit_here, arguments, limits=limits, subject=printable(str(directory)), failure=CheckpointError
+    )
+    return AuditReport.from_dict(printable(str(directory)), json.loads(answer))
+
+
+def _limits(location: Location) -> Limits:
+    try:
+        return limits_of(location)
+    except CheckpointError:  # the audit says what is wrong with it
+        return Limits(memory_bytes=2**28, cpu_s=2, wall_s=60.0, answer_bytes=2**20)
+
+
+def audit_here(root: str, shards: str, deep: bool) -> bytes:
+    """Audits in this process, a bounded child.
+
+    Returns:
+        The report without its directory, as JSON.
+    """
     started = time.perf_counter()
-    run = _Audit(locate(directory))
+    run = _Audit(Location(root=Path(root), shards=Path(shards)))
     with collector_paused():
         run.check()
         if deep:
+            lift_time_limit()
             run.check_bytes()
-    return run.report(directory, deep=deep, seconds=time.perf_counter() - started)
+    return json.dumps(run.report(deep=deep, seconds=time.perf_counter() - started).as_dict()).encode()
 
 
 class _Audit:
@@ -74,6 +110,8 @@ class _Audit:
         self.index: CheckpointIndex | None = None
         self.sizes: dict[str, int] = {}
         """Bytes of each file that is there, by path relative to the root."""
+        self._wrong: set[str] = set()
+        """Files whose size is known to be wrong; a deep audit need not read them."""
 
     def check(self) -> None:
         """Everything that needs no reading of tensors."""
@@ -106,15 +144,21 @@ class _Audit:
         needed = {self._name(name) for name in {METADATA, FORMAT} | {place.file for _, place, _ in places}}
         listed = self.manifest.files if self.manifest else {}
         for name in sorted(needed | listed.keys()):
-            path = self.location.root / name
-            if not path.is_file():
-                self.findings.add("file", f"{name} is missing")
+            try:
+                size = self.sizes[name] = self._size_of(self.location.root / name)
+            except OSError as error:
+                missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+                self.findings.add("file", f"{name} {'is missing' if missing else f'cannot be read: {error.strerror}'}")
                 continue
-            size = self.sizes[name] = path.stat().st_size
             if self.manifest and name not in listed:
                 self.findings.add("manifest", f"{name} is not in the manifest, so nothing says what it should hold")
             elif self.manifest and size != listed[name].bytes:
                 self.findings.add("file", f"{name} has {size} bytes, {listed[name].bytes} were written")
+                self._wrong.add(name)
+
+    def _size_of(self, path: Path) -> int:
+        with open_foreign(path, within=self.location.root) as file:
+            return os.fstat(file.fileno()).st_size
 
     def _check_coverage(self, index: CheckpointIndex) -> None:
         for key, entry in index.tensors.items():
@@ -137,17 +181,31 @@ class _Audit:
                 self.findings.add("range", f"{file}: {text}")
 
     def _check_common(self) -> None:
-        path, index = self.location.shards / COMMON, self.index
-        if path.is_file():
-            self.sizes.setdefault(self._name(COMMON), path.stat().st_size)
-            read_common_record(path)
-        elif index and (key := index.common_object) and (place := index.objects[key]) and self._is_there(place):
-            with opened_range(self.location.shards, place) as file:
-                read_archive(file, source=f"{key} in {self.location.shards / place.file}")
-        elif (
-            index and index.common_object is None and not (self.manifest and self._name(COMMON) in self.manifest.files)
-        ):
+        index, name = self.index, self._name(COMMON)
+        key = index.common_object if index else None
+        if (self.location.shards / COMMON).exists():
+            with self._opened(COMMON) as file:
+                size = os.fstat(file.fileno()).st_size
+                self.sizes.setdefault(name, size)
+                self._check_tree(Archive(file, 0, size, source=str(self.location.shards / COMMON)))
+        elif index and key and (place := index.objects[key]) and self._is_there(place):
+            with self._opened(place.file) as file:
+                source = f"{key} in {self.location.shards / place.file}"
+                self._check_tree(Archive(file, place.offset, place.length, source=source))
+        elif index and key is None and not (self.manifest and name in self.manifest.files):
             self.findings.add("common", f"there is neither a {COMMON} nor an object in its place")
+
+    def _opened(self, shard_file: str) -> BinaryIO:
+        path = self.location.shards / shard_file
+        try:
+            return open_foreign(path, within=self.location.root)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+    def _check_tree(self, archive: Archive) -> None:
+        data = bytearray(archive.size("data.pkl"))
+        archive.read_into("data.pkl", data)
+        read_tree(bytes(data), source=archive.source)
 
     def _is_there(self, place: ByteRange) -> bool:
         return place.stop <= self.sizes.get(self._name(place.file), -1)
@@ -156,8 +214,12 @@ class _Audit:
         """Reads the files through: those with a digest against it, the others archive by archive."""
         digests = {name: file.digest for name, file in self.manifest.files.items()} if self.manifest else {}
         for name, digest in sorted(digests.items()):
-            if name in self.sizes and digest and (found := crc32_of(self.location.root / name)) != digest:
-                self.findings.add("bytes", f"{name} does not have the bytes that were written: {found}, not {digest}")
+            if name in self.sizes and name not in self._wrong and digest:
+                with self._readable(name):
+                    found = crc32_of(self.location.root / name, within=self.location.root)
+                    if found != digest:
+                        text = f"{name} does not have the bytes that were written: {found}, not {digest}"
+                        self.findings.add("bytes", text)
         archives: defaultdict[str, dict[ByteRange, str]] = defaultdict(dict)
         for key, place, _ in _placed(self.index) if self.index else []:
             if self._is_there(place) and not digests.get(self._name(place.file)):
@@ -166,22 +228,32 @@ class _Audit:
         if size is not None and not digests.get(self._name(COMMON)):
             archives[COMMON][ByteRange(COMMON, 0, size)] = COMMON
         for name, owners in sorted(archives.items()):
-            for place, wrong in damaged_archives(self.location.shards / name, list(owners)):
-                self.findings.add("bytes", f"{owners[place]} at {place.offset} of {name} {wrong}")
+            with self._readable(name):
+                path = self.location.shards / name
+                for place, wrong in damaged_archives(path, list(owners), within=self.location.root):
+                    self.findings.add("bytes", f"{owners[place]} at {place.offset} of {name} {wrong}")
 
-    def report(self, directory: Path, *, deep: bool, seconds: float) -> AuditReport:
+    @contextmanager
+    def _readable(self, name: str) -> Iterator[None]:
+        """Makes a problem of what cannot be read, so that the audit goes on."""
+        try:
+            yield
+        except OSError as error:
+            self.findings.add("file", f"{name} cannot be read: {error.strerror}")
+
+    def report(self, *, deep: bool, seconds: float) -> AuditReport:
         """What was found."""
         index, manifest = self.index, self.manifest
         return AuditReport(
-            directory=str(directory),
+            directory=str(self.location.root),
             ok=not self.findings.counts,
             deep=deep,
             problems=tuple(self.findings.problems),
             counts=dict(self.findings.counts),
             has_manifest=self.location.manifest is not None,
             step=manifest.step if manifest else None,
-            layout=manifest.layout if manifest else None,
-            versions=manifest.versions if manifest else None,
+            layout=_printable(manifest.layout) if manifest else None,
+            versions=_printable(manifest.versions) if manifest else None,
             backend=self.format.backend if self.format else None,
             tensors=len(index.tensors) if index else 0,
             chunks=sum(len(entry.chunks) for entry in index.tensors.values()) if index else 0,
@@ -190,6 +262,10 @@ class _Audit:
             bytes=sum(self.sizes.values()),
             seconds=round(seconds, 3),
         )
+
+
+def _printable(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {printable(str(key)): printable(value) if isinstance(value, str) else value for key, value in facts.items()}
 
 
 def _placed(index: CheckpointIndex) -> Iterator[tuple[str, ByteRange, int]]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl_safe_workers.errors import CheckpointError
+from rl_safe_workers.foreign_files import TEXT_CHARACTERS, printable
 
 LISTED = 20
 """How many problems of a kind a report lists; it counts them all."""
@@ -58,6 +59,17 @@ class AuditReport:
         """The report as JSON can hold it."""
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, directory: str, fields: Mapping[str, Any]) -> AuditReport:
+        """Makes a report of what `as_dict` gave.
+
+        Args:
+            directory: How the caller names the checkpoint.
+            fields: As JSON brings them back.
+        """
+        problems = tuple(Problem(**problem) for problem in fields["problems"])
+        return cls(**{**fields, "directory": directory, "problems": problems})
+
 
 class Findings:
     """Collects problems while an audit runs."""
@@ -70,7 +82,7 @@ class Findings:
         """Counts a problem, and lists it if it is among the first of its kind."""
         self.counts[kind] += 1
         if self.counts[kind] <= LISTED:
-            self.problems.append(Problem(kind, text))
+            self.problems.append(Problem(kind, printable(text[:TEXT_CHARACTERS])))
 
     @contextmanager
     def catching(self, kind: str) -> Iterator[None]:

@@ -19,6 +19,22 @@ ITEM_BITS: Mapping[str, int] = {
 }
 """Bits per element by dtype, as ``torch.dtype`` pickles its name."""
 
+STORAGE_DTYPES: Mapping[str, str] = {
+    "BFloat16": "bfloat16",
+    "Bool": "bool",
+    "Byte": "uint8",
+    "Char": "int8",
+    "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "Int": "int32",
+    "Long": "int64",
+    "Short": "int16",
+}
+"""Dtype of each kind of storage that a tensor names."""
+
 METADATA_RECORDS: Names = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
@@ -48,6 +64,12 @@ METADATA_ENUMS: Names = {
 }
 
 COMMON_RECORDS: Names = {
+    "builtins": (
+        *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset"),
+        *("getattr", "int", "list", "set", "str", "tuple"),
+    ),
+    "collections": ("OrderedDict", "defaultdict", "deque"),
+    "_codecs": ("encode",),
     "argparse": ("Namespace",),
     "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
     "io": ("BytesIO",),
@@ -58,35 +80,18 @@ COMMON_RECORDS: Names = {
     "numpy._core.multiarray": ("_reconstruct", "scalar"),
     "numpy.core.numeric": ("_frombuffer",),
     "numpy._core.numeric": ("_frombuffer",),
-    "numpy.dtypes": tuple(
-        f"{name}DType"
-        for name in [
-            "Bool",
-            "Float16",
-            "Float32",
-            "Float64",
-            "Int8",
-            "Int16",
-            "Int32",
-            "Int64",
-            "UInt8",
-            "UInt16",
-            "UInt32",
-            "UInt64",
-        ]
-    ),
+    "pathlib": METADATA_STATEFUL["pathlib"],
+    "pathlib._local": METADATA_STATEFUL["pathlib._local"],
     "torch": (
+        "Size",
         "device",
-        *(
-            f"{name}Storage"
-            for name in ["BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"]
-        ),
-        *(f"{name}Storage" for name in ["ComplexDouble", "ComplexFloat", "Typed", "Untyped"]),
+        *ITEM_BITS,
+        *(f"{name}Storage" for name in STORAGE_DTYPES),
+        "UntypedStorage",
     ),
-    "torch.storage": ("TypedStorage", "UntypedStorage"),
-    "torch._tensor": ("_rebuild_from_type_v2",),
+    "torch.serialization": ("_get_layout",),
+    "torch.storage": ("UntypedStorage",),
     "torch._utils": ("_rebuild_parameter", "_rebuild_tensor_v2", "_rebuild_tensor_v3"),
-    "torch.nn.parameter": ("Parameter",),
     "megatron.core.optimizer.optimizer_config": ("AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"),
 }
 
@@ -105,3 +110,11 @@ COMMON_ENUMS: Names = {
     ),
     "megatron.core.rerun_state_machine": ("RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus"),
 }
+
+TREE_NAMES = frozenset(
+    f"{module}.{name}"
+    for listed in (COMMON_RECORDS, COMMON_ENUMS)
+    for module, found in listed.items()
+    for name in found
+)
+"""What the pickle of an archive of ``torch.save`` may ask for, as ``module.name``."""

@@ -3,7 +3,8 @@
     index = read_index(Path("checkpoints/global_step_10"))
     index.tensors["decoder.final_layernorm.weight"].chunks[0].place     ByteRange(file='__0_0.distcp', ...)
 
-It reads what we, verl, NeMo RL and Megatron-LM write through megatron-core 0.15 to 0.19, without torch.
+It reads what we, verl, NeMo RL and Megatron-LM write through megatron-core 0.15 to 0.19, without torch. The pickle is
+read in a bounded child, which hands back plain JSON; what is made of that is checked field by field.
 
 Pure Python: starts in milliseconds.
 """
@@ -11,19 +12,31 @@ Pure Python: starts in milliseconds.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rl_safe_workers.bounded_child import Limits, call_bounded
 from rl_safe_workers.checkpoint.collector import collector_paused
 from rl_safe_workers.checkpoint.format_names import ITEM_BITS
 from rl_safe_workers.checkpoint.manifest import SHARDS
 from rl_safe_workers.checkpoint.manifest_facts import MANIFEST
+from rl_safe_workers.checkpoint.metadata_fields import fields_of, read_fields
 from rl_safe_workers.checkpoint.rectangles import Index
-from rl_safe_workers.checkpoint.unpickle import MALFORMED, Record, read_metadata_record
+from rl_safe_workers.checkpoint.unpickle import MALFORMED
 from rl_safe_workers.errors import CheckpointError, UnsafeCheckpointError, UsageError
+from rl_safe_workers.foreign_files import (
+    SMALL_BYTES,
+    TEXT_CHARACTERS,
+    described,
+    hole_bytes,
+    open_foreign,
+    printable,
+    read_foreign,
+)
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
@@ -119,20 +132,35 @@ def locate(directory: Path) -> Location:
         UsageError: If there is no such directory.
         CheckpointError: If it holds no checkpoint, or several; the message says what was looked for.
     """
-    if not directory.is_dir():
-        raise UsageError(f"{directory} is not a directory; give that of a checkpoint")
-    if (at := _at(directory)) is not None:
-        return at
-    found = [at for path in sorted(directory.iterdir()) if path.is_dir() and (at := _at(path)) is not None]
+    try:
+        if not directory.is_dir():
+            raise UsageError(f"{_shown(directory)} is not a directory; give that of a checkpoint")
+        if (at := _at(directory)) is not None:
+            return at
+        inside = [path for path in sorted(directory.iterdir()) if path.is_dir() and _is_in(path, directory)]
+        found = [at for path in inside if (at := _at(path)) is not None]
+    except OSError as error:
+        raise UsageError(
+            f"{_shown(directory)} cannot be read: {error.strerror}; give the directory of a checkpoint"
+        ) from error
     if len(found) == 1:
         return found[0]
     if found:
-        names = ", ".join(at.root.name for at in found[:5])
-        raise CheckpointError(f"{directory} holds {len(found)} checkpoints: give one of them ({names})")
+        names = ", ".join(_shown(at.root.name) for at in found[:5])
+        raise CheckpointError(f"{_shown(directory)} holds {len(found)} checkpoints: give one of them ({names})")
     raise CheckpointError(
-        f"{directory} holds no torch_dist checkpoint: looked for {MANIFEST} in it, and for {METADATA} and {FORMAT} "
-        "in it and in the directories right below"
+        f"{_shown(directory)} holds no torch_dist checkpoint: looked for {MANIFEST} in it, and for {METADATA} and "
+        f"{FORMAT} in it and in the directories right below"
     )
+
+
+def _shown(text: object) -> str:
+    return printable(str(text)[:TEXT_CHARACTERS])
+
+
+def _is_in(path: Path, directory: Path) -> bool:
+    """Whether a path is in a directory once links are followed; those that lead elsewhere are passed over."""
+    return not path.is_symlink() or path.resolve().is_relative_to(directory.resolve())
 
 
 def _at(directory: Path) -> Location | None:
@@ -149,12 +177,53 @@ def read_index(directory: Path) -> CheckpointIndex:
 
     Raises:
         UsageError: If there is no such directory.
-        CheckpointError: If it holds no checkpoint, or one whose metadata is missing or malformed.
+        CheckpointError: If it holds no checkpoint, or one whose metadata is missing, malformed, or takes more memory or
+            time to read than one of its size.
         UnsafeCheckpointError: If the metadata asks for a class that no checkpoint needs or a file outside.
     """
     location = locate(directory)
     read_format(location)
-    return read_records(location)
+    path = location.shards.absolute() / METADATA
+    arguments = {"path": str(path), "root": str(location.root.absolute())}
+    limits = limits_of(location)
+    answer = call_bounded(read_fields, arguments, limits=limits, subject=_shown(path), failure=CheckpointError)
+    with collector_paused():
+        return _to_index(location, json.loads(answer))
+
+
+def read_records(location: Location) -> CheckpointIndex:
+    """As `read_index`, for a caller that is in a bounded child itself."""
+    with collector_paused():
+        return _to_index(location, fields_of(location.shards / METADATA, location.root))
+
+
+def limits_of(location: Location) -> Limits:
+    """What it may take to read a checkpoint's metadata and check it: by its size, some three times what it does take.
+
+    Raises:
+        CheckpointError: If it is missing, or no regular file of the checkpoint.
+    """
+    path = location.shards / METADATA
+    try:
+        with open_foreign(path, within=location.root) as file:
+            size = os.fstat(file.fileno()).st_size
+            mib = (size - hole_bytes(file, 0, size)) / 2**20
+    except OSError as error:
+        raise CheckpointError(
+            f"{_shown(path)} cannot be read: {error.strerror}; is this a torch_dist checkpoint?"
+        ) from error
+    cpu_s = 2 + int(mib * _CPU_S_PER_MIB)
+    return Limits(
+        memory_bytes=int((256 + mib * _MIB_PER_MIB) * 2**20),
+        cpu_s=cpu_s,
+        wall_s=30.0 + 10 * cpu_s,
+        answer_bytes=int((1 + 2 * mib) * 2**20),
+    )
+
+
+_MIB_PER_MIB = 40
+"""Memory by size of the metadata."""
+_CPU_S_PER_MIB = 1.0
 
 
 def read_format(location: Location) -> Format:
@@ -165,97 +234,80 @@ def read_format(location: Location) -> Format:
     """
     path = location.shards / FORMAT
     try:
-        fields = json.loads(path.read_bytes())
-        found = Format(backend=fields["sharded_backend"], version=fields.get("sharded_backend_version", 1))
+        fields = json.loads(read_foreign(path, limit_bytes=SMALL_BYTES, within=location.root))
+        found = Format(
+            backend=_text(fields["sharded_backend"]), version=_size(fields.get("sharded_backend_version", 1))
+        )
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the save did not finish; take another checkpoint") from None
+        raise CheckpointError(f"{_shown(path)} is missing: the save did not finish; take another checkpoint") from None
     except (OSError, *MALFORMED) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}; take another checkpoint") from error
+        raise CheckpointError(f"{_shown(path)} cannot be read: {described(error)}; take another checkpoint") from error
     if found.backend != "torch_dist" or found.version != 1:
         raise CheckpointError(
-            f"{path} says format {found.backend!r} version {found.version!r}; only 'torch_dist' version 1 is read: "
-            "save it again with --ckpt-format torch_dist"
+            f"{_shown(path)} says format {_shown(found.backend[:_NAME_BYTES])!r} version {found.version!r}; "
+            "only 'torch_dist' version 1 is read: save it again with --ckpt-format torch_dist"
         )
     return found
 
 
-def read_records(location: Location) -> CheckpointIndex:
-    """Reads ``.metadata``; see `read_index`."""
-    with collector_paused():
-        return _index(location, read_metadata_record(location.shards / METADATA))
+def _to_index(location: Location, fields: Any) -> CheckpointIndex:
+    """Makes an index of what `metadata_fields` says, which may be anything of the kinds that JSON has.
 
-
-def _index(location: Location, record: Record) -> CheckpointIndex:
+    Raises:
+        UnsafeCheckpointError: If it places bytes outside the checkpoint.
+        CheckpointError: If a field is not of its type.
+    """
     path = location.shards / METADATA
+    checked: set[str] = set()
     try:
-        fields = _fields(record, "Metadata", "MCoreMetadata")
-        places, unclaimed = _places(fields["storage_data"], path)
-        tensors: dict[str, TensorEntry] = {}
-        objects: dict[str, ByteRange | None] = {}
-        for key, described in _mapping(fields["state_dict_metadata"]).items():
-            if type(described).__name__ == "BytesStorageMetadata":
-                objects[_text(key)] = places.pop((key, None), None)
-            else:
-                tensors[_text(key)] = _tensor(key, _fields(described, "TensorStorageMetadata"), places)
+        tensors = {
+            _key(key): _tensor(dtype, shape, chunks, path, checked) for key, dtype, shape, chunks in fields["tensors"]
+        }
+        objects = {_key(key): _place(place, path, checked) for key, place in fields["objects"]}
     except MALFORMED as error:
-        raise CheckpointError(f"{path} is malformed ({type(error).__name__}: {error}); take another one") from error
-    unclaimed += [f"{key} at {offset}" for key, offset in places]
-    return CheckpointIndex(location=location, tensors=tensors, objects=objects, unclaimed=tuple(unclaimed))
+        raise CheckpointError(f"{_shown(path)} is malformed ({described(error)}); take another one") from error
+    return CheckpointIndex(location=location, tensors=tensors, objects=objects, unclaimed=tuple(fields["unclaimed"]))
 
 
-_INT = {int}
-_Places = dict[tuple[str, Index | None], ByteRange]
+def _tensor(dtype: Any, shape: Any, chunks: Any, path: Path, checked: set[str]) -> TensorEntry:
+    return TensorEntry(
+        _text(dtype),
+        ITEM_BITS[dtype] // 8,
+        _sizes(shape),
+        tuple(Chunk(_sizes(offsets), _sizes(sizes), _place(place, path, checked)) for offsets, sizes, place in chunks),
+    )
 
 
-def _places(storage: Any, path: Path) -> tuple[_Places, list[str]]:
-    """Byte ranges by key and offset of the chunk, None for objects; and those that come twice, described."""
-    places: _Places = {}
-    twice: list[str] = []
-    files: set[str] = set()
-    for index, info in _mapping(storage).items():
-        at, stored = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
-        if stored.get("transform_descriptors"):
-            raise TypeError(f"{at['fqn']} is stored through transforms {stored['transform_descriptors']}")
-        name = _text(stored["relative_path"])
-        if name not in files:
-            files.add(_inside(name, path))
-        offset = at.get("offset")
-        key = (_text(at["fqn"]), None if offset is None else _sizes(offset))
-        place = ByteRange(name, _size(stored["offset"]), _size(stored["length"]))
-        if places.setdefault(key, place) is not place:
-            twice.append(f"{key[0]} at {key[1]} a second time")
-    return places, twice
+def _place(place: Any, path: Path, checked: set[str]) -> ByteRange | None:
+    if place is None:
+        return None
+    name, offset, length = place
+    if name not in checked:
+        checked.add(_inside(_text(name), path))
+    return ByteRange(name, _size(offset), _size(length))
 
 
 def _inside(name: str, path: Path) -> str:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-        raise UnsafeCheckpointError(f"{path} places bytes in {name!r}, outside the checkpoint: refused")
+        raise UnsafeCheckpointError(f"{_shown(path)} places bytes in {_shown(name)!r}, outside the checkpoint: refused")
+    if not name.isprintable() or max(len(part.encode()) for part in parts) > _NAME_BYTES or len(name) > TEXT_CHARACTERS:
+        raise ValueError("a name that no file of a checkpoint has")
     return name
 
 
-def _tensor(key: str, fields: Mapping[str, Any], places: _Places) -> TensorEntry:
-    chunks = []
-    for chunk in fields["chunks"]:
-        at = _fields(chunk, "ChunkStorageMetadata")
-        offsets, sizes = _sizes(at["offsets"]), _sizes(at["sizes"])
-        chunks.append(Chunk(offsets, sizes, places.pop((key, offsets), None)))
-    # TensorProperties pickles as a tuple that starts with its dtype (torch's checkpoint/metadata.py:55).
-    dtype = _fields(fields["properties"], "TensorProperties")["state"][0]
-    return TensorEntry(dtype, ITEM_BITS[dtype] // 8, _sizes(fields["size"]), tuple(chunks))
+_NAME_BYTES = 255
+"""Longest name that file systems take."""
+_DIMENSIONS = 64
+"""As many as numpy has; torch has no limit."""
+_LARGEST = 2**63 - 1
+_INTEGERS = {int}
 
 
-def _fields(record: object, *kinds: str) -> dict[str, Any]:
-    """The fields of a record of one of the kinds; a pickle may put anything anywhere."""
-    if not isinstance(record, Record) or type(record).__name__ not in kinds:
-        raise TypeError(f"{type(record).__name__} in the place of {kinds[0]}")
-    return vars(record)
-
-
-def _mapping(value: Any) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} in the place of a dict")
-    return value
+def _key(value: Any) -> str:
+    if not _text(value).isprintable() or len(value) > TEXT_CHARACTERS:
+        raise ValueError("a key that cannot be printed on a line")
+    return str(value)
 
 
 def _text(value: Any) -> str:
@@ -265,15 +317,21 @@ def _text(value: Any) -> str:
 
 
 def _size(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} in the place of a size")
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{type(value).__name__} in the place of a size")
     return value
 
 
 def _sizes(value: Any) -> Index:
-    if type(value) is not tuple or not set(map(type, value)) <= _INT or min(value, default=0) < 0:
-        raise ValueError(f"{value!r} in the place of sizes")
-    return value
+    if (
+        type(value) not in (list, tuple)
+        or not set(map(type, value)) <= _INTEGERS
+        or len(value) > _DIMENSIONS
+        or min(value, default=0) < 0
+        or max(value, default=0) > _LARGEST
+    ):
+        raise ValueError(f"{type(value).__name__} in the place of sizes")
+    return tuple(value)
 
 
 def chunk_bytes(entry: TensorEntry, chunk: Chunk) -> int:

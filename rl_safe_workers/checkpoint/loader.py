@@ -1,26 +1,29 @@
-"""Loads a torch_dist checkpoint under any layout without a collective: each rank reads what it needs."""
+"""Loads a torch_dist checkpoint under any layout without a collective: each rank reads what it needs.
+
+Every byte is read here, and megatron-core opens no file of a checkpoint: its own readers trust what they read.
+"""
 
 from __future__ import annotations
 
-import io
 import logging
-import zipfile
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.serialization import load_content_metadata
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed import Store
 
-from rl_safe_workers.checkpoint.index import ByteRange, CheckpointIndex, Chunk, read_index
+from rl_safe_workers.checkpoint.archives import Archive
+from rl_safe_workers.checkpoint.index import COMMON, ByteRange, CheckpointIndex, Chunk, chunk_bytes, read_index
+from rl_safe_workers.checkpoint.megatron import CONTENT_METADATA_KEY, fill_state
 from rl_safe_workers.checkpoint.pieces import Piece, Split, coalesce, split
-from rl_safe_workers.checkpoint.safe_reader import allowing_common
-from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
+from rl_safe_workers.checkpoint.values import load_value
+from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, RlSafeError
+from rl_safe_workers.foreign_files import HOLE_BYTES, described, open_foreign
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.worlds.agreement import Agreement
 
@@ -31,7 +34,9 @@ OPEN_FILES = 32
 LISTED = 10
 """Keys that an error names at most."""
 OURS_TO_IGNORE = ("rng_state/", "common_state/")
-"""Objects that a load may leave out: random states of another number of ranks, and what megatron-core reads itself."""
+"""Objects that a load may leave out: random states of another number of ranks, and the common state."""
+ENVELOPE_BYTES = 2**20
+"""What an archive may have around a tensor's elements; torch.save takes a thousandth of it."""
 
 
 def read_content_metadata(directory: Path) -> dict[str, Any] | None:
@@ -41,14 +46,11 @@ def read_content_metadata(directory: Path) -> dict[str, Any] | None:
         UnsafeCheckpointError: If the checkpoint asks for a name that no checkpoint needs; the message has it.
         CheckpointError: If it cannot be read.
     """
-    read_index(directory)  # refuses a hostile file before megatron-core opens it
-    try:
-        with allowing_common(directory):
-            found: dict[str, Any] | None = load_content_metadata(str(directory))
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{directory} cannot be read: {type(error).__name__}: {error}") from error
+    with Blobs(directory) as blobs:
+        index = None if (directory / COMMON).exists() else read_index(directory)
+        found = blobs.load_common(index).get(CONTENT_METADATA_KEY)
+    if not isinstance(found, dict | None):
+        raise CheckpointError(f"{directory} describes its format by a {type(found).__name__}; take another checkpoint")
     return found
 
 
@@ -108,16 +110,14 @@ class Loader:
         assert index is not None, "else the agreement has raised"
         loaded: dict[str, Any] = {}
         try:
-            with allowing_common(directory):
-                loaded = dist_checkpointing.load(
-                    state,
-                    str(directory),
-                    sharded_strategy=_Strategy(index, directory),
-                    validate_access_integrity=False,
-                )
+            with Blobs(directory) as blobs:
+                loaded = fill_state(state, blobs.load_common(index), lambda shards: _read_shards(shards, index, blobs))
             restore(loaded)
-        except Exception as error:
+        except RlSafeError as error:
             failure = error
+        except Exception as error:
+            failure = CheckpointError(f"{directory} cannot be loaded: {described(error)}")
+            failure.__cause__ = error
         self._agreement("read").settle(timeout, failure=failure)
         # Every rank has come to this agreement, so none waits for those before.
         self._agreement("ready").forget()
@@ -161,27 +161,19 @@ def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:LISTED]) + more
 
 
-class _Strategy(TorchDistLoadShardedStrategy):
-    """Megatron-core's place for whoever reads the shards."""
-
-    def __init__(self, index: CheckpointIndex, directory: Path) -> None:
-        super().__init__()
-        self._index, self._directory = index, directory
-
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *_: Any) -> dict[str, Any]:
-        """Returns the state dict with tensors and objects in the place of sharded ones."""
-        parts = split(sharded_state_dict)
-        for shard in parts.tensors:
-            if shard.data is None:
-                shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
-            elif shard.allow_shape_mismatch:
-                shard.data.detach().zero_()
-        with Blobs(self._directory) as blobs:
-            read_pieces(parts.tensors, self._index, blobs)
-            for item in parts.objects:
-                item.data = blobs.load_object(self._index.objects[item.unique_key], item.unique_key)
-        result: dict[str, Any] = _data_of(sharded_state_dict)
-        return result
+def _read_shards(state: dict[str, Any], index: CheckpointIndex, blobs: Blobs) -> dict[str, Any]:
+    """Returns the state dict with tensors and objects in the place of sharded ones."""
+    parts = split(state)
+    for shard in parts.tensors:
+        if shard.data is None:
+            shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
+        elif shard.allow_shape_mismatch:
+            shard.data.detach().zero_()
+    read_pieces(parts.tensors, index, blobs)
+    for item in parts.objects:
+        item.data = blobs.load_object(index.objects[item.unique_key], item.unique_key)
+    result: dict[str, Any] = _data_of(state)
+    return result
 
 
 def _data_of(state: Any) -> Any:
@@ -197,7 +189,7 @@ class Blobs:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files: dict[str, IO[bytes]] = {}
+        self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> Blobs:
         return self
@@ -207,45 +199,84 @@ class Blobs:
             file.close()
 
     def load_object(self, place: ByteRange | None, key: str) -> Any:
-        """Reads an object, which megatron-core stores in a list of its own."""
-        (value,) = self._load(place, key)
-        return value
+        """Reads an object, which megatron-core stores in a list of its own.
 
-    def load_tensor(self, chunk: Chunk, key: str) -> torch.Tensor:
-        """Reads a stored part of a tensor."""
-        tensor: torch.Tensor = self._load(chunk.place, key)
+        Raises:
+            CheckpointError: If it is damaged.
+            UnsafeCheckpointError: If it asks for a name that no checkpoint needs.
+        """
+        value = load_value(self._dense(self._archive(self._placed(place, key), key)))
+        if not isinstance(value, list) or len(value) != 1:
+            raise CheckpointError(f"{key} is no object of a checkpoint, but a {type(value).__name__}; take another one")
+        return value[0]
+
+    def load_common(self, index: CheckpointIndex | None) -> dict[str, Any]:
+        """Reads what every rank holds alike: ``common.pt``, or the object that takes its place.
+
+        Args:
+            index: Of the checkpoint; None if it has the file.
+
+        Raises:
+            CheckpointError: If there is neither, or it is damaged.
+            UnsafeCheckpointError: If it asks for a name that no checkpoint needs.
+        """
+        if index is not None and index.common_object and not (self._directory / COMMON).exists():
+            found = self.load_object(index.objects[index.common_object], index.common_object)
+        else:
+            file = self._opened(COMMON)
+            size = os.fstat(file.fileno()).st_size
+            found = load_value(self._dense(Archive(file, 0, size, source=str(self._directory / COMMON))))
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self._directory} has a {type(found).__name__} as common state; take another one")
+        return found
+
+    def load_tensor(self, chunk: Chunk, key: str, nbytes: int) -> torch.Tensor:
+        """Reads a stored part of a tensor.
+
+        Args:
+            chunk: The part.
+            key: Of the tensor.
+            nbytes: Size of its elements in bytes.
+
+        Raises:
+            CheckpointError: If it is damaged, or larger than the index says.
+        """
+        place = self._placed(chunk.place, key)
+        if place.length > nbytes + ENVELOPE_BYTES:
+            raise CheckpointError(f"{key} has {place.length} bytes for elements of {nbytes}; take another checkpoint")
+        archive = self._archive(place, key)
+        tensor = load_value(archive)
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() != prod(chunk.sizes):
+            raise CheckpointError(f"{archive.source} is no tensor of shape {list(chunk.sizes)}; take another one")
         return tensor.detach().view(chunk.sizes)
 
-    def _opened(self, path: Path) -> IO[bytes]:
-        file = self._files.pop(path.name, None) or path.open("rb")
-        self._files[path.name] = file  # last in order: the latest used
+    def _placed(self, place: ByteRange | None, key: str) -> ByteRange:
+        if place is None:
+            raise CheckpointError(f"{key} has no place in any file of {self._directory}: the checkpoint is damaged")
+        return place
+
+    def _archive(self, place: ByteRange, key: str) -> Archive:
+        where = f"{self._directory / place.file}, bytes {place.offset} to {place.stop}"
+        return Archive(self._opened(place.file), place.offset, place.length, source=f"{key} in {where},")
+
+    def _dense(self, archive: Archive) -> Archive:
+        """Refuses an archive whose size nothing bounds but the file's, where little of that is on the disk."""
+        if archive.hole_bytes > HOLE_BYTES:
+            raise CheckpointError(f"{archive.source} is mostly a hole; take another checkpoint")
+        return archive
+
+    def _opened(self, name: str) -> BinaryIO:
+        """The file, by its whole name: another folder may have one of the same."""
+        file = self._files.pop(name, None)
+        if file is None:
+            try:
+                file = open_foreign(self._directory / name, within=self._directory)
+            except OSError as error:
+                raise CheckpointError(f"{self._directory / name} cannot be read: {error.strerror}") from error
+        self._files[name] = file  # last in order: the latest used
         if len(self._files) > OPEN_FILES:
             self._files.pop(next(iter(self._files))).close()
         return file
-
-    def _load(self, place: ByteRange | None, key: str) -> Any:
-        if place is None:
-            raise CheckpointError(f"{key} has no place in any file of {self._directory}: the checkpoint is damaged")
-        path = self._directory / place.file
-        try:
-            file = self._opened(path)
-            file.seek(place.offset)
-            archive = io.BytesIO(file.read(place.length))
-            _verify(archive)
-            # Tensors and plain values only: a pickle that asks for anything else is refused.
-            return torch.load(archive, map_location="cpu", weights_only=True)
-        except Exception as error:
-            where = f"{path}, bytes {place.offset} to {place.offset + place.length}"
-            raise CheckpointError(f"{key} cannot be read from {where}: {type(error).__name__}: {error}") from error
-
-
-def _verify(archive: io.BytesIO) -> None:
-    """Compares the checksums that torch.save has left in its archive, which torch.load does not look at."""
-    with zipfile.ZipFile(archive) as records:
-        damaged = records.testzip()
-    if damaged is not None:
-        raise CheckpointError(f"the bytes are not what was saved: checksum of {damaged}")
-    archive.seek(0)
 
 
 @torch.no_grad()
@@ -254,8 +285,9 @@ def read_pieces(tensors: Sequence[ShardedTensor], index: CheckpointIndex, blobs:
     data = [tensor.data for tensor in tensors]
     for piece in coalesce(tensors):
         target = piece.buffer(data)
-        for chunk, there, here in _overlaps(piece, index.tensors[piece.key].chunks):
-            target[here].copy_(blobs.load_tensor(chunk, piece.key)[there])
+        entry = index.tensors[piece.key]
+        for chunk, there, here in _overlaps(piece, entry.chunks):
+            target[here].copy_(blobs.load_tensor(chunk, piece.key, chunk_bytes(entry, chunk))[there])
         piece.scatter(data, target)
 
 

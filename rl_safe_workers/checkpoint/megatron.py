@@ -1,4 +1,5 @@
-"""What is asked of megatron-core itself: the common state in the form of its version, and objects as it stores them.
+"""What is asked of megatron-core itself: the common state in the form of its version, objects as it stores them, and
+state dicts as it loads them.
 
 Looks at what the installed version does instead of its number: up to 0.18 the common state becomes ``common.pt``
 (strategies/common.py:42 in 0.16.1), from 0.19 on an object among the shards (serialization.py:431 in 0.19.2). Here
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factory_merges, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
 
 from rl_safe_workers.checkpoint.index import COMMON
 from rl_safe_workers.errors import CheckpointError
+from rl_safe_workers.foreign_files import described
 
 FORMAT = ("torch_dist", 1)
 CONTENT_METADATA_KEY = "content_metadata"
@@ -124,3 +129,30 @@ def _identity(data: list[Any]) -> Any:
     if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel() < 2**16:
         return "tensor", tuple(value.shape), bytes(value.cpu().tolist())
     return None
+
+
+def fill_state(
+    state: dict[str, Any], common: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Does what ``dist_checkpointing.load`` does with a state dict (serialization.py:62 to 180), but reads no file.
+
+    Args:
+        state: Megatron's sharded state dict.
+        common: The common state of the checkpoint.
+        read: Takes what of the state dict is sharded; returns it with tensors and objects in the place of that.
+
+    Raises:
+        CheckpointError: If the common state has something in the place of what is sharded.
+    """
+    force_all_tensors_to_non_fp8(state)
+    state, kept, factories = load_preprocess(state)
+    shards, _ = extract_sharded_base(state)
+    try:
+        merge(common, kept)
+        merge(common, read(shards))
+    except ValueError as error:
+        raise CheckpointError(
+            f"the common state of the checkpoint does not fit the model: {described(error)}"
+        ) from error
+    loaded: dict[str, Any] = apply_factory_merges(common, factories)
+    return loaded

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 from rl_safe_workers.checkpoint.audit import audit
 from rl_safe_workers.checkpoint.audit_report import AuditReport
-from rl_safe_workers.checkpoint.index import METADATA
-
-_BASE_BYTES = 2**30
-_BYTES_PER_METADATA_BYTE = 60
-"""An audit takes 15 times the size of ``.metadata``."""
+from rl_safe_workers.cli.terminal import Parser, to_path
+from rl_safe_workers.foreign_files import printable
 
 
-def add_audit_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_audit_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Adds the sub-command."""
     parser = commands.add_parser(
         "audit",
@@ -26,7 +19,9 @@ def add_audit_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         description="Checks a torch_dist checkpoint: ours, or one of verl, NeMo RL or Megatron-LM. "
         "Exit code 0: it is whole; 1: it is damaged.",
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="global_step_N, iter_N or the directory of shards")
+    parser.add_argument(
+        "directory", metavar="DIR", type=to_path, help="global_step_N, iter_N or the directory of shards"
+    )
     parser.add_argument("--deep", action="store_true", help="also read every byte and compare checksums")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
@@ -35,28 +30,9 @@ def add_audit_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
 
 def run_audit(arguments: argparse.Namespace) -> int:
     """Audits, prints the report and returns the exit code."""
-    with _bounded_memory(arguments.directory):
-        report = audit(arguments.directory, deep=arguments.deep)
-    print(json.dumps(report.as_dict(), indent=1) if arguments.json else "\n".join(_lines(report)))
+    report = audit(arguments.directory, deep=arguments.deep)
+    print(json.dumps(report.as_dict(), indent=1) if arguments.json else "\n".join(map(printable, _lines(report))))
     return 0 if report.ok else 1
-
-
-@contextmanager
-def _bounded_memory(directory: Path) -> Iterator[None]:
-    """Bounds what this process may allocate while it reads a checkpoint of unknown origin.
-
-    A few bytes of a damaged or hostile pickle can ask for any amount of memory; they get an error instead.
-    """
-    sizes = [path.stat().st_size for path in (*directory.glob(METADATA), *directory.glob(f"*/{METADATA}"))]
-    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    bound = pages * resource.getpagesize() + _BASE_BYTES + _BYTES_PER_METADATA_BYTE * max(sizes, default=0)
-    limits = [limit for limit in (bound, soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _lines(report: AuditReport) -> list[str]:

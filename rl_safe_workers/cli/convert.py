@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from rl_safe_workers.cli.terminal import Parser, to_path
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.recipe import load_settings
 
 DESCRIPTION = """
@@ -20,15 +21,15 @@ their dtype.
 """
 
 
-def add_convert_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_convert_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Adds the sub-command."""
     convert = commands.add_parser("convert", help="HF weights to Megatron's shards, and back", description=DESCRIPTION)
     source = convert.add_mutually_exclusive_group(required=True)
-    source.add_argument("--hf", metavar="DIR", type=Path, help="HF directory to read; needs --out")
-    source.add_argument("--megatron", metavar="DIR", type=Path, help="Megatron checkpoint to read; needs --hf-out")
+    source.add_argument("--hf", metavar="DIR", type=to_path, help="HF directory to read; needs --out")
+    source.add_argument("--megatron", metavar="DIR", type=to_path, help="Megatron checkpoint to read; needs --hf-out")
     target = convert.add_mutually_exclusive_group(required=True)
-    target.add_argument("--out", metavar="DIR", type=Path, help="directory of the shards to write")
-    target.add_argument("--hf-out", metavar="DIR", type=Path, help="HF directory to write")
+    target.add_argument("--out", metavar="DIR", type=to_path, help="directory of the shards to write")
+    target.add_argument("--hf-out", metavar="DIR", type=to_path, help="HF directory to write")
     convert.add_argument("--recipe", metavar="FILE", help="take layout, timeouts and cluster from a recipe")
     convert.add_argument("--overwrite", action="store_true", help="replace what is there, even if it is something else")
     convert.add_argument(
@@ -62,5 +63,5 @@ def run_convert(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
         dtype=config.model.dtype if "model.dtype" in named else None,
     )
-    print((convert_to_megatron if to_megatron else convert_to_hf)(config, place))
+    print(printable((convert_to_megatron if to_megatron else convert_to_hf)(config, place)))
     return 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_safe_workers.cli.terminal import Parser, to_path
 from rl_safe_workers.driver.preflight import preflight
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.recipe import load_recipe
@@ -29,7 +29,7 @@ rl-safe doctor recipes/quickstart_gpu.yaml cluster.ray_address=auto --live
 """
 
 
-def add_doctor_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_doctor_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Adds the sub-command."""
     parser = commands.add_parser(
         "doctor", help="examine this machine, for a recipe's run", description=DESCRIPTION, epilog=EPILOG
@@ -38,7 +38,7 @@ def add_doctor_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("--live", action="store_true", help="bootstrap the recipe's layout, without a model")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
-        "--checkpoint-path", metavar="DIR", type=Path, help="place of checkpoints (default: the recipe's)"
+        "--checkpoint-path", metavar="DIR", type=to_path, help="place of checkpoints (default: the recipe's)"
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
     parser.set_defaults(execute=run_doctor)
@@ -87,11 +87,10 @@ def _live(subject: Subject) -> Live:
     import sys
     from contextlib import redirect_stdout
 
-    from rich.console import Console
-
     from rl_safe_workers.doctor.live import try_live
     from rl_safe_workers.driver.console import RunConsole
+    from rl_safe_workers.plain_console import PlainConsole
 
     # Stdout is for what was found; Ray writes there when a worker dies.
     with redirect_stdout(sys.stderr):
-        return try_live(subject, RunConsole(Console(stderr=True)))
+        return try_live(subject, RunConsole(PlainConsole(stderr=True)))

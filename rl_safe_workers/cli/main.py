@@ -6,7 +6,6 @@ Imports neither torch nor ray until a run starts, so that bad input is refused a
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import os
 import signal
@@ -14,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from rl_safe_workers import __version__
+from rl_safe_workers.cli import terminal
 from rl_safe_workers.cli.audit import add_audit_parser
 from rl_safe_workers.cli.bench import add_bench_parser
 from rl_safe_workers.cli.convert import add_convert_parser
@@ -22,7 +22,7 @@ from rl_safe_workers.cli.plan import add_plan_parser
 from rl_safe_workers.cli.slices import add_slices_parser
 from rl_safe_workers.config import ClusterConfig
 from rl_safe_workers.driver.preflight import preflight
-from rl_safe_workers.errors import RankError, RlSafeError
+from rl_safe_workers.errors import RlSafeError
 from rl_safe_workers.recipe import LOCAL_RAY, load_recipe, ray_address
 
 
@@ -39,12 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: After ``--help`` and ``--version``, and with code 2 for arguments that are not understood.
     """
-    arguments = _parse(argv)
-    _set_up_logging(verbose=arguments.verbose)
     try:
+        arguments = _parse(argv)
+        terminal.set_up(verbose=arguments.verbose)
         code: int = arguments.execute(arguments)
     except RlSafeError as error:
-        _report(error)
+        terminal.report(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("rl-safe: interrupted", file=sys.stderr)
@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rl-safe", description="Megatron trainers that are safe beside vLLM.")
+    parser = terminal.Parser(prog="rl-safe", description="Megatron trainers that are safe beside vLLM.")
     parser.add_argument("--version", action="version", version=f"rl-safe {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="train, as a recipe says")
@@ -86,23 +86,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _set_up_logging(*, verbose: bool) -> None:
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("rl_safe_workers").setLevel(logging.INFO if verbose else logging.WARNING)
-
-
 def _usable_cpus(cluster: ClusterConfig) -> float:
     """Returns this process's CPUs; infinite for a running cluster, whose CPUs are known only once it is joined."""
     if ray_address(cluster) != LOCAL_RAY:
         return math.inf
     return len(os.sched_getaffinity(0))
-
-
-def _report(error: RlSafeError) -> None:
-    """Ends stderr with the error's one line; the traceback of the rank that raised it comes before."""
-    if isinstance(error, RankError):
-        print(error.trace.rstrip("\n"), file=sys.stderr)
-    # A message may quote another library's, which may be of several lines.
-    print(f"rl-safe: error: {' '.join(str(error).split())}", file=sys.stderr)

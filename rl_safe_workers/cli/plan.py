@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_safe_workers.cli.terminal import Parser, to_path
 from rl_safe_workers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ rl-safe plan --from nemo-rl grpo.yaml cluster.num_nodes=4
 """
 
 
-def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_plan_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Adds the sub-command."""
     from rl_safe_workers.plan.fields import FIELDS
 
@@ -40,8 +40,10 @@ def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         help="comes last: what verl's main_ppo is given, or a NeMo RL YAML with key=value",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--svg", metavar="FILE", type=Path, help="write a picture of the ranks; choose a group in it")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with the picture and the tables")
+    parser.add_argument(
+        "--svg", metavar="FILE", type=to_path, help="write a picture of the ranks; choose a group in it"
+    )
+    parser.add_argument("--html", metavar="FILE", type=to_path, help="write a page with the picture and the tables")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a hazard stops the run")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
     facts = parser.add_argument_group("facts")

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,15 +15,19 @@ from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from rl_safe_workers import env
 from rl_safe_workers.checkpoint.manifest import Manifest, check_fingerprint, model_fingerprint, read_manifest
 from rl_safe_workers.checkpoint.ranges import Ranges, materialise
+from rl_safe_workers.cli.terminal import Parser, to_path
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.driver.preflight import layout_of, read_hf_directory
+from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.errors import ConfigError, RankError, RlSafeError, RunError, UsageError, format_ranks
+from rl_safe_workers.foreign_files import printable
+from rl_safe_workers.lifecycle import unix_now
+from rl_safe_workers.models.hf_directory import read_hf_directory
+from rl_safe_workers.plain_console import PlainConsole
 from rl_safe_workers.recipe import load_settings
 from rl_safe_workers.topology.layout import WORLD_KEY, check_layout, check_model
 
@@ -37,12 +40,12 @@ in its full size, as a hole: --copy-to makes it so. A copy is for host K under t
 """
 
 
-def add_slices_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_slices_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Adds the sub-command."""
     slices = commands.add_parser(
         "slices", help="list what one host needs of a checkpoint, or copy it", description=DESCRIPTION
     )
-    slices.add_argument("directory", metavar="DIR", type=Path, help="global_step_N")
+    slices.add_argument("directory", metavar="DIR", type=to_path, help="global_step_N")
     slices.add_argument(
         "overrides",
         metavar="key=value",
@@ -54,7 +57,10 @@ def add_slices_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
     slices.add_argument("--recipe", metavar="FILE", help="take model and layout from a recipe")
     slices.add_argument("--json", action="store_true", help="print {file: [[start, stop], ...]}, in bytes")
     slices.add_argument(
-        "--copy-to", metavar="TARGET", type=Path, help="copy these bytes to a new directory, to resume from as from DIR"
+        "--copy-to",
+        metavar="TARGET",
+        type=to_path,
+        help="copy these bytes to a new directory, to resume from as from DIR",
     )
     slices.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
     slices.set_defaults(execute=run_slices)
@@ -84,7 +90,7 @@ def run_slices(arguments: argparse.Namespace) -> int:
     print(f"host {arguments.node}: training rank {format_ranks(ranks)} of {config.cluster.num_trainers}")
     _print_table(ranges, {name: (checkpoint / name).stat().st_size for name in ranges})
     if copied is not None:
-        print(f"copied {copied} bytes to {arguments.copy_to}")
+        print(printable(f"copied {copied} bytes to {arguments.copy_to}"))
     return 0
 
 
@@ -146,14 +152,14 @@ def _find_ranges_in_child(config: RunConfig, checkpoint: Path, ranks: Sequence[i
     except Exception as error:
         cause, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
         raise RankError(
-            role="trainer", rank=ranks[0], phase="load", cause=cause, trace=trace, raised_at=time.time()
+            role="trainer", rank=ranks[0], phase="load", cause=cause, trace=trace, raised_at=unix_now()
         ) from None
 
 
 def _print_table(ranges: Ranges, sizes: Mapping[str, int]) -> None:
     """Prints a line for each file and the totals; bytes are exact, for whoever plans a copy."""
     needed = {name: sum(stop - start for start, stop in parts) for name, parts in ranges.items()}
-    table = Table(show_footer=True, highlight=False)
+    table = Table(show_footer=True)
     table.add_column("file", "total", overflow="fold")
     for heading, total in (
         ("bytes needed", sum(needed.values())),
@@ -163,4 +169,4 @@ def _print_table(ranges: Ranges, sizes: Mapping[str, int]) -> None:
         table.add_column(heading, str(total), justify="right")
     for name, parts in sorted(ranges.items()):
         table.add_row(name, str(needed[name]), str(sizes[name]), str(len(parts)))
-    Console(force_interactive=False).print(table)
+    PlainConsole(force_interactive=False).print(table)

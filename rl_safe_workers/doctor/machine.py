@@ -74,7 +74,7 @@ def _limits() -> Iterator[tuple[int, int]]:
     A container may see its own group at the top, while its path is the one outside: what is not there is passed over.
     Without a limit there is ``max``, or in version 1 a number that is larger than any memory.
     """
-    for line in OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.is_file() else ():
+    for line in OWN_CGROUP.read_text(encoding="utf-8").splitlines() if OWN_CGROUP.is_file() else ():
         _, controllers, path = line.split(":", 2)
         group = PurePosixPath(path.lstrip("/"))
         if not controllers:
@@ -91,13 +91,13 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 def _number(path: Path) -> int | None:
     """Returns what a file of a control group says; None where there is none, or it is ``max``."""
-    text = path.read_text().strip() if path.is_file() else ""
+    text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
     return int(text) if text.isdecimal() else None
 
 
 def _cached(path: Path, prefix: str) -> int:
     """Returns the bytes of files that the kernel keeps in memory and gives up when it is short; not those of tmpfs."""
-    rows = dict(line.split() for line in path.read_text().splitlines()) if path.is_file() else {}
+    rows = dict(line.split() for line in path.read_text(encoding="utf-8").splitlines()) if path.is_file() else {}
     return sum(int(rows.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 
 

@@ -6,11 +6,10 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from rl_safe_workers.findings import print_findings
+from rl_safe_workers.plain_console import PlainConsole
 
 if TYPE_CHECKING:
     from rl_safe_workers.doctor.examine import Diagnosis
@@ -21,7 +20,7 @@ _NARROW = 132
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Prints facts, then what each group of a live bootstrap has cost, then findings, to stdout."""
-    console = Console(highlight=False)
+    console = PlainConsole()
     # A pipe has no width; tables of 80 columns would break every line.
     console.width = max(console.width, _NARROW) if not console.is_terminal else console.width
     console.print(_facts(diagnosis))
@@ -38,7 +37,7 @@ def _facts(diagnosis: Diagnosis) -> Table:
     table = Table("what", "found", title="Facts", title_justify="left")
     table.columns[0].no_wrap = True
     for fact in diagnosis.facts:
-        table.add_row(Text(fact.name), Text(fact.value))  # a value may have brackets
+        table.add_row(fact.name, fact.value)
     return table
 
 

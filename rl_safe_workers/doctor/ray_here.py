@@ -13,12 +13,9 @@ import psutil
 
 from rl_safe_workers.doctor.check import Check, Fact, Report, Subject
 from rl_safe_workers.findings import Finding, Severity
-from rl_safe_workers.reaping.processes import RAY_FOLDER, TEMP_PREFIX
+from rl_safe_workers.reaping.temp_folder import LONGEST_SOCKET, SOCKET
 
 LOOPBACK = "127.0.0.1"
-SOCKET = f"/{TEMP_PREFIX}12345678/{RAY_FOLDER}/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-"""Below the temporary folder: the longest path of a socket of Ray's."""
-LONGEST_SOCKET = 107
 FULL_SHARE = 0.95
 """Of the temporary folder's file system, from which on Ray creates no objects on it."""
 

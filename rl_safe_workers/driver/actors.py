@@ -12,7 +12,6 @@ import re
 import signal
 import sys
 import threading
-import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ import ray
 from rl_safe_workers import env
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, RunError, WeightSyncError
-from rl_safe_workers.lifecycle import PhaseEvent, Role
+from rl_safe_workers.lifecycle import PhaseEvent, Role, unix_now
 
 IN_VAIN = re.compile(r"timed? ?out|connection (closed|reset)|lost the run's store", re.IGNORECASE)
 """What torch says on a rank that waited for another, or whose peer is gone: it has no type of error for that."""
@@ -94,7 +93,7 @@ class ActorShell:
         return str(ray.util.get_node_ip_address())
 
     def _as_rank_error(self, error: Exception, phase: str) -> RankError:
-        raised_at = time.time()  # before the trace, which takes a while
+        raised_at = unix_now()  # before the trace, which takes a while
         return RankError(
             role=self.role,
             rank=self._rank,
@@ -146,7 +145,9 @@ def answer_when_hung(folder: Path, role: Role, rank: int) -> None:
         rank: Its rank within the role.
     """
     # In C, without the lock that Python code needs; the file stays open as long as the process lives.
-    faulthandler.register(STACK_SIGNAL, file=(folder / stack_file(role, rank)).open("w"), all_threads=True, chain=False)
+    faulthandler.register(
+        STACK_SIGNAL, file=(folder / stack_file(role, rank)).open("w", encoding="utf-8"), all_threads=True, chain=False
+    )
     if role is Role.TRAINER:
         threading.Thread(target=_answer_flight_requests, args=(folder, rank), name="flights", daemon=True).start()
 

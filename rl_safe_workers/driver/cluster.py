@@ -33,7 +33,7 @@ from rl_safe_workers.driver.placement import Reservation, reserve
 from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.lifecycle import Role
 from rl_safe_workers.reaping.guardian import Guardian
-from rl_safe_workers.reaping.ipc_files import remove_ipc_files
+from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
 from rl_safe_workers.reaping.processes import (
     RAY_FOLDER,
     ended,
@@ -42,6 +42,7 @@ from rl_safe_workers.reaping.processes import (
     remove_leftovers,
     run_processes,
 )
+from rl_safe_workers.reaping.temp_folder import check_temp_folder, temp_folder
 from rl_safe_workers.recipe import LOCAL_RAY, ray_address
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,9 @@ class Cluster:
             interrupts: Looked at in every wait.
             waits_for_nodes: Whether `start` waits, too, while the nodes that are there are too few: one may be on its
                 way in the place of one that was lost.
+
+        Raises:
+            ResourceError: If Ray is ours, and cannot start in the folder for temporary files.
         """
         self._config, self._run_id, self._interrupts = config, run_id, interrupts
         self._waits_for_nodes = waits_for_nodes
@@ -79,7 +83,9 @@ class Cluster:
         self._temp_dir: Path | None = None
         self._pids: set[int] = set()
         self._guardian: Guardian | None = None
-        self._made_at = time.time()
+        self._made_at = Moment.now()
+        if self.is_local:
+            check_temp_folder(temp_folder())
         self.trainers: list[ActorRef] = []
         self.rollouts: list[ActorRef] = []
 
@@ -107,7 +113,7 @@ class Cluster:
         """From now on everything with the run's mark ends, even if this process is killed. Idempotent."""
         if self._guardian is None:
             kill_after_s = self._config.rl_safe.teardown.kill_after_s
-            self._guardian = Guardian(self._run_id, since_s=self._made_at, kill_after_s=kill_after_s)
+            self._guardian = Guardian(self._run_id, since=self._made_at, kill_after_s=kill_after_s)
 
     def _tell(self, *, pids: Iterable[int] = (), folders: Iterable[Path] = ()) -> None:
         if self._guardian is not None:
@@ -156,7 +162,7 @@ class Cluster:
         remove_leftovers(Path(tempfile.gettempdir()))
         self._temp_dir = make_run_folder(self._run_id)
         self._tell(folders=[self._temp_dir])
-        start_ray(self._temp_dir / RAY_FOLDER)
+        start_ray(self._temp_dir)
 
     def _prepare_nodes(self, shared: Sequence[Path], left_s: Callable[[], float]) -> dict[str, NodePlace]:
         """Returns what the actors of each node are told, by the node's id."""
@@ -254,7 +260,7 @@ class Cluster:
         attempt(
             "ending processes", lambda: reap(self._run_id, kill_after_s=kill_after_s), timeout_s=3 * kill_after_s + 1
         )
-        remove_ipc_files(ended(self._pids), since_s=self._made_at)
+        remove_ipc_files(ended(self._pids), since=self._made_at)
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
         if guardian is not None:

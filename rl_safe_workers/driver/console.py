@@ -16,6 +16,8 @@ from rich.text import Text
 
 from rl_safe_workers.driver import metrics as names
 from rl_safe_workers.driver.metrics import PhaseTotal
+from rl_safe_workers.foreign_files import printable
+from rl_safe_workers.plain_console import PlainConsole
 
 GIB = 2**30
 OUTSIDE_PHASES = "outside phases"
@@ -60,7 +62,7 @@ class RunConsole:
 
     def __init__(self, console: Console | None = None) -> None:
         # FORCE_COLOR may ask for colours in a log file, but bars that move have no place there.
-        self.console = console or Console(force_interactive=None if sys.stdout.isatty() else False)
+        self.console = console or PlainConsole(force_interactive=None if sys.stdout.isatty() else False)
         ascii_only = self.console.options.ascii_only
         self._ok, self._failed = ("ok", "FAILED") if ascii_only else ("✓", "✗")
         self._progress = Progress(
@@ -80,7 +82,7 @@ class RunConsole:
         """Prints what is about to run, one aligned ``label  value`` line each."""
         width = max(map(len, lines), default=0)
         for label, value in lines.items():
-            self._print(Text(f"{label:<{width}}  ", style="bold").append(Text(value, style="not bold")))
+            self._print(Text(f"{label:<{width}}  ", style="bold").append(Text(printable(value), style="not bold")))
 
     @contextmanager
     def phase(self, name: str, timeout_s: float) -> Iterator[None]:
@@ -138,7 +140,7 @@ class RunConsole:
     def warn(self, *lines: str) -> None:
         """Prints lines that a person should see, above the bars."""
         for line in lines:
-            self._print(Text(line, style="yellow"))
+            self._print(Text(printable(line), style="yellow"))
 
     def summary(self, phases: Mapping[str, PhaseTotal], wall_s: float, peak_bytes: int, run_dir: Path) -> None:
         """Prints the table of phases and a closing line.
@@ -151,10 +153,11 @@ class RunConsole:
         """
         self.console.print(_phase_table(phases, wall_s))
         memory = f"peak memory {peak_bytes / GIB:.2f} GiB over all processes"
-        self._print(Text(f"wall {wall_s:.1f} s, {memory}, report {run_dir / 'report.html'}", style="bold"))
+        line = f"wall {wall_s:.1f} s, {memory}, report {run_dir / 'report.html'}"
+        self._print(Text(printable(line), style="bold"))
 
     def _print(self, text: Text) -> None:
-        self.console.print(text, soft_wrap=True, highlight=False)
+        self.console.print(text, soft_wrap=True)
 
     @contextmanager
     def _task(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable
 from copy import deepcopy
@@ -26,7 +25,7 @@ from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import RunConsole
 from rl_safe_workers.driver.interrupts import Interrupts
-from rl_safe_workers.driver.preflight import layout_of, read_hf_directory
+from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.driver.session import Session
 from rl_safe_workers.errors import (
     CheckpointError,
@@ -36,6 +35,8 @@ from rl_safe_workers.errors import (
     RunError,
     UsageError,
 )
+from rl_safe_workers.model_files import read_model_json
+from rl_safe_workers.models.hf_directory import read_hf_directory
 from rl_safe_workers.topology.layout import CONVERTIBLE_MODEL_TYPES, check_layout, check_model
 
 DTYPES = ("float32", "bfloat16")
@@ -144,7 +145,7 @@ def _dtype(name: str) -> str:
 
 def _dtype_of(hf_dir: Path) -> str:
     """The dtype that an HF directory says its weights have; transformers 4 calls it ``torch_dtype``."""
-    fields: dict[str, Any] = json.loads((hf_dir / "config.json").read_text())
+    fields = read_model_json(hf_dir / "config.json")
     name = fields.get("dtype") or fields.get("torch_dtype")
     if not isinstance(name, str):
         raise ModelError(f"{hf_dir / 'config.json'} does not say which dtype the weights have: set model.dtype")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from rl_safe_workers.driver.parquet_rows import read_rows
 from rl_safe_workers.errors import DataError
+from rl_safe_workers.foreign_files import kind_of
 
 REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
+OPTIONAL_COLUMNS = ("extra_info",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +43,23 @@ class PromptDataset:
 
     def __init__(self, files: Sequence[str | Path]) -> None:
         self._prompts: list[Prompt] = []
+        self._first: list[tuple[int, str | Path]] = []
+        """Index of the first prompt of each file."""
         for file in files:
+            self._first.append((len(self._prompts), file))
             for row_number, row in enumerate(_read_rows(Path(file))):
                 self._prompts.append(_parse(row, index=len(self._prompts), where=f"{file}, row {row_number}"))
         if not self._prompts:
             raise DataError(f"data.train_files: no prompts in {', '.join(map(str, files)) or 'an empty list'}")
+
+    def where(self, index: int) -> str:
+        """Returns the file and row of the prompt at ``index``, e.g. ``"train.parquet, row 3"``."""
+        first, file = max((entry for entry in self._first if entry[0] <= index), key=lambda entry: entry[0])
+        return f"{file}, row {index - first}"
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Yields the prompts in file order."""
+        return iter(self._prompts)
 
     def __len__(self) -> int:
         """Number of prompts over all files."""
@@ -123,39 +136,37 @@ def check_position(state: object) -> str | None:
     return f"position {position} of {length} prompts" if position > length else None
 
 
-def _read_rows(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        raise DataError(f"data.train_files: {file} does not exist (looked from {Path.cwd()})")
+def _read_rows(file: Path) -> Iterator[Mapping[str, Any]]:
     try:
-        table = pq.read_table(file)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"data.train_files: {file} cannot be read as parquet: {_first_line(error)}") from error
-    missing = [name for name in REQUIRED_COLUMNS if name not in table.column_names]
-    if missing:
-        raise DataError(
-            f"data.train_files: {file} lacks column {', '.join(missing)}; it has {', '.join(table.column_names)}"
-        )
-    rows: list[dict[str, Any]] = table.to_pylist()
-    return rows
+        kind = kind_of(file)
+    except OSError as error:
+        raise DataError(f"data.train_files: {file!s:.200} cannot be read: {error.strerror or error}") from error
+    if kind != "file":
+        raise DataError(f"data.train_files: {file} does not exist or is no file (looked from {Path.cwd()})")
+    return read_rows(file, required=REQUIRED_COLUMNS, optional=OPTIONAL_COLUMNS)
 
 
 def _parse(row: Mapping[str, Any], *, index: int, where: str) -> Prompt:
-    reward_model = row["reward_model"]
+    reward_model, extra_info = row["reward_model"], row.get("extra_info")
     if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
-        raise DataError(f"data.train_files: {where}: reward_model.ground_truth is missing, got {reward_model!r}")
+        raise _malformed(where, "reward_model.ground_truth is missing", reward_model)
+    if row["data_source"] is None:
+        raise _malformed(where, "data_source is missing", None)
+    if not isinstance(extra_info, Mapping | None):
+        raise _malformed(where, "extra_info must be a struct or null", extra_info)
     return Prompt(
         index=index,
         data_source=str(row["data_source"]),
         messages=_parse_messages(row["prompt"], where=where),
         ground_truth=str(reward_model["ground_truth"]),
-        extra_info=row.get("extra_info"),
+        extra_info=extra_info,
     )
 
 
 def _parse_messages(value: Any, *, where: str) -> tuple[Mapping[str, str], ...]:
     well_formed = isinstance(value, list) and value and all(_is_message(message) for message in value)
     if not well_formed:
-        raise DataError(f"data.train_files: {where}: prompt must be a list of {{role, content}}, got {value!r}")
+        raise _malformed(where, "prompt must be a list of {role, content}", value)
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 
@@ -163,5 +174,6 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _malformed(where: str, what: str, value: object) -> DataError:
+    # Repeating a value costs as much as it has; its beginning tells enough.
+    return DataError(f"data.train_files: {where}: {what}, got {reprlib.repr(value)}")

@@ -157,9 +157,11 @@ def _keep(answers: Answers, found: Mapping[str, Any], target: Path) -> None:
     for path in target.iterdir():
         if _EVIDENCE.fullmatch(path.name):
             path.unlink()  # of an earlier run by the same name
-    (target / "verdict.json").write_text(json.dumps(found, indent=1))
+    (target / "verdict.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     for actor in answers.actors:
-        (target / stack_file(*actor.who)).write_text(actor.text or f"no stack: the process is {actor.status}\n")
+        (target / stack_file(*actor.who)).write_text(
+            actor.text or f"no stack: the process is {actor.status}\n", encoding="utf-8"
+        )
     for flights in (lambda: answers.flights, *answers.more_flights):
         for name, contents in flights().items():
             (target / name).write_bytes(zlib.decompress(contents))

@@ -149,7 +149,7 @@ class _Inquiry:
         folder = self._hang_dir(actor)
         if folder is None:
             return None
-        status = Path(f"/proc/{actor.pid}/status").read_text()
+        status = Path(f"/proc/{actor.pid}/status").read_text(encoding="utf-8")
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
         listens = caught is not None and bool(int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1)
         file = folder / stack_file(*actor.who)
@@ -158,7 +158,10 @@ class _Inquiry:
     def _read_stack(self, actor: Actor, deadline_s: float) -> None:
         with suppress(psutil.Error, OSError):
             file = self._stacks_of(actor)
-            actor.text, actor.source = (file.read_text() if file else ""), "faulthandler"
+            actor.text, actor.source = (
+                (file.read_text(encoding="utf-8", errors="replace") if file else ""),
+                "faulthandler",
+            )
         if not actor.text:
             left_s = max(0.1, deadline_s - time.monotonic())
             actor.text, actor.source = py_spy(actor.pid, timeout_s=left_s), "py-spy"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
+import shutil
 import socket
 import threading
 import time
@@ -13,6 +15,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 import ray
+from ray import _raylet
 from ray._private import ray_constants
 from ray._private.services import canonicalize_bootstrap_address
 
@@ -22,19 +25,24 @@ from rl_safe_workers.driver.interrupts import SLICE_S
 from rl_safe_workers.driver.nodes import JOINING
 from rl_safe_workers.errors import ClusterError, PhaseTimeoutError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.reaping.processes import RAY_FOLDER
 from rl_safe_workers.recipe import LOCAL_RAY, ray_address
 
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * 2**20
 """Ray's shared memory for a local run; only token batches pass through it."""
+TOKEN_FILE = "ray_token"
+FULL_BYTES = 2**16
+"""Free space of a file system, in bytes, that counts as none."""
 _HOST_AND_PORT = re.compile(r"\[?(?P<host>[^\s\]]+)\]?:(?P<port>\d+)")
 
 
-def start_ray(temp_dir: Path) -> None:
+def start_ray(run_folder: Path) -> None:
     """Starts Ray for this run alone.
 
     Args:
-        temp_dir: For its sockets and logs; short, since paths of sockets are limited.
+        run_folder: The run's own folder for temporary files, which only its user may enter. Gets the token, and below
+            it a folder for Ray's sockets and logs.
 
     Raises:
         ClusterError: If it does not start.
@@ -45,6 +53,7 @@ def start_ray(temp_dir: Path) -> None:
     env.keep_ray_on_loopback()
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
+        _make_token(run_folder / TOKEN_FILE)
         ray.init(
             address=LOCAL_RAY,
             num_cpus=len(os.sched_getaffinity(0)),
@@ -53,12 +62,24 @@ def start_ray(temp_dir: Path) -> None:
             log_to_driver=False,
             logging_level=logging.WARNING,
             _node_ip_address=LOOPBACK,
-            _temp_dir=str(temp_dir),
+            _temp_dir=str(run_folder / RAY_FOLDER),
             # Idle workers would compete with the actors' imports for the cores.
             _system_config={"prestart_worker_first_driver": False},
         )
     except Exception as error:  # Ray raises a bare one, too
-        raise ClusterError(f"Ray could not be started: {_in_one_line(error)}") from error
+        free = shutil.disk_usage(run_folder).free
+        reason = f"{run_folder.parent}, of TMPDIR, is full" if free < FULL_BYTES else _in_one_line(error)
+        raise ClusterError(f"Ray could not be started: {reason}") from error
+
+
+def _make_token(file: Path) -> None:
+    """Gives the run's Ray a token of its own, which nobody but this user can read."""
+    file.touch(mode=0o600, exist_ok=False)
+    file.write_text(secrets.token_hex(32))
+    env.use_ray_token(file)
+    # Ray remembers a token, and a run that starts again has another one. An older Ray has no tokens.
+    if (loader := getattr(_raylet, "AuthenticationTokenLoader", None)) is not None:
+        loader.instance().reset_cache()
 
 
 def join_ray(cluster: ClusterConfig, *, timeout_s: float, check: Callable[[], None]) -> None:

@@ -64,7 +64,7 @@ def _cells(entry: LedgerEntry) -> tuple[str, ...]:
 
 def write_ledger(path: Path, reports: Sequence[BootstrapReport]) -> None:
     """Writes every rank's ledger as JSON, a list by training rank."""
-    path.write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n")
+    path.write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n", encoding="utf-8")
 
 
 def export_ledger(reports: Sequence[BootstrapReport]) -> None:

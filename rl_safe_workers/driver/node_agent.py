@@ -9,7 +9,6 @@ import ipaddress
 import shutil
 import socket
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ray._private import worker as ray_worker
 from rl_safe_workers import env
 from rl_safe_workers.driver.inquiry import Answers, ask_here
 from rl_safe_workers.reaping.guardian import Guardian
-from rl_safe_workers.reaping.ipc_files import remove_ipc_files
+from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
 from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
 
 LOG_BYTES = 2**18
@@ -49,8 +48,8 @@ class NodeAgent:
 
     def __init__(self, run_id: str, node_id: str, *, kill_after_s: float) -> None:
         self._run_id, self._node_id, self._kill_after_s = run_id, node_id, kill_after_s
-        self._since_s, self._pids = time.time(), set[int]()
-        self._guardian = Guardian(run_id, since_s=self._since_s, kill_after_s=kill_after_s, node=node_id)
+        self._since, self._pids = Moment.now(), set[int]()
+        self._guardian = Guardian(run_id, since=self._since, kill_after_s=kill_after_s, node=node_id)
         remove_leftovers(Path(tempfile.gettempdir()))
         self._temp_dir = make_run_folder(run_id)
         self._guardian.tell(folders=[self._temp_dir])
@@ -94,7 +93,7 @@ class NodeAgent:
         """Ends what the run has left on this node, and removes its files."""
         self._pids |= {process.pid for process in run_processes(self._run_id, self._node_id)}
         reap(self._run_id, kill_after_s=self._kill_after_s, node=self._node_id)
-        remove_ipc_files(ended(self._pids), since_s=self._since_s)
+        remove_ipc_files(ended(self._pids), since=self._since)
         shutil.rmtree(self._temp_dir, ignore_errors=True)
         self._guardian.dismiss(timeout_s=self._kill_after_s)
 

@@ -6,17 +6,17 @@ Reads the configuration, the model's ``config.json`` and file names; imports no 
 from __future__ import annotations
 
 import importlib.util
-import json
-from collections.abc import Sequence
+import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from rl_safe_workers.config import ModelConfig, RunConfig, SeededModelConfig
 from rl_safe_workers.contradictions import check_config
 from rl_safe_workers.driver.rewards import resolve_reward
 from rl_safe_workers.errors import ConfigError, DataError, LayoutError, ModelError, ResourceError
+from rl_safe_workers.models.hf_directory import check_tokenizer, read_hf_directory
 from rl_safe_workers.models.seeded import MAX_POSITIONS, VOCAB_SIZE
+from rl_safe_workers.recipe import kind_at
 from rl_safe_workers.topology.budget import plan_limits
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.topology.layout import (
@@ -27,9 +27,6 @@ from rl_safe_workers.topology.layout import (
     check_trainable,
     divisors,
 )
-
-PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth")
-WEIGHT_INDEX = "model.safetensors.index.json"
 
 
 def preflight(config: RunConfig, *, cpus: float) -> None:
@@ -56,6 +53,7 @@ def preflight(config: RunConfig, *, cpus: float) -> None:
     _check_instances(config, layout)
     plan_limits(layout, Features.of(config.megatron), config.rl_safe.bootstrap.max_ctas.limits())
     _check_files(config)
+    _check_places(config)
     resolve_reward(config.reward.function)
     if "tensorboard" in config.trainer.logger and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
@@ -75,12 +73,12 @@ def read_model_shape(config: ModelConfig) -> ModelShape:
     Raises:
         ModelError: The directory is missing, incomplete, or not of a supported architecture.
     """
-    path = Path(config.path)
-    if path.is_dir():
+    path, kind = Path(config.path), kind_at("model.path", config.path)
+    if kind == "folder":
         shape = _read_model_dir(path)
         _check_is_asked_for(path, shape, config.create)
         return shape
-    if path.exists():
+    if kind is not None:
         raise ModelError(f"model.path={path} is not a directory; give the directory that holds config.json")
     if config.create is None:
         raise ModelError(
@@ -103,57 +101,10 @@ def _check_is_asked_for(path: Path, shape: ModelShape, create: SeededModelConfig
             )
 
 
-def read_hf_directory(path: Path, *, model_types: Sequence[str] | None = None, has_weights: bool = True) -> ModelShape:
-    """Returns the shape of the model in an HF directory; reads ``config.json`` and the names of files.
-
-    Args:
-        path: The directory.
-        model_types: Those allowed; None: those that a run can train.
-        has_weights: Whether weights must be there.
-
-    Raises:
-        ModelError: The directory is missing, incomplete, or not of a supported architecture.
-    """
-    try:
-        shape = ModelShape.from_hf_config(_read_json(path / "config.json"), model_types=model_types)
-    except ModelError as error:
-        raise ModelError(f"model.path={path}: {error}") from error
-    if has_weights:
-        _check_weights(path)
-    return shape
-
-
 def _read_model_dir(path: Path) -> ModelShape:
     shape = read_hf_directory(path)
-    if not (path / "tokenizer.json").is_file():
-        raise ModelError(f"model.path={path} has no tokenizer.json; save the model's fast tokenizer there")
+    check_tokenizer(path)
     return shape
-
-
-def _check_weights(path: Path) -> None:
-    present = {file.name for file in path.glob("*.safetensors")}
-    if not present:
-        pickled = sorted(file.name for pattern in PICKLED_WEIGHTS for file in path.glob(pattern))
-        found = f"only pickled weights ({pickled[0]}), which are not read" if pickled else "no weights"
-        raise ModelError(f"model.path={path} has {found}; save the model as safetensors")
-    if (path / WEIGHT_INDEX).is_file():
-        weight_map = _read_json(path / WEIGHT_INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelError(f"{path / WEIGHT_INDEX} has no weight_map; download the model again")
-        if absent := sorted({*weight_map.values()} - present):
-            raise ModelError(f"model.path={path} lacks {', '.join(absent)}; download the model again")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} does not exist; give a directory in Hugging Face layout") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; download the model again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a {type(content).__name__}, not a JSON object; download the model again")
-    return content
 
 
 def _seeded_shape(spec: SeededModelConfig) -> ModelShape:
@@ -234,11 +185,27 @@ def _check_files(config: RunConfig) -> None:
     for name in config.data.train_files:
         if Path(name).suffix != ".parquet":
             raise DataError(f"data.train_files has {name}, which does not end in .parquet; convert it to parquet")
-        if not Path(name).is_file():
+        if kind_at("data.train_files", name) != "file":
             raise DataError(f"data.train_files has {name}, which does not exist or is no file; check the path")
     resume = config.trainer.resume_from_path
-    if resume is not None and not Path(resume).is_dir():
+    if resume is not None and kind_at("trainer.resume_from_path", resume) != "folder":
         raise ConfigError(f"trainer.resume_from_path={resume} is not a directory; give a global_step_N directory")
+
+
+def _check_places(config: RunConfig) -> None:
+    """Refuses folders that the run will write and cannot make."""
+    trainer = config.trainer
+    places = {"trainer.output_dir": Path(trainer.output_dir, trainer.run_name or "")}
+    if trainer.save_freq > 0 and trainer.default_local_dir:
+        places["trainer.default_local_dir"] = Path(trainer.default_local_dir)
+    if config.model.create is not None:
+        places["model.path"] = Path(config.model.path)
+    for key, place in places.items():
+        nearest = next(path for path in (place, *place.parents) if kind_at(key, path) is not None)
+        if kind_at(key, nearest) != "folder":
+            raise ConfigError(f"{key}={place}: {nearest} is there and no folder; choose another place")
+        if key == "trainer.output_dir" and not os.access(nearest, os.W_OK | os.X_OK):
+            raise ConfigError(f"{key}={place}: {nearest} may not be written; choose another place")
 
 
 def _check_cpus(config: RunConfig, cpus: float) -> None:

@@ -312,4 +312,5 @@ def write_report(
         logprob_bound=logprob_bound,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    # An error of a run may quote bytes that are no text.
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")

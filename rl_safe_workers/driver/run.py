@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,7 @@ from rl_safe_workers import env
 from rl_safe_workers.checkpoint.manifest import complete_checkpoints, last_serial
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.driver import metrics as names
+from rl_safe_workers.driver.claim import claimed
 from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import GIB, RunConsole
@@ -30,6 +32,7 @@ from rl_safe_workers.driver.ledger import export_ledger, late_metrics, ledger_me
 from rl_safe_workers.driver.memory import MemorySampler
 from rl_safe_workers.driver.metrics import MetricsLog, PhaseTotal
 from rl_safe_workers.driver.preflight import layout_of
+from rl_safe_workers.driver.prompt_lengths import check_prompt_lengths
 from rl_safe_workers.driver.report import write_report
 from rl_safe_workers.driver.resume import (
     ResumePoint,
@@ -65,6 +68,7 @@ def run(config: RunConfig) -> None:
     config = with_absolute_paths(config)
     resume = find_resume_point(config)
     dataset = PromptDataset(config.data.train_files)
+    check_prompt_lengths(dataset, Path(config.model.path), most=config.data.max_prompt_length)
     console = RunConsole(None if "console" in config.trainer.logger else Console(quiet=True))
     if resume is not None:
         total, step = config.trainer.total_training_steps, resume.manifest.step
@@ -135,9 +139,17 @@ class Job:
         self._session.events, self._session.totals = self._events, self._totals
 
     def run(self) -> None:
-        """Sets up, trains, saves, tears down; reports however it ends."""
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        (self._run_dir / "config.yaml").write_text(to_yaml(self._config))
+        """Sets up, trains, saves, tears down; reports however it ends.
+
+        Raises:
+            ConfigError: Before anything is started or written, if another run holds one of this run's folders.
+        """
+        with claimed(self._config):
+            self._run()
+
+    def _run(self) -> None:
+        with self._writing():
+            (self._run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
         self._console.header(self._description())
         with ExitStack() as stack:
             log = stack.enter_context(
@@ -157,6 +169,18 @@ class Job:
                 raise
             finally:
                 self._end(log, failure)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Names the run's folder in what the system refuses to write there."""
+        try:
+            yield
+        except OSError as error:
+            failure = RunError(
+                f"{self._run_dir} cannot be written: {error}; make room there, or change trainer.output_dir"
+            )
+            failure.may_pass = False
+            raise failure from error
 
     def _attempt(self, log: MetricsLog) -> None:
         """Trains to the end, starting again as often as ``rl_safe.restarts`` allows."""
@@ -226,7 +250,8 @@ class Job:
             for step in range(first + 1, total + 1):
                 metrics = loop.step(step) | self._comms_metrics(step - first)
                 metrics[names.PEAK_MEMORY_GIB] = self._memory.peak_bytes / GIB
-                log.log(step, metrics)
+                with self._writing():
+                    log.log(step, metrics)
                 self._console.step_done(step, metrics)
                 self._maybe_save(step)
         disagreed = self._session.teardown()
@@ -235,7 +260,8 @@ class Job:
 
     def _report_bootstrap(self) -> None:
         ledgers = self._session.ledgers
-        write_ledger(self._run_dir / "comms.json", ledgers)
+        with self._writing():
+            write_ledger(self._run_dir / "comms.json", ledgers)
         export_ledger(ledgers)
         if ledgers[0].bytes is not None:
             self._console.console.print(ledger_table(ledgers[0]))
@@ -287,7 +313,7 @@ class Job:
             if e.device_bytes
         ]
         if lines:
-            (self._run_dir / "device_memory.jsonl").write_text("\n".join(lines) + "\n")
+            (self._run_dir / "device_memory.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def _write_report(self, log: MetricsLog, failure: BaseException | None, wall_s: float) -> None:
         summary = {**self._description(), "wall": f"{wall_s:.1f} s"}
@@ -333,7 +359,8 @@ def create_model(config: RunConfig, spec: SeededModelConfig, run_id: str, interr
     process = subprocess.Popen(
         [sys.executable, "-m", "rl_safe_workers.models.seeded", *arguments],
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         env=env.marked(run_id),
         start_new_session=True,  # a terminal's Ctrl-C is for this process to pass on
     )

@@ -29,7 +29,7 @@ from rl_safe_workers.errors import (
     RunError,
     format_ranks,
 )
-from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent
+from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, unix_now
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.worlds.address import StoreAddress
 
@@ -165,7 +165,7 @@ class Session:
             try:
                 self._start_cluster()
                 everyone: list[ActorRef] = self._cluster.actors
-                launched_s = time.time()
+                launched_s = unix_now()
                 self._gather(start_calls(everyone, Phase.START, "start", lambda rank: (launched_s,)))
                 self._cluster.note_processes()
             finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rl_safe_workers.errors import ModelError
-
-INDEX = "model.safetensors.index.json"
+from rl_safe_workers.model_files import read_weight_map
 
 
 class HfReader:
@@ -32,9 +30,8 @@ class HfReader:
         self._file_of = self._read_index()
 
     def _read_index(self) -> dict[str, str]:
-        index = self._directory / INDEX
-        if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        weight_map = read_weight_map(self._directory)
+        if weight_map is not None:
             return weight_map
         files = sorted(path.name for path in self._directory.glob("*.safetensors"))
         return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118

@@ -5,18 +5,18 @@ Read from ``config.json`` alone, of any decoder of the usual kind: what one file
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_safe_workers.errors import ModelError
-from rl_safe_workers.topology.layout import ModelShape
+from rl_safe_workers.foreign_files import kind_of
+from rl_safe_workers.model_files import CONFIG, read_model_json
+from rl_safe_workers.topology.layout import LARGEST_SIZE, ModelShape
 
 _UNGATED = ("bloom", "falcon", "gpt2", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt", "phi", "starcoder2")
 """Model types whose MLP has two matrices, not three."""
-_MOST = 2**31
 _MOST_LAYERS = 100_000
 
 
@@ -71,17 +71,13 @@ class ModelSize:
         Raises:
             ModelError: If there is none, or it lacks a size.
         """
-        file = Path(path)
         try:
-            file = file / "config.json" if file.is_dir() else file
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            file = Path(path, CONFIG) if kind_of(path) == "folder" else Path(path)
+            config = read_model_json(file)
+        except (OSError, ModelError) as error:
             raise ModelError(
-                f"{key}={path}: cannot read {file} ({reason}): it takes a directory with an HF config.json, or the file"
+                f"{key}={path!s:.200} cannot be read ({error}): it takes a folder with an HF config.json, or the file"
             ) from error
-        if not isinstance(config, dict):
-            raise ModelError(f"{key}={path}: {file} holds no JSON object: it takes an HF config.json")
         return cls.of(config)
 
     @classmethod
@@ -223,6 +219,8 @@ def _optional(config: Mapping[str, Any], *names: str) -> int | None:
     name, value = next(((name, config[name]) for name in names if config.get(name) is not None), (names[0], None))
     if value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
-        raise ModelError(f"model: config.json has {name}={value!r:.80}: it takes a whole number from 0 to {_MOST - 1}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST_SIZE:
+        raise ModelError(
+            f"model: config.json has {name}={value!r:.80}: it takes a whole number from 0 to {LARGEST_SIZE}"
+        )
     return value

@@ -11,11 +11,16 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.foreign_files import kind_of
+from rl_safe_workers.model_files import CONFIG
 from rl_safe_workers.plan.fields import BY_NAME, FIELDS
 from rl_safe_workers.plan.request import Source
+from rl_safe_workers.yaml_files import check_interpolations, overlaid, parse_yaml, read_yaml, with_defaults
 
 FROM = ("verl", "nemo-rl")
 _LAUNCHERS = ("python", "python3", "-m", "-u", "uv", "run", "bash", "--")
+_MOST_LAYERS = 1_000
+_LONGEST_KEY = 500
 _SUFFIXES = (".yaml", ".yml")
 _NOT_READ = ("world", "rollouts")
 _LISTS = (BY_NAME["pipeline_layout"].verl, BY_NAME["pipeline_layout"].nemo_rl)
@@ -30,7 +35,7 @@ def recipe_source(path: str, overrides: Sequence[str]) -> Source:
     Raises:
         ConfigError: As ``recipe.load_recipe``.
     """
-    from rl_safe_workers.recipe import load_recipe
+    from rl_safe_workers.recipe import kind_at, load_recipe
 
     config = load_recipe(path, overrides)
     values: dict[str, Any] = {"host": "rl-safe"}
@@ -40,7 +45,7 @@ def recipe_source(path: str, overrides: Sequence[str]) -> Source:
         for part in key.split("."):
             found = getattr(found, part)
         values[name] = found
-    if not (Path(str(values["model"])) / "config.json").is_file():
+    if kind_at("model.path", Path(config.model.path) / CONFIG) is None:
         # The run makes the model, and its sizes are in the recipe.
         values["model"] = None
     values["dtype_bytes"] = 4 if config.model.dtype == "float32" else 2
@@ -57,14 +62,15 @@ def verl_source(arguments: Sequence[str]) -> Source:
     Raises:
         ConfigError: A file that cannot be read, or an argument that is neither one nor ``key=value``.
     """
-    config = OmegaConf.create()
+    layers: list[Mapping[Any, Any]] = []
     for argument in arguments:
         if _is_launcher(argument):
             continue
         if argument.endswith(_SUFFIXES) and "=" not in argument:
-            config = _merged(config, _read(Path(argument)), argument)
+            layers.append(read_yaml(Path(argument)))
         else:
-            config = _merged(config, _override(argument, host="verl"), argument)
+            layers.append(_override(argument, host="verl"))
+    config = _to_config(layers, host="verl")
     names = {field.name: field.verl for field in FIELDS if field.verl}
     values = {"host": "verl", **_selected(config, names)}
     _add_verl_people(values, names, config)
@@ -80,9 +86,9 @@ def nemo_rl_source(arguments: Sequence[str]) -> Source:
     """
     if not arguments or not arguments[0].endswith(_SUFFIXES):
         raise ConfigError("--from nemo-rl takes a YAML file, and key=value after it")
-    config = _with_defaults(Path(arguments[0]), ())
-    for argument in arguments[1:]:
-        config = _merged(config, _override(argument, host="nemo-rl"), argument)
+    files = [values for _, values in with_defaults(Path(arguments[0]))]
+    settings = [_override(argument, host="nemo-rl") for argument in arguments[1:]]
+    config = _to_config([*files, *settings], host="nemo-rl")
     names = {field.name: field.nemo_rl for field in FIELDS if field.nemo_rl}
     values = {"host": "nemo-rl", **_selected(config, names)}
     _add_nemo_rl_people(values, names, config)
@@ -167,7 +173,7 @@ def _add_nemo_rl_engines(values: dict[str, Any], names: dict[str, str], config: 
 
 def _is_there(model: object) -> bool:
     try:
-        return model is not None and Path(str(model)).exists()
+        return model is not None and kind_of(str(model)) is not None
     except OSError:
         return False
 
@@ -186,7 +192,7 @@ def _selected(config: DictConfig, names: Mapping[str, str]) -> dict[str, Any]:
 def _select(config: DictConfig, key: str) -> Any:
     try:
         value = OmegaConf.select(config, key, throw_on_missing=False)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:
         first = str(error).partition("\n")[0]
         raise ConfigError(f"{key} cannot be resolved ({first}): give it as {key}=VALUE") from error
     if isinstance(value, ListConfig) and key in _LISTS:
@@ -196,49 +202,28 @@ def _select(config: DictConfig, key: str) -> Any:
     return value
 
 
-def _override(argument: str, *, host: str) -> DictConfig:
+def _override(argument: str, *, host: str) -> dict[Any, Any]:
     text = argument.lstrip("+~")
-    key, equals, _ = text.partition("=")
-    if not equals or not key:
+    key, equals, value = text.partition("=")
+    if not equals or not key or len(key) > _LONGEST_KEY:
         raise ConfigError(f"--from {host}: {argument!r:.80} is not understood: it takes key=value or a YAML file")
     try:
-        return OmegaConf.from_dotlist([text])
+        parse_yaml(value)
+        return cast(dict[Any, Any], OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False))
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         first = str(error).partition("\n")[0]
         raise ConfigError(f"--from {host}: {argument!r:.80} cannot be read ({first}): quote the value") from error
 
 
-def _merged(under: DictConfig, over: DictConfig, what: str) -> DictConfig:
+def _to_config(layers: Sequence[Mapping[Any, Any]], *, host: str) -> DictConfig:
+    if len(layers) > _MOST_LAYERS:
+        raise ConfigError(f"--from {host}: {len(layers)} files and settings are more than {_MOST_LAYERS}: write a YAML")
+    values: Mapping[Any, Any] = {}
+    for layer in layers:
+        values = overlaid(values, layer)
+    check_interpolations(values)
     try:
-        return cast(DictConfig, OmegaConf.merge(under, over))
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        return OmegaConf.create(dict(values))
+    except OmegaConfBaseException as error:
         first = str(error).partition("\n")[0]
-        raise ConfigError(f"{what:.80} does not go with what comes before it: {first}") from error
-
-
-def _with_defaults(path: Path, children: tuple[Path, ...]) -> DictConfig:
-    chain = (*children, path)
-    if path.resolve() in [child.resolve() for child in children]:
-        raise ConfigError(f"{path}: defaults lead back to it: {' -> '.join(map(str, chain))}; remove one")
-    config = _read(path)
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, dict), "a DictConfig holds a mapping"
-    defaults = plain.get("defaults") or []
-    names = [defaults] if isinstance(defaults, str) else defaults
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: defaults={defaults!s:.80} cannot be used: it takes a file name or a list of them")
-    merged = OmegaConf.create()
-    for name in names:
-        merged = _merged(merged, _with_defaults(path.parent / name, chain), str(path))
-    return _merged(merged, config, str(path))
-
-
-def _read(path: Path) -> DictConfig:
-    try:
-        found = OmegaConf.load(path)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
-        raise ConfigError(f"{path} cannot be read ({reason}): it takes a YAML file of keys") from error
-    if not isinstance(found, DictConfig):
-        raise ConfigError(f"{path} holds no mapping: it takes a YAML file of keys")
-    return found
+        raise ConfigError(f"--from {host}: {error.full_key or 'a value'} cannot be used: {first}") from error

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from rl_safe_workers.errors import format_ranks
 from rl_safe_workers.findings import Finding, counted, print_findings
+from rl_safe_workers.plain_console import PlainConsole
 from rl_safe_workers.plan.families import ENGINE, JOINT
 from rl_safe_workers.plan.memory import LAZY, WAYS, Span
 from rl_safe_workers.plan.plan import Communicator, Plan, is_spare
@@ -21,7 +21,7 @@ _NARROW = 132
 
 def print_plan(plan: Plan, findings: Sequence[Finding]) -> None:
     """Prints a plan and its hazards to stdout."""
-    console = Console(highlight=False)
+    console = PlainConsole()
     # A pipe has no width; tables of 80 columns would cut the names of groups.
     console.width = max(console.width, _NARROW) if not console.is_terminal else console.width
     console.print(headline(plan), soft_wrap=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from rl_safe_workers import env
-from rl_safe_workers.reaping.ipc_files import remove_ipc_files
+from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
 from rl_safe_workers.reaping.processes import ended, reap, run_processes
 
 logger = logging.getLogger(__name__)
@@ -33,16 +33,16 @@ PIDS, FOLDERS, DONE = "pids", "folders", "done"
 class Guardian:
     """The driver's end."""
 
-    def __init__(self, run_id: str, *, since_s: float, kill_after_s: float, node: str | None = None) -> None:
+    def __init__(self, run_id: str, *, since: Moment, kill_after_s: float, node: str | None = None) -> None:
         """Starts it; it needs a tenth of a second to come up, and nothing that happens before is lost.
 
         Args:
             run_id: Whose processes to end.
-            since_s: When the run began, in Unix seconds.
+            since: When the run began.
             kill_after_s: How long a process gets between being asked to end and being killed.
             node: Only those of this node of the cluster; None: all on this machine.
         """
-        whose = [run_id, str(since_s), str(kill_after_s), node or ""]
+        whose = [run_id, *map(repr, since), str(kill_after_s), node or ""]
         command = [sys.executable, "-m", "rl_safe_workers.reaping.guardian", *whose]
         self._process = subprocess.Popen(
             command,
@@ -74,13 +74,13 @@ class Guardian:
             logger.warning("the run's guardian is gone: should this process be killed, nobody ends what is left of it")
 
 
-def guard(told: IO[str], run_id: str, *, since_s: float, kill_after_s: float, node: str | None = None) -> bool:
+def guard(told: IO[str], run_id: str, *, since: Moment, kill_after_s: float, node: str | None = None) -> bool:
     """Waits until the driver is done or gone, and cleans up in the latter case.
 
     Args:
         told: What the driver says, see `Guardian`.
         run_id: As for `Guardian`.
-        since_s: As for `Guardian`.
+        since: As for `Guardian`.
         kill_after_s: As for `Guardian`.
         node: As for `Guardian`.
 
@@ -101,7 +101,7 @@ def guard(told: IO[str], run_id: str, *, since_s: float, kill_after_s: float, no
     pids |= {process.pid for process in run_processes(run_id, node)}
     logger.warning("the driver of run %s is gone: ending what is left of the run", run_id)
     reap(run_id, kill_after_s=kill_after_s, node=node)
-    remove_ipc_files(ended(pids), since_s=since_s)
+    remove_ipc_files(ended(pids), since=since)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     return True
@@ -113,5 +113,6 @@ if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="rl-safe: %(message)s")
-    mark, began_s, patience_s, of_node = sys.argv[1:]
-    guard(sys.stdin, mark, since_s=float(began_s), kill_after_s=float(patience_s), node=of_node or None)
+    mark, unix, monotonic, patience_s, of_node = sys.argv[1:]
+    began = Moment(unix_s=float(unix), monotonic_s=float(monotonic))
+    guard(sys.stdin, mark, since=began, kill_after_s=float(patience_s), node=of_node or None)

@@ -7,29 +7,53 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple, Self
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def remove_ipc_files(pids: Iterable[int], *, since_s: float, folder: Path = SHARED_MEMORY) -> None:
+class Moment(NamedTuple):
+    """A moment on this machine, by both of its clocks.
+
+    Example: ``Moment(unix_s=1763.2, monotonic_s=20.5)``
+    """
+
+    unix_s: float
+    monotonic_s: float
+
+    @classmethod
+    def now(cls) -> Self:
+        """Returns the present moment."""
+        return cls(time.time(), time.monotonic())
+
+    def earliest_mtime_s(self) -> float:
+        """Returns the lowest Unix time that a file made since may bear: the clock may have been set back meanwhile."""
+        now = Moment.now()
+        set_by_s = (now.unix_s - self.unix_s) - (now.monotonic_s - self.monotonic_s)
+        return self.unix_s + min(0.0, set_by_s)
+
+
+def remove_ipc_files(pids: Iterable[int], *, since: Moment, folder: Path = SHARED_MEMORY) -> None:
     """Removes what processes that have ended left: ``torch_<pid>_...`` and ``cuda.shm.<user>.<pid in hex>....``.
 
     Args:
         pids: Processes of this machine that have ended.
-        since_s: When they began, in Unix seconds. Older files are those of another process by the same number, as are
-            those of another user.
+        since: When they began, or before. Older files are those of another process by the same number, as are those of
+            another user.
         folder: Where shared memory is mounted.
     """
+    earliest_s = since.earliest_mtime_s()
     for pid in pids:
         for pattern in (f"torch_{pid}_*", f"cuda.shm.{os.getuid()}.{pid:x}.*"):
             for file in folder.glob(pattern):
                 try:
                     found = file.stat()
-                    if found.st_uid == os.getuid() and found.st_mtime >= since_s:
+                    if found.st_uid == os.getuid() and found.st_mtime >= earliest_s:
                         file.unlink()
                 except FileNotFoundError:
                     continue

@@ -25,18 +25,29 @@ logger = logging.getLogger(__name__)
 TEMP_PREFIX, RUN_FILE, RAY_FOLDER = "rl_safe_", "run_id", "r"
 """Prefix of a run's temporary folder, the file in it that says whose it is, and the folder in it that Ray gets.
 
-The file holds the run id, the driver's process id, when that was created, and the namespace in which the id counts. On
-a node of a cluster the agent stands for the driver. Ray opens its folder to all users (mode 0777), so that folder lies
-below one that only the run's user may enter. Its name is short, since the path of a socket has at most 107 bytes."""
+The file holds the run id, the driver's process id, when that was started (see `started_ticks`), and the namespace in
+which the id counts. On a node of a cluster the agent stands for the driver. Ray opens its folder to all users (mode
+0777), so that folder lies below one that only the run's user may enter. Its name is short, since the path of a socket
+has at most 107 bytes."""
 _RUN_FILE_BYTES = 1024
 
 
 def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
-    """Lists the living processes, other than this one, that carry the run's mark; and that of a node, unless None."""
-    found = []
+    """Lists the living processes of this user, other than this one, that carry the run's mark.
+
+    Args:
+        run_id: The mark.
+        node: Only those that carry the mark of this node, too; None: all on this machine.
+    """
+    found, user = [], os.geteuid()
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and env.belongs_to_run(process.environ(), run_id, node):
+            # Root can read the variables of everybody, who may set them to anything.
+            if (
+                process.pid != os.getpid()
+                and process.uids().effective == user
+                and env.belongs_to_run(process.environ(), run_id, node)
+            ):
                 found.append(process)
         except psutil.Error:
             continue  # gone, or another user's
@@ -69,8 +80,8 @@ def make_run_folder(run_id: str) -> Path:
     Its mode is 0700: nobody else may enter it, so the modes of what libraries put below it do not matter.
     """
     folder = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
-    owner = psutil.Process()
-    (folder / RUN_FILE).write_text(f"{run_id} {owner.pid} {owner.create_time()} {process_namespace()}")
+    pid = os.getpid()
+    (folder / RUN_FILE).write_text(f"{run_id} {pid} {started_ticks(pid)} {process_namespace()}")
     return folder
 
 
@@ -85,11 +96,11 @@ def remove_leftovers(temp: Path) -> None:
             if not _is_private(folder):
                 continue
             text = read_foreign(folder / RUN_FILE, limit_bytes=_RUN_FILE_BYTES, within=folder, uid=os.getuid())
-            run_id, pid, created_at, namespace = text.decode("ascii").split()
+            run_id, pid, started, namespace = text.decode("ascii").split()
             # Of another container's processes nobody here can tell. A run that is only starting has no other process.
             if (
                 namespace == process_namespace()
-                and not _lives(int(pid), float(created_at))
+                and started_ticks(int(pid)) != int(started)
                 and not run_processes(run_id)
             ):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -107,11 +118,18 @@ def process_namespace() -> str:
     return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
-def _lives(pid: int, created_at: float) -> bool:
+def started_ticks(pid: int) -> int | None:
+    """Returns when a process was started, in clock ticks since the machine's own start; None if there is no process.
+
+    Together with the id it tells a process from a later one by the same number. A time of day does not: the clock may
+    have been set since, and `psutil.Process.create_time` changes with it.
+    """
     try:
-        return bool(psutil.Process(pid).create_time() == created_at)
-    except psutil.Error:
-        return False
+        # The name, in brackets, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(fields[19])
 
 
 def reap(run_id: str, *, kill_after_s: float, node: str | None = None) -> None:

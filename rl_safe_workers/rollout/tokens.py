@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from rl_safe_workers.errors import DataError, ModelError
+from rl_safe_workers.errors import DataError, ModelError, first_line
+from rl_safe_workers.model_files import stop_token_ids
 
 
 class ChatTokenizer:
@@ -25,8 +26,10 @@ class ChatTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 model_path, trust_remote_code=False, local_files_only=True
             )
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{model_path}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # what transformers and tokenizers raise of a damaged file is of any type
+            raise ModelError(
+                f"{model_path}: the tokenizer cannot be loaded: {type(error).__name__}: {first_line(error):.300}"
+            ) from error
         if not self._tokenizer.chat_template:
             raise ModelError(f"{model_path}: the tokenizer has no chat template; add one to tokenizer_config.json")
         self._max_prompt_length = max_prompt_length
@@ -37,10 +40,14 @@ class ChatTokenizer:
 
         Raises:
             DataError: If the prompt is longer than ``data.max_prompt_length``.
+            ModelError: If the model's chat template does not take the messages.
         """
-        ids: list[int] = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise ModelError(f"the chat template fails for {where}: {first_line(error):.300}") from error
         if len(ids) > self._max_prompt_length:
             raise DataError(
                 f"{where} has {len(ids)} tokens, more than data.max_prompt_length={self._max_prompt_length}"
@@ -54,12 +61,8 @@ class ChatTokenizer:
 
 
 def _stop_token_ids(model_path: Path, tokenizer: Any) -> list[int]:
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if (path := model_path / name).is_file():
-            value = json.loads(path.read_text()).get("eos_token_id")
-            found += value if isinstance(value, list) else [value]
-    ids = sorted({i for i in [*found, tokenizer.eos_token_id] if i is not None})
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = sorted({*stop_token_ids(model_path), *own})
     if not ids:
         raise ModelError(f"{model_path}: neither config.json nor the tokenizer names an end-of-sequence token")
     return ids

@@ -143,8 +143,9 @@ class ModelShape:
         model_type: Any = config.get("model_type")
         allowed = model_types or SUPPORTED_MODEL_TYPES
         if model_type not in allowed:
-            raise ModelError(f"model type {model_type!r} is not supported: use {_either(allowed)}")
+            raise ModelError(f"model type {model_type!r:.80} is not supported: use {_either(allowed)}")
         _refuse_variants(config)
+        _check_optional(config)
         is_moe = model_type in MOE_MODEL_TYPES
         return cls(
             model_type=model_type,
@@ -156,7 +157,7 @@ class ModelShape:
             vocab_size=_size(config, "vocab_size"),
             hidden_size=_size(config, "hidden_size"),
             max_position_embeddings=_size(config, "max_position_embeddings"),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings")),
         )
 
 
@@ -174,6 +175,14 @@ PLAIN_SETTINGS: Mapping[str, Any] = {
     "use_sliding_window": False,
 }
 """Settings whose other values change the model's arithmetic in ways that the conversion to Megatron does not follow."""
+
+
+LARGEST_SIZE = 2**31 - 1
+"""Largest size of a model's configuration."""
+_LARGEST_NUMBER = 1e30
+_OPTIONAL_SIZES = ("intermediate_size", "moe_intermediate_size", "head_dim", "num_experts_per_tok")
+_OPTIONAL_NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "router_aux_loss_coef")
+_OPTIONAL_FLAGS = ("tie_word_embeddings", "norm_topk_prob")
 
 
 def check_layout(layout: ParallelLayout) -> None:
@@ -262,21 +271,35 @@ def _remedies(layout: ParallelLayout, axes: Iterable[str]) -> Iterable[str]:
 def _refuse_variants(config: Mapping[str, Any]) -> None:
     for key, plain in PLAIN_SETTINGS.items():
         if (value := config.get(key)) not in (None, plain):
-            shown = type(value).__name__ if isinstance(value, dict) else repr(value)
+            shown = type(value).__name__ if isinstance(value, dict) else f"{value!r:.80}"
             raise ModelError(f"config.json has {key}={shown}, which is not supported: only {plain!r} is")
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key) or {}
         kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
         if kind != "default":
-            raise ModelError(f"config.json has {key} of type {kind!r}, which is not supported: only 'default' is")
+            raise ModelError(f"config.json has {key} of type {kind!r:.80}, which is not supported: only 'default' is")
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:
     """Returns the first of the names that is there."""
     value = next((config[name] for name in names if name in config), None)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json has {names[-1]}={value!r}: it must be a positive whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
+        raise ModelError(f"config.json has {names[-1]}={value!r:.80}: it must be a whole number of 1 to {LARGEST_SIZE}")
     return value
+
+
+def _check_optional(config: Mapping[str, Any]) -> None:
+    """Checks settings that have a default where they are absent or null."""
+    for name in _OPTIONAL_SIZES:
+        if config.get(name) is not None:
+            _size(config, name)
+    for name in _OPTIONAL_NUMBERS:
+        value = config.get(name)
+        if value is not None and (not isinstance(value, int | float) or not 0 <= value <= _LARGEST_NUMBER):
+            raise ModelError(f"config.json has {name}={value!r:.80}: it must be a finite number of at least 0")
+    for name in _OPTIONAL_FLAGS:
+        if not isinstance(config.get(name), bool | None):
+            raise ModelError(f"config.json has {name}={config[name]!r:.80}: it must be true or false")
 
 
 def _either(values: Iterable[object]) -> str:

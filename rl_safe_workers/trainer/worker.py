@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from rl_safe_workers.comms.releasable import register_backend
 from rl_safe_workers.comms.suspend import can_suspend
 from rl_safe_workers.config import ModelConfig, RunConfig
 from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
+from rl_safe_workers.model_files import read_model_json
 from rl_safe_workers.platforms.device_memory import SHARED_PHASES, megatron_owned
 from rl_safe_workers.platforms.platform import Platform, open_platform
 from rl_safe_workers.rollout.protocol import WeightSpec
@@ -30,7 +30,7 @@ def _features_of_model(model: ModelConfig) -> dict[str, Any]:
     if model.create is not None and not file.exists():
         # Nothing but a bootstrap is to happen: a run makes its model first.
         return {"moe": model.create.num_experts > 0, "tied_embeddings": False}
-    config = json.loads(file.read_text())
+    config = read_model_json(file)
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     return {
         "moe": any(config.get(key) for key in experts),

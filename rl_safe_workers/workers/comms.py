@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import MappingProxyType
 from typing import cast
@@ -148,7 +148,7 @@ class CommsMixin(GroupsMixin):
             WeightSyncError: If the group cannot be connected.
         """
         self.check_phase(Phase.JOINT)
-        with self.lifecycle.enter(Phase.JOINT):
+        with self.lifecycle.enter(Phase.JOINT), self._door.opened() if self._door else nullcontext():
             self.leave()
             self._colocated = colocated
             self.joint_group = (GpuPair if colocated else JointGroup)(

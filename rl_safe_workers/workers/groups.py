@@ -17,6 +17,7 @@ from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.workers.base import SafeWorker
 from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.door import Door
 from rl_safe_workers.worlds.roll_call import RollCall
 from rl_safe_workers.worlds.store import connect_store, serve_store
 from rl_safe_workers.worlds.training_world import carve_training_world, init_training_world
@@ -24,6 +25,9 @@ from rl_safe_workers.worlds.training_world import carve_training_world, init_tra
 
 class GroupsMixin(SafeWorker):
     """Brings a worker into the training world and creates Megatron's groups there."""
+
+    _door: Door | None = None
+    """Of the store, on the rank that serves it."""
 
     def plan_comms(self) -> CommsPlan:
         """Returns what the communicators will be, from the configuration alone. Not collective.
@@ -38,7 +42,7 @@ class GroupsMixin(SafeWorker):
 
     def serve_store(self, host: str) -> StoreAddress:
         """Starts the run's store in this process, which must then be the last of the trainers to end."""
-        self.store, address = serve_store(host, timeout=self.timeout(Phase.WORLD))
+        self.store, address, self._door = serve_store(host, timeout=self.timeout(Phase.WORLD))
         return address
 
     def init_world(self, address: StoreAddress, *, backend: str) -> None:

@@ -9,9 +9,10 @@ from torch.distributed import DistNetworkError, TCPStore
 
 from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.door import Door
 
 
-def serve_store(host: str, *, timeout: timedelta) -> tuple[TCPStore, StoreAddress]:
+def serve_store(host: str, *, timeout: timedelta) -> tuple[TCPStore, StoreAddress, Door]:
     """Starts the store server in this process, on a free port of one interface only.
 
     Args:
@@ -19,15 +20,17 @@ def serve_store(host: str, *, timeout: timedelta) -> tuple[TCPStore, StoreAddres
         timeout: How long this client's own ``get`` and ``wait`` block by default.
 
     Returns:
-        The server's store and its address. The server lives as long as the store object.
+        The server's store, its address, and the door of its port, which is open. The server lives as long as the
+        store object.
     """
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
+    door = Door(listener.dup())
     # The store takes over the descriptor, so it must not be closed with the Python socket.
     store = TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
-    return store, StoreAddress(host=host, port=port)
+    return store, StoreAddress(host=host, port=port), door
 
 
 def connect_store(address: StoreAddress, *, timeout: timedelta) -> TCPStore:

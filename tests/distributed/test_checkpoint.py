@@ -146,7 +146,7 @@ def test_one_flipped_bit_is_found_out_on_every_rank(config: RunConfig, root: Pat
     _flip_a_bit(root / "global_step_2" / SHARDS / "__1_0.distcp")
     for outcome in _run(_load_only, config, root / "global_step_2"):
         assert isinstance(outcome.error, CheckpointError)
-        assert "the bytes are not what was saved" in str(outcome.error)
+        assert "does not have the bytes that were saved" in str(outcome.error)
 
 
 def test_state_without_the_digest_that_was_saved_is_refused(config: RunConfig, root: Path) -> None:

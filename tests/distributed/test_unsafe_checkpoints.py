@@ -87,9 +87,13 @@ def _make_metadata_hostile(shards: Path) -> None:
     (shards / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize("read", [_load, _read_format])
 @pytest.mark.parametrize(
-    ("name", "make_hostile"), [("common.pt", _make_common_hostile), (".metadata", _make_metadata_hostile)]
+    ("name", "make_hostile", "read"),
+    [
+        ("common.pt", _make_common_hostile, _load),
+        ("common.pt", _make_common_hostile, _read_format),
+        (".metadata", _make_metadata_hostile, _load),
+    ],
 )
 def test_a_hostile_file_is_refused_by_name_on_every_rank_and_not_run(
     name: str, make_hostile: Callable[[Path], None], read: Any, shards: Path

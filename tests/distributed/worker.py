@@ -99,7 +99,7 @@ class Worker(MegatronActorMixin, MegatronPolicy):
 @contextmanager
 def served_store() -> Iterator[StoreAddress]:
     """A store in this process, which outlives every rank."""
-    store, address = serve_store("127.0.0.1", timeout=timedelta(seconds=60))
+    store, address, _ = serve_store("127.0.0.1", timeout=timedelta(seconds=60))
     yield address
     del store
 

@@ -72,14 +72,14 @@ class Running:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._mark = folder, uuid.uuid4().hex
         # Not under pytest's folder: the paths of Ray's sockets must stay short.
-        self._temp = Path(tempfile.mkdtemp(prefix="t"))
+        self.temp = Path(tempfile.mkdtemp(prefix="t"))
         self._logs = Path(tempfile.mkdtemp(prefix="rl_safe_test_logs_"))
         self._shared_before = set(SHARED_MEMORY.iterdir())
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             # As in a shell's background, and the command would inherit it: no Ctrl-C would reach it.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         python_path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-        variables = {MARK: self._mark, "TMPDIR": str(self._temp), "PYTHONPATH": python_path}
+        variables = {MARK: self._mark, "TMPDIR": str(self.temp), "PYTHONPATH": python_path}
         with self._log("out").open("wb") as out, self._log("err").open("wb") as err:
             self.process = subprocess.Popen(
                 command,
@@ -151,7 +151,7 @@ class Running:
         for path in sorted({*SHARED_MEMORY.iterdir()} - self._shared_before):
             if not is_in_use(path):
                 yield str(path)
-        for path in sorted(self._temp.rglob("*")):
+        for path in sorted(self.temp.rglob("*")):
             # The process that makes a model imports so much of torch that it gets a cache folder, which stays empty.
             if not (path.name.startswith("torchinductor_") and not any(path.iterdir())):
                 yield str(path)
@@ -162,7 +162,7 @@ class Running:
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
         self.process.wait(10)
-        for folder in (self._temp, self._logs):
+        for folder in (self.temp, self._logs):
             shutil.rmtree(folder, ignore_errors=True)
 
 

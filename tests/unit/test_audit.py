@@ -216,7 +216,7 @@ def test_a_flipped_byte_is_found_by_a_deep_audit_alone(foreign: Path, ours: Path
     _flip(path, position)
     assert audit(foreign).ok
     assert _only(audit(foreign, deep=True), "bytes") == (
-        f"weight at 0 of {path.name} does not have the bytes that were saved: checksum of archive/data/0"
+        f"weight at 0 of {path.name} does not have the bytes that were saved: checksum of data/0"
     )
     path, position = _data_position(ours / SHARDS, "uneven")
     _flip(path, position)

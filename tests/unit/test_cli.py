@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 
 import rl_safe_workers
 from rl_safe_workers.cli.main import main
+from rl_safe_workers.cli.terminal import PrintableFormatter
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import CommunicatorError, Interrupted, LogprobGapError, RankError
 
@@ -138,6 +140,99 @@ def test_an_error_that_quotes_several_lines_is_shown_on_one(
     assert capsys.readouterr().err == "rl-safe: error: group tp: no route\n"
 
 
+ESCAPES = "\x1b]0;title\x07\x1b[2J\u202e\x9b31m\r\n\udc80"
+
+
+def assert_plain(text: str, most: int = 2_100) -> None:
+    """Nothing that a terminal takes as a command, and little of it."""
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert len(text) <= most
+
+
+def test_an_error_shows_control_characters_escaped_and_is_short(
+    recipe: str, driver: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: RunConfig) -> None:
+        raise CommunicatorError(f"{ESCAPES} group " + "x" * 10**6 + " check it")
+
+    driver(fail)
+    assert main(["run", recipe]) == 1
+    err = capsys.readouterr().err
+    assert_plain(err)
+    assert err.startswith("rl-safe: error: \\x1b]0;title\\x07\\x1b[2J")
+    assert err.endswith(" check it\n")
+    assert err.count("\n") == 1
+
+
+def test_the_traceback_of_a_rank_shows_control_characters_escaped(
+    recipe: str, driver: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: RunConfig) -> None:
+        trace = f"Traceback:\n\t{ESCAPES}\n" + "x" * 10**6
+        raise RankError(role="trainer", rank=2, phase="train", cause=ESCAPES, trace=trace, raised_at=0.0)
+
+    driver(fail)
+    main(["run", recipe])
+    assert_plain(capsys.readouterr().err.replace("\t", ""), 25_000)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["run", "r.yaml", f"--{ESCAPES}"], [ESCAPES], ["run", "r" * 10**5, "--x" * 10**5]]
+)
+def test_refused_arguments_show_control_characters_escaped(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert_plain(capsys.readouterr().err, 3_000)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", ESCAPES],
+        ["run", "RECIPE", f"trainer.run_name={ESCAPES}"],
+        ["run", "RECIPE", f"{ESCAPES}=1"],
+        ["run", "RECIPE", f"model.path={ESCAPES}"],
+        ["run", "RECIPE", f"reward.function={ESCAPES}:f"],
+        ["plan", ESCAPES],
+        ["plan", "--from", "verl", ESCAPES],
+        ["plan", "--trainers", ESCAPES],
+        ["plan", "--trainers", "8", "--model", ESCAPES],
+        ["plan", "--trainers", "8", "--svg", f"{ESCAPES}/x"],
+        ["doctor", ESCAPES],
+        ["doctor", "--checkpoint-path", ESCAPES],
+        ["audit", ESCAPES],
+        ["audit", "x" * 300],
+        ["audit", "a/" * 3_000],
+        ["slices", "x" * 300, "--node", "0"],
+        ["convert", "--hf", "x" * 300, "--out", "y"],
+        ["plan", "--trainers", "8", "--model", "x" * 300],
+        ["plan", "--trainers", "8", "--html", "x" * 300],
+        ["plan", "x" * 10**5],
+        ["slices", ESCAPES, "--node", "0"],
+        ["convert", "--hf", ESCAPES, "--out", ESCAPES, f"x={ESCAPES}"],
+    ],
+)
+def test_hostile_arguments_are_refused_on_one_plain_line(
+    recipe: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([recipe if argument == "RECIPE" else argument for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert_plain(err)
+    assert err.startswith("rl-safe: error: ")
+    assert err.count("\n") == 1
+
+
+def test_log_lines_are_plain_and_none_passes_for_two() -> None:
+    formatter = PrintableFormatter("%(levelname)s %(message)s")
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "file %s", (f"{ESCAPES}\nERROR forged",), None)
+    text = formatter.format(record)
+    assert_plain(text)
+    assert not any(line.startswith("ERROR") for line in text.splitlines())
+
+
 def test_a_signal_is_128_and_its_number(recipe: str, driver: Callable[[Run], None]) -> None:
     def interrupt(config: RunConfig) -> None:
         raise Interrupted(signum=15)
@@ -181,6 +276,24 @@ def test_the_module_stands_for_the_command() -> None:
 def test_the_command_line_loads_neither_torch_nor_ray() -> None:
     code = "import sys, json, rl_safe_workers.cli.main; print(json.dumps(list(sys.modules)))"
     assert not {"torch", "ray", "transformers", "pyarrow"} & set(json.loads(python("-c", code)))
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"), [("é", {}), ("e", {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})], ids=["C", "ASCII"]
+)
+def test_the_locale_changes_nothing(tmp_path: Path, name: str, variables: dict[str, str]) -> None:
+    recipe = f"# é\nmodel: {{path: {name}}}\ndata: {{train_files: [{name}.parquet]}}\n"
+    (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "rl_safe_workers", "plan", "recipe.yaml", "--html", "plan.html"],
+        capture_output=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "LC_ALL": "C", **variables, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"4 trainers" in done.stdout
+    (tmp_path / "plan.html").read_text(encoding="utf-8")
 
 
 def python(*arguments: str) -> str:

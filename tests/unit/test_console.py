@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from rl_safe_workers.driver.console import RunConsole, format_step
 from rl_safe_workers.driver.metrics import PhaseTotal
+from rl_safe_workers.plain_console import PlainConsole
 
 METRICS = {
     "reward/mean": 0.25,
@@ -41,6 +43,21 @@ def test_a_failed_phase_is_marked_and_its_exception_passes() -> None:
     with pytest.raises(KeyError), view.phase("bootstrap", 300.0):
         raise KeyError
     assert re.fullmatch(r"✗ bootstrap \d+\.\d\d s\n", out.getvalue())
+
+
+def test_text_from_files_is_shown_as_it_is() -> None:
+    out = io.StringIO()
+    view = RunConsole(PlainConsole(file=out, force_terminal=False, force_interactive=False, width=200))
+    hostile = "[red]x[/] :boom: \x1b[2J\x07\u202e"
+    view.header({"run": hostile})
+    view.warn(hostile)
+    view.summary({"step": PhaseTotal()}, 1.0, 0, Path(hostile))
+    table = Table("name", title=hostile)
+    table.add_row(hostile)
+    view.console.print(table)
+    view.console.print(hostile)
+    assert out.getvalue().count(r"[red]x[/] :boom: \x1b[2J\x07\u202e") == 6
+    assert all(line.isprintable() for line in out.getvalue().splitlines())
 
 
 def test_output_without_a_terminal_has_no_escape_code() -> None:

@@ -80,7 +80,7 @@ def test_text_has_facts_first_and_findings_in_the_form_of_a_plans(only: Any, cap
     ("arguments", "said"),
     [
         ([RECIPE, "cluster.num_trainer=2"], "num_trainer"),
-        (["no/such.yaml"], "cannot read recipe no/such.yaml"),
+        (["no/such.yaml"], "no/such.yaml cannot be read"),
         ([RECIPE, "megatron.expert_model_parallel_size=3"], "expert_model_parallel_size"),
         (["--live"], "--live takes a recipe"),
     ],

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.env import actor_env, actor_of, become_gpuless, belongs_to_run, hang_dir, local_rank
+from rl_safe_workers.env import (
+    actor_env,
+    actor_of,
+    become_gpuless,
+    belongs_to_run,
+    hang_dir,
+    local_rank,
+    marked,
+    use_ray_token,
+)
 from rl_safe_workers.lifecycle import Role
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -118,3 +127,19 @@ def test_the_local_rank_is_a_whole_number_or_not_set(
     if value is not None:
         monkeypatch.setenv("LOCAL_RANK", value)
     assert local_rank() == expected
+
+
+def test_a_ray_of_our_own_asks_for_the_runs_token_whatever_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/of/another/cluster")
+    use_ray_token(Path("/run/ray_token"))
+    assert {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")} == {
+        "RAY_AUTH_TOKEN_PATH": "/run/ray_token"
+    }
+
+
+def test_processes_of_ours_read_text_as_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    assert actor_env(Role.TRAINER, "run-1", 1.0)["PYTHONUTF8"] == "1"
+    assert marked("run-1")["PYTHONUTF8"] == "1"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.foreign_files import open_foreign, printable, read_foreign
+from rl_safe_workers.foreign_files import HOLE_BYTES, data_extents, hole_bytes, open_foreign, printable, read_foreign
 
 
 def test_a_regular_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
@@ -46,3 +46,35 @@ def test_links_may_not_lead_out_of_a_folder(tmp_path: Path) -> None:
 
 def test_control_characters_and_surrogates_are_escaped() -> None:
     assert printable("plain é \x1b[31m\n\ud800") == "plain é \\x1b[31m\\n\\ud800"
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300, "loop"])
+def test_a_name_that_no_file_can_have_is_an_os_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for within in (None, tmp_path):
+        with pytest.raises(OSError, match=r"a name that no file can have|File name too long|symbolic links"):
+            read_foreign(tmp_path / name, limit_bytes=10, within=within)
+
+
+def test_a_hole_is_refused_without_being_read(tmp_path: Path) -> None:
+    with (tmp_path / "hole").open("wb") as file:
+        file.write(b"start")
+        file.truncate(2 * HOLE_BYTES)
+    with pytest.raises(OSError, match="mostly a hole"):
+        read_foreign(tmp_path / "hole", limit_bytes=4 * HOLE_BYTES)
+
+
+def test_the_data_between_holes_is_found(tmp_path: Path) -> None:
+    mib = 2**20
+    with (tmp_path / "file").open("wb") as file:
+        file.seek(4 * mib)
+        file.write(b"x" * mib)
+        file.truncate(8 * mib)
+    with open_foreign(tmp_path / "file") as found:
+        assert list(data_extents(found, 0, 8 * mib)) == [(4 * mib, 5 * mib)]
+        assert list(data_extents(found, 4 * mib + 1, 4 * mib + 2)) == [(4 * mib + 1, 4 * mib + 2)]
+        assert (hole_bytes(found, 0, 8 * mib), hole_bytes(found, 5 * mib, 9 * mib)) == (7 * mib, 4 * mib)
+
+
+def test_a_file_of_proc_is_read_whole() -> None:
+    assert read_foreign(Path("/proc/self/status"), limit_bytes=10**6).startswith(b"Name:")

@@ -17,13 +17,16 @@ import pytest
 
 from rl_safe_workers.env import RUN_ID
 from rl_safe_workers.reaping.guardian import Guardian, guard
+from rl_safe_workers.reaping.ipc_files import Moment
 from rl_safe_workers.reaping.processes import ended, is_alive, reap, run_processes
 
+LONG_AGO = Moment(unix_s=0.0, monotonic_s=0.0)
 DRIVER = """
 import sys, time
 from pathlib import Path
 from rl_safe_workers.reaping.guardian import Guardian
-guardian = Guardian(sys.argv[1], since_s=0.0, kill_after_s=1.0)
+from rl_safe_workers.reaping.ipc_files import Moment
+guardian = Guardian(sys.argv[1], since=Moment(0.0, 0.0), kill_after_s=1.0)
 guardian.tell(folders=[Path(sys.argv[2])])
 print(flush=True)
 time.sleep(60)
@@ -90,7 +93,7 @@ def test_a_killed_driver_takes_processes_and_folders_along(run_id: str, actor: p
 
 
 def test_a_driver_that_is_done_leaves_nothing_to_do(run_id: str, actor: psutil.Process, tmp_path: Path) -> None:
-    guardian = Guardian(run_id, since_s=0.0, kill_after_s=1.0)
+    guardian = Guardian(run_id, since=LONG_AGO, kill_after_s=1.0)
     guardian.tell(folders=[tmp_path])
     guardian.dismiss(timeout_s=10.0)
     assert guardian._process.returncode == 0
@@ -100,13 +103,13 @@ def test_a_driver_that_is_done_leaves_nothing_to_do(run_id: str, actor: psutil.P
 
 def test_what_was_cut_off_ends_the_run_too(run_id: str, actor: psutil.Process, tmp_path: Path) -> None:
     whole = f'{{"pids": [], "folders": ["{tmp_path}"]}}\n'
-    assert guard(io.StringIO(whole + '{"pids": [1'), run_id, since_s=0.0, kill_after_s=0.2)
+    assert guard(io.StringIO(whole + '{"pids": [1'), run_id, since=LONG_AGO, kill_after_s=0.2)
     assert has_ended(actor)
     assert not tmp_path.exists()
 
 
 def test_a_guardian_that_was_killed_is_missed_not_waited_for(run_id: str, caplog: pytest.LogCaptureFixture) -> None:
-    guardian = Guardian(run_id, since_s=0.0, kill_after_s=1.0)
+    guardian = Guardian(run_id, since=LONG_AGO, kill_after_s=1.0)
     process = guardian_of(run_id)
     process.kill()
     wait_for_end(process)
@@ -130,3 +133,24 @@ def test_what_takes_no_notice_is_killed_and_not_waited_for(run_id: str, actor: p
     reap(run_id, kill_after_s=0.5)
     assert has_ended(actor)
     assert time.monotonic() - started_s < 5
+
+
+def test_a_stopped_process_is_killed_and_never_goes_on(run_id: str, tmp_path: Path) -> None:
+    wrote = tmp_path / "wrote"
+    code = f"import os, signal; os.kill(os.getpid(), signal.SIGSTOP); open({str(wrote)!r}, 'w')"
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {RUN_ID: run_id}) as process:
+        while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        reap(run_id, kill_after_s=0.2)
+        assert has_ended(psutil.Process(process.pid))
+    assert not wrote.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to start a process of another user")
+def test_another_users_process_with_a_forged_mark_is_left_alone(run_id: str) -> None:
+    command = ["/bin/sleep", "60"]
+    with subprocess.Popen(command, env=os.environ | {RUN_ID: run_id}, user=65534) as process:
+        assert run_processes(run_id) == []
+        reap(run_id, kill_after_s=0.2)
+        assert process.poll() is None
+        process.kill()

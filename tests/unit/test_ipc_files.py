@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
-from rl_safe_workers.reaping.ipc_files import remove_ipc_files
+import pytest
+
+from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
 
 PID = 3550
+LONG_AGO = Moment(unix_s=0.0, monotonic_s=0.0)
 
 
 def test_only_the_files_of_those_processes_go(tmp_path: Path) -> None:
@@ -22,21 +26,43 @@ def test_only_the_files_of_those_processes_go(tmp_path: Path) -> None:
     )
     for name in (*gone, *kept):
         (tmp_path / name).touch()
-    remove_ipc_files([PID, PID + 100], since_s=0, folder=tmp_path)
+    remove_ipc_files([PID, PID + 100], since=LONG_AGO, folder=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
 def test_a_file_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path) -> None:
     (tmp_path / f"torch_{PID}_1_0").mkdir()
     (tmp_path / f"torch_{PID}_2_0").touch()
-    remove_ipc_files([PID], since_s=0, folder=tmp_path)
+    remove_ipc_files([PID], since=LONG_AGO, folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [f"torch_{PID}_1_0"]
 
 
 def test_files_from_before_the_run_are_of_another_process_by_the_same_number(tmp_path: Path) -> None:
     (file := tmp_path / f"torch_{PID}_1_0").touch()
     written_s = file.stat().st_mtime
-    remove_ipc_files([PID], since_s=written_s + 1, folder=tmp_path)
+    remove_ipc_files([PID], since=Moment(written_s + 1, time.monotonic()), folder=tmp_path)
     assert file.exists()
-    remove_ipc_files([PID], since_s=written_s, folder=tmp_path)
+    remove_ipc_files([PID], since=Moment(written_s, time.monotonic()), folder=tmp_path)
     assert not file.exists()
+
+
+def test_files_of_the_run_go_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = Moment.now()
+    (file := tmp_path / f"torch_{PID}_1_0").touch()
+    wall_clock = time.time
+    monkeypatch.setattr(time, "time", lambda: wall_clock() - 3600)
+    set_back_s = time.time()
+    os.utime(file, (set_back_s, set_back_s))
+    remove_ipc_files([PID], since=began, folder=tmp_path)
+    assert not file.exists()
+
+
+def test_files_from_before_the_run_stay_though_the_clock_was_set_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / f"torch_{PID}_1_0").touch()
+    began = Moment(unix_s=file.stat().st_mtime + 1, monotonic_s=time.monotonic())
+    wall_clock = time.time
+    monkeypatch.setattr(time, "time", lambda: wall_clock() + 3600)
+    remove_ipc_files([PID], since=began, folder=tmp_path)
+    assert file.exists()

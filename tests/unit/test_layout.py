@@ -165,8 +165,8 @@ def test_a_dense_model_has_no_experts() -> None:
     [
         ({"model_type": "llama"}, "model type 'llama' is not supported: use qwen3 or qwen3_moe"),
         ({"model_type": None}, "model type None is not supported"),
-        ({"num_hidden_layers": None}, "num_hidden_layers=None: it must be a positive whole number"),
-        ({"num_experts": 0}, "num_experts=0: it must be a positive whole number"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=None: it must be a whole number of 1"),
+        ({"num_experts": 0}, "num_experts=0: it must be a whole number of 1"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\], which is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=dict, which is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling of type 'yarn', which is not supported"),

@@ -19,6 +19,7 @@ from rl_safe_workers.reaping.processes import (
     make_run_folder,
     process_namespace,
     remove_leftovers,
+    started_ticks,
 )
 
 ME = psutil.Process()
@@ -37,7 +38,7 @@ def of_nobody() -> str:
     """What a run has written whose driver has ended."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    return f"feedbeef {gone.pid} 1.0 {HERE}"
+    return f"feedbeef {gone.pid} 1 {HERE}"
 
 
 def test_a_folder_of_which_nobody_lives_goes(tmp_path: Path) -> None:
@@ -47,7 +48,9 @@ def test_a_folder_of_which_nobody_lives_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [f"feedbeef {ME.pid} {ME.create_time()} {HERE}", "", "feedbeef 12"], ids=["starts", "empty", "cut_off"]
+    "content",
+    [f"feedbeef {ME.pid} {started_ticks(ME.pid)} {HERE}", "", "feedbeef 12"],
+    ids=["starts", "empty", "cut_off"],
 )
 def test_a_folder_of_a_run_that_starts_or_is_not_understood_stays(tmp_path: Path, content: str) -> None:
     mine = folder(tmp_path, content)
@@ -130,3 +133,48 @@ def test_a_folder_of_another_user_stays(tmp_path: Path) -> None:
 def test_only_its_user_may_enter_a_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert make_run_folder("feedbeef").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_process_that_was_forked_has_ticks_of_its_own_whatever_its_name() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        (own,) = {started_ticks(process.pid), started_ticks(process.pid)}
+        assert own is not None
+        assert own > (started_ticks(os.getpid()) or 0)
+    assert started_ticks(process.pid) is None
+
+
+def test_a_name_in_brackets_is_not_taken_for_the_end_of_it(tmp_path: Path) -> None:
+    (program := tmp_path / "a) S 1 1").symlink_to("/bin/sleep")
+    with subprocess.Popen([str(program), "60"]) as process:
+        while b"a) S 1 1" not in Path(f"/proc/{process.pid}/stat").read_bytes():
+            pass
+        ticks = started_ticks(process.pid)
+        process.kill()
+    assert ticks is not None
+    assert ticks >= (started_ticks(os.getpid()) or 0)
+
+
+def test_a_run_that_starts_keeps_its_folder_when_the_clock_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mine = make_run_folder("feedbeef")
+    # What psutil says of a process's time of creation moves with the clock.
+    create_time = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: create_time(process) + 3600)
+    remove_leftovers(tmp_path)
+    assert mine.exists()
+
+
+def test_a_folder_of_a_reused_process_id_goes(tmp_path: Path) -> None:
+    left = folder(tmp_path, f"feedbeef {ME.pid} {(started_ticks(ME.pid) or 0) - 1} {HERE}")
+    remove_leftovers(tmp_path)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("pid", ["-1", "1e9", "9" * 400, "0x10", "0", "12/../1"])
+def test_a_forged_process_id_stops_nobody(tmp_path: Path, pid: str) -> None:
+    folder(tmp_path, f"feedbeef {pid} 1 {HERE}")
+    left = folder(tmp_path, of_nobody())
+    remove_leftovers(tmp_path)
+    assert not left.exists()

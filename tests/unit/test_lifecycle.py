@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rl_safe_workers.errors import LifecycleError
-from rl_safe_workers.lifecycle import REQUIRES, Lifecycle, Phase, Role
+from rl_safe_workers.lifecycle import REQUIRES, Lifecycle, Phase, Role, unix_now
 
 FIRST = {Phase.START, Phase.WORLD, Phase.TEARDOWN}
 """What a trainer may enter before anything else."""
@@ -114,13 +114,22 @@ def test_an_invalidated_phase_must_be_passed_through_again(trainer: Lifecycle) -
 
 
 def test_events_tell_phase_rank_times_and_outcome(trainer: Lifecycle) -> None:
-    before = time.time()
+    before = unix_now()
     pass_through(trainer, Phase.WORLD)
     fail_in(trainer, Phase.GROUPS)
     world, groups = trainer.drain_events()
     assert (world.phase, world.role, world.rank, world.ok) == (Phase.WORLD, Role.TRAINER, 3, True)
     assert (groups.phase, groups.ok) == (Phase.GROUPS, False)
-    assert before <= world.start_s <= world.end_s <= groups.start_s <= groups.end_s <= time.time()
+    assert before <= world.start_s <= world.end_s <= groups.start_s <= groups.end_s <= unix_now()
+
+
+def test_a_phase_takes_as_long_though_the_clock_is_set(trainer: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert abs(unix_now() - time.time()) < 60
+    with trainer.enter(Phase.WORLD):
+        set_back_s = time.time() - 3600
+        monkeypatch.setattr(time, "time", lambda: set_back_s)
+    (event,) = trainer.drain_events()
+    assert 0 <= event.end_s - event.start_s < 60
 
 
 def test_events_are_handed_over_once(trainer: Lifecycle) -> None:

@@ -112,11 +112,11 @@ def test_check_fails_for_a_plan_that_stops(capsys, facts: list[str], code: int) 
         (["--trainers=4", "--vpp=2"], "--vpp=2 needs two or more pipeline stages"),
         (["--trainers=4", "--megatron=0.15"], "--megatron=0.15 cannot be used: it takes one of 0.16, 0.17"),
         (["--trainers=4", "--torch=nan"], "--torch=nan cannot be used: it takes a number from 2 to 3"),
-        (["--trainers=4", "--model=nowhere"], "--model=nowhere: cannot read nowhere"),
+        (["--trainers=4", "--model=nowhere"], "--model=nowhere cannot be read (nowhere does not exist"),
         (["--trainers=4", "--svg=nowhere/x.svg"], "--svg=nowhere/x.svg cannot be written"),
         (["--trainers=20000", "--html=x.html"], "--svg and --html take at most 16384"),
         ([], "--trainers is missing"),
-        (["nowhere.yaml"], "cannot read recipe nowhere.yaml"),
+        (["nowhere.yaml"], "nowhere.yaml cannot be read"),
         (["a.yaml", "--from", "verl"], "give a recipe or --from, not both"),
         (["--from"], "--from is empty: it takes one of verl, nemo-rl"),
         (["--from", "slime"], "--from=slime is not known: it takes one of verl, nemo-rl"),
@@ -251,7 +251,7 @@ def test_nemo_rls_yaml_is_read_with_its_defaults(tmp_path: Path) -> None:
 def test_defaults_that_lead_in_a_circle_are_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "a.yaml"
     recipe.write_text("defaults: [a.yaml]\n")
-    with pytest.raises(ConfigError, match="lead back to it"):
+    with pytest.raises(ConfigError, match="files start from each other"):
         nemo_rl_source([str(recipe)])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.config import RunConfig, SeededModelConfig
+from rl_safe_workers.config import ResumeMode, RunConfig, SeededModelConfig
 from rl_safe_workers.driver.preflight import layout_of, preflight, read_model_shape
 from rl_safe_workers.errors import (
     ConfigError,
@@ -24,6 +25,7 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.models.seeded import MAX_POSITIONS, VOCAB_SIZE
 from rl_safe_workers.recipe import load_recipe
+from tests.weights import shapes_of, write_weights
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 HF_CONFIG: dict[str, Any] = {
@@ -45,7 +47,7 @@ def model_dir(tmp_path: Path) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(HF_CONFIG))
     (path / "tokenizer.json").write_text("{}")
-    (path / "model.safetensors").write_bytes(b"")
+    write_weights(path / "model.safetensors", shapes_of(HF_CONFIG))
     return path
 
 
@@ -158,6 +160,7 @@ def test_virtual_stages_that_do_not_divide_the_layers_are_refused(config: RunCon
 
 def test_virtual_stages_need_as_many_micro_batches_as_stages(config: RunConfig, model_dir: Path) -> None:
     (model_dir / "config.json").write_text(json.dumps({**HF_CONFIG, "num_hidden_layers": 4}))
+    write_weights(model_dir / "model.safetensors", shapes_of({**HF_CONFIG, "num_hidden_layers": 4}))
     config.megatron.pipeline_model_parallel_size = config.megatron.virtual_pipeline_model_parallel_size = 2
     sequences = config.data.train_batch_size * config.rollout.n // 2
     config.actor.ppo_micro_batch_size_per_gpu = sequences // 2
@@ -205,7 +208,7 @@ def test_an_incomplete_model_names_what_it_lacks(config: RunConfig, model_dir: P
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "cannot be read: Expecting property name"),
+        ("{", "cannot be read: not JSON: Expecting property name"),
         ("[]", "holds a list, not a JSON object"),
         ('{"model_type": "llama"}', "model type 'llama' is not supported: use qwen3 or qwen3_moe"),
     ],
@@ -299,6 +302,7 @@ def test_a_seeded_model_of_other_sizes_is_not_taken_for_the_one_asked_for(config
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"):
         seeded[name] = getattr(config.model.create, name)
     (model_dir / "config.json").write_text(json.dumps(seeded))
+    write_weights(model_dir / "model.safetensors", shapes_of(seeded))
     message = complaint(config, ModelError)
     assert f"num_experts {HF_CONFIG['num_experts']}, model.create asks for {config.model.create.num_experts}" in message
     config.model.create.num_experts = int(HF_CONFIG["num_experts"])
@@ -317,3 +321,35 @@ def test_a_save_of_megatrons_own_cannot_go_on_in_the_background(config: RunConfi
     setattr(config.rl_safe.checkpoint, flag, True)
     config.rl_safe.checkpoint.async_save = True
     assert f"rl_safe.checkpoint.{flag}=true" in complaint(config, ConfigError)
+
+
+@pytest.mark.parametrize("key", ["output_dir", "default_local_dir"])
+def test_a_place_below_a_file_is_refused(config: RunConfig, tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    config.trainer.save_freq = 1
+    setattr(config.trainer, key, str(tmp_path / "file" / "x" / "y"))
+    assert f"{tmp_path / 'file'} is there and no folder" in complaint(config, ConfigError)
+
+
+def test_a_run_folder_that_is_a_file_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_bytes(b"")
+    config.trainer.output_dir, config.trainer.run_name = str(tmp_path), "mine"
+    assert f"trainer.output_dir={tmp_path / 'mine'}: " in complaint(config, ConfigError)
+
+
+def test_an_output_folder_that_may_not_be_written_is_refused(config: RunConfig) -> None:
+    config.trainer.output_dir = "/proc/self"  # no user can make a folder there, but root may write it by its mode
+    if os.access("/proc/self", os.W_OK):
+        pytest.skip("this user may write anywhere")
+    assert "/proc/self may not be written" in complaint(config, ConfigError)
+
+
+@pytest.mark.parametrize("key", ["model.path", "trainer.output_dir", "trainer.resume_from_path", "data.train_files"])
+def test_links_in_a_circle_are_refused_for_each_path(config: RunConfig, tmp_path: Path, key: str) -> None:
+    link = tmp_path / "link.parquet"
+    link.symlink_to(link)
+    config.trainer.resume_mode = ResumeMode.resume_path
+    config.trainer.resume_from_path = str(tmp_path)
+    section, name = key.split(".")
+    setattr(getattr(config, section), name, [str(link)] if name == "train_files" else str(link))
+    assert "Too many levels of symbolic links" in complaint(config, ConfigError)

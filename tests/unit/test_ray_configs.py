@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -27,6 +28,7 @@ from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.placement import bundles
 from rl_safe_workers.driver.preflight import preflight
 from rl_safe_workers.recipe import load_recipe
+from tests.weights import shapes_of, write_weights
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "ray_configs"
@@ -165,13 +167,14 @@ def test_a_stopped_job_has_time_to_end_its_ranks() -> None:
 
 
 def test_the_recipe_fills_four_nodes_of_eight_gpus(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
+    text = (
         '{"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, '
         '"num_key_value_heads": 4, "num_experts": 128, "vocab_size": 151936, "max_position_embeddings": 40960, '
         '"tie_word_embeddings": false}'
     )
+    (tmp_path / "config.json").write_text(text)
     (tmp_path / "tokenizer.json").touch()
-    (tmp_path / "model.safetensors").touch()
+    write_weights(tmp_path / "model.safetensors", shapes_of(json.loads(text)))
     config = load_recipe(RECIPE, [f"model.path={tmp_path}"])
     preflight(config, cpus=float("inf"))
     assert sum(bundle["GPU"] for bundle in bundles(config.cluster)) == 4 * 8

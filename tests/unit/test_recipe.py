@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -90,12 +91,12 @@ def test_a_cycle_of_recipes_is_shown(write: Write) -> None:
     write("defaults: c.yaml\n", "b.yaml")
     path = write("defaults: b.yaml\n", "c.yaml")
     b = path.with_name("b.yaml")
-    assert complaint(path) == (f"recipes start from each other: {path} -> {b} -> {path}; remove one of the defaults")
+    assert complaint(path) == (f"files start from each other: {path} -> {b} -> {path}; remove one of the defaults")
 
 
 def test_the_run_is_named_after_the_recipe_and_the_time(write: Write) -> None:
     trainer = load_recipe(write(name="tiny.yaml")).trainer
-    assert re.fullmatch(r"tiny-\d{8}-\d{6}", trainer.run_name or "")
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}-[0-9a-f]{4}", trainer.run_name or "")
     assert trainer.default_local_dir == "checkpoints/tiny"
 
 
@@ -216,7 +217,7 @@ def test_a_value_that_does_not_fit_is_refused_with_what_does(write: Write, overr
     assert complaint(write(), override) == f"command line: {message}"
 
 
-@pytest.mark.parametrize("override", ["trainer.logger=[console", 'model.path="x', "model.path=@x", "model.path=${x"])
+@pytest.mark.parametrize("override", ["trainer.logger=[console", 'model.path="x', "model.path=@x"])
 def test_a_value_that_is_not_yaml_is_refused(write: Write, override: str) -> None:
     assert complaint(write(), override).startswith(f"command line: {override!r} cannot be read: ")
 
@@ -238,14 +239,33 @@ def test_an_interpolation_that_leads_nowhere_is_refused(write: Write, override: 
 
 
 @pytest.mark.parametrize(
+    "override",
+    ["model.create=${oc.env:PWD}", "actor.optim=${oc.env:PWD}", "data=${oc.env:PWD}", "data.train_files=${oc.env:PWD}",
+     "model.create=${trainer}", "data.train_files=${model.path}", "trainer.logger=${oc.decode:'[1, [2]]'}",
+     "model=${model}", "trainer.run_name=${trainer}", "model.create=${oc.create:{a: 1}}"],
+)  # fmt: skip
+def test_an_interpolation_to_something_of_another_form_is_refused(
+    write: Write, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    monkeypatch.setenv("PWD", "/x")
+    complaint(write(), override)
+
+
+def test_an_interpolation_may_lead_to_a_list(write: Write) -> None:
+    config = load_recipe(write(), ["data.train_files=${oc.decode:'[a.parquet]'}", "trainer.run_name=${model.path}"])
+    assert (config.data.train_files, config.trainer.run_name) == (["a.parquet"], "m")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "expected the node content, but found '<stream end>' at line 1, column 5"),
+        ("a: [", "did not find expected node content at line 2, column 1"),
         ("trainer: {seed: 1}\ntrainer: {}", "found duplicate key trainer at line 2, column 1"),
-        ("- 1", "not a list"),
-        ("3", "Invalid loaded object type: int"),
-        ("a: ${x", "a recipe is a YAML mapping"),
-        ("1: 2", "unknown key 1"),
+        ("- 1", "not a mapping of keys at line 1"),
+        ("3", "not a mapping of keys at line 1"),
+        ("model: {path: '${x'}", "model.path cannot be read"),
+        ("1: 2", "unknown key 1; a key is a name"),
+        ("trainer.seed: 1", "unknown key 'trainer.seed'; a key is a name, and sections nest"),
         ("defaults: 3", "defaults cannot be 3"),
         ("defaults: [[a]]", "defaults cannot be [['a']]"),
         ("defaults: gone.yaml", "No such file or directory"),
@@ -257,7 +277,7 @@ def test_a_file_that_is_no_recipe_is_refused_in_one_line(write: Write, text: str
 
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
     path = tmp_path / "gone.yaml"
-    assert complaint(path) == f"cannot read recipe {path}: No such file or directory; check the path"
+    assert complaint(path) == f"{path} cannot be read: No such file or directory; check the path"
 
 
 def test_a_binary_file_is_refused(tmp_path: Path) -> None:
@@ -396,3 +416,55 @@ def test_a_submitted_job_joins_its_cluster(
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
     assert ray_address(ClusterConfig(ray_address=asked)) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../../x", "/etc", "a/b", "a\0b", "a\nb", "\x1b[2J", "x" * 201, "é" * 101, "\udc80"]
+)
+def test_a_run_name_is_the_name_of_one_folder(write: Write, name: str) -> None:
+    recipe = write(BASE + f"trainer: {{run_name: {json.dumps(name)}}}\n")
+    message = complaint(recipe)
+    assert "trainer.run_name=" in message or "invalid Unicode" in message
+    assert message.isprintable()
+
+
+@pytest.mark.parametrize("name", ["grpo-7b", "a b", "..a", "läuft", "x" * 200])
+def test_plain_names_of_runs_are_taken(write: Write, name: str) -> None:
+    assert load_recipe(write(BASE + f"trainer: {{run_name: {json.dumps(name)}}}\n")).trainer.run_name == name
+
+
+def test_a_recipe_whose_name_is_no_run_name_is_told_of(write: Write) -> None:
+    assert "trainer.run_name=" in complaint(write(name="\x1b[2J.yaml"))
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 300, "a/" * 2_000, "a\x1bb"])
+@pytest.mark.parametrize(
+    "key",
+    ["model.path", "trainer.output_dir", "trainer.default_local_dir", "data.train_files", "trainer.resume_from_path"],
+)
+def test_a_path_that_no_file_can_have_is_refused(write: Write, key: str, path: str) -> None:
+    assert f"{key}" in complaint(write(), f"{key}={json.dumps(path)}", "trainer.resume_mode=resume_path")
+
+
+def test_a_path_that_is_no_utf8_is_refused(write: Write) -> None:
+    assert "not YAML" in complaint(write(), "model.path=\udcff")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.total_training_steps=2147483648", "must be at most 2147483647"),
+        ("rl_safe.timeouts.save=1e300", "rl_safe.timeouts.save=1e+300 must be at most"),
+        (f"actor.optim.lr={10**400}", "int too large to convert to float"),
+        (f"trainer.seed={'9' * 5000}", "cannot be read"),
+        ("data.train_batch_size=2147483647", "sequences a step"),
+        ("model.create.num_hidden_layers=2147483647", "is no small model"),
+        ("model.create.vocab.size=1", "unknown key model.create.vocab.size"),
+        (".".join(["a"] * 10_000) + "=1", "unknown key a.a.a."),
+        ("x" * 100_000 + "=1", "unknown key xxx"),
+        ("trainer.seed=" + "x" * 100_000, "trainer.seed cannot be 'xxx"),
+    ],
+)
+def test_a_value_out_of_all_measure_is_refused_soon(write: Write, override: str, message: str) -> None:
+    assert message in (found := complaint(write(), override))
+    assert len(found) < 1_000

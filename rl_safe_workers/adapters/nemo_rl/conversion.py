@@ -128,7 +128,7 @@ def _check_is_import(final: Path) -> None:
 def _publish(pending: Path, final: Path) -> None:
     config = pending / ITERATION / CONFIG
     # It names the place that it was saved to.
-    config.write_text(config.read_text().replace(str(pending), str(final)))
+    config.write_text(config.read_text(encoding="utf-8").replace(str(pending), str(final)), encoding="utf-8")
     if is_replacing := os.path.lexists(final):
         _check_is_import(final)
     publish(pending, final, overwrite=is_replacing)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
 from rl_safe_workers.errors import RlSafeError
 from rl_safe_workers.reaping.guardian import Guardian
-from rl_safe_workers.reaping.ipc_files import remove_ipc_files
+from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
 from rl_safe_workers.reaping.processes import ended, reap, run_processes
 
 _CONFIG_PATH = ("--config-path", "-cp")
@@ -68,15 +67,15 @@ def _taking_all_along(run_id: str) -> Iterator[None]:
 
     Processes outlive the actors that had started them, e.g. the 32 workers with which each trainer compiles.
     """
-    since_s = time.time()
-    guardian = Guardian(run_id, since_s=since_s, kill_after_s=KILL_AFTER_S)
+    since = Moment.now()
+    guardian = Guardian(run_id, since=since, kill_after_s=KILL_AFTER_S)
     try:
         yield
     finally:
         pids = {process.pid for process in run_processes(run_id)}
         ray.shutdown()
         reap(run_id, kill_after_s=KILL_AFTER_S)
-        remove_ipc_files(ended(pids), since_s=since_s)
+        remove_ipc_files(ended(pids), since=since)
         guardian.dismiss(timeout_s=KILL_AFTER_S)
 
 

@@ -1,0 +1,219 @@
+"""Calls a function of this package in a process of its own, within limits of memory and time that the kernel keeps.
+
+Whoever made a file can lead its reader to use any amount of either, and what runs in C heeds no check of ours. The
+process has nothing of the caller's but its arguments and the path of its modules. It cannot write a file, and its
+answer is bytes, never a pickle. It does not outlive the caller.
+
+Pure Python: starts in milliseconds, as does the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rl_safe_workers import errors
+from rl_safe_workers.errors import RlSafeError
+from rl_safe_workers.foreign_files import TEXT_CHARACTERS, described, printable
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rl_safe_workers.bounded_child import serve; serve()"
+)
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_BLOCK_BYTES = 2**20
+_ERROR_BYTES = 16 * TEXT_CHARACTERS
+"""Room for an answer that is an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a call may use."""
+
+    memory_bytes: int
+    """Memory beyond what Python and our modules take."""
+    cpu_s: int
+    """Seconds of processor time, until the function calls `lift_time_limit`."""
+    wall_s: float | None
+    """Seconds until the answer is there; None: any."""
+    answer_bytes: int
+    """Largest answer."""
+
+
+class _Exceeded(Exception):
+    """Carries what a call took too much of."""
+
+
+def call_bounded(
+    function: Callable[..., bytes],
+    arguments: Mapping[str, Any],
+    *,
+    limits: Limits,
+    subject: str,
+    failure: type[RlSafeError],
+) -> bytes:
+    """Calls a function in a process of its own and waits for its answer.
+
+    Args:
+        function: A function of a module of this package that imports no torch.
+        arguments: Its keyword arguments, as JSON can hold them. Paths are absolute.
+        limits: What it may use.
+        subject: The file that it reads, for errors.
+        failure: Class of the error if it uses more than it may, or dies.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        RlSafeError: What the function raised, if it is an error of ours that needs no more than a text; else
+            ``failure``, whose text says what happened, on one line.
+    """
+    request = {
+        "function": [function.__module__, function.__qualname__],
+        "arguments": dict(arguments),
+        "limits": asdict(limits),
+        "parent": os.getpid(),
+    }
+    with os.fdopen(os.memfd_create("complaints"), "w+b") as complaints:
+        # Isolated from environment and working directory, which may be the very folder that is not trusted.
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", f"-Xutf8={sys.flags.utf8_mode}", "-c", _START, json.dumps(_module_path())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, cwd="/", start_new_session=True,
+        )  # fmt: skip
+        try:
+            answer = _exchange(process, json.dumps(request).encode(), limits)
+        except _Exceeded as error:
+            raise failure(f"{subject} {error}, more than a sound one of its size: take another one") from None
+        finally:
+            process.kill()
+            process.wait()
+        if answer is None:
+            raise failure(f"{subject} cannot be read: {_cause_of_death(process.returncode, limits, complaints)}")
+    if answer[:1] == b"+":
+        return answer[1:]
+    kind, text = json.loads(answer[1:])
+    if kind == "MemoryError":
+        memory = f"{limits.memory_bytes // 2**20} MiB of memory"
+        raise failure(f"{subject} needs over {memory}, more than a sound one of its size: take another one")
+    raise getattr(errors, kind)(text) if kind else failure(f"{subject} cannot be read: {text}")
+
+
+def _module_path() -> list[str]:
+    """The caller's, without its working directory."""
+    own = str(Path(__file__).parents[1])
+    return [*(path or own for path in sys.path), own]
+
+
+def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: Limits) -> bytes | None:
+    """Sends the request and returns the answer; None if the process died before it was complete."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    deadline_s = math.inf if limits.wall_s is None else time.monotonic() + limits.wall_s
+    with process.stdin, suppress(BrokenPipeError):
+        process.stdin.write(request)
+        process.stdin.flush()
+    waiting = select.poll()
+    waiting.register(process.stdout, select.POLLIN)
+    answer = bytearray()
+    with process.stdout:
+        while True:
+            left_s = deadline_s - time.monotonic()
+            if not waiting.poll(None if left_s == math.inf else max(0.0, left_s) * 1000):
+                raise _Exceeded(f"was not read within {limits.wall_s:.0f} s")
+            block = os.read(process.stdout.fileno(), _BLOCK_BYTES)
+            if not block:
+                break
+            answer += block
+            if len(answer) > limits.answer_bytes + _ERROR_BYTES:
+                raise _Exceeded(f"says more than {limits.answer_bytes} bytes")
+    if len(answer) < 9 or len(answer) != 8 + int.from_bytes(answer[:8], "little"):
+        return None
+    return bytes(memoryview(answer)[8:])
+
+
+def _cause_of_death(returncode: int, limits: Limits, complaints: BinaryIO) -> str:
+    if returncode == -signal.SIGXCPU:
+        return f"it takes over {limits.cpu_s} s of processor time, more than a sound one of its size; take another one"
+    complaints.seek(0)
+    said = complaints.read(_BLOCK_BYTES).decode(errors="replace").strip().splitlines()
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        blame = "is the host short of memory?" if returncode == -signal.SIGKILL else "take another one"
+        return f"its reader was killed by {name}; {blame}"
+    return (
+        f"its reader ended with exit code {returncode}: {printable(said[-1])[:TEXT_CHARACTERS] if said else 'silent'}"
+    )
+
+
+def lift_time_limit() -> None:
+    """Ends the limit of processor time; for the part of a call that takes time by the bytes that are there."""
+    resource.setrlimit(resource.RLIMIT_CPU, (resource.getrlimit(resource.RLIMIT_CPU)[1],) * 2)
+
+
+def serve() -> None:
+    """Runs in the process: calls the function that stdin names and writes the answer to stdout."""
+    request = json.loads(sys.stdin.buffer.read())
+    _tie_to_parent(request["parent"])
+    output = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anything prints is no part of the answer
+    module, name = request["function"]
+    function = getattr(importlib.import_module(module), name)
+    # From here on nothing can be written to a file, and that of complaints is one.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    _bound(Limits(**request["limits"]))
+    mark, answer = _call(function, request["arguments"])
+    with os.fdopen(output, "wb") as file:
+        file.write((1 + len(answer)).to_bytes(8, "little") + mark)
+        file.write(answer)
+    os._exit(0)  # to free a million objects one by one takes as long as to make them
+
+
+def _call(function: Callable[..., bytes], arguments: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    try:
+        return b"+", function(**arguments)
+    except RlSafeError as error:
+        kind, text = type(error).__name__, str(error)
+    except MemoryError:
+        kind, text = "MemoryError", ""
+    except Exception as error:
+        kind, text = "", described(error)
+    return b"-", json.dumps([kind, printable(text)[:TEXT_CHARACTERS]]).encode()
+
+
+def _tie_to_parent(parent: int) -> None:
+    import ctypes  # the caller has no need of it
+
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it had ended before
+        os._exit(1)
+    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # a crash leaves no core file, and wakes nobody who collects them
+
+
+def _bound(limits: Limits) -> None:
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGXCPU})
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _set_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + limits.memory_bytes)
+    _set_limit(resource.RLIMIT_CPU, limits.cpu_s)
+    for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_NPROC):
+        resource.setrlimit(kind, (0, 0))
+
+
+def _set_limit(kind: int, value: int) -> None:
+    """Sets a soft limit, within the hard one."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))

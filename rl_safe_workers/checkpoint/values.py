@@ -1,0 +1,345 @@
+"""Makes values of what archives of ``torch.save`` hold: tensors, and the arguments and states of other programs.
+
+No reader of pickles runs here. `unpickle.read_tree` gives what a pickle says, and here is made what a table knows how
+to make: nothing larger than the archive, and nothing of what the archive says is ever set on a class or called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import enum
+import importlib
+import io
+import pathlib
+import re
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_safe_workers.checkpoint.archives import Archive
+from rl_safe_workers.checkpoint.format_names import COMMON_ENUMS, COMMON_RECORDS, ITEM_BITS, STORAGE_DTYPES
+from rl_safe_workers.checkpoint.unpickle import MALFORMED, Call, Name, Pairs, read_tree
+from rl_safe_workers.errors import CheckpointError
+from rl_safe_workers.foreign_files import described
+
+PICKLE_BYTES = 256 * 2**20
+"""Largest pickle of an archive; tensors are beside it."""
+KEYS = 10_000
+"""Keys of dicts and elements of sets whose hashes their maker can choose: of alike ones each is compared with all."""
+_SMALL = 2**60
+"""Integers up to here have hashes of their own."""
+_DTYPE = re.compile(r"[biufc]\d{1,2}|[SU]\d{1,6}")
+_SHORT = {int, str, bytes, datetime.timedelta, datetime.timezone}
+
+
+def load_value(archive: Archive) -> Any:
+    """Makes the value that an archive of ``torch.save`` holds, on the host.
+
+    Raises:
+        UnsafeCheckpointError: If it asks for a name that no checkpoint needs; the message has the name.
+        CheckpointError: If it is damaged, of a class that is not installed here, or would be larger than the archive.
+    """
+    data = bytearray(_bounded(archive.size("data.pkl"), PICKLE_BYTES, archive))
+    archive.read_into("data.pkl", data)
+    tree = read_tree(bytes(data), source=archive.source)
+    try:
+        _check_byte_order(archive)
+        return _Maker(archive, parts=10_000 + 16 * len(data)).make(tree)
+    except (*MALFORMED, RuntimeError, ImportError) as error:
+        raise CheckpointError(
+            f"{archive.source} cannot be read: what it holds is damaged, or not of what is installed here "
+            f"({described(error)}); take another one"
+        ) from error
+
+
+def _bounded(size: int, limit: int, archive: Archive) -> int:
+    if size > limit:
+        raise CheckpointError(f"{archive.source} holds a pickle of {size} bytes: take another one")
+    return size
+
+
+def _check_byte_order(archive: Archive) -> None:
+    if "byteorder" not in archive:
+        return
+    order = bytearray(_bounded(archive.size("byteorder"), 16, archive))
+    archive.read_into("byteorder", order)
+    if order != b"little":
+        raise ValueError("the bytes of a machine of another order")
+
+
+class _Maker:
+    """Makes one value, part by part, and counts what it makes: a part that is in many places is made for each."""
+
+    def __init__(self, archive: Archive, *, parts: int) -> None:
+        """Makes nothing yet.
+
+        Args:
+            archive: Has the storages.
+            parts: How many parts it makes at most. A pickle names an object again in two bytes, however large it is.
+        """
+        self._archive = archive
+        self._parts, self._keys = parts, KEYS
+        self._bytes = 4 * archive.length
+        self._storages: dict[str, torch.Tensor] = {}
+
+    def make(self, part: Any) -> Any:
+        """Makes a value of a part of the tree."""
+        self._spend(1)
+        kind = type(part)
+        if kind is list:
+            return [self.make(item) for item in part]
+        if kind is tuple:
+            return tuple(self.make(item) for item in part)
+        if kind is Pairs:
+            return dict(self._pairs(part.items))
+        if kind is Name:
+            return _constant(part.text)
+        if kind is Call:
+            return self._called(part)
+        return part
+
+    def _spend(self, parts: int, size: int = 0) -> None:
+        self._parts -= parts
+        self._bytes -= size
+        if min(self._parts, self._bytes, self._keys) < 0:
+            raise ValueError("more than the file has")
+
+    def _pairs(self, items: list[Any]) -> list[tuple[Any, Any]]:
+        return [(self._hashable(key), self.make(value)) for key, value in zip(items[::2], items[1::2], strict=True)]
+
+    def _hashable(self, part: Any) -> Any:
+        value = self.make(part)
+        if not (type(value) is str or (type(value) is int and abs(value) < _SMALL)):
+            self._keys -= 1
+            self._spend(0)
+        return value
+
+    def _called(self, call: Call) -> Any:
+        module, _, name = call.name.rpartition(".")
+        if call.name in _STATEFUL:
+            return _STATEFUL[call.name](self, call)
+        if call.state is not None or (call.items and call.name not in _COLLECTIONS):
+            raise TypeError(f"a state for a {call.name}")
+        if call.name in _MAKERS:
+            return _MAKERS[call.name](self, *call.args)
+        if call.name in _COLLECTIONS:
+            return _COLLECTIONS[call.name](self, call)
+        if name in COMMON_ENUMS.get(module, ()):
+            (value,) = call.args
+            return _enum(call.name)(self.make(value))
+        raise TypeError(f"a call of {call.name}")
+
+    def plain(self, call: Call) -> Any:
+        """An object that is no more than its fields."""
+        found = _class(call.name)
+        if call.args or call.items:
+            raise TypeError(f"arguments for a {call.name}")
+        value = found.__new__(found)
+        vars(value).update(self._fields(call.state))
+        return value
+
+    def _fields(self, state: Any) -> dict[str, Any]:
+        fields = {} if state is None else self.make(state)
+        if type(fields) is not dict or not all(type(key) is str for key in fields):
+            raise TypeError("fields that are no dict")
+        return fields
+
+    def stream(self, call: Call) -> io.BytesIO:
+        """A stream in memory, at the position it had."""
+        data, position, _ = (b"", 0, None) if call.state is None else self.make(call.state)
+        stream = io.BytesIO(_of(data, bytes))
+        stream.seek(_of(position, int))
+        return stream
+
+    def text_as_bytes(self, text: Any = "", encoding: Any = "latin-1") -> bytes:
+        """Bytes, which protocol 2 keeps as text."""
+        if _of(encoding, str) not in ("latin1", "latin-1"):
+            raise ValueError("an encoding that no pickle has")
+        self._spend(1, len(_of(text, str)))
+        return bytes(text.encode("latin-1"))
+
+    def content(self, content: Any = "", encoding: Any = "latin-1") -> bytes:
+        """Bytes of bytes or of text; a number would be a size to allocate."""
+        return bytes(_of(self.make(content), bytes)) if type(content) is Call else self.text_as_bytes(content, encoding)
+
+    def member(self, owner: Any, name: Any) -> Any:
+        """A member of an enum, as Python 3.11.0 pickles it."""
+        return _enum(_of(owner, Name).text)[_of(name, str)]
+
+    def simple(self, kind: Callable[..., Any]) -> Callable[..., Any]:
+        """A constructor that takes no more than what it is given."""
+
+        def call(*args: Any) -> Any:
+            values = [self.make(arg) for arg in args]
+            if not {type(value) for value in values} <= _SHORT:
+                raise TypeError(f"arguments for a {kind.__name__}")
+            self._spend(1, sum(len(value) for value in values if isinstance(value, str | bytes)))
+            return kind(*values)
+
+        return call
+
+    def collected(self, items: Any) -> list[Any]:
+        """The elements of a set."""
+        return [self._hashable(item) for item in _of(items, list, tuple)]
+
+    def storage(self, kind: Any, key: Any, location: Any, count: Any) -> tuple[torch.Tensor, torch.dtype]:
+        """The bytes of a storage, read once, and the dtype that its kind has."""
+        name = _of(kind, Name).text.rpartition(".")[2].removesuffix("Storage")
+        dtype = torch.uint8 if name == "Untyped" else getattr(torch, STORAGE_DTYPES[name])
+        size = self._archive.size(f"data/{_of(key, str)}")
+        if size != _of(count, int) * dtype.itemsize:
+            raise ValueError(f"a storage of {count} elements in {size} bytes")
+        if key not in self._storages:
+            data = torch.empty(size, dtype=torch.uint8)
+            if size:
+                self._archive.read_into(f"data/{key}", data.numpy())
+            self._storages[key] = data
+        return self._storages[key], dtype
+
+    def tensor(
+        self,
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        stride: Any,
+        grad: Any,
+        hooks: Any,
+        dtype: Any = None,
+        _: Any = None,
+    ) -> torch.Tensor:
+        """A tensor within its storage, each element of which it has once."""
+        data, of_storage = self.storage(*_of(storage, Call).args)
+        wanted = of_storage if type(dtype) is not Name else _constant(dtype.text)
+        sizes, strides = self.make(shape), self.make(stride)
+        if prod(sizes) * wanted.itemsize > data.numel() or any(size < 0 for size in sizes):
+            raise ValueError("a tensor larger than its storage")
+        return data.view(wanted).as_strided(sizes, strides, _of(offset, int)).requires_grad_(_of(grad, bool))
+
+    def parameter(self, data: Any, grad: Any, hooks: Any) -> torch.nn.Parameter:
+        """A parameter of a module."""
+        return torch.nn.Parameter(_of(self.make(data), torch.Tensor), requires_grad=_of(grad, bool))
+
+    def dtype(self, call: Call) -> np.dtype[Any]:
+        """A dtype of numpy, of numbers or text."""
+        code, *_ = call.args
+        if not _DTYPE.fullmatch(_of(code, str)):
+            raise ValueError("a dtype that no checkpoint needs")
+        is_swapped = call.state is not None and _of(call.state, tuple)[1] == ">"
+        found: np.dtype[Any] = np.dtype(code).newbyteorder(">" if is_swapped else "=")
+        return found
+
+    def scalar(self, dtype: Any, data: Any) -> Any:
+        """A number of numpy's."""
+        return self._array(data, (), dtype, "C")[()]
+
+    def array(self, call: Call) -> np.ndarray[Any, Any]:
+        """An array of numpy's; its state is all it has."""
+        _, shape, dtype, is_fortran, data = _of(call.state, tuple)
+        return self._array(data, shape, dtype, "F" if _of(is_fortran, bool) else "C")
+
+    def array_of_buffer(self, data: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray[Any, Any]:
+        """An array of numpy's, as protocol 5 has it."""
+        return self._array(data, shape, dtype, "F" if order == "F" else "C")
+
+    def _array(self, data: Any, shape: Any, dtype: Any, order: Any) -> np.ndarray[Any, Any]:
+        found, sizes = _of(self.make(dtype), np.dtype), _of(self.make(shape), tuple)
+        content = _of(self.make(data), bytes, bytearray)
+        if found.itemsize * prod(sizes) != len(content):
+            raise ValueError(f"an array of shape {sizes} in {len(content)} bytes")
+        self._spend(1, len(content))
+        return np.ndarray(sizes, found, bytes(content), order=order).copy(order=order)
+
+
+def _of(value: Any, *kinds: type) -> Any:
+    """The value if it is of one of the kinds."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{type(value).__name__} in the place of {kinds[0].__name__}")
+    return value
+
+
+def _class(name: str) -> Any:
+    module, _, found = name.rpartition(".")
+    return getattr(importlib.import_module(module), found)
+
+
+def _enum(name: str) -> Any:
+    found = _class(name)
+    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
+        raise TypeError(f"{name} is no enum")
+    return found
+
+
+def _constant(name: str) -> Any:
+    """What a name alone stands for: a dtype, or a type of Python's."""
+    module, _, found = name.rpartition(".")
+    if module == "torch" and found in ITEM_BITS:
+        return getattr(torch, found)
+    if name in _TYPES:
+        return _TYPES[name]
+    raise TypeError(f"{name} by itself")
+
+
+_LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+
+_TYPES = {f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, set, str, tuple)}
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "_codecs.encode": _Maker.text_as_bytes,
+    "builtins.bytes": _Maker.text_as_bytes,
+    "builtins.bytearray": lambda maker, *args: bytearray(maker.content(*args)),
+    "builtins.complex": lambda maker, *args: complex(*(_of(arg, float) for arg in args)),
+    "builtins.frozenset": lambda maker, items=(): frozenset(maker.collected(items)),
+    "builtins.getattr": _Maker.member,
+    "builtins.set": lambda maker, items=(): set(maker.collected(items)),
+    "storage": lambda maker, *args: maker.storage(*args)[0],
+    "torch.Size": lambda maker, sizes=(): torch.Size(maker.make(sizes)),
+    "torch.device": lambda maker, *args: maker.simple(torch.device)(*args),
+    "torch.serialization._get_layout": lambda maker, name: _LAYOUTS[_of(name, str)],
+    "torch._utils._rebuild_parameter": _Maker.parameter,
+    "torch._utils._rebuild_tensor_v2": lambda maker, *args: maker.tensor(*args[:6]),
+    "torch._utils._rebuild_tensor_v3": _Maker.tensor,
+    **{
+        f"datetime.{kind.__name__}": lambda maker, *args, kind=kind: maker.simple(kind)(*args)
+        for kind in (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone)
+    },
+    **{
+        f"{module}.{kind.__name__}": lambda maker, *args, kind=kind: maker.simple(kind)(*args)
+        for module in ("pathlib", "pathlib._local")
+        for kind in (pathlib.Path, pathlib.PosixPath, pathlib.PurePath, pathlib.PurePosixPath)
+    },
+    **{f"numpy.{core}.multiarray.scalar": _Maker.scalar for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": _Maker.array_of_buffer for core in ("core", "_core")},
+}
+"""How to make what has no state, of the arguments of the call."""
+
+_STATEFUL: dict[str, Callable[[_Maker, Call], Any]] = {
+    **{f"{kind.__module__}.{kind.__name__}": _Maker.plain for kind in (argparse.Namespace, types.SimpleNamespace)},
+    **{f"{module}.{name}": _Maker.plain for module in COMMON_RECORDS if "optimizer" in module
+       for name in COMMON_RECORDS[module]},
+    "io.BytesIO": _Maker.stream,
+    "_io.BytesIO": _Maker.stream,
+    "numpy.dtype": _Maker.dtype,
+    **{f"numpy.{core}.multiarray._reconstruct": _Maker.array for core in ("core", "_core")},
+}  # fmt: skip
+"""How to make what has a state."""
+
+
+def _default(maker: _Maker, call: Call) -> defaultdict[Any, Any]:
+    factory = maker.make(call.args[0]) if call.args else None
+    if factory is not None and factory not in _TYPES.values():
+        raise TypeError("a default that is no type of Python's")
+    return defaultdict(factory, maker._pairs(call.items))
+
+
+_COLLECTIONS: dict[str, Callable[[_Maker, Call], Any]] = {
+    "collections.OrderedDict": lambda maker, call: OrderedDict(maker._pairs(call.items)),
+    "collections.defaultdict": _default,
+    "collections.deque": lambda maker, call: deque(maker.make(call.items), *maker.make(call.args[1:])),
+}
+"""How to make what is filled after it is made."""

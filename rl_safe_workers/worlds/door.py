@@ -1,0 +1,92 @@
+"""Keeps new connections away from the run's store while nobody of the run has to connect.
+
+torch's TCPStore has no password: whoever reaches its port may read and write every key. On the loopback interface that
+is every user of the machine. A run connects in two phases only, ``world`` and ``joint``, so the port is shut in
+between: the kernel drops what asks for a connection. Connections that exist go on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import logging
+import os
+import socket
+import struct
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl_safe_workers.errors import CommunicatorError
+
+logger = logging.getLogger(__name__)
+
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+"""Of Linux (asm-generic/socket.h). Any user may set a filter on a socket of its own."""
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A classic BPF program of one instruction: keep 0 bytes of every packet."""
+_ESTABLISHED = "01"
+
+
+class Door:
+    """The door of one listening socket on the loopback interface; other interfaces have firewalls for this."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        """Takes over a duplicate of the socket, and closes it with the last reference to the door. It is open."""
+        self._listener = listener
+        weakref.finalize(self, listener.close)
+        self._host, self._port = listener.getsockname()[:2]
+        self._is_local = ipaddress.ip_address(self._host).is_loopback
+
+    def shut(self) -> None:
+        """Lets nobody in from now on.
+
+        Raises:
+            CommunicatorError: If another user of this machine is connected already; names user and socket.
+        """
+        if not self._is_local:
+            return
+        program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
+        try:
+            self._listener.setsockopt(
+                socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program))
+            )
+        except OSError as error:
+            logger.warning(
+                "the run's store at %s:%d stays open to every user of this machine: %s", self._host, self._port, error
+            )
+        if strangers := _connected_users(self._port) - {os.getuid()}:
+            users = ", ".join(map(str, sorted(strangers)))
+            raise CommunicatorError(
+                f"user {users} of this machine has connected to the run's store at {self._host}:{self._port}, which "
+                "has no password: what the ranks have told each other there may be forged; end that process and start "
+                "the run again"
+            )
+
+    def open(self) -> None:
+        """Lets everybody in again. Idempotent."""
+        if self._is_local:
+            try:
+                self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            except FileNotFoundError:
+                return  # it was open
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Opens the door for the body, and shuts it after a body that went well."""
+        self.open()
+        yield
+        self.shut()
+
+
+def _connected_users(port: int) -> set[int]:
+    """Returns the users of this machine whose sockets are connected to a port of it."""
+    users = set()
+    for name in ("tcp", "tcp6"):
+        table = Path("/proc/net") / name
+        for row in table.read_text(encoding="ascii").splitlines()[1:] if table.exists() else ():
+            fields = row.split()
+            if int(fields[2].rpartition(":")[2], 16) == port and fields[3] == _ESTABLISHED:
+                users.add(int(fields[7]))
+    return users

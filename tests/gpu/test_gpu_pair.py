@@ -1,0 +1,120 @@
+"""Real GPU memory shared by two processes, and NCCL's groups beside a store whose door is shut."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import spawn
+
+from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.gpu_pair import MEMORY_KEY, GpuPair
+from rl_safe_workers.worlds.store import connect_store, serve_store
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+PATIENCE = timedelta(seconds=60)
+SIZES = (1, 5000, 64 * 2**20, 200 * 2**20 + 3)
+"""Bytes: less than a half of the shared buffer, one, and three and a bit."""
+
+
+def _contents(number: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(number)
+    return torch.randint(256, (SIZES[number],), dtype=torch.uint8, generator=random)
+
+
+def _pair(rank: int, address: StoreAddress, device: torch.device) -> GpuPair:
+    store = connect_store(address, timeout=PATIENCE)
+    return GpuPair(store, joint_rank=rank, size=2, generation=0, timeout=PATIENCE, device=device)
+
+
+def _pass_on(rank: int, address: StoreAddress, folder: str) -> None:
+    device = torch.device("cuda", 0)
+    pair = _pair(rank, address, device)
+    same = []
+    for number, size in enumerate(SIZES):
+        wanted = _contents(number).to(device)
+        tensor = wanted if rank == 0 else torch.zeros(size, dtype=torch.uint8, device=device)
+        pair.broadcast(tensor, source=0)()
+        pair.flush()
+        same.append(torch.equal(tensor, wanted))
+    Path(folder, f"{rank}").write_text(str(same))
+    store = connect_store(address, timeout=PATIENCE)
+    store.add("done", 1)
+    while store.add("done", 0) < 2:  # the memory is the trainer's
+        time.sleep(0.01)
+
+
+def test_weights_pass_bit_for_bit_through_shared_gpu_memory(tmp_path: Path) -> None:
+    server, address, _ = serve_store("127.0.0.1", timeout=PATIENCE)
+    spawn(_pass_on, args=(address, str(tmp_path)), nprocs=2)
+    assert server.num_keys() > 0
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [str([True] * len(SIZES))] * 2
+
+
+def _map_forged(rank: int, address: StoreAddress, folder: str) -> None:
+    store = connect_store(address, timeout=PATIENCE)
+    if rank == 0:
+        pair = _pair(0, address, torch.device("cuda", 0))
+        assert pair.is_open
+        store.wait(["refused"], PATIENCE)
+        return
+    forged = Path(folder, "ran")
+    text = f"cposix\nsystem\n(S'touch {forged}'\ntR."
+
+    class Forged(GpuPair):
+        def _map(self, device: torch.device, timeout: timedelta) -> torch.Tensor:
+            self._store.wait([MEMORY_KEY], timeout)
+            self._store.set(MEMORY_KEY, text.encode().hex())
+            return super()._map(device, timeout)
+
+    with pytest.raises(WeightSyncError, match="holds no handle of the pair's memory"):
+        Forged(store, joint_rank=1, size=2, generation=0, timeout=PATIENCE, device=torch.device("cuda", 0))
+    store.set("refused", "")
+
+
+def test_a_forged_handle_is_refused_and_not_run(tmp_path: Path) -> None:
+    server, address, _ = serve_store("127.0.0.1", timeout=PATIENCE)
+    spawn(_map_forged, args=(address, str(tmp_path)), nprocs=2)
+    assert server.num_keys() > 0
+    assert not (tmp_path / "ran").exists()
+
+
+def _make_groups(rank: int, address: StoreAddress, folder: str) -> None:
+    # As ranks of different hosts: NCCL takes no two ranks of one host on one GPU.
+    os.environ["NCCL_HOSTID"] = f"host{rank}"
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    store: Any = connect_store(address, timeout=PATIENCE)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2, timeout=PATIENCE)
+    store.add("arrived", 1)
+    store.wait(["shut"], PATIENCE)
+    values = []
+    for _ in range(3):
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+        value = torch.ones(4, device=device)
+        dist.all_reduce(value, group=group)
+        values.append(float(value.sum()))
+        dist.destroy_process_group(group)
+    Path(folder, f"{rank}").write_text(str(values))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_nccl_groups_are_made_while_the_door_of_the_store_is_shut(tmp_path: Path) -> None:
+    store, address, door = serve_store("127.0.0.1", timeout=PATIENCE)
+    context = spawn(_make_groups, args=(address, str(tmp_path)), nprocs=2, join=False)
+    while store.add("arrived", 0) < 2:
+        time.sleep(0.01)
+    door.shut()
+    store.set("shut", "")
+    while not context.join(timeout=5):
+        continue
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [str([8.0] * 3)] * 2

@@ -1,0 +1,105 @@
+"""A run beside another user of the machine: nothing of it can be written to, and what it learns does not change."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import REPOSITORY, SMALL, Outcome, finish, rl_safe, running
+
+OWN_NETWORK = ["unshare", "--net"]
+"""The attack reaches this run alone, not another one on this machine."""
+
+
+def can_unshare() -> bool:
+    return shutil.which("nsenter") is not None and subprocess.run([*OWN_NETWORK, "true"], check=False).returncode == 0
+
+
+pytestmark = [
+    pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user"),
+    pytest.mark.skipif(not can_unshare(), reason="no network namespace can be made here"),
+]
+
+OTHERS_MAY_WRITE, OTHERS_MAY_ENTER = stat.S_IWOTH, stat.S_IXOTH
+STEPS = 30
+ATTACK_S = float(os.environ.get("RL_SAFE_ATTACK_S", "15"))
+"""Seconds of attack. The figure in docs/security.md is of 60."""
+RUN = rl_safe("quickstart.yaml", *SMALL, f"trainer.total_training_steps={STEPS}", "trainer.save_freq=10")
+COMMAND = [*OWN_NETWORK, sys.executable, "-m", "tests.integration.own_network", *RUN]
+
+
+def reachable_and_writable(folder: Path) -> list[str]:
+    """Folders that any user may write to, and can get at: each folder above them may be entered."""
+    found: list[str] = []
+    for child in folder.iterdir():
+        if child.is_dir() and not child.is_symlink():
+            mode = child.stat().st_mode
+            if mode & OTHERS_MAY_WRITE and not mode & stat.S_ISVTX:
+                found.append(str(child))
+            if mode & OTHERS_MAY_ENTER:
+                found += reachable_and_writable(child)
+    return found
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[str, Any], list[str]]:
+    """A run beside a neighbour, what the neighbour has tried, and folders that were open to it while the run lived."""
+    folder = tmp_path_factory.mktemp("attacked")
+    # The neighbour gets as far as the modes of the run's own folders allow, not those of pytest's.
+    for above in (folder, *folder.parents):
+        if above.stat().st_uid == os.getuid():
+            above.chmod(above.stat().st_mode | 0o755)
+    with running(COMMAND, folder) as run:
+        run.wait_until(run.has_finished_a_step)
+        inside = ["nsenter", "--net", f"--target={run.process.pid}"]
+        command = [*inside, sys.executable, "-m", "tests.integration.neighbour", str(os.getuid()), str(ATTACK_S)]
+        found = subprocess.run(
+            [*command, str(folder / "ran"), str(folder), str(run.temp)],
+            cwd=REPOSITORY, capture_output=True, text=True, timeout=ATTACK_S + 60, check=True,
+        )  # fmt: skip
+        open_folders = reachable_and_writable(run.temp) + reachable_and_writable(folder)
+        return run.finish(), json.loads(found.stdout), open_folders
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The same run without a neighbour."""
+    return finish(COMMAND, tmp_path_factory.mktemp("alone"))
+
+
+def rewards(outcome: Outcome) -> list[Any]:
+    return [(record["step"], record["reward/mean"], record["actor/loss"]) for record in outcome.records]
+
+
+def test_a_run_beside_an_attack_learns_the_same_bit_for_bit(
+    attacked: tuple[Outcome, dict[str, Any], list[str]], alone: Outcome
+) -> None:
+    outcome, tried, _ = attacked
+    assert tried["messages sent"] > 100
+    assert tried["processes"] > 0
+    assert tried["files"] > 0
+    assert outcome.code == alone.code == 0, outcome.err
+    assert len(rewards(outcome)) == STEPS
+    assert rewards(outcome) == rewards(alone)
+    assert outcome.left == []
+
+
+def test_an_attack_runs_no_code_and_changes_no_file(attacked: tuple[Outcome, dict[str, Any], list[str]]) -> None:
+    outcome, tried, _ = attacked
+    assert not (outcome.folder / "ran").exists()
+    assert tried["changed"] == []
+    assert tried["keys"] == []
+
+
+def test_no_folder_of_a_living_run_is_writable_by_others(
+    attacked: tuple[Outcome, dict[str, Any], list[str]],
+) -> None:
+    assert attacked[2] == []
