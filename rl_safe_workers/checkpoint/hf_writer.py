@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +17,7 @@ import torch
 
 from rl_safe_workers.checkpoint.publish import publish, removed_on_failure, start_pending
 from rl_safe_workers.errors import CheckpointError
+from rl_safe_workers.foreign_files import read_foreign
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ HEADER_BYTES = 2**18
 """Room for the header of one file: some 1500 tensors. A file that has used it up is closed and the next one begun."""
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
 """What an HF directory holds beside weights: configuration, tokenizer, licence. No code."""
+COPIED_BYTES = 2**30
+"""Largest of them; a tokenizer has some megabytes."""
 _METADATA = {"format": "pt"}
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -197,7 +199,7 @@ class HfWeightsWriter:
             "metadata": {"total_size": sum(file.size_bytes for file in self._files)},
             "weight_map": {name: _file_name(number, count) for name, number in sorted(self._file_of.items())},
         }
-        (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def __enter__(self) -> HfWeightsWriter:
         return self
@@ -225,13 +227,13 @@ def copy_hf_files(source: Path, target: Path, *, dtype: str | None = None) -> No
     """
     for path in sorted({path for pattern in COPIED for path in source.glob(pattern)}):
         if path.is_file() and path.name != INDEX:
-            shutil.copyfile(path, target / path.name)
+            (target / path.name).write_bytes(read_foreign(path, limit_bytes=COPIED_BYTES))
     if dtype is None:
         return
-    config = json.loads((target / "config.json").read_text())
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     # transformers 4 calls it torch_dtype.
     config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config} or {"dtype": dtype}
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def write_hf_directory(

@@ -35,6 +35,7 @@ from rl_safe_workers.checkpoint.manifest_facts import MANIFEST, SCHEMA, read_man
 from rl_safe_workers.checkpoint.ownership import MARKER, STEP_DIR
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
 from rl_safe_workers.foreign_files import printable
+from rl_safe_workers.model_files import read_model_json
 
 SHARDS = "dist_ckpt"
 OLDEST_SCHEMA = 2
@@ -79,7 +80,7 @@ def model_fingerprint(model_path: str | Path) -> str:
     another's of the same shape without reading hundreds of gigabytes.
     """
     directory = Path(model_path)
-    config = json.loads((directory / "config.json").read_text())
+    config = read_model_json(directory / "config.json")
     kept = {k: v for k, v in config.items() if k not in _VOLATILE_KEYS}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
     for path in sorted(directory.glob("*.safetensors")):

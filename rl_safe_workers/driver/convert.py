@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_safe_workers.checkpoint.convert import (
-    HF_FILES,
     ConvertedModel,
     MegatronWeights,
     converted_dtype,
     find_conversion,
     find_megatron_weights,
     lock_path,
+    own_hf_files,
 )
 from rl_safe_workers.checkpoint.lock import check_lock
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
@@ -112,8 +112,8 @@ def convert_to_hf(config: RunConfig, place: Place) -> str:
 def _hf_source(config: RunConfig, checkpoint: Path) -> Path:
     if config.model.path:
         return Path(config.model.path)
-    if (checkpoint / HF_FILES / "config.json").is_file():
-        return checkpoint / HF_FILES
+    if (own := own_hf_files(checkpoint)) is not None:
+        return own
     raise ConfigError(
         f"{checkpoint} has no copy of the model's configuration: give model.path=DIR, the HF directory it came from"
     )

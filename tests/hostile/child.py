@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import io
 import json
 import os
@@ -13,6 +12,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rl_safe_workers.cli import terminal
+from rl_safe_workers.errors import RlSafeError
 from tests.hostile.canary import Witness, changed_state, process_state
 from tests.hostile.case import Command, Site
 from tests.hostile.entries import ENTRIES
@@ -53,14 +54,13 @@ def run_child(command: Command, site: Site, *, report: int, out: Path, err: Path
 
 
 def _run(command: Command) -> int:
-    from rl_safe_workers.errors import RlSafeError
-
     gc.enable()
+    terminal.set_up(verbose=False)
     _, entry = ENTRIES[command.entry]
     try:
         return entry(*command.arguments)
     except RlSafeError as error:
-        _reporter().report(error)
+        terminal.report(error)
         return error.exit_code
     except BaseException:
         traceback.print_exc()
@@ -70,27 +70,14 @@ def _run(command: Command) -> int:
 def _remember_reported() -> list[str]:
     """Keeps the class of each error that the command reports."""
     found: list[str] = []
-    module = _reporter()
-    report = module.report
+    report = terminal.report
 
     def remember(error: Any) -> None:
         found.append(type(error).__name__)
         report(error)
 
-    module.report = remember
+    terminal.report = remember
     return found
-
-
-def _reporter() -> Any:
-    """The module whose ``report`` ends stderr with an error's line."""
-    try:
-        return importlib.import_module("rl_safe_workers.cli.terminal")
-    except ModuleNotFoundError:
-        main = importlib.import_module("rl_safe_workers.cli.main")
-        if not hasattr(main, "report"):
-            main.report = main._report  # type: ignore[attr-defined]
-            main._report = lambda error: main.report(error)  # type: ignore[attr-defined]
-        return main
 
 
 def _redirect(out: Path, err: Path) -> None:

@@ -18,8 +18,8 @@ from tests.hostile.special import GIB, SPECIAL, TIB, move_outside, replace
 DATA = "prompts.parquet"
 MANIFEST = "manifest.json"
 UNREAD = {
-    ".metadata": (),
-    "metadata.json": (),
+    ".metadata": ("common",),
+    "metadata.json": ("common",),
     "common.pt": ("index",),
     "__0_0.distcp": ("index", "common"),
     "__1_0.distcp": ("index", "common"),

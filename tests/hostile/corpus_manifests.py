@@ -57,11 +57,11 @@ def cases() -> Iterator[Case]:
         yield checkpoint(f"manifest-{word}", partial(_write, write, True), OURS, keeps_manifest=True,
                          accepts=_ELSEWHERE if word != "duplicate-keys" else EITHER)  # fmt: skip
         yield checkpoint(
-            f"format-{word}", partial(_write, write, False), accepts=EITHER if word == "duplicate-keys" else ()
+            f"format-{word}", partial(_write, write, False), accepts=EITHER if word == "duplicate-keys" else ("common",)
         )
     for word, value in _WRONG_TYPES.items():
         for field in ("sharded_backend", "sharded_backend_version"):
-            yield checkpoint(f"format-{field}-{word}", partial(_write_format, {field: value}))
+            yield checkpoint(f"format-{field}-{word}", partial(_write_format, {field: value}), accepts=("common",))
     yield from _pairs()
     yield from _grown()
 

@@ -13,7 +13,7 @@ from tests.hostile import pickles
 from tests.hostile.case import EITHER, Case, Command, Site
 from tests.hostile.corpus_manifests import TEXTS as HOSTILE_JSON
 from tests.hostile.grow import MANY_DIGITS, edit_file, edits, grow, to_json, values
-from tests.hostile.models import CONFIG, INDEX, WEIGHTS, put_model, safetensors
+from tests.hostile.models import CONFIG, EMBEDDING, INDEX, WEIGHTS, put_model, safetensors
 from tests.hostile.special import SPECIAL, replace
 
 MODEL = "model"
@@ -165,6 +165,12 @@ def _many(count: int) -> bytes:
     return json.dumps({f"t{n}": _tensor([1], [4 * n, 4 * n + 4]) for n in range(count)}).encode()
 
 
+def _beside_embedding(tensor: dict[str, Any]) -> bytes:
+    """A file of the embedding that every model has, and one more tensor."""
+    embedding = _tensor([128, 128], [0, 32768], "F16")
+    return safetensors(_header(**{EMBEDDING: embedding, "a": tensor}), bytes(tensor["data_offsets"][1]))
+
+
 WEIGHT_FILES: dict[str, Callable[[], bytes]] = {
     "empty": lambda: b"",
     "seven-bytes": lambda: bytes(7),
@@ -195,8 +201,8 @@ WEIGHT_FILES: dict[str, Callable[[], bytes]] = {
     "shape-negative": lambda: safetensors(_header(a=_tensor([-16], [0, 64]))),
     "shape-overflow": lambda: safetensors(_header(a=_tensor([2**32, 2**32], [0, 64]))),
     "shape-too-small": lambda: safetensors(_header(a=_tensor([2], [0, 64]))),
-    "shape-zero-and-huge": lambda: safetensors(_header(a=_tensor([0, 2**62], [0, 0])), b""),
-    "scalar": lambda: safetensors(_header(a=_tensor([], [0, 4])), bytes(4)),
+    "shape-zero-and-huge": lambda: _beside_embedding(_tensor([0, 2**62], [32768, 32768])),
+    "scalar": lambda: _beside_embedding(_tensor([], [32768, 32772])),
     "shape-text": lambda: safetensors(_header(a=_tensor(["16"], [0, 64]))),
     "shape-of-100000": lambda: safetensors(_header(a=_tensor([1] * 100_000, [0, 4])), bytes(4)),
     "name-escape": lambda: safetensors(

@@ -32,13 +32,15 @@ _NOT_READ_WITHOUT_LOAD = ("audit", "index", "common")
 def cases() -> Iterator[Case]:
     """All of them."""
     for name, payload in p.PAYLOADS.items():
-        yield checkpoint(f"payload-{name}/.metadata", partial(_metadata_payload, payload))
-        yield checkpoint(f"payload-{name}/whole-metadata", partial(_whole_payload, payload))
+        yield checkpoint(f"payload-{name}/.metadata", partial(_metadata_payload, payload), accepts=("common",))
+        yield checkpoint(f"payload-{name}/whole-metadata", partial(_whole_payload, payload), accepts=("common",))
         yield checkpoint(f"payload-{name}/common.pt", partial(_common_payload, payload), accepts=("index",))
         yield checkpoint(f"payload-{name}/object", partial(_object_payload, payload), accepts=_NOT_READ_WITHOUT_LOAD)
     for name, program in PROGRAMS.items():
-        yield checkpoint(f"pickle-{name}/.metadata", partial(_write_metadata, program))
-        yield checkpoint(f"pickle-{name}/in-metadata", partial(_write_metadata, _in_metadata(program)))
+        yield checkpoint(f"pickle-{name}/.metadata", partial(_write_metadata, program), accepts=("common",))
+        yield checkpoint(
+            f"pickle-{name}/in-metadata", partial(_write_metadata, _in_metadata(program)), accepts=("common",)
+        )
         yield checkpoint(f"pickle-{name}/common.pt", partial(_write_common, program), accepts=EITHER)
     for name, program in COMMON_PROGRAMS.items():
         yield checkpoint(f"common-{name}", partial(_write_common, program), accepts=EITHER)
@@ -261,7 +263,9 @@ def _grown() -> Iterator[Case]:
     programs = grow(st.lists(opcode, min_size=1, max_size=14).map(lambda parts: p.program(*parts)), 110, seed=11)
     for number, program in enumerate(programs):
         commands = tuple(readers(FOREIGN, audits=(("--deep", "--json"),)))
-        yield checkpoint(f"opcodes/{number:03}-metadata", partial(_write_metadata, program), commands=commands)
+        yield checkpoint(
+            f"opcodes/{number:03}-metadata", partial(_write_metadata, program), commands=commands, accepts=("common",)
+        )
         yield checkpoint(
             f"opcodes/{number:03}-common", partial(_write_common, program), commands=commands, accepts=EITHER
         )

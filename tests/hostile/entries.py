@@ -68,19 +68,10 @@ def resume(root: str, data: str) -> int:
 
 
 def common(shards: str) -> int:
-    """Reads ``common.pt`` as megatron-core does."""
-    import torch
-
+    """Reads the common state."""
     from rl_safe_workers.checkpoint.loader import read_content_metadata
-    from rl_safe_workers.checkpoint.safe_reader import allowing_common
-    from rl_safe_workers.errors import CheckpointError
 
     read_content_metadata(Path(shards))
-    with allowing_common(Path(shards)):
-        try:
-            torch.load(Path(shards) / "common.pt", map_location="cpu", weights_only=True)
-        except OSError as error:
-            raise CheckpointError(f"no common.pt: {error}") from error
     return 0
 
 
@@ -217,9 +208,11 @@ def shape(directory: str) -> int:
 
 
 def weights(directory: str) -> int:
-    """Reads every weight of a model."""
+    """Reads every weight of a model that the preflight lets through."""
+    from rl_safe_workers.models.hf_directory import read_hf_directory
     from rl_safe_workers.models.hf_reader import HfReader
 
+    read_hf_directory(Path(directory))
     reader = HfReader(directory)
     for name in reader.dtypes():
         reader.load_one_hf_weight(name).sum()

@@ -150,6 +150,7 @@ def _print_escape() -> int:
 
 
 def _print_surrogate() -> int:
+    sys.stdout.reconfigure(errors="strict")  # type: ignore[union-attr]
     sys.stdout.write("\ud800\n")
     return 0
 

@@ -15,6 +15,7 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 256, "moe_intermediate_size": 64,
 }  # fmt: skip
 WEIGHTS = "model.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"
 
 
@@ -27,9 +28,11 @@ def put_model(folder: Path) -> None:
 
 
 def good_weights() -> bytes:
-    """A safetensors file of three tensors."""
+    """A safetensors file of the two tensors that a model must have, and one more."""
+    embedding = np.arange(CONFIG["vocab_size"] * CONFIG["hidden_size"], dtype=np.float16)
     return save({
-        "a": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.ones(5, np.float16), "c": np.arange(3),
+        EMBEDDING: embedding.reshape(CONFIG["vocab_size"], -1), "model.norm.weight": np.ones(128, np.float32),
+        "c": np.arange(3),
     })  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from rl_safe_workers.checkpoint.convert import (
     ConvertedModel,
     find_conversion,
     find_megatron_weights,
+    own_hf_files,
     publish_conversion,
 )
 from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
@@ -151,6 +152,22 @@ def test_a_checkpoint_without_manifest_is_refused(place: Path) -> None:
     (place / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         find_megatron_weights(place)
+
+
+def test_a_checkpoints_own_hf_files_may_not_be_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint" / "huggingface"
+    assert own_hf_files(folder.parent) is None
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "near.json").symlink_to("config.json")
+    assert own_hf_files(folder.parent) == folder
+    (folder / "tokenizer.json").symlink_to("/etc/passwd")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is a link that leads out of the checkpoint"):
+        own_hf_files(folder.parent)
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("config.json")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        own_hf_files(folder.parent)
 
 
 def test_a_link_to_a_complete_conversion_is_used(place: Path, tmp_path: Path) -> None:
