@@ -126,11 +126,11 @@ def save_step(root: Path, step: int, *, saved_at: float) -> None:
     """Makes a checkpoint as a run does: a folder in progress, which is filled and then given its name."""
     from rl_safe_workers.checkpoint.archives import crc32_of
     from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest, step_dir
-    from rl_safe_workers.checkpoint.ownership import INCOMPLETE
+    from rl_safe_workers.checkpoint.publish import pending_path
     from rl_safe_workers.checkpoint.retention import commit, start_save
 
     start_save(root, step)
-    pending = step_dir(root, step).with_name(f"global_step_{step}{INCOMPLETE}")
+    pending = pending_path(step_dir(root, step))
     shard = pending / SHARDS / "__0_0.distcp"
     shard.write_bytes(b"bytes of ours")
     name = str(shard.relative_to(pending))
