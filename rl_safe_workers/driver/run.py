@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rl_safe_workers import env
-from rl_safe_workers.checkpoint.manifest import complete_checkpoints
+from rl_safe_workers.checkpoint.manifest import complete_checkpoints, last_serial
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.driver import metrics as names
 from rl_safe_workers.driver.claim import claimed
@@ -34,7 +34,14 @@ from rl_safe_workers.driver.metrics import MetricsLog, PhaseTotal
 from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.driver.prompt_lengths import check_prompt_lengths
 from rl_safe_workers.driver.report import write_report
-from rl_safe_workers.driver.resume import ResumePoint, check_resume_point, find_resume_point, newest_since
+from rl_safe_workers.driver.resume import (
+    ResumePoint,
+    check_resume_point,
+    check_save_places,
+    data_position,
+    find_resume_point,
+    newest_since,
+)
 from rl_safe_workers.driver.rewards import resolve_reward
 from rl_safe_workers.driver.session import Session
 from rl_safe_workers.errors import ModelError, PhaseTimeoutError, ResourceError, RunError, UsageError
@@ -69,6 +76,7 @@ def run(config: RunConfig) -> None:
             advice = "raise trainer.total_training_steps to go on"
             console.header({"nothing to do": f"{resume.path} is at step {step} of {total}; {advice}"})
             return
+    check_save_places(config, resume)
     Job(config, console, dataset, resume).run()
 
 
@@ -78,7 +86,7 @@ def _loader_at(config: RunConfig, dataset: PromptDataset, resume: ResumePoint | 
         dataset, batch_size=config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.trainer.seed
     )
     if resume is not None:
-        loader.load_state_dict(resume.manifest.driver_state["data"])
+        loader.load_state_dict(data_position(resume))
     return loader
 
 
@@ -119,7 +127,9 @@ class Job:
         self._totals: dict[str, PhaseTotal] = {}
         self._open()
         self._memory = MemorySampler()
-        self._started_s, self._started_at = time.monotonic(), time.time()
+        self._started_s = time.monotonic()
+        # Of what is saved since, a start after a failure may go on from it. A clock may jump meanwhile.
+        self._last_serial = last_serial(Path(config.trainer.default_local_dir or ""))
 
     def _open(self, *, again: bool = False) -> None:
         """A cluster and a session of their own for each attempt, and one record of them all."""
@@ -205,7 +215,7 @@ class Job:
         """Makes ready to start from the newest complete checkpoint of this run, or from where it began."""
 
         def go_back() -> ResumePoint | None:
-            found = newest_since(self._config, self._started_at) or self._resume
+            found = newest_since(self._config, self._last_serial) or self._resume
             log.forget_after(0 if found is None else found.manifest.step)
             return found
 

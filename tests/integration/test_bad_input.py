@@ -61,6 +61,8 @@ def write_checkpoint(folder: Path, manifest: Manifest) -> None:
     path = folder / "checkpoints" / "quickstart" / "global_step_5" / MANIFEST
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(asdict(manifest)))
+    (path.parent / "dist_ckpt").mkdir()
+    (path.parent / "dist_ckpt" / "__0_0.distcp").write_text("shard")
 
 
 def manifest_for(model: Path) -> Manifest:
@@ -71,8 +73,8 @@ def manifest_for(model: Path) -> Manifest:
         layout=asdict(layout),
         saved_at=0.0,
         versions={},
-        files={},
-        driver_state={},
+        files={"dist_ckpt/__0_0.distcp": {"bytes": 5, "digest": "crc32:0"}},
+        driver_state={"data": {"epoch": 0, "position": 0, "num_prompts": 512}},
         digests={},
     )
 
