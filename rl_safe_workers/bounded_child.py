@@ -206,7 +206,7 @@ def _tie_to_parent(parent: int) -> None:
 def _bound(limits: Limits) -> None:
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGXCPU})
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     _set_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + limits.memory_bytes)
     _set_limit(resource.RLIMIT_CPU, limits.cpu_s)
     for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_NPROC):

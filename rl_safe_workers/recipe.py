@@ -22,7 +22,7 @@ from rl_safe_workers.config import ClusterConfig, MegatronConfig, RunConfig
 from rl_safe_workers.contradictions import check_config, check_settings
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.foreign_files import Kind, kind_of
-from rl_safe_workers.schema import check_keys, known_keys, nearest_key, wrong_value
+from rl_safe_workers.schema import check_keys, check_sections, known_keys, nearest_key, wrong_value
 from rl_safe_workers.yaml_files import check_interpolations, overlaid, parse_yaml, with_defaults
 
 COMMAND_LINE = "command line"
@@ -214,11 +214,13 @@ def _to_config(merged: DictConfig, *, recipe: str) -> RunConfig:
             merged.trainer.run_name = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         if merged.trainer.default_local_dir is None:
             merged.trainer.default_local_dir = f"checkpoints/{recipe}"
-        return cast(RunConfig, OmegaConf.to_object(merged))
+        config = cast(RunConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key} cannot be resolved: {_one_line(error)}") from error
     except RecursionError as error:
         raise ConfigError("interpolations lead on too deeply to be resolved; write the values out") from error
+    check_sections(config)
+    return config
 
 
 def _one_line(error: Exception) -> str:

@@ -71,6 +71,28 @@ def check_keys(layer: Mapping[Any, Any], *, source: str) -> None:
             raise wrong_value(key, value, source=source)
 
 
+def check_sections(config: object, prefix: str = "") -> None:
+    """Checks that sections and lists are where they belong once interpolations are resolved.
+
+    OmegaConf converts what a scalar's interpolation leads to; whole sections and lists it takes as they come.
+
+    Raises:
+        ConfigError: The first key that does not fit.
+    """
+    for name, value in vars(config).items():
+        spec = known_keys()[f"{prefix}{name}"]
+        if value is None and spec.optional:
+            continue
+        if spec.is_section and isinstance(value, spec.type):
+            check_sections(value, f"{prefix}{name}.")
+        elif spec.is_section or (spec.is_list and not _is_list_of_text(value)):
+            raise wrong_value(f"{prefix}{name}", value, source="interpolation")
+
+
+def _is_list_of_text(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+
+
 def wrong_value(key: str, value: object, *, source: str) -> ConfigError:
     """Returns the error for a known key whose value does not fit."""
     shown = "null" if value is None else f"{value!r:.200}"

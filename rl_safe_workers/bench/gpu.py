@@ -28,7 +28,7 @@ import psutil
 import rl_safe_workers
 from rl_safe_workers import env
 from rl_safe_workers.bench.table import Goal, Row, at_least, at_most, machine_in_words
-from rl_safe_workers.checkpoint.manifest import TRACKER
+from rl_safe_workers.checkpoint.step_tracker import TRACKER
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.driver import metrics as names
 from rl_safe_workers.driver.run import with_absolute_paths

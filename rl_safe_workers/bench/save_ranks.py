@@ -70,15 +70,13 @@ class Ranks:
 
     def save(self, state: dict[str, Any], name: str, *, background: bool = False) -> None:
         """Saves in our way, to where nothing is."""
-        from rl_safe_workers.checkpoint.manifest import INCOMPLETE, SHARDS, Manifest, commit, prune, settle
+        from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest
+        from rl_safe_workers.checkpoint.ownership import INCOMPLETE
+        from rl_safe_workers.checkpoint.retention import commit, prune, start_save
         from rl_safe_workers.checkpoint.writer import file_records
 
         root = self.folder / name
         pending = root / f"global_step_1{INCOMPLETE}"
-
-        def prepare() -> None:
-            settle(root)
-            (pending / SHARDS).mkdir(parents=True)
 
         def commit_it(files: Any, notes: Any) -> str:
             manifest = Manifest(
@@ -93,7 +91,7 @@ class Ranks:
             state,
             pending / SHARDS,
             content_metadata={},
-            prepare=prepare,
+            prepare=lambda: start_save(root, 1),
             commit=commit_it,
             timeout=PATIENCE,
             background=background,

@@ -45,8 +45,8 @@ from rl_safe_workers.checkpoint.index import (
     read_format,
     read_records,
 )
-from rl_safe_workers.checkpoint.manifest import INCOMPLETE
 from rl_safe_workers.checkpoint.manifest_facts import ManifestFacts, read_manifest_facts
+from rl_safe_workers.checkpoint.ownership import INCOMPLETE
 from rl_safe_workers.checkpoint.rectangles import find_overlap, is_within
 from rl_safe_workers.checkpoint.unpickle import read_tree
 from rl_safe_workers.errors import CheckpointError

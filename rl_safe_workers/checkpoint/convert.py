@@ -21,15 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_safe_workers.checkpoint.manifest import (
-    MANIFEST,
-    SHARDS,
-    Manifest,
-    check_fingerprint,
-    read_manifest,
-    write_durably,
-)
-from rl_safe_workers.checkpoint.publish import publish
+from rl_safe_workers.checkpoint.durable import write_durably
+from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest, check_fingerprint, read_manifest
+from rl_safe_workers.checkpoint.manifest_facts import MANIFEST, check_manifest_json, read_manifest_json
+from rl_safe_workers.checkpoint.ownership import why_foreign
+from rl_safe_workers.checkpoint.publish import check_pending, publish
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
 from rl_safe_workers.foreign_files import kind_of, printable
 from rl_safe_workers.versions import WRITERS, version_of
@@ -38,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 HF_FILES = "huggingface"
 """Sub-directory for the HF directory's small files; verl gives it the same name."""
-OURS = frozenset({MANIFEST, f"{MANIFEST}.tmp", SHARDS, HF_FILES})
-"""What may lie in a conversion; a directory with anything else is someone else's."""
+OURS = (SHARDS, HF_FILES)
+"""What lies at the top of a conversion, besides its manifest."""
 KEY = "conversion"
 """Where the manifest says that it is one, and in which dtype."""
 ADVICE = "choose another place, or overwrite it"
@@ -63,35 +59,31 @@ def lock_path(final: Path) -> Path:
     return final.with_name(f"{final.name}.lock")
 
 
-def _claim(final: Path) -> ConvertedModel | None:
-    """What a directory's manifest says it is, complete or not; None if it says nothing of a conversion."""
+def converted_dtype(driver_state: Mapping[str, Any]) -> str | None:
+    """Returns the dtype that a manifest's ``driver_state`` says a conversion has; None if it is of no conversion."""
+    claim = driver_state.get(KEY)
+    dtype = claim.get("dtype") if isinstance(claim, dict) else None
+    return dtype if isinstance(dtype, str) else None
+
+
+def _why_another(final: Path, wanted: ConvertedModel) -> str | None:
+    """Returns why a directory is none that this conversion may replace; None if it may."""
+    if (reason := why_foreign(final)) is not None:
+        return reason
     try:
-        fields = json.loads((final / MANIFEST).read_text())
-        return ConvertedModel(fingerprint=fields["model_fingerprint"], dtype=fields["driver_state"][KEY]["dtype"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _foreign(final: Path, wanted: ConvertedModel) -> str | None:
-    """Why a directory is none that this conversion may replace; None if it may."""
-    claim, present = _claim(final), {path.name for path in final.iterdir()}
-    if claim is not None and claim != wanted:
-        return (
-            f"is a conversion of another model (fingerprint {claim.fingerprint} in {claim.dtype}, "
-            f"this one has {wanted.fingerprint} in {wanted.dtype})"
-        )
-    if claim is None and (final / MANIFEST).is_file() and _is_readable(final / MANIFEST):
+        fields = read_manifest_json(final)
+    except CheckpointError:
+        return None  # an empty directory
+    dtype = converted_dtype(fields["driver_state"])
+    if dtype is None:
         return "is a checkpoint of a training run"
-    if strangers := sorted(present - OURS):
-        return f"holds {strangers[0]}, which no conversion writes"
-    return None
-
-
-def _is_readable(manifest: Path) -> bool:
-    try:
-        return isinstance(json.loads(manifest.read_text()), dict)
-    except (OSError, ValueError):
-        return False
+    there = ConvertedModel(fingerprint=fields["model_fingerprint"], dtype=dtype)
+    if there == wanted:
+        return None
+    return printable(
+        f"is a conversion of another model (fingerprint {there.fingerprint} in {there.dtype}, "
+        f"this one has {wanted.fingerprint} in {wanted.dtype})"
+    )
 
 
 def find_conversion(final: Path, wanted: ConvertedModel, *, overwrite: bool = False) -> Manifest | None:
@@ -107,22 +99,29 @@ def find_conversion(final: Path, wanted: ConvertedModel, *, overwrite: bool = Fa
         truncated.
 
     Raises:
-        CheckpointMismatchError: If something else is there, with what it is, unless ``overwrite``.
+        CheckpointMismatchError: If something else is there, with what it is, unless ``overwrite``; or if something
+            that is not ours has a name that is needed to make it.
     """
-    if not final.exists():
-        return None
-    if not final.is_dir():
-        raise CheckpointMismatchError(f"{final} is not a directory: choose another place")
-    if (reason := _foreign(final, wanted)) is not None:
-        if overwrite:
-            logger.info("%s %s; it is overwritten", final, reason)
-            return None
-        raise CheckpointMismatchError(f"{final} {reason}: {ADVICE}")
+    if os.path.lexists(final):
+        shown = printable(str(final))
+        if not final.is_dir():
+            raise CheckpointMismatchError(f"{shown} is not a directory: choose another place")
+        if (reason := _why_another(final.resolve(), wanted)) is None:
+            try:
+                return read_manifest(final)
+            except CheckpointError as error:
+                logger.warning("the conversion is made again: %s", error)
+        if final.is_symlink():
+            raise CheckpointMismatchError(f"{shown} is a link: it is left alone; choose another place")
+        if reason is not None and not overwrite:
+            raise CheckpointMismatchError(f"{shown} {reason}: {ADVICE}")
+        if reason is not None:
+            logger.info("%s %s; it is overwritten", shown, reason)
     try:
-        return read_manifest(final)
+        check_pending(final)
     except CheckpointError as error:
-        logger.warning("the conversion is made again: %s", error)
-        return None
+        raise CheckpointMismatchError(str(error)) from error
+    return None
 
 
 def publish_conversion(
@@ -132,6 +131,7 @@ def publish_conversion(
     *,
     layout: Mapping[str, int],
     files: dict[str, dict[str, Any]],
+    overwrite: bool = False,
 ) -> None:
     """Gives a finished directory its manifest and its final name. One rank calls it, after all have written.
 
@@ -141,8 +141,10 @@ def publish_conversion(
         model: What it is of.
         layout: Parallel sizes of the conversion, for the record; a load may have any other.
         files: Size and digest of every file in ``pending``, see `Manifest`.
+        overwrite: Whether it may replace something else.
 
     Raises:
+        CheckpointError: If something has the final name that may not be replaced.
         OSError: If that cannot be written.
     """
     manifest = Manifest(
@@ -155,8 +157,10 @@ def publish_conversion(
         driver_state={KEY: {"dtype": model.dtype}},
         digests={},
     )
-    write_durably(pending / MANIFEST, json.dumps(asdict(manifest), indent=1, sort_keys=True))
-    publish(pending, final)
+    fields = asdict(manifest)
+    check_manifest_json(fields, where=str(pending / MANIFEST))
+    write_durably(pending / MANIFEST, json.dumps(fields, indent=1, sort_keys=True))
+    publish(pending, final, overwrite=overwrite)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

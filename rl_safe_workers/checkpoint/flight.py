@@ -7,6 +7,7 @@ concluded   every rank has read the decision
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import threading
@@ -209,6 +210,7 @@ def _left(deadline_s: float) -> timedelta:
     return timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LATE = ("phase", "group", "missing", "waited_s", "setting")
 
 
@@ -220,7 +222,8 @@ def _outcome(done: Future[T], rank: int, to_json: Callable[[T], Any] = lambda va
         return Outcome(str(error), None, late={name: getattr(error, name) for name in _LATE})
     if isinstance(error, RlSafeError):
         return Outcome(str(error), None, rank if error.culprit is None else error.culprit)
-    return Outcome(f"{type(error).__name__}: {error}", None, rank)
+    advice = ": make room there" if isinstance(error, OSError) and error.errno in _FULL else ""
+    return Outcome(f"{type(error).__name__}: {error}{advice}", None, rank)
 
 
 def _fulfil(work: Callable[[], T], future: Future[T]) -> None:

@@ -199,7 +199,7 @@ class HfWeightsWriter:
             "metadata": {"total_size": sum(file.size_bytes for file in self._files)},
             "weight_map": {name: _file_name(number, count) for name, number in sorted(self._file_of.items())},
         }
-        (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def __enter__(self) -> HfWeightsWriter:
         return self
@@ -230,10 +230,10 @@ def copy_hf_files(source: Path, target: Path, *, dtype: str | None = None) -> No
             (target / path.name).write_bytes(read_foreign(path, limit_bytes=COPIED_BYTES))
     if dtype is None:
         return
-    config = json.loads((target / "config.json").read_text())
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     # transformers 4 calls it torch_dtype.
     config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config} or {"dtype": dtype}
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def write_hf_directory(
@@ -244,21 +244,23 @@ def write_hf_directory(
     dtypes: Mapping[str, torch.dtype],
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
 ) -> None:
     """Writes an HF directory from a stream of weights; it appears whole or not at all. Not collective by itself.
 
     Args:
-        final: The directory to make; one that is there gives way once the new one is complete.
+        final: The directory to make.
         weights: Names and whole tensors, on any device. At most one is held, and a copy of it in the file's dtype.
         source: The HF directory that the model came from, whose configuration and tokenizer are copied.
         dtypes: The dtype of each weight in ``source``; of one that is not in it the tensor's own is kept.
         dtype: One dtype for all weights instead.
         max_shard_bytes: Bytes of tensors in a file at most.
+        overwrite: Whether a directory that is there gives way once the new one is complete.
 
     Raises:
         CheckpointError: If it cannot be written; nothing is left under the final name, or what was there before is.
     """
-    pending = start_pending(final)
+    pending = start_pending(final, what="HF weights")
     with removed_on_failure(pending, what="the HF weights"):
         with HfWeightsWriter(pending, max_shard_bytes=max_shard_bytes) as writer:
             for name, tensor in weights:
@@ -270,4 +272,4 @@ def write_hf_directory(
                 "%s: %d weights of %s are not in the export, the first is %s", final, len(absent), source, absent[0]
             )
         copy_hf_files(source, pending, dtype=None if dtype is None else str(dtype).removeprefix("torch."))
-        publish(pending, final)
+        publish(pending, final, overwrite=overwrite)

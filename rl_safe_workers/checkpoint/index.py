@@ -22,7 +22,8 @@ from typing import Any
 from rl_safe_workers.bounded_child import Limits, call_bounded
 from rl_safe_workers.checkpoint.collector import collector_paused
 from rl_safe_workers.checkpoint.format_names import ITEM_BITS
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
+from rl_safe_workers.checkpoint.manifest import SHARDS
+from rl_safe_workers.checkpoint.manifest_facts import MANIFEST
 from rl_safe_workers.checkpoint.metadata_fields import fields_of, read_fields
 from rl_safe_workers.checkpoint.rectangles import Index
 from rl_safe_workers.checkpoint.unpickle import MALFORMED

@@ -1,18 +1,30 @@
-"""What the audit takes from a manifest of any schema that was ever written, however damaged the checkpoint.
+"""What a manifest says, of any schema that was ever written, however damaged the checkpoint around it.
+
+A manifest is data that somebody else may have made. It is read up to a size, from within its checkpoint alone, and
+counts only if every type, range and path in it is sane (`manifest_schema`).
 
 Pure Python: starts in milliseconds.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-from rl_safe_workers.checkpoint.manifest import MANIFEST, read_manifest_json
 from rl_safe_workers.checkpoint.unpickle import MALFORMED
 from rl_safe_workers.errors import CheckpointError
+from rl_safe_workers.foreign_files import printable, read_foreign
+
+SCHEMA = 3
+"""Version of the manifest. 1 had sizes of files and no digests, 2 had no serial."""
+MANIFEST = "manifest.json"
+MAX_SERIAL = 10**9
+"""No directory sees a billion saves: a manifest with a higher serial is not valid."""
+MANIFEST_BYTES = 64 * 2**20
+"""Size limit of a manifest: room for half a million files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,35 +48,81 @@ class ManifestFacts:
     """By path relative to the checkpoint."""
 
 
-def read_manifest_facts(checkpoint: Path) -> ManifestFacts:
-    """Reads what the audit needs of a checkpoint's manifest, whether or not the files that it lists are there.
+def read_manifest_json(checkpoint: Path, name: str = MANIFEST) -> dict[str, Any]:
+    """Reads a manifest of any schema up to ours and checks it, without looking at the files that it lists.
+
+    Args:
+        checkpoint: The directory.
+        name: File name of the manifest.
 
     Raises:
-        CheckpointError: If it is missing, malformed or of a newer schema.
+        CheckpointError: If there is none, or it is malformed, not sane or of a newer schema. The error is one line.
     """
-    fields = read_manifest_json(checkpoint)
+    path, shown = checkpoint / name, printable(str(checkpoint / name))
     try:
-        return ManifestFacts(
-            schema=fields["schema"],
-            step=fields["step"],
-            layout=dict(fields["layout"]),
-            versions=dict(fields["versions"]),
-            files={_inside(name): _file(facts) for name, facts in fields["files"].items()},
-        )
+        fields = _parse(read_foreign(path, limit_bytes=MANIFEST_BYTES, within=checkpoint))
+    except FileNotFoundError:
+        raise CheckpointError(f"{shown[: -len(name) - 1]} is not a complete checkpoint: it has no {name}") from None
+    except OSError as error:
+        raise CheckpointError(f"{shown} cannot be read: {error.strerror or error}; take another checkpoint") from error
     except MALFORMED as error:
-        raise CheckpointError(f"{checkpoint / MANIFEST} is malformed: {error!r}; take another checkpoint") from error
+        raise CheckpointError(f"{shown} cannot be read: {printable(repr(error))}; take another checkpoint") from error
+    schema = fields.setdefault("schema", 1)
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise CheckpointError(
+            f"{shown[: -len(name) - 1]} was written by a newer rl_safe_workers (manifest schema {str(schema)[:20]}, "
+            f"this one reads up to {SCHEMA}): upgrade to load it"
+        )
+    check_manifest_json(fields, where=shown)
+    return fields
 
 
-def _inside(name: str) -> str:
-    if not name or name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
-        raise ValueError(f"file {name!r} is outside the checkpoint")
-    return name
+def check_manifest_json(fields: Mapping[str, Any], *, where: str) -> None:
+    """Refuses a manifest with a type, range or path that no save writes.
+
+    Args:
+        fields: The manifest as JSON has it.
+        where: Its path, for the error.
+
+    Raises:
+        CheckpointError: With the first thing that is wrong.
+    """
+    from rl_safe_workers.checkpoint.manifest_schema import manifest_complaint
+
+    if (wrong := manifest_complaint(fields)) is not None:
+        raise CheckpointError(f"{where} is malformed: {wrong}; take another checkpoint")
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    fields = json.loads(text, parse_constant=_refuse)
+    if not isinstance(fields, dict):
+        raise TypeError(f"a {type(fields).__name__}, not an object")
+    return fields
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
+
+
+def read_manifest_facts(checkpoint: Path, name: str = MANIFEST) -> ManifestFacts:
+    """Reads what the audit needs of a checkpoint's manifest, whether or not the files that it lists are there.
+
+    Args:
+        checkpoint: The directory.
+        name: File name of the manifest.
+
+    Raises:
+        CheckpointError: If it is missing, malformed, not sane or of a newer schema.
+    """
+    fields = read_manifest_json(checkpoint, name)
+    return ManifestFacts(
+        schema=fields["schema"],
+        step=fields["step"],
+        layout=fields["layout"],
+        versions=fields["versions"],
+        files={path: _file(facts) for path, facts in fields["files"].items()},
+    )
 
 
 def _file(facts: Any) -> FileFacts:
-    if isinstance(facts, int):
-        return FileFacts(facts, None)
-    digest = str(facts["digest"])
-    if not digest.startswith("crc32:"):
-        raise ValueError(f"digest {digest!r} is of no known kind")
-    return FileFacts(int(facts["bytes"]), digest)
+    return FileFacts(facts, None) if isinstance(facts, int) else FileFacts(facts["bytes"], facts["digest"])

@@ -24,8 +24,7 @@ from rl_safe_workers.checkpoint.index import (
     CheckpointIndex,
     TensorEntry,
 )
-from rl_safe_workers.checkpoint.manifest import MANIFEST
-from rl_safe_workers.checkpoint.manifest_facts import read_manifest_facts
+from rl_safe_workers.checkpoint.manifest_facts import MANIFEST, read_manifest_facts
 from rl_safe_workers.checkpoint.rectangles import Index, Lookup, is_within
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
 from rl_safe_workers.foreign_files import data_extents, open_foreign

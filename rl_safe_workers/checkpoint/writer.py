@@ -15,6 +15,7 @@ from typing import IO, Any, cast
 import torch
 
 from rl_safe_workers.checkpoint.archives import crc32_of
+from rl_safe_workers.checkpoint.ownership import MARKER
 from rl_safe_workers.errors import CheckpointError
 
 DIGEST = "crc32"
@@ -143,7 +144,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def file_records(directory: Path, written: Mapping[str, WrittenFile]) -> dict[str, dict[str, Any]]:
-    """Size and digest of every file under a directory, as a manifest has them.
+    """Size and digest of every file under a directory but its marker, as a manifest has them.
 
     Args:
         directory: The directory.
@@ -154,7 +155,7 @@ def file_records(directory: Path, written: Mapping[str, WrittenFile]) -> dict[st
     """
     records: dict[str, dict[str, Any]] = {}
     missing = dict(written)
-    for path in sorted(p for p in directory.rglob("*") if p.is_file()):
+    for path in sorted(p for p in directory.rglob("*") if p.is_file() and p != directory / MARKER):
         file, size = missing.pop(path.name, None), path.stat().st_size
         if file is not None and file.size_bytes != size:
             raise CheckpointError(f"{path} has {size} bytes, {file.size_bytes} were written: something else changed it")

@@ -10,21 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from rl_safe_workers.checkpoint.convert import (
-    KEY,
     ConvertedModel,
     MegatronWeights,
+    converted_dtype,
     find_conversion,
     find_megatron_weights,
+    lock_path,
     own_hf_files,
 )
+from rl_safe_workers.checkpoint.lock import check_lock
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
+from rl_safe_workers.checkpoint.publish import check_export
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import RunConsole
 from rl_safe_workers.driver.interrupts import Interrupts
 from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.driver.session import Session
-from rl_safe_workers.errors import CheckpointMismatchError, ConfigError, ModelError, RunError, UsageError
+from rl_safe_workers.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    ConfigError,
+    ModelError,
+    RunError,
+    UsageError,
+)
 from rl_safe_workers.model_files import read_model_json
 from rl_safe_workers.models.hf_directory import read_hf_directory
 from rl_safe_workers.topology.layout import CONVERTIBLE_MODEL_TYPES, check_layout, check_model
@@ -64,6 +74,10 @@ def convert_to_megatron(config: RunConfig, place: Place) -> str:
     target = place.target.absolute()
     if find_conversion(target, model, overwrite=place.overwrite) is not None:
         return f"{target} is a complete conversion of {place.source} in {model.dtype} already"
+    try:
+        check_lock(lock_path(target))
+    except CheckpointError as error:
+        raise CheckpointMismatchError(str(error)) from error
     arguments = (place.source.absolute(), target, place.overwrite)
     done = _run(config, lambda session: session.convert("convert_to_megatron", *arguments))
     return f"converted {place.source} to {done} in {model.dtype}"
@@ -88,8 +102,7 @@ def convert_to_hf(config: RunConfig, place: Place) -> str:
     source = _hf_source(config, place.source)
     config = _for_model(config, source, has_weights=False)
     _check_is_of(weights, place.source, source)
-    if place.target.exists() and not place.overwrite:
-        raise CheckpointMismatchError(f"{place.target} is there already: choose another place, or give --overwrite")
+    check_export(place.target, overwrite=place.overwrite)
     config.model.dtype = _dtype(place.dtype or _converted_dtype(weights) or _dtype_of(source))
     arguments = (place.source.absolute(), place.target.absolute(), place.dtype, place.overwrite)
     done = _run(config, lambda session: session.convert("convert_to_hf", *arguments))
@@ -140,10 +153,7 @@ def _dtype_of(hf_dir: Path) -> str:
 
 
 def _converted_dtype(weights: MegatronWeights) -> str | None:
-    state = weights.manifest.driver_state if weights.manifest else {}
-    conversion = state.get(KEY)
-    name = conversion.get("dtype") if isinstance(conversion, dict) else None
-    return name if isinstance(name, str) else None
+    return None if weights.manifest is None else converted_dtype(weights.manifest.driver_state)
 
 
 def _run(config: RunConfig, work: Callable[[Session], Any]) -> str:

@@ -97,8 +97,10 @@ class PromptLoader:
         """Continues where ``state_dict`` was taken.
 
         Raises:
-            DataError: The state belongs to a dataset of another length.
+            DataError: The state belongs to a dataset of another length, or is none.
         """
+        if (wrong := check_position(state)) is not None:
+            raise DataError(f"cannot resume: the checkpoint has no usable data position ({wrong}); take another one")
         if state["num_prompts"] != len(self._dataset):
             raise DataError(
                 f"cannot resume: the checkpoint was at a dataset of {state['num_prompts']} prompts, data.train_files "
@@ -121,6 +123,17 @@ class PromptLoader:
             # Seeding with a string hashes all of it; neighbouring seeds and epochs share no order.
             random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order
+
+
+def check_position(state: object) -> str | None:
+    """Returns what makes a state none of `PromptLoader.state_dict`, in a few words; None if it is one."""
+    if not isinstance(state, Mapping):
+        return "it is missing"
+    for key in ("epoch", "position", "num_prompts"):
+        if type(value := state.get(key)) is not int or not 0 <= value < 2**53:
+            return f"{key} is not a count"
+    position, length = state["position"], state["num_prompts"]
+    return f"position {position} of {length} prompts" if position > length else None
 
 
 def _read_rows(file: Path) -> Iterator[Mapping[str, Any]]:

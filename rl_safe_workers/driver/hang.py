@@ -6,10 +6,10 @@ in one line.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -40,6 +40,8 @@ _MEMBERS = re.compile(r"\[([\d, ]+)\]")
 """Training ranks in the name of a group."""
 _ALSO_MISSING = re.compile(r"\(nor ([^;)]+)")
 _RANK = re.compile(r"(trainer|rollout) rank (\d+)")
+_EVIDENCE = re.compile(r"verdict\.json|stack_\w+\.txt|flight_\w+")
+"""Names of the files that are kept; whatever else lies beside them is the user's."""
 _RAY_S = 0.5
 """What Ray gets to list its actors in, however late it is."""
 _NAMED_NODES = 4
@@ -149,8 +151,12 @@ def _culprits(missing: Collection[Who], answers: Answers) -> frozenset[Who]:
 
 
 def _keep(answers: Answers, found: Mapping[str, Any], target: Path) -> None:
-    shutil.rmtree(target, ignore_errors=True)  # of an earlier run by the same name
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
+    if target.is_symlink():
+        raise NotADirectoryError(errno.ENOTDIR, "is a link, so no evidence is kept", str(target))
+    for path in target.iterdir():
+        if _EVIDENCE.fullmatch(path.name):
+            path.unlink()  # of an earlier run by the same name
     (target / "verdict.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     for actor in answers.actors:
         (target / stack_file(*actor.who)).write_text(

@@ -75,7 +75,7 @@ def start_ray(run_folder: Path) -> None:
 def _make_token(file: Path) -> None:
     """Gives the run's Ray a token of its own, which nobody but this user can read."""
     file.touch(mode=0o600, exist_ok=False)
-    file.write_text(secrets.token_hex(32))
+    file.write_text(secrets.token_hex(32), encoding="ascii")
     env.use_ray_token(file)
     # Ray remembers a token, and a run that starts again has another one. An older Ray has no tokens.
     if (loader := getattr(_raylet, "AuthenticationTokenLoader", None)) is not None:

@@ -150,7 +150,10 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes both files. Idempotent."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # of a line that `log` could not write either
+            logger.warning("%s lacks its last line: %s", self.path, error)
         if self._tensorboard:
             self._tensorboard.close()
             self._tensorboard = None

@@ -1,17 +1,13 @@
 """Rows of a parquet file that somebody else may have made.
 
-A few kilobytes of parquet can decode to any amount of data, and a malformed footer can crash the library. So a process
-of its own decodes the file, within limits, and hands over plain batches; what becomes of it is one line of an error.
+A few kilobytes of parquet can decode to any amount of data, and a malformed footer can crash the library. So a bounded
+child decodes the file, some row groups at a time, and hands over plain Arrow batches.
 """
 
 from __future__ import annotations
 
-import resource
-import signal
-import subprocess
-import sys
+import io
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +15,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rl_safe_workers.bounded_child import Limits, call_bounded
 from rl_safe_workers.errors import DataError, first_line
-from rl_safe_workers.foreign_files import look, open_foreign
+from rl_safe_workers.foreign_files import hole_bytes, open_foreign, printable
 
 _BATCH_ROWS = 256
 _FREE_BYTES = 2**28
 """Memory that the rows of any file may take."""
 _BYTES_PER_FILE_BYTE = 32
-_DECODER_BYTES = 2**28
-"""Memory that decoding takes besides the rows."""
+_LIBRARY_BYTES = 3 * 2**28
+"""Address space that the library and its decoding take besides the rows."""
 _CPU_S = 20
-_FILE_BYTES_PER_CPU_S = 2**22
+_ANSWER_BYTES = 2**26
+"""Size from which on an answer waits for no further row group."""
 _OBJECT_BYTES = 64
 _DICT_BYTES = 240
 _SHOWN_COLUMNS = 20
@@ -48,101 +46,100 @@ def read_rows(file: Path, *, required: Sequence[str], optional: Sequence[str]) -
     Raises:
         DataError: If the file cannot be read, lacks a column, or decodes to more than its size allows.
     """
-    command = [sys.executable, "-m", __name__, str(file), ",".join(required), ",".join(optional)]
-    decoder = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert decoder.stdout is not None, "a pipe was asked for"
-    try:
-        # A decoder that fails ends its stream too early; what it has to say is on its stderr.
-        with suppress(pa.ArrowException, EOFError), pa.ipc.open_stream(decoder.stdout) as stream:
+    subject = printable(f"data.train_files: {file}")
+    left = _allowed_bytes(file)
+    limits = Limits(memory_bytes=2 * left + _LIBRARY_BYTES, cpu_s=_CPU_S, wall_s=None, answer_bytes=2 * left)
+    first, groups = 0, 1
+    while first < groups:
+        columns = {"required": [*required], "optional": [*optional]}
+        arguments = {"file": str(file.absolute()), "first": first, "most": left, **columns}
+        answer = call_bounded(decode_here, arguments, limits=limits, subject=subject, failure=DataError)
+        with pa.ipc.open_stream(answer) as stream:
+            first, groups, taken = (int(stream.schema.metadata[key]) for key in (b"next", b"groups", b"taken"))
+            left -= taken
             for batch in stream:
                 yield from batch.to_pylist()
-        _, complaint = decoder.communicate()
-        if decoder.returncode != 0:
-            raise DataError(f"data.train_files: {file} {_reason(complaint, decoder.returncode)}")
-    finally:
-        decoder.kill()
-        decoder.communicate()
 
 
-def _reason(complaint: bytes, code: int) -> str:
-    if code == _REFUSED:
-        return complaint.decode("utf-8", "replace").strip()
-    if code < 0:
-        return f"cannot be read as parquet: it crashes the decoder ({signal.Signals(-code).name})"
-    lines = complaint.decode("utf-8", "replace").strip().splitlines()
-    return f"cannot be read as parquet: {(lines or ['the decoder gave no reason'])[-1]:.300}"
-
-
-_REFUSED = 2
-
-
-class _Refusal(Exception):
-    """What is wrong with a file, to follow its name."""
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Decodes a file: ``python -m … FILE REQUIRED OPTIONAL`` writes batches to stdout, or a complaint to stderr."""
-    file, required, optional = Path(arguments[0]), arguments[1].split(","), arguments[2].split(",")
+def _allowed_bytes(file: Path) -> int:
+    """Returns how much memory the rows of a file may take; a hole in it counts for nothing."""
     try:
-        size = look(file).st_size
-        most = _FREE_BYTES + _BYTES_PER_FILE_BYTE * size
-        _limit(most + _DECODER_BYTES, _CPU_S + size // _FILE_BYTES_PER_CPU_S)
         with open_foreign(file) as opened:
-            _send(pq.ParquetFile(opened), required, optional, most)
-    except _Refusal as error:
-        sys.stderr.write(str(error))
-        return _REFUSED
-    except BrokenPipeError:
-        return 0  # the reader has found something and gone
-    except (pa.ArrowException, MemoryError, OSError) as error:
-        reason = "it takes too much memory" if isinstance(error, MemoryError) else first_line(error)
-        sys.stderr.write(f"cannot be read as parquet: {reason:.300}")
-        return _REFUSED
-    return 0
+            size = opened.seek(0, io.SEEK_END)
+            return _FREE_BYTES + _BYTES_PER_FILE_BYTE * (size - hole_bytes(opened, 0, size))
+    except OSError as error:
+        raise DataError(f"data.train_files: {file!s:.200} cannot be read: {error.strerror or error}") from error
 
 
-def _limit(memory_bytes: int, cpu_s: int) -> None:
-    """Bounds what this process may allocate from now on, and its processor time."""
-    pa.set_memory_pool(pa.system_memory_pool())  # the others reserve memory ahead
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])  # data and stack
-    for kind, limit in (
-        (resource.RLIMIT_DATA, pages * resource.getpagesize() + memory_bytes),
-        (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        soft, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (min(x for x in (limit, soft, hard) if x != resource.RLIM_INFINITY), hard))
+def decode_here(file: str, first: int, most: int, required: list[str], optional: list[str]) -> bytes:
+    """Decodes row groups in this process, a bounded child.
+
+    Args:
+        file: The file.
+        first: The row group to begin with.
+        most: Memory in bytes that its rows may take.
+        required: As for `read_rows`.
+        optional: As for `read_rows`.
+
+    Returns:
+        An Arrow stream, whose metadata says which row group comes next, how many there are, and the memory taken.
+
+    Raises:
+        DataError: As `read_rows`.
+    """
+    subject = f"data.train_files: {file}"
+    try:
+        with open_foreign(Path(file)) as opened:
+            parquet = pq.ParquetFile(opened)
+            columns = _columns(parquet.schema_arrow.names, required, optional, subject)
+            return _decode(parquet, columns, first, most, subject)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, MemoryError):
+            raise
+        raise DataError(f"{subject} cannot be read as parquet: {first_line(error):.300}") from error
 
 
-def _send(file: pq.ParquetFile, required: Sequence[str], optional: Sequence[str], most: int) -> None:
-    names = file.schema_arrow.names
-    columns = [name for name in (*required, *optional) if name in names]
+def _columns(names: Sequence[str], required: Sequence[str], optional: Sequence[str], subject: str) -> list[str]:
     if missing := [name for name in required if name not in names]:
         more = f" and {len(names) - _SHOWN_COLUMNS} more" if len(names) > _SHOWN_COLUMNS else ""
         shown = ", ".join(f"{name:.40}" for name in names[:_SHOWN_COLUMNS])
-        raise _Refusal(f"lacks column {', '.join(missing)}; it has {shown}{more}")
+        raise DataError(f"{subject} lacks column {', '.join(missing)}; it has {shown}{more}")
+    columns = [name for name in (*required, *optional) if name in names]
     if twice := [name for name in columns if names.count(name) > 1]:
-        raise _Refusal(f"has column {twice[0]} more than once")
-    taken, writer = 0, None
-    for batch in file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False):
-        plain = pa.RecordBatch.from_arrays([_plain(batch.column(name), name) for name in columns], names=columns)
-        plain.validate(full=True)
-        taken += plain.num_rows * _DICT_BYTES + sum(map(_object_bytes, plain.columns))
-        if taken > most:
-            raise _Refusal(
-                f"decodes to more than {most // 2**20} MiB, which is out of proportion to its size; write it anew "
-                "without columns and repetitions that no prompt needs"
-            )
-        writer = writer or pa.ipc.new_stream(sys.stdout.buffer, plain.schema)
-        writer.write_batch(plain)
-    if writer is not None:
-        writer.close()
+        raise DataError(f"{subject} has column {twice[0]} more than once; keep one of them")
+    return columns
 
 
-def _plain(column: pa.Array, name: str) -> pa.Array:
+def _decode(parquet: pq.ParquetFile, columns: list[str], first: int, most: int, subject: str) -> bytes:
+    batches: list[pa.RecordBatch] = []
+    taken, size, group = 0, 0, first
+    while group < parquet.num_row_groups and size < _ANSWER_BYTES:
+        for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
+            arrays = [_plain(batch.column(name), f"{subject} has column {name}") for name in columns]
+            plain = pa.RecordBatch.from_arrays(arrays, names=columns)
+            plain.validate(full=True)
+            taken += plain.num_rows * _DICT_BYTES + sum(map(_object_bytes, plain.columns))
+            if taken > most:
+                raise DataError(
+                    f"{subject} decodes to over {most // 2**20} MiB, which is out of proportion to its size; write it "
+                    "anew without columns and repetitions that no prompt needs"
+                )
+            batches.append(plain)
+            size += plain.nbytes
+        group += 1
+    facts = {"next": str(group), "groups": str(parquet.num_row_groups), "taken": str(taken)}
+    schema = batches[0].schema if batches else pa.schema([])
+    with pa.BufferOutputStream() as output:
+        with pa.ipc.new_stream(output, schema.with_metadata(facts)) as stream:
+            for plain in batches:
+                stream.write_batch(plain)
+        return bytes(output.getvalue())
+
+
+def _plain(column: pa.Array, subject: str) -> pa.Array:
     decoded = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
     if not _is_plain(decoded.type):
-        raise _Refusal(f"has column {name} of type {decoded.type!s:.100}, which is not read; write it as plain values")
+        raise DataError(f"{subject} of type {decoded.type!s:.100}, which is not read; write it as plain values")
     return decoded
 
 
@@ -170,7 +167,3 @@ def _object_bytes(array: pa.Array) -> int:
         return len(array) * _OBJECT_BYTES + _object_bytes(array.flatten())
     text = 0 if _is_number(kind) else int(pc.sum(pc.binary_length(array)).as_py() or 0)
     return len(array) * _OBJECT_BYTES + text
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rl_safe_workers.checkpoint.manifest import (
     Manifest,
@@ -12,9 +15,13 @@ from rl_safe_workers.checkpoint.manifest import (
     find_checkpoints,
     model_fingerprint,
     read_manifest,
+    step_entries,
 )
+from rl_safe_workers.checkpoint.retention import check_places
 from rl_safe_workers.config import ResumeMode, RunConfig
-from rl_safe_workers.errors import CheckpointError
+from rl_safe_workers.driver.data import check_position
+from rl_safe_workers.errors import CheckpointError, ConfigError
+from rl_safe_workers.foreign_files import printable
 
 logger = logging.getLogger(__name__)
 
@@ -43,34 +50,94 @@ def find_resume_point(config: RunConfig) -> ResumePoint | None:
         point = ResumePoint(path=path, manifest=read_manifest(path))
     else:
         assert trainer.default_local_dir is not None, "filled by load_recipe"
-        found = find_checkpoints(Path(trainer.default_local_dir))
-        for error in found.damaged:
-            logger.warning("passed over: %s", error)
-        if not found.complete and found.damaged:
-            raise CheckpointError(
-                f"trainer.resume_mode=auto: every checkpoint in {trainer.default_local_dir} is damaged; "
-                "to start over set trainer.resume_mode=disable"
-            )
-        if not found.complete:
+        newest = _newest_sound(Path(trainer.default_local_dir))
+        if newest is None:
             return None
-        path, manifest = found.complete[0]
-        point = ResumePoint(path=path, manifest=manifest)
+        point = newest
     if Path(config.model.path).is_dir():
         check_resume_point(point, config)
     return point
 
 
-def newest_since(config: RunConfig, started_at: float) -> ResumePoint | None:
+def _newest_sound(root: Path) -> ResumePoint | None:
+    """Returns the newest checkpoint that a run can go on from; None if there is none at all.
+
+    Raises:
+        CheckpointError: If there are some, all damaged.
+    """
+    found, points = find_checkpoints(root), list[ResumePoint]()
+    damaged = list(found.damaged)
+    for path, manifest in found.complete:
+        point = ResumePoint(path=path, manifest=manifest)
+        try:
+            data_position(point)
+        except CheckpointError as error:
+            damaged.append(error)
+        else:
+            points.append(point)
+    for one in damaged:
+        logger.warning("passed over: %s", one)
+    if damaged and not points:
+        raise CheckpointError(
+            f"trainer.resume_mode=auto: every checkpoint in {root} is damaged; "
+            "to start over set trainer.resume_mode=disable"
+        )
+    return points[0] if points else None
+
+
+def data_position(point: ResumePoint) -> Mapping[str, int]:
+    """Returns where the data stands at a checkpoint, for `PromptLoader.load_state_dict`.
+
+    Raises:
+        CheckpointError: If it does not say, or nonsense.
+    """
+    position: Any = point.manifest.driver_state.get("data")
+    if (wrong := check_position(position)) is not None:
+        where = printable(str(point.path))
+        raise CheckpointError(f"{where} has no usable data position ({wrong}); take another checkpoint")
+    found: Mapping[str, int] = position
+    return found
+
+
+def newest_since(config: RunConfig, serial: int) -> ResumePoint | None:
     """Returns the newest complete checkpoint in ``trainer.default_local_dir`` that was saved since; None if none was.
 
     Args:
         config: Of the run.
-        started_at: Unix time; what is older is another run's.
+        serial: `last_serial` of that directory at the start of the run; what is older is another run's.
     """
     assert config.trainer.default_local_dir is not None, "filled by load_recipe"
     found = find_checkpoints(Path(config.trainer.default_local_dir))
-    since = [(path, manifest) for path, manifest in found.complete if manifest.saved_at >= started_at]
+    since = [(path, manifest) for path, manifest in found.complete if manifest.serial > serial]
     return ResumePoint(path=since[0][0], manifest=since[0][1]) if since else None
+
+
+def check_save_places(config: RunConfig, resume: ResumePoint | None) -> None:
+    """Refuses a run of which a save would meet something that is not ours. Writes nothing.
+
+    Args:
+        config: Of the run.
+        resume: Where it starts.
+
+    Raises:
+        ConfigError: One line, with the name of what is in the way.
+    """
+    trainer = config.trainer
+    assert trainer.default_local_dir is not None, "filled by load_recipe"
+    root = Path(trainer.default_local_dir)
+    if trainer.save_freq < 1 or not os.path.lexists(root):
+        return
+    if not root.is_dir():
+        raise ConfigError(f"trainer.default_local_dir={root} is not a directory: choose another place")
+    first, last = (0 if resume is None else resume.manifest.step) + 1, trainer.total_training_steps
+    there = {int(match[1]) for _, match in step_entries(root)}
+    saved = [step for step in there if first <= step <= last and (step % trainer.save_freq == 0 or step == last)]
+    try:
+        # The last one is saved in any case. It is looked at for the tracker file.
+        for step in sorted({*saved, last}):
+            check_places(root, step)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_resume_point(point: ResumePoint, config: RunConfig) -> None:

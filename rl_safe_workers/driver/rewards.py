@@ -126,14 +126,16 @@ def _import_function(name: str) -> RewardFunction:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing a user's module may raise anything
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         raise RewardFunctionError(
-            f"reward.function: importing {module_name!r} for {name!r} failed: {type(error).__name__}: {error}"
+            f"reward.function: importing {module_name!r:.100} failed: {type(error).__name__}: {error}; check the module"
         ) from error
     function: RewardFunction | None = getattr(module, attribute, None)
     if not callable(function):
         what = "is not callable" if hasattr(module, attribute) else "does not exist"
-        raise RewardFunctionError(f"reward.function: {attribute!r} of {module_name!r} ({module.__file__}) {what}")
+        raise RewardFunctionError(
+            f"reward.function: {attribute!r} of {module_name!r} ({getattr(module, '__file__', 'built in')}) {what}"
+        )
     return function
 
 

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rl_safe_workers import env
-from rl_safe_workers.checkpoint.manifest import complete_checkpoints
+from rl_safe_workers.checkpoint.manifest import complete_checkpoints, last_serial
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.driver import metrics as names
 from rl_safe_workers.driver.claim import claimed
@@ -33,7 +34,14 @@ from rl_safe_workers.driver.metrics import MetricsLog, PhaseTotal
 from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.driver.prompt_lengths import check_prompt_lengths
 from rl_safe_workers.driver.report import write_report
-from rl_safe_workers.driver.resume import ResumePoint, check_resume_point, find_resume_point, newest_since
+from rl_safe_workers.driver.resume import (
+    ResumePoint,
+    check_resume_point,
+    check_save_places,
+    data_position,
+    find_resume_point,
+    newest_since,
+)
 from rl_safe_workers.driver.rewards import resolve_reward
 from rl_safe_workers.driver.session import Session
 from rl_safe_workers.errors import ModelError, PhaseTimeoutError, ResourceError, RunError, UsageError
@@ -68,6 +76,7 @@ def run(config: RunConfig) -> None:
             advice = "raise trainer.total_training_steps to go on"
             console.header({"nothing to do": f"{resume.path} is at step {step} of {total}; {advice}"})
             return
+    check_save_places(config, resume)
     Job(config, console, dataset, resume).run()
 
 
@@ -77,7 +86,7 @@ def _loader_at(config: RunConfig, dataset: PromptDataset, resume: ResumePoint | 
         dataset, batch_size=config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.trainer.seed
     )
     if resume is not None:
-        loader.load_state_dict(resume.manifest.driver_state["data"])
+        loader.load_state_dict(data_position(resume))
     return loader
 
 
@@ -118,7 +127,9 @@ class Job:
         self._totals: dict[str, PhaseTotal] = {}
         self._open()
         self._memory = MemorySampler()
-        self._started_s, self._started_at = time.monotonic(), time.time()
+        self._started_s = time.monotonic()
+        # Of what is saved since, a start after a failure may go on from it. A clock may jump meanwhile.
+        self._last_serial = last_serial(Path(config.trainer.default_local_dir or ""))
 
     def _open(self, *, again: bool = False) -> None:
         """A cluster and a session of their own for each attempt, and one record of them all."""
@@ -137,7 +148,8 @@ class Job:
             self._run()
 
     def _run(self) -> None:
-        (self._run_dir / "config.yaml").write_text(to_yaml(self._config))
+        with self._writing():
+            (self._run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
         self._console.header(self._description())
         with ExitStack() as stack:
             log = stack.enter_context(
@@ -157,6 +169,18 @@ class Job:
                 raise
             finally:
                 self._end(log, failure)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Names the run's folder in what the system refuses to write there."""
+        try:
+            yield
+        except OSError as error:
+            failure = RunError(
+                f"{self._run_dir} cannot be written: {error}; make room there, or change trainer.output_dir"
+            )
+            failure.may_pass = False
+            raise failure from error
 
     def _attempt(self, log: MetricsLog) -> None:
         """Trains to the end, starting again as often as ``rl_safe.restarts`` allows."""
@@ -191,7 +215,7 @@ class Job:
         """Makes ready to start from the newest complete checkpoint of this run, or from where it began."""
 
         def go_back() -> ResumePoint | None:
-            found = newest_since(self._config, self._started_at) or self._resume
+            found = newest_since(self._config, self._last_serial) or self._resume
             log.forget_after(0 if found is None else found.manifest.step)
             return found
 
@@ -226,7 +250,8 @@ class Job:
             for step in range(first + 1, total + 1):
                 metrics = loop.step(step) | self._comms_metrics(step - first)
                 metrics[names.PEAK_MEMORY_GIB] = self._memory.peak_bytes / GIB
-                log.log(step, metrics)
+                with self._writing():
+                    log.log(step, metrics)
                 self._console.step_done(step, metrics)
                 self._maybe_save(step)
         disagreed = self._session.teardown()
@@ -235,7 +260,8 @@ class Job:
 
     def _report_bootstrap(self) -> None:
         ledgers = self._session.ledgers
-        write_ledger(self._run_dir / "comms.json", ledgers)
+        with self._writing():
+            write_ledger(self._run_dir / "comms.json", ledgers)
         export_ledger(ledgers)
         if ledgers[0].bytes is not None:
             self._console.console.print(ledger_table(ledgers[0]))

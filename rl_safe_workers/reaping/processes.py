@@ -81,7 +81,7 @@ def make_run_folder(run_id: str) -> Path:
     """
     folder = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
     pid = os.getpid()
-    (folder / RUN_FILE).write_text(f"{run_id} {pid} {started_ticks(pid)} {process_namespace()}")
+    (folder / RUN_FILE).write_text(f"{run_id} {pid} {started_ticks(pid)} {process_namespace()}", encoding="ascii")
     return folder
 
 
@@ -114,7 +114,7 @@ def _is_private(folder: Path) -> bool:
 
 def process_namespace() -> str:
     """Tells this machine and container from others that may share a folder for temporary files."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -12,17 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from rl_safe_workers.checkpoint.loader import read_content_metadata
-from rl_safe_workers.checkpoint.manifest import (
-    INCOMPLETE,
-    SHARDS,
-    Manifest,
-    check_fingerprint,
-    commit,
-    prune,
-    read_manifest,
-    settle,
-    step_dir,
-)
+from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest, check_fingerprint, read_manifest, step_dir
+from rl_safe_workers.checkpoint.publish import pending_path
+from rl_safe_workers.checkpoint.retention import commit, prune, start_save
 from rl_safe_workers.checkpoint.state import CONTENT_METADATA, restore_state, sharded_state, state_digest
 from rl_safe_workers.checkpoint.stock import save_with_megatron
 from rl_safe_workers.checkpoint.writer import WrittenFile, file_records
@@ -99,7 +92,7 @@ class CheckpointMixin(ShardsMixin):
         config = self.rl_safe.checkpoint
         background = config.async_save if background is None else background
         final = step_dir(root, step)
-        pending = final.with_name(f"{final.name}{INCOMPLETE}")
+        pending = pending_path(final)
         # A save in the background has its manifest written when the caller's own may have gone on.
         driver_state = copy.deepcopy(driver_state)
         with self.phase(Phase.SAVE):
@@ -112,6 +105,7 @@ class CheckpointMixin(ShardsMixin):
             saver = self._open_saver()
             try:
                 self._check_default_group()
+                _check_driver_state(driver_state)
                 state = sharded_state(
                     self.chunks, self.optimizer,
                     training_rank=self.training_rank, size=self.training_size, is_loading=False,
@@ -119,10 +113,6 @@ class CheckpointMixin(ShardsMixin):
                 digest = state_digest(self.chunks, self.optimizer) if config.digest else ""
             except Exception as error:
                 saver.fail(error, self.remaining())
-
-            def prepare() -> None:
-                settle(root)
-                (pending / SHARDS).mkdir(parents=True)
 
             def commit_it(files: Mapping[str, WrittenFile], digests: Sequence[str]) -> str:
                 manifest = _manifest(pending, files, digests, step, fingerprint, layout, driver_state)
@@ -134,14 +124,14 @@ class CheckpointMixin(ShardsMixin):
             if config.fully_parallel_save or config.validate_access_integrity:
                 saver.save_with(
                     lambda: save_with_megatron(state, pending / SHARDS, config, CONTENT_METADATA),
-                    prepare=prepare, commit=commit_it, timeout=self.remaining(), note=digest,
+                    prepare=lambda: start_save(root, step), commit=commit_it, timeout=self.remaining(), note=digest,
                 )  # fmt: skip
                 return final
             saver.begin(
                 state,
                 pending / SHARDS,
                 content_metadata=CONTENT_METADATA,
-                prepare=prepare,
+                prepare=lambda: start_save(root, step),
                 commit=commit_it,
                 timeout=self.remaining(),
                 background=background,
@@ -240,6 +230,15 @@ class CheckpointMixin(ShardsMixin):
                 f"{path}: the state loaded on training rank {self.training_rank} is not what was saved "
                 f"(digest {loaded[:12]}, saved {saved[:12]})"
             )
+
+
+def _check_driver_state(driver_state: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(driver_state, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"driver_state cannot be saved as JSON: {error}; give numbers, texts and lists"
+        ) from error
 
 
 def _manifest(

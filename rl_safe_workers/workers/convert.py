@@ -15,6 +15,7 @@ import torch
 
 from rl_safe_workers.checkpoint.convert import (
     HF_FILES,
+    OURS,
     ConvertedModel,
     find_conversion,
     find_megatron_weights,
@@ -26,10 +27,15 @@ from rl_safe_workers.checkpoint.loader import read_content_metadata
 from rl_safe_workers.checkpoint.lock import exclusive
 from rl_safe_workers.checkpoint.manifest import SHARDS, model_fingerprint
 from rl_safe_workers.checkpoint.model_state import model_state, restore_model
-from rl_safe_workers.checkpoint.publish import make_parent, pending_path, removed_on_failure, start_pending
+from rl_safe_workers.checkpoint.publish import (
+    check_export,
+    make_parent,
+    pending_path,
+    removed_on_failure,
+    start_pending,
+)
 from rl_safe_workers.checkpoint.state import CONTENT_METADATA
 from rl_safe_workers.checkpoint.writer import WrittenFile, file_records
-from rl_safe_workers.errors import CheckpointMismatchError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.hf_reader import HfReader
 from rl_safe_workers.topology.layout import ParallelLayout
@@ -85,7 +91,7 @@ class ConvertMixin(ShardsMixin):
                 if is_there:
                     logger.info("%s is a complete conversion of %s; it is used as it is", final, hf_dir)
                 else:
-                    self._convert(Path(hf_dir).absolute(), final, model)
+                    self._convert(Path(hf_dir).absolute(), final, model, overwrite=overwrite)
         return final
 
     def load_model_weights(self, path: str | Path, *, fingerprint: str | None = None) -> None:
@@ -157,6 +163,7 @@ class ConvertMixin(ShardsMixin):
                         dtypes={name: getattr(torch, of_file) for name, of_file in dtypes.items()},
                         dtype=dtype,
                         max_shard_bytes=max_shard_bytes,
+                        overwrite=overwrite,
                     )
                     logger.info("exported %s", final)
             except Exception as error:
@@ -186,7 +193,7 @@ class ConvertMixin(ShardsMixin):
 
             yield self.together(Phase.CONVERT, decide)
 
-    def _convert(self, hf_dir: Path, final: Path, model: ConvertedModel) -> None:
+    def _convert(self, hf_dir: Path, final: Path, model: ConvertedModel, *, overwrite: bool) -> None:
         if self.training_rank == 0:
             logger.info(
                 "conversion of %s to %s on the %d training ranks alone: fully_parallel_save=False, "
@@ -203,20 +210,21 @@ class ConvertMixin(ShardsMixin):
                 model_state(self.chunks),
                 pending / SHARDS,
                 content_metadata=CONTENT_METADATA,
-                prepare=lambda: (start_pending(final) / SHARDS).mkdir(),
-                commit=lambda files, notes: self._publish(files, hf_dir, pending, final, model),
+                prepare=lambda: (start_pending(final, what="a conversion", holds=OURS) / SHARDS).mkdir(),
+                commit=lambda files, notes: self._publish(files, hf_dir, final, model, overwrite=overwrite),
                 timeout=self.remaining(),
                 background=False,
             )
             saver.finish(self.remaining())
 
     def _publish(
-        self, written: Mapping[str, WrittenFile], hf_dir: Path, pending: Path, final: Path, model: ConvertedModel
+        self, written: Mapping[str, WrittenFile], hf_dir: Path, final: Path, model: ConvertedModel, *, overwrite: bool
     ) -> None:
+        pending = pending_path(final)
         (pending / HF_FILES).mkdir()
         copy_hf_files(hf_dir, pending / HF_FILES, dtype=model.dtype)
         files = file_records(pending, written)
-        publish_conversion(pending, final, model, layout=self._layout(), files=files)
+        publish_conversion(pending, final, model, layout=self._layout(), files=files, overwrite=overwrite)
         logger.info("converted %s to %s", hf_dir, final)
 
     @staticmethod
@@ -231,6 +239,5 @@ class ConvertMixin(ShardsMixin):
 
 def _prepare_export(final: Path, source: Path, *, overwrite: bool) -> dict[str, str]:
     """Refuses a place that is taken; returns the name of the dtype of every weight in the source."""
-    if final.exists() and not overwrite:
-        raise CheckpointMismatchError(f"{final} is there already: choose another place, or overwrite it")
+    check_export(final, overwrite=overwrite)
     return {name: str(dtype).removeprefix("torch.") for name, dtype in HfReader(source).dtypes().items()}

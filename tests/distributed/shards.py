@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from rl_safe_workers.checkpoint.archives import crc32_of
 from rl_safe_workers.checkpoint.loader import Loader
-from rl_safe_workers.checkpoint.manifest import INCOMPLETE, SHARDS, Manifest, commit, settle, step_dir
+from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest, step_dir
 from rl_safe_workers.checkpoint.plan import Replicas
+from rl_safe_workers.checkpoint.publish import pending_path
+from rl_safe_workers.checkpoint.retention import commit, start_save
 from rl_safe_workers.checkpoint.saver import Saver
-from rl_safe_workers.checkpoint.writer import WrittenFile
+from rl_safe_workers.checkpoint.writer import WrittenFile, file_records
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 
@@ -66,14 +67,9 @@ class Saving:
         self, state: dict[str, Any], root: Path, *, step: int, background: bool = False, finish: bool = True
     ) -> str | None:
         """Saves under ``root``, as a checkpoint with a manifest."""
-        pending = step_dir(root, step).with_name(f"global_step_{step}{INCOMPLETE}")
-
-        def prepare() -> None:
-            settle(root)
-            (pending / SHARDS).mkdir(parents=True)
-
+        pending = pending_path(step_dir(root, step))
         self.saver.begin(
-            state, pending / SHARDS, content_metadata={}, prepare=prepare,
+            state, pending / SHARDS, content_metadata={}, prepare=lambda: start_save(root, step),
             commit=lambda files, notes: str(commit(pending, manifest_of(pending, files, step), durable=files)),
             timeout=self.timeout, background=background,
         )  # fmt: skip
@@ -86,14 +82,9 @@ class Saving:
 
 def manifest_of(pending: Path, files: Mapping[str, WrittenFile], step: int, notes: Sequence[str] = ()) -> Manifest:
     """The least that a manifest needs."""
-    records = {
-        str(path.relative_to(pending)): {"bytes": path.stat().st_size, "digest": crc32_of(path)}
-        for path in sorted(pending.rglob("*"))
-        if path.is_file()
-    }
     return Manifest(
-        step=step, model_fingerprint="tiny", layout={}, saved_at=time.time(), versions={}, files=records,
-        driver_state={}, digests={},
+        step=step, model_fingerprint="tiny", layout={}, saved_at=time.time(), versions={},
+        files=file_records(pending, files), driver_state={}, digests={},
     )  # fmt: skip
 
 

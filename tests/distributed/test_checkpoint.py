@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from rl_safe_workers.checkpoint import saver
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS, TRACKER, complete_checkpoints
+from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS, complete_checkpoints
+from rl_safe_workers.checkpoint.retention import start_save
+from rl_safe_workers.checkpoint.step_tracker import TRACKER
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
@@ -190,8 +192,8 @@ def _save_again(rank: int, address: StoreAddress, config: RunConfig, root: Path)
 
 
 def test_a_save_clears_what_a_failed_one_of_its_step_left(config: RunConfig, root: Path) -> None:
+    start_save(root, 3)
     left = root / "global_step_3.incomplete" / SHARDS / "__9_0.distcp"
-    left.parent.mkdir(parents=True)
     left.write_text("half a shard")
     values(_run(_save_again, config, root))
     newest, manifest = complete_checkpoints(root)[0]
@@ -199,6 +201,33 @@ def test_a_save_clears_what_a_failed_one_of_its_step_left(config: RunConfig, roo
     assert not (newest / SHARDS / left.name).exists()
     assert f"{SHARDS}/{left.name}" not in manifest.files
     assert not left.parent.parent.exists()
+
+
+@pytest.mark.parametrize("name", ["global_step_3", "global_step_3.incomplete"])
+def test_a_save_where_something_else_is_fails_on_every_rank_before_it_writes(
+    name: str, config: RunConfig, root: Path
+) -> None:
+    notes = root / name / "actor" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    before = sorted(root.rglob("*"))
+    for outcome in _run(_save_again, config, root):
+        assert isinstance(outcome.error, CheckpointError)
+        assert f"{root / name} " in str(outcome.error)
+        assert "it is left alone" in str(outcome.error)
+    assert sorted(root.rglob("*")) == before
+
+
+def _save_not_a_number(rank: int, address: StoreAddress, config: RunConfig, root: Path) -> None:
+    worker = _worker(rank, address, config)
+    worker.save_checkpoint(root, step=1, driver_state={"best": float("inf") if rank == 1 else 1.0}, **IDENTITY)
+
+
+def test_a_driver_state_that_is_no_json_fails_the_save_before_it_writes(config: RunConfig, tmp_path: Path) -> None:
+    for outcome in _run(_save_not_a_number, config, tmp_path):
+        assert isinstance(outcome.error, CheckpointError)
+        assert "driver_state cannot be saved as JSON" in str(outcome.error)
+    assert complete_checkpoints(tmp_path) == []
 
 
 def _save_unstepped(rank: int, address: StoreAddress, config: RunConfig, root: Path) -> dict[str, Any]:
@@ -242,7 +271,7 @@ def test_a_save_issues_no_collective_unless_a_flag_asks_for_them(config: RunConf
 
 def _newer(path: Path) -> None:
     manifest = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps({**manifest, "schema": 3, "new": True}))
+    (path / MANIFEST).write_text(json.dumps({**manifest, "schema": 4, "new": True}))
 
 
 def _damage(path: Path) -> None:
@@ -261,7 +290,7 @@ OTHER_MODEL = {**IDENTITY, "fingerprint": "other"}
 REFUSED = {
     "another_model": (_leave, OTHER_MODEL, CheckpointMismatchError, "is a checkpoint of another model"),
     "a_shortened_file": (_damage, IDENTITY, CheckpointError, "is damaged: dist_ckpt/metadata.json has 3 bytes"),
-    "a_newer_schema": (_newer, IDENTITY, CheckpointError, "written by a newer rl_safe_workers (manifest schema 3"),
+    "a_newer_schema": (_newer, IDENTITY, CheckpointError, "written by a newer rl_safe_workers (manifest schema 4"),
     "no_manifest": (_forget, IDENTITY, CheckpointError, "is not a complete checkpoint: it has no manifest.json"),
 }
 

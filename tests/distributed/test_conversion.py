@@ -244,9 +244,15 @@ def _places(rank: int, address: StoreAddress, models: Path, root: Path) -> dict[
     on_rank_0(lambda: _truncate(out))
     made.convert_checkpoint(model, out)
     seen["truncated, redone"] = read_manifest(out).model_fingerprint
-    on_rank_0(lambda: (out / MANIFEST).unlink())
-    made.convert_checkpoint(model, out)
-    seen["without manifest, redone"] = read_manifest(out).model_fingerprint
+    on_rank_0(lambda: (out / MANIFEST).rename(root / MANIFEST))
+    seen["foreign shards"] = _message(lambda: made.convert_checkpoint(model, out))
+    on_rank_0(lambda: (root / MANIFEST).rename(out / MANIFEST))
+    on_rank_0(lambda: (root / "new.incomplete").mkdir())
+    on_rank_0(lambda: (root / "new.incomplete" / "notes.txt").write_text("mine"))
+    seen["foreign pending"] = _message(lambda: made.convert_checkpoint(model, root / "new"))
+    on_rank_0(lambda: (root / "locked.lock").write_text("mine"))
+    seen["lock"] = _message(lambda: made.convert_checkpoint(model, root / "locked"))
+    seen["notes"] = (root / "new.incomplete" / "notes.txt").read_text() + (root / "locked.lock").read_text()
     before = _files(out)
     seen["foreign model"] = _message(lambda: made.convert_checkpoint(other, out))
     seen["foreign files"] = _message(lambda: made.convert_checkpoint(model, models))
@@ -288,16 +294,18 @@ def test_a_complete_conversion_is_used_again(places: list[dict[str, Any]]) -> No
     assert [rank["reused"] for rank in places] == [True] * SIZE
 
 
-@pytest.mark.parametrize("case", ["truncated, redone", "without manifest, redone"])
-def test_a_torn_conversion_is_made_again(case: str, places: list[dict[str, Any]], models: Path) -> None:
-    assert {rank[case] for rank in places} == {model_fingerprint(models / "qwen3_moe-float32")}
+def test_a_torn_conversion_is_made_again(places: list[dict[str, Any]], models: Path) -> None:
+    assert {rank["truncated, redone"] for rank in places} == {model_fingerprint(models / "qwen3_moe-float32")}
 
 
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
         ("foreign model", "out is a conversion of another model (fingerprint "),
-        ("foreign files", "which no conversion writes"),
+        ("foreign files", "hf0 has no manifest.json of ours"),
+        ("foreign shards", "out has no manifest.json of ours: choose another place, or overwrite it"),
+        ("foreign pending", "new.incomplete is no work in progress of ours: it is left alone"),
+        ("lock", "locked.lock cannot be locked: it is no lock of ours, so it is left alone"),
         ("unwritable", "cannot make "),
         ("held", "rl_safe.timeouts.convert"),
     ],
@@ -310,7 +318,7 @@ def test_every_rank_is_told_why_a_place_is_refused(case: str, reason: str, place
 
 
 def test_what_is_refused_stays_as_it_was_and_gives_way_when_overwritten(places: list[dict[str, Any]]) -> None:
-    assert [(rank["kept"], rank["overwritten"]) for rank in places] == [(True, False)] * SIZE
+    assert [(rank["kept"], rank["overwritten"], rank["notes"]) for rank in places] == [(True, False, "minemine")] * SIZE
 
 
 def _exports(rank: int, address: StoreAddress, model: Path, root: Path) -> dict[str, Any]:

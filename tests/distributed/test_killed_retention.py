@@ -16,17 +16,10 @@ from typing import Any
 import pytest
 
 from rl_safe_workers.checkpoint.archives import crc32_of
-from rl_safe_workers.checkpoint.manifest import (
-    INCOMPLETE,
-    SHARDS,
-    TRACKER,
-    commit,
-    find_checkpoints,
-    prune,
-    read_manifest,
-    settle,
-    step_dir,
-)
+from rl_safe_workers.checkpoint.manifest import SHARDS, find_checkpoints, read_manifest, step_dir
+from rl_safe_workers.checkpoint.publish import pending_path
+from rl_safe_workers.checkpoint.retention import commit, prune, start_save
+from rl_safe_workers.checkpoint.step_tracker import TRACKER
 from rl_safe_workers.config import ModelConfig, ResumeMode, RunConfig, TrainerConfig
 from rl_safe_workers.driver.resume import find_resume_point
 from tests.distributed.ranks import run_ranks, values
@@ -40,13 +33,13 @@ MOMENTS = 50
 
 
 def _save(root: Path, *, step: int, save: int, keep_last: int = KEEP_LAST) -> None:
-    """What rank 0 does for a save, with shards that name the number of it; that is their time, too."""
-    settle(root)
-    pending = step_dir(root, step).with_name(f"global_step_{step}{INCOMPLETE}")
-    (pending / SHARDS).mkdir(parents=True)
+    """What rank 0 does for a save, with shards that name the number of it; the clock goes backwards meanwhile."""
+    start_save(root, step)
+    pending = pending_path(step_dir(root, step))
     for shard in range(2):
         (pending / SHARDS / f"__{shard}_0.distcp").write_text(_contents(save))
-    manifest = replace(manifest_of(pending, {}, step), saved_at=float(save), driver_state={"save": save})
+    state = {"save": save, "data": {"epoch": 0, "position": 0, "num_prompts": 1}}
+    manifest = replace(manifest_of(pending, {}, step), saved_at=1e9 - save, driver_state=state)
     prune(root, keep_last=keep_last, but=commit(pending, manifest))
 
 
@@ -74,14 +67,24 @@ def _die_before(moment: int, last_words: int) -> None:
 
     for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync"):
         watch(name)
-    write_text = Path.write_text
+    fdopen = os.fdopen
 
-    def write_in_halves(path: Path, text: str) -> None:
-        for part in ("", text[: len(text) // 2], text):
-            reach(f"write {len(part)} bytes of {path}")
-            write_text(path, part)
+    def write_in_halves(descriptor: int, *args: Any, **kwargs: Any) -> Any:
+        file = fdopen(descriptor, *args, **kwargs)
+        if not file.writable():
+            return file
+        write = file.write
 
-    Path.write_text = write_in_halves  # type: ignore[assignment, method-assign]
+        def in_halves(text: str) -> None:
+            for part in (text[: len(text) // 2], text[len(text) // 2 :]):
+                reach(f"write {len(part)} of {len(text)} bytes")
+                write(part)
+                file.flush()
+
+        file.write = in_halves
+        return file
+
+    os.fdopen = write_in_halves
 
 
 def _kill(root: Path, *, step: int, save: int, moment: int) -> str:
@@ -177,7 +180,8 @@ def _kill_at_every_moment(rank: int, folder: Path, roots: Path, step: int) -> li
 def test_a_kill_at_any_moment_of_a_save_and_its_pruning_loses_nothing(step: int, folder: Path, tmp_path: Path) -> None:
     before, went_on = _look(folder), []
     (killed,) = values(run_ranks(_kill_at_every_moment, 1, folder, tmp_path / "killed", step))
-    assert {change.split()[0] for _, change in killed} == {"rename", "unlink", "rmdir", "mkdir", "fsync", "write"}
+    changes = {"rename", "replace", "unlink", "rmdir", "mkdir", "fsync", "write"}
+    assert {change.split()[0] for _, change in killed} == changes
     assert len(killed) > 40
     for root, change in killed:
         after = _look(root)

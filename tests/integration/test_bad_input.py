@@ -21,6 +21,11 @@ BAD_INPUT = {
     "too few CPUs": (["cluster.cpus_per_trainer=4096"], "4 trainers x 4096 CPUs"),
     "missing reward": (["reward.function=nowhere:f"], "reward.function: importing 'nowhere'"),
     "missing data": (["data.train_files=[nowhere.parquet]"], "data.train_files has nowhere.parquet"),
+    "run name of another folder": (["trainer.run_name=../../x"], "trainer.run_name='../../x' is no name of a folder"),
+    "output below a file": (["trainer.output_dir=bad.parquet/x"], "bad.parquet is there and no folder"),
+    "prompts that are too long": (["data.max_prompt_length=4"], "row 0: prompt has at least "),
+    "a tag of YAML": (["model.path=!!python/object/apply:os.system [touch x]"], "a tag, which settings do not take"),
+    "interpolation of another type": (["model.create=${oc.env:PATH}"], "model.create cannot be "),
     "malformed data": (["data.train_files=[bad.parquet]"], "data.train_files: bad.parquet cannot be read as parquet"),
 }
 """Overrides, and what the message starts with or holds."""
@@ -56,6 +61,8 @@ def write_checkpoint(folder: Path, manifest: Manifest) -> None:
     path = folder / "checkpoints" / "quickstart" / "global_step_5" / MANIFEST
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(asdict(manifest)))
+    (path.parent / "dist_ckpt").mkdir()
+    (path.parent / "dist_ckpt" / "__0_0.distcp").write_text("shard")
 
 
 def manifest_for(model: Path) -> Manifest:
@@ -66,8 +73,8 @@ def manifest_for(model: Path) -> Manifest:
         layout=asdict(layout),
         saved_at=0.0,
         versions={},
-        files={},
-        driver_state={},
+        files={"dist_ckpt/__0_0.distcp": {"bytes": 5, "digest": "crc32:0"}},
+        driver_state={"data": {"epoch": 0, "position": 0, "num_prompts": 512}},
         digests={},
     )
 

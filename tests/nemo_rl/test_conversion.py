@@ -88,3 +88,62 @@ def test_a_run_that_has_waited_for_another_takes_what_that_has_made(other, tmp_p
     assert run_import.calls == [("moe", True) if other else ("moe.incomplete", False)]
     assert is_complete(tmp_path / "moe")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["moe"]
+
+
+def half(path: Path) -> None:
+    (path / ITERATION).mkdir(parents=True)
+    (path / ITERATION / "__0_0.distcp").write_text("half")
+
+
+def half_and_notes(path: Path) -> None:
+    half(path)
+    (path / "notes.txt").write_text("mine")
+
+
+def whole_and_notes(path: Path) -> None:
+    write(path)
+    (path / "notes.txt").write_text("mine")
+
+
+def linked(path: Path) -> None:
+    write(path.with_name("archive"))
+    (path.with_name("archive") / TRACKER).unlink()
+    path.symlink_to("archive")
+
+
+@pytest.mark.parametrize("there", [half_and_notes, whole_and_notes, linked, Path.touch])
+def test_what_is_no_import_is_not_replaced(there: Callable[[Path], object], tmp_path: Path) -> None:
+    there(tmp_path / "moe")
+    before, run_import = sorted(tmp_path.rglob("*")), _Import()
+    with pytest.raises(CheckpointError, match="moe .*it is left alone; move it away"):
+        convert(_Alone(), run_import, str(tmp_path / "moe"), force=True)
+    assert (sorted(tmp_path.rglob("*")), run_import.calls) == (before, [])
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_half_an_import_is_replaced(force: bool, tmp_path: Path) -> None:
+    half(tmp_path / "moe")
+    convert(_Alone(), _Import(), str(tmp_path / "moe"), force=force)
+    assert is_complete(tmp_path / "moe")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["moe"]
+
+
+def test_a_file_that_comes_during_the_import_stays(tmp_path: Path) -> None:
+    half(tmp_path / "moe")
+
+    def run_import(path: str, exists: bool) -> None:
+        write(Path(path))
+        (tmp_path / "moe" / "notes.txt").write_text("mine")
+
+    with pytest.raises(CheckpointError, match=r"moe holds notes\.txt"):
+        convert(_Alone(), run_import, str(tmp_path / "moe"), force=False)
+    assert (tmp_path / "moe" / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["moe"]
+
+
+@pytest.mark.parametrize("name", ["moe.incomplete", "moe.lock"])
+def test_a_name_that_is_needed_and_someone_elses_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(CheckpointError, match=f"{name} .*left alone"):
+        convert(_Alone(), _Import(), str(tmp_path / "moe"), force=False)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]

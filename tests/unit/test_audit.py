@@ -56,6 +56,7 @@ def _write_manifest(root: Path, **changes: Any) -> None:
         for path in paths
     }
     manifest = {"schema": 2, "step": 3, "layout": {"tensor": 2}, "versions": {"torch": "2"}, "saved_at": 1.0}
+    manifest |= {"model_fingerprint": "x", "driver_state": {}, "digests": {}}
     (root / MANIFEST).write_text(json.dumps({**manifest, "files": files, **changes}))
 
 
@@ -251,8 +252,8 @@ def test_bytes_that_are_no_archive_are_found(foreign: Path) -> None:
 
 
 def test_a_manifest_of_a_newer_schema_is_found(ours: Path) -> None:
-    _write_manifest(ours, schema=3)
-    assert "was written by a newer rl_safe_workers (manifest schema 3" in _only(audit(ours), "manifest")
+    _write_manifest(ours, schema=4)
+    assert "was written by a newer rl_safe_workers (manifest schema 4" in _only(audit(ours), "manifest")
 
 
 @pytest.mark.parametrize(

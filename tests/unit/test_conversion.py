@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint import publish
+from rl_safe_workers.checkpoint import ownership, publish
 from rl_safe_workers.checkpoint.convert import (
+    OURS,
     ConvertedModel,
     find_conversion,
     find_megatron_weights,
@@ -17,6 +18,7 @@ from rl_safe_workers.checkpoint.convert import (
 )
 from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
+from tests.unit.test_ownership import contents
 
 MODEL = ConvertedModel(fingerprint="f" * 16, dtype="bfloat16")
 SHARD = f"{SHARDS}/__0_0.distcp"
@@ -28,12 +30,17 @@ def place(tmp_path: Path) -> Path:
     return make(tmp_path / "out")
 
 
-def make(final: Path, model: ConvertedModel = MODEL) -> Path:
-    pending = publish.start_pending(final)
+def make(final: Path, model: ConvertedModel = MODEL, *, overwrite: bool = False) -> Path:
+    pending = publish.start_pending(final, what="a conversion", holds=OURS)
     (pending / SHARDS).mkdir()
     (pending / SHARD).write_bytes(b"weights")
     publish_conversion(
-        pending, final, model, layout={"world_size": 2}, files={SHARD: {"bytes": 7, "digest": "crc32:0"}}
+        pending,
+        final,
+        model,
+        layout={"world_size": 2},
+        files={SHARD: {"bytes": 7, "digest": "crc32:0"}},
+        overwrite=overwrite,
     )
     return final
 
@@ -51,18 +58,29 @@ def test_a_complete_one_is_found_and_stands_alone(place: Path) -> None:
     assert [path.name for path in place.parent.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "shard gone", "manifest gone", "manifest torn"])
+@pytest.mark.parametrize("damage", ["truncated", "shard gone"])
 def test_a_torn_one_is_made_again(place: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     if damage == "truncated":
         (place / SHARD).write_bytes(b"weight")
-    elif damage == "shard gone":
+    else:
         (place / SHARD).unlink()
-    elif damage == "manifest gone":
+    assert find_conversion(place, MODEL) is None
+    assert "the conversion is made again" in caplog.text
+    assert find_conversion(make(place), MODEL) is not None
+
+
+@pytest.mark.parametrize("damage", ["gone", "torn"])
+def test_shards_without_a_valid_manifest_are_not_replaced(place: Path, damage: str) -> None:
+    if damage == "gone":
         (place / MANIFEST).unlink()
     else:
         (place / MANIFEST).write_text((place / MANIFEST).read_text()[:-40])
-    assert find_conversion(place, MODEL) is None
-    assert "the conversion is made again" in caplog.text
+    with pytest.raises(CheckpointMismatchError, match=r"out has no (valid )?manifest.json"):
+        find_conversion(place, MODEL)
+    with pytest.raises(CheckpointError, match=r"out has no (valid )?manifest.json"):
+        make(place)
+    assert (place / SHARD).read_bytes() == b"weights"
+    assert find_conversion(place, MODEL, overwrite=True) is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +102,7 @@ def test_one_of_another_model_is_refused_whether_complete_or_not(
 
 def test_files_of_someone_else_are_refused(place: Path) -> None:
     (place / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointMismatchError, match=r"holds notes.txt, which no conversion writes"):
+    with pytest.raises(CheckpointMismatchError, match=r"holds notes.txt, which its manifest.json does not list"):
         find_conversion(place, MODEL)
 
 
@@ -150,3 +168,102 @@ def test_a_checkpoints_own_hf_files_may_not_be_elsewhere(tmp_path: Path) -> None
     (folder / "config.json").symlink_to("config.json")
     with pytest.raises(CheckpointError, match="cannot be read"):
         own_hf_files(folder.parent)
+
+
+def test_a_link_to_a_complete_conversion_is_used(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(place)
+    assert find_conversion(tmp_path / "link", MODEL) is not None
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("damage", ["torn", "of another model", "gone", "notes"])
+def test_nothing_behind_a_link_is_replaced(place: Path, damage: str, overwrite: bool, tmp_path: Path) -> None:
+    archive = place.rename(tmp_path / "archive")
+    place.symlink_to("archive")
+    wanted = MODEL
+    if damage == "torn":
+        (archive / SHARD).write_bytes(b"")
+    elif damage == "of another model":
+        wanted = ConvertedModel(fingerprint="0" * 16, dtype="float32")
+    elif damage == "gone":
+        archive.rename(tmp_path / "moved")
+    else:
+        (archive / "notes.txt").write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointMismatchError, match="out (is a link|is not a directory|holds|is a conversion)"):
+        find_conversion(place, wanted, overwrite=overwrite)
+    assert contents(tmp_path) == before
+    pending = publish.start_pending(place, what="a conversion", holds=OURS)
+    with pytest.raises(CheckpointError, match="out is a link"):
+        publish.publish(pending, place, overwrite=overwrite)
+    assert {path: contents(tmp_path)[path] for path in before} == before
+
+
+PENDING = {
+    "notes": lambda path: (path.mkdir(), (path / "notes.txt").write_text("mine")),
+    "shards": lambda path: ((path / SHARDS).mkdir(parents=True), (path / SHARD).write_text("mine")),
+    "file": lambda path: path.write_text("mine"),
+    "link": lambda path: path.symlink_to("elsewhere"),
+    "notes in ours": lambda path: (
+        publish.start_pending(path.with_suffix(""), what="a conversion", holds=OURS),
+        (path / "notes.txt").write_text("mine"),
+    ),
+}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("kind", PENDING)
+def test_a_pending_folder_that_is_not_ours_is_refused_and_stays(kind: str, overwrite: bool, tmp_path: Path) -> None:
+    PENDING[kind](tmp_path / "out.incomplete")
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointMismatchError, match=r"out\.incomplete .*left alone; move it away, or choose another"):
+        find_conversion(tmp_path / "out", MODEL, overwrite=overwrite)
+    with pytest.raises(CheckpointMismatchError, match=r"out\.incomplete .*left alone"):
+        publish.check_export(tmp_path / "out", overwrite=overwrite)
+    with pytest.raises(CheckpointError, match=r"out\.incomplete .*left alone"):
+        publish.start_pending(tmp_path / "out", what="a conversion")
+    with (
+        pytest.raises(CheckpointError, match="cannot write y"),
+        publish.removed_on_failure(tmp_path / "out.incomplete", what="y"),
+    ):
+        raise OSError("x")
+    assert contents(tmp_path) == before
+
+
+def test_what_comes_during_a_conversion_stays(tmp_path: Path) -> None:
+    pending = publish.start_pending(tmp_path / "out", what="a conversion", holds=OURS)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"out has no manifest\.json of ours"):
+        publish.publish(pending, tmp_path / "out")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_what_is_overwritten_goes_but_not_what_its_links_lead_to(tmp_path: Path) -> None:
+    theirs, out = tmp_path / "theirs", tmp_path / "out"
+    for folder in (theirs, out):
+        folder.mkdir()
+        (folder / "weights").write_text("precious")
+    (out / "link").symlink_to(theirs)
+    (out / "file").symlink_to(theirs / "weights")
+    make(out, overwrite=True)
+    assert find_conversion(out, MODEL) is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "theirs"]
+    assert (theirs / "weights").read_text() == "precious"
+
+
+def test_an_overwriting_that_was_cut_short_is_finished_by_the_next(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    unlink = ownership._unlink
+
+    def power_cut(folder: Path, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ownership, "_unlink", power_cut)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "out", overwrite=True)
+    assert find_conversion(tmp_path / "out", MODEL) is not None
+    monkeypatch.setattr(ownership, "_unlink", unlink)
+    make(tmp_path / "out", ConvertedModel(fingerprint="0" * 16, dtype="float32"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

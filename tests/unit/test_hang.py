@@ -134,6 +134,28 @@ def test_a_failure_that_no_rank_waits_in_leaves_nothing(error: BaseException, tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_evidence_of_an_earlier_run_goes_and_files_of_the_user_stay(tmp_path: Path) -> None:
+    hang, theirs = tmp_path / "hang", tmp_path / "theirs"
+    hang.mkdir()
+    for name in ("verdict.json", "stack_trainer_7.txt", "flight_nccl_7", "notes.txt"):
+        (hang / name).write_text("of before")
+    theirs.write_text("precious")
+    (hang / "verdict.json").unlink()
+    (hang / "verdict.json").symlink_to(theirs)
+    assert collect(timeout("the trainers", (1,)), tmp_path) is not None
+    assert evidence(tmp_path)["verdict"]
+    left = {path.name for path in hang.iterdir() if path.read_text() == "of before"}
+    assert (left, theirs.read_text()) == ({"notes.txt"}, "precious")
+
+
+def test_evidence_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "verdict.json").write_text("precious")
+    (tmp_path / "hang").symlink_to("theirs")
+    assert collect(timeout("the trainers", (1,)), tmp_path) is not None
+    assert [(path.name, path.read_text()) for path in (tmp_path / "theirs").iterdir()] == [("verdict.json", "precious")]
+
+
 @pytest.mark.parametrize(
     ("error", "arrived", "missing"),
     [

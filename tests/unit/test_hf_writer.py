@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_safe_workers.checkpoint import hf_writer
 from rl_safe_workers.checkpoint.hf_writer import HfWeightsWriter, write_hf_directory
+from rl_safe_workers.checkpoint.publish import start_pending
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.models.hf_reader import HfReader
@@ -213,7 +214,7 @@ def test_a_failing_export_leaves_what_it_was_to_replace(source: Path, tmp_path: 
 
 
 def test_what_an_interrupted_export_left_is_replaced(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "out.incomplete").mkdir()
+    start_pending(tmp_path / "out", what="HF weights")
     (tmp_path / "out.incomplete" / "model-00001.safetensors").write_bytes(b"half")
     export(tmp_path / "out", source)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

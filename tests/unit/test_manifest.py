@@ -15,24 +15,23 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.checkpoint import manifest as module
+from rl_safe_workers.checkpoint import durable, retention
+from rl_safe_workers.checkpoint.durable import write_durably
 from rl_safe_workers.checkpoint.manifest import (
     MANIFEST,
     SHARDS,
-    TRACKER,
     Manifest,
     check_fingerprint,
-    commit,
     complete_checkpoints,
     file_sizes,
     find_checkpoints,
     model_fingerprint,
-    prune,
     read_manifest,
-    settle,
     step_dir,
-    write_durably,
 )
+from rl_safe_workers.checkpoint.ownership import MARKER
+from rl_safe_workers.checkpoint.retention import commit, prune, settle, start_save
+from rl_safe_workers.checkpoint.step_tracker import TRACKER
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
 
 
@@ -47,13 +46,16 @@ class Disk:
         self.root, self.events = root, list[str]()
         self.fail_before: int | None = None
         self._patch = monkeypatch
-        self._wrap(module, "fsync", lambda path: f"fsync {self.name(path)}")
-        self._wrap(Path, "rename", lambda path, target: f"rename {self.name(path)} -> {self.name(target)}")
-        self._wrap(Path, "unlink", lambda path, **_: f"unlink {self.name(path)}")
-        self._wrap(shutil, "rmtree", lambda path, *_, **__: f"rmtree {self.name(path)}")
+        for module in (durable, retention):
+            self._wrap(module, "fsync", lambda path: f"fsync {self.name(path)}")
+        for name in ("rename", "replace"):
+            self._wrap(os, name, lambda path, target: f"rename {self.name(path)} -> {self.name(target)}")
+        for name in ("unlink", "rmdir"):
+            self._wrap(os, name, lambda path, *, dir_fd=None, name=name: f"{name} {self.name(path, dir_fd)}")
 
-    def name(self, path: Path) -> str:
-        return os.path.relpath(path, self.root)
+    def name(self, path: str | Path, dir_fd: int | None = None) -> str:
+        folder = Path() if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
+        return os.path.relpath(folder / path, self.root)
 
     def _wrap(self, owner: Any, attribute: str, describe: Callable[..., str]) -> None:
         original = getattr(owner, attribute)
@@ -69,8 +71,8 @@ class Disk:
 
 def written(root: Path, step: int, contents: str = "shard") -> tuple[Path, Manifest]:
     """A save whose shards are written and which is not committed yet."""
+    start_save(root, step)
     pending = root / f"global_step_{step}.incomplete"
-    (pending / SHARDS).mkdir(parents=True)
     (pending / SHARDS / "__0_0.distcp").write_text(contents)
     files = {name: {"bytes": size, "digest": "crc32:00000000"} for name, size in file_sizes(pending).items()}
     manifest = Manifest(
@@ -100,6 +102,7 @@ def test_a_commit_makes_shards_durable_then_the_manifest_then_the_name_then_the_
     commit(pending, manifest)
     folder = "global_step_20.incomplete"
     assert disk.events == [
+        f"fsync {folder}/{MARKER}",
         f"fsync {folder}/dist_ckpt",
         f"fsync {folder}/dist_ckpt/__0_0.distcp",
         f"fsync {folder}/manifest.json.tmp",
@@ -107,6 +110,8 @@ def test_a_commit_makes_shards_durable_then_the_manifest_then_the_name_then_the_
         f"fsync {folder}",
         f"rename {folder} -> global_step_20",
         "fsync .",
+        f"unlink global_step_20/{MARKER}",
+        f"unlink {TRACKER}.tmp",
         f"fsync {TRACKER}.tmp",
         f"rename {TRACKER}.tmp -> {TRACKER}",
         "fsync .",
@@ -123,17 +128,51 @@ def test_a_committed_checkpoint_reads_back_whole(tmp_path: Path) -> None:
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "file"
-    write_durably(file, "old")
     disk = Disk(tmp_path, monkeypatch)
-    for disk.fail_before in (0, 1):
+    for moment in (0, 1):
+        file = tmp_path / str(moment)
+        disk.fail_before = None
+        write_durably(file, "old")
         disk.events.clear()
+        disk.fail_before = moment
         with pytest.raises(PowerCutError):
             write_durably(file, "new")
         assert file.read_text() == "old"
-    disk.fail_before = None
+
+
+def test_a_file_that_could_not_be_written_leaves_nothing_beside_it(tmp_path: Path, monkeypatch) -> None:
+    file, rename = tmp_path / "file", Path.rename
+    write_durably(file, "old")
+
+    def fail(path: Path, target: Path) -> Path:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_durably(file, "new")
+    assert (names(tmp_path), file.read_text()) == (["file"], "old")
+    monkeypatch.setattr(Path, "rename", rename)
     write_durably(file, "new")
     assert file.read_text() == "new"
+
+
+def test_a_file_is_never_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("precious")
+    (tmp_path / "file").symlink_to("theirs")
+    write_durably(tmp_path / "file", "new")
+    assert not (tmp_path / "file").is_symlink()
+    (tmp_path / "file.tmp").symlink_to("theirs")
+    with pytest.raises(FileExistsError):
+        write_durably(tmp_path / "file", "newer")
+    assert (tmp_path / "theirs").read_text() == "precious"
+    assert (tmp_path / "file").read_text() == "new"
+
+
+def test_a_file_of_someone_else_by_the_temporary_name_stays(tmp_path: Path) -> None:
+    (tmp_path / "file.tmp").write_text("precious")
+    with pytest.raises(FileExistsError):
+        write_durably(tmp_path / "file", "new")
+    assert (tmp_path / "file.tmp").read_text() == "precious"
 
 
 def commit_until(fail_before: int | None, root: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -181,7 +220,7 @@ def test_the_old_checkpoint_of_a_step_stays_until_the_new_one_is_complete(tmp_pa
     events = commit_until(None, tmp_path, monkeypatch)
     gives_way = events.index("rename global_step_20 -> global_step_20.replaced.incomplete")
     takes_its_place = events.index("rename global_step_20.incomplete -> global_step_20")
-    removed = events.index("rmtree global_step_20.replaced.incomplete")
+    removed = events.index("rmdir global_step_20.replaced.incomplete")
     is_durable = events.index("fsync global_step_20.incomplete")
     assert is_durable < gives_way < takes_its_place < removed
     assert (tmp_path / "global_step_20" / SHARDS / "__0_0.distcp").read_text() == "another shard"
@@ -216,11 +255,11 @@ def test_there_are_no_checkpoints_where_there_is_no_directory(tmp_path: Path) ->
     settle(tmp_path / "nowhere")
 
 
-def test_the_newest_is_the_one_saved_last_and_not_the_highest_step(tmp_path: Path) -> None:
-    saved(tmp_path, 30, at=100.0)
-    saved(tmp_path, 10, at=300.0)
+def test_the_newest_is_the_one_saved_last_whatever_step_and_clock_say(tmp_path: Path) -> None:
+    saved(tmp_path, 30, at=300.0)
+    saved(tmp_path, 10, at=100.0)
     saved(tmp_path, 20, at=200.0)
-    assert found(tmp_path) == ["global_step_10", "global_step_20", "global_step_30"]
+    assert found(tmp_path) == ["global_step_20", "global_step_10", "global_step_30"]
 
 
 def shorten(path: Path) -> None:
@@ -249,7 +288,7 @@ DAMAGES = {
     "shortened": (shorten, "is damaged: dist_ckpt/__0_0.distcp has 3 bytes, 5 bytes were written"),
     "lost": (lose, "is damaged: dist_ckpt/__0_0.distcp is missing, 5 bytes were written"),
     "garbled_manifest": (garble, "manifest.json cannot be read: "),
-    "manifest_without_a_key": (drop_a_key, "missing 1 required keyword-only argument: 'layout'"),
+    "manifest_without_a_key": (drop_a_key, "manifest.json is malformed: layout: Field required"),
     "manifest_of_another_kind": (make_a_list, "manifest.json cannot be read: "),
 }
 
@@ -299,11 +338,15 @@ def test_a_half_removed_checkpoint_is_neither_complete_nor_damaged(tmp_path, mon
     for step in (10, 20):
         saved(tmp_path, step)
     disk = Disk(tmp_path, monkeypatch)
-    disk.fail_before = 2
+    disk.fail_before = 3
     with pytest.raises(PowerCutError):
         prune(tmp_path, keep_last=1)
     removed = "global_step_10.replaced.incomplete"
-    assert disk.events == [f"rename global_step_10 -> {removed}", f"unlink {removed}/manifest.json"]
+    assert disk.events == [
+        f"rename global_step_10 -> {removed}",
+        f"rename {removed}/manifest.json -> {removed}/{MARKER}",
+        f"unlink {removed}/dist_ckpt/__0_0.distcp",
+    ]
     assert found(tmp_path) == ["global_step_20"]
     assert find_checkpoints(tmp_path).damaged == []
     monkeypatch.undo()
@@ -311,7 +354,7 @@ def test_a_half_removed_checkpoint_is_neither_complete_nor_damaged(tmp_path, mon
     assert [name for name in names(tmp_path) if name.startswith("global")] == ["global_step_20"]
 
 
-def test_what_was_just_committed_stays_though_a_clock_is_behind(tmp_path) -> None:
+def test_what_was_just_committed_stays_however_old_it_looks(tmp_path) -> None:
     for step in (10, 20):
         saved(tmp_path, step)
     oldest = complete_checkpoints(tmp_path)[-1][0]
@@ -321,14 +364,14 @@ def test_what_was_just_committed_stays_though_a_clock_is_behind(tmp_path) -> Non
 def test_what_cannot_be_removed_is_a_warning_and_the_rest_goes(tmp_path, monkeypatch, caplog) -> None:
     for step in (10, 20, 30):
         saved(tmp_path, step)
-    rmtree = shutil.rmtree
+    rename = Path.rename
 
-    def busy(path: Path) -> None:
+    def busy(path: Path, target: Path) -> Path:
         if path.name.startswith("global_step_20"):
             raise OSError(errno.EBUSY, "Device or resource busy", str(path))
-        rmtree(path)
+        return rename(path, target)
 
-    monkeypatch.setattr(shutil, "rmtree", busy)
+    monkeypatch.setattr(Path, "rename", busy)
     with caplog.at_level(logging.WARNING):
         assert [path.name for path in prune(tmp_path, keep_last=1)] == ["global_step_10"]
     assert "cannot be removed" in caplog.text
@@ -387,4 +430,4 @@ def test_the_fingerprint_changes_with_the_number_of_files(model: Path) -> None:
 def test_the_manifest_says_everything_in_plain_json(tmp_path: Path) -> None:
     pending, manifest = written(tmp_path, 20)
     path = commit(pending, manifest)
-    assert json.loads((path / MANIFEST).read_text()) == asdict(manifest)
+    assert json.loads((path / MANIFEST).read_text()) == {**asdict(manifest), "serial": 1}

@@ -117,3 +117,15 @@ def test_phase_total_adds_up() -> None:
     total = PhaseTotal().plus(1.0).plus(2.0)
     assert (total.count, total.total_s, total.mean_s) == (2, 3.0, 1.5)
     assert PhaseTotal().mean_s == 0.0
+
+
+def test_a_full_disk_is_told_by_the_line_and_not_again_by_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = MetricsLog(tmp_path, tensorboard=False)
+    with pytest.raises(OSError, match="No space left on device"):
+        log.log(1, {"reward/mean": 0.25})
+    log.close()
+    assert "metrics.jsonl lacks its last line: [Errno 28] No space left on device" in caplog.text
+    assert log.records == []

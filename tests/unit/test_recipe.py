@@ -239,6 +239,24 @@ def test_an_interpolation_that_leads_nowhere_is_refused(write: Write, override: 
 
 
 @pytest.mark.parametrize(
+    "override",
+    ["model.create=${oc.env:PWD}", "actor.optim=${oc.env:PWD}", "data=${oc.env:PWD}", "data.train_files=${oc.env:PWD}",
+     "model.create=${trainer}", "data.train_files=${model.path}", "trainer.logger=${oc.decode:'[1, [2]]'}",
+     "model=${model}", "trainer.run_name=${trainer}", "model.create=${oc.create:{a: 1}}"],
+)  # fmt: skip
+def test_an_interpolation_to_something_of_another_form_is_refused(
+    write: Write, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    monkeypatch.setenv("PWD", "/x")
+    complaint(write(), override)
+
+
+def test_an_interpolation_may_lead_to_a_list(write: Write) -> None:
+    config = load_recipe(write(), ["data.train_files=${oc.decode:'[a.parquet]'}", "trainer.run_name=${model.path}"])
+    assert (config.data.train_files, config.trainer.run_name) == (["a.parquet"], "m")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: [", "did not find expected node content at line 2, column 1"),

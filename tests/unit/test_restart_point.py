@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from rl_safe_workers.checkpoint.manifest import last_serial
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.resume import newest_since
 from tests.unit.test_manifest import saved, written
 
+HOUR_S = 3600.0
 
-def _newest(root: Path, *, since: float) -> int | None:
+
+def _newest(root: Path, *, since: int) -> int | None:
     config = RunConfig()
     config.trainer.default_local_dir = str(root)
     point = newest_since(config, since)
@@ -17,18 +22,23 @@ def _newest(root: Path, *, since: float) -> int | None:
 
 
 def test_it_is_the_newest_that_is_complete(tmp_path: Path) -> None:
-    saved(tmp_path, 1, at=2001.0)
-    saved(tmp_path, 2, at=2002.0)
+    saved(tmp_path, 1)
+    saved(tmp_path, 2)
     written(tmp_path, 3)
-    assert _newest(tmp_path, since=2000.0) == 2
+    assert _newest(tmp_path, since=0) == 2
 
 
-def test_what_an_earlier_run_has_left_is_not_gone_on_from(tmp_path: Path) -> None:
-    saved(tmp_path, 8, at=1000.0)
-    assert _newest(tmp_path, since=2000.0) is None
-    saved(tmp_path, 1, at=2001.0)
-    assert _newest(tmp_path, since=2000.0) == 1
+@pytest.mark.parametrize("jump_s", [-HOUR_S, HOUR_S])
+def test_a_clock_that_jumps_does_not_hide_or_show_another_runs(jump_s: float, tmp_path: Path) -> None:
+    saved(tmp_path, 8, at=10 * HOUR_S)
+    start = last_serial(tmp_path)
+    assert _newest(tmp_path, since=start) is None
+    saved(tmp_path, 1, at=10 * HOUR_S + jump_s)
+    assert _newest(tmp_path, since=start) == 1
+    saved(tmp_path, 2, at=10 * HOUR_S)
+    assert _newest(tmp_path, since=start) == 2
 
 
 def test_without_a_folder_there_is_none(tmp_path: Path) -> None:
-    assert _newest(tmp_path / "gone", since=0.0) is None
+    assert last_serial(tmp_path / "gone") == 0
+    assert _newest(tmp_path / "gone", since=0) is None

@@ -145,3 +145,19 @@ def test_a_numpy_scalar_becomes_a_plain_float(user_module: str) -> None:
 
 def test_a_long_response_is_shortened_in_the_message(user_module: str) -> None:
     assert len(complaint(f"{user_module}:broken", response="x" * 10_000)) < 400
+
+
+@pytest.mark.parametrize(
+    "text", ["raise SystemExit(0)", "raise ValueError('a\\nb')", "def f(: pass", "import nowhere_at_all"]
+)
+def test_a_module_that_fails_at_import_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "failing_reward.py").write_text(text)
+    with pytest.raises(RewardFunctionError, match="importing 'failing_reward' failed"):
+        resolve_reward("failing_reward:f")
+
+
+@pytest.mark.parametrize("name", ["sys:nowhere", "sys:version", "os:nowhere", "..:f", "a b:f", "\x1b[2J:f", ":f", "f:"])
+def test_a_name_of_no_function_is_one_error(name: str) -> None:
+    with pytest.raises(RewardFunctionError, match=r"reward.function"):
+        resolve_reward(name)

@@ -8,14 +8,17 @@ its own once every rank has written; one that is not finished is made anew.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 from rl_safe_workers.checkpoint.lock import exclusive
+from rl_safe_workers.checkpoint.ownership import MARKER
 from rl_safe_workers.checkpoint.publish import make_parent, pending_path, publish, removed_on_failure, start_pending
-from rl_safe_workers.errors import RlSafeError
+from rl_safe_workers.errors import CheckpointError, RlSafeError
+from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
@@ -25,6 +28,8 @@ CONFIG = "run_config.yaml"
 """The last file that Bridge's save writes (training/checkpointing.py:1483)."""
 _FILES = (f"{ITERATION}/.metadata", f"{ITERATION}/metadata.json", f"{ITERATION}/{CONFIG}")
 TRACKER = "latest_checkpointed_iteration.txt"
+_OF_AN_IMPORT = frozenset({ITERATION, TRACKER, "latest_train_state.pt", MARKER})
+"""What lies in an import of NeMo RL's; a directory with anything else is someone else's."""
 
 
 class ConvertingProcess(Protocol):
@@ -87,9 +92,10 @@ def convert(
             )  # on rank 0
             if is_complete(final) and not force:
                 return False
-            if final.exists():
+            if os.path.lexists(final):
+                _check_is_import(final)
                 logger.warning("%s is %s: converting anew", final, "replaced" if force else "not complete")
-            start_pending(final)
+            start_pending(final, what="an import of HF weights")
             # Removed by rank 0 alone, which has made it.
             stack.enter_context(removed_on_failure(pending, what="the conversion"))
             return True
@@ -106,9 +112,24 @@ def convert(
         process.together(Phase.CONVERT, lambda: _publish(pending, final))
 
 
+def _check_is_import(final: Path) -> None:
+    """Refuses to replace what is no import of NeMo RL's, complete or not.
+
+    Raises:
+        CheckpointError: One line, with the name of the directory and of what is in it.
+    """
+    shown = printable(str(final))
+    if final.is_symlink() or not final.is_dir():
+        raise CheckpointError(f"{shown} is no directory of its own: it is left alone; move it away")
+    if strangers := sorted({path.name for path in final.iterdir()} - _OF_AN_IMPORT):
+        raise CheckpointError(f"{shown} holds {printable(strangers[0])}: it is left alone; move it away")
+
+
 def _publish(pending: Path, final: Path) -> None:
     config = pending / ITERATION / CONFIG
     # It names the place that it was saved to.
     config.write_text(config.read_text(encoding="utf-8").replace(str(pending), str(final)), encoding="utf-8")
-    publish(pending, final)
+    if is_replacing := os.path.lexists(final):
+        _check_is_import(final)
+    publish(pending, final, overwrite=is_replacing)
     logger.info("converted to %s", final)

@@ -21,15 +21,13 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from torch.distributed import PrefixStore, Store
 
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
-from rl_safe_workers.checkpoint.manifest import fsync
+from rl_safe_workers.checkpoint.durable import fsync
 from rl_safe_workers.checkpoint.plan import Replicas
 from rl_safe_workers.checkpoint.saver import Saver
+from rl_safe_workers.checkpoint.shard_folder import clear_shards
 from rl_safe_workers.checkpoint.writer import WrittenFile
 
 logger = logging.getLogger(__name__)
-
-_COMPLETE = ("metadata.json", ".metadata")
-"""Without these a directory is no checkpoint to megatron-core."""
 
 
 class ShardWriter:
@@ -101,7 +99,7 @@ class ShardWriter:
             given.arguments["sharded_state_dict"],
             directory,
             content_metadata=dict(given.arguments.get("content_metadata") or {}),
-            prepare=partial(_clear, directory),
+            prepare=partial(clear_shards, directory, below=_host_folder(directory)),
             commit=partial(_make_durable, directory),
             timeout=remaining(),
             background=False,
@@ -128,14 +126,9 @@ def bare_strategy(strategy: Any) -> Any:
     return strategy
 
 
-def _clear(directory: Path) -> None:
-    """Makes the directory; what an earlier save has left in it is no checkpoint from here on."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in _COMPLETE:
-        (directory / name).unlink(missing_ok=True)
-    fsync(directory)
-    for shard in directory.glob("__*.distcp"):
-        shard.unlink()
+def _host_folder(directory: Path) -> Path:
+    """Returns the folder above all that NeMo RL makes for a save: ``tmp_step_5/policy/weights/iter_0000000``."""
+    return directory.parents[min(3, len(directory.parents) - 1)]
 
 
 def _make_durable(directory: Path, files: Mapping[str, WrittenFile], notes: Sequence[str]) -> str:

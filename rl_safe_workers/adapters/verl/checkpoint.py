@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,11 +28,13 @@ from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpoint
 
 from rl_safe_workers.adapters.verl.pending import PendingSave
 from rl_safe_workers.adapters.verl.process import TrainerProcess
+from rl_safe_workers.checkpoint.durable import fsync
 from rl_safe_workers.checkpoint.loader import Loader, read_content_metadata
-from rl_safe_workers.checkpoint.manifest import SHARDS, fsync
+from rl_safe_workers.checkpoint.manifest import SHARDS
 from rl_safe_workers.checkpoint.optimizer_state import FULLY_RESHARDABLE, is_in_place
 from rl_safe_workers.checkpoint.plan import Replicas
 from rl_safe_workers.checkpoint.saver import Saver
+from rl_safe_workers.checkpoint.shard_folder import check_no_links, clear_shards
 from rl_safe_workers.checkpoint.state import restore_state, sharded_state
 from rl_safe_workers.checkpoint.writer import WrittenFile
 from rl_safe_workers.errors import CheckpointError, RlSafeError
@@ -139,7 +140,9 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     def _uncommit(self, local_path: str) -> None:
         """Makes half of a new checkpoint no whole one: a run that resumed may save a step again."""
-        manifest = Path(local_path) / MANIFEST
+        manifest = Path(local_path).absolute() / MANIFEST
+        if self.rank == 0:
+            check_no_links(manifest.parent, below=self._step_folder.parent)
         if self.rank == 0 and manifest.exists():
             manifest.unlink()
             fsync(manifest.parent)
@@ -152,7 +155,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             state_dict,
             directory,
             content_metadata=self._build_sharded_state_dict_metadata(),
-            prepare=functools.partial(_make_anew, directory),
+            prepare=functools.partial(clear_shards, directory, below=self._step_folder.parent),
             commit=functools.partial(_make_durable, directory),
             timeout=self.process.remaining(),
             background=background,
@@ -282,13 +285,6 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     def _put_extra(self, loaded: dict[str, Any]) -> None:
         self.load_rng_states(loaded["rng_state"])
-
-
-def _make_anew(directory: Path) -> None:
-    """Makes an empty directory, in the place of what an earlier save of the step has left."""
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True, exist_ok=True)  # verl makes it on every rank that asks for its name
 
 
 def _make_durable(directory: Path, files: Mapping[str, WrittenFile], notes: Sequence[str]) -> str:

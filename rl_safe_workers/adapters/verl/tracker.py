@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_safe_workers.checkpoint.manifest import fsync
+from rl_safe_workers.checkpoint.step_tracker import TRACKER, write_tracker
 
-FILE = "latest_checkpointed_iteration.txt"
+FILE = TRACKER
 """verl's name, beside the folders of the steps (checkpoint_manager.py:259)."""
 
 
@@ -67,17 +67,7 @@ class StepTracker:
         """
         for step_folder in [folder for folder, saved in self._saved.items() if saved.keys() == self._background.keys()]:
             if writes:
-                _write(step_folder, self._steps[step_folder])
+                write_tracker(step_folder.parent, self._steps[step_folder])
             del self._steps[step_folder]
             for then in self._saved.pop(step_folder).values():
                 then()
-
-
-def _write(step_folder: Path, step: int) -> None:
-    """Writes the file at once: whoever reads it meanwhile finds a whole number."""
-    file = step_folder.parent / FILE
-    incomplete = file.with_name(f"{file.name}.incomplete")
-    incomplete.write_text(str(step), encoding="utf-8")
-    fsync(incomplete)
-    incomplete.replace(file)
-    fsync(file.parent)

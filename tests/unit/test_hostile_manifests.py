@@ -1,0 +1,280 @@
+"""Manifests that no save has written: each is passed over with a warning, and the good ones beside it count."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_safe_workers.checkpoint.audit import audit
+from rl_safe_workers.checkpoint.manifest import (
+    MANIFEST,
+    SHARDS,
+    complete_checkpoints,
+    find_checkpoints,
+    last_serial,
+    read_manifest,
+)
+from rl_safe_workers.checkpoint.manifest_facts import MAX_SERIAL
+from rl_safe_workers.checkpoint.retention import commit, prune
+from rl_safe_workers.config import ResumeMode, RunConfig
+from rl_safe_workers.driver.resume import data_position, find_resume_point
+from rl_safe_workers.errors import CheckpointError
+from tests.unit.test_manifest import saved, written
+
+SHARD = f"{SHARDS}/__0_0.distcp"
+RECORD = {"bytes": 5, "digest": "crc32:00000000"}
+POSITION = {"epoch": 1, "position": 3, "num_prompts": 8}
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "step of another type": {"step": "20"},
+    "step of a boolean": {"step": True},
+    "step of a fraction": {"step": 20.0},
+    "negative step": {"step": -20},
+    "huge step": {"step": 10**30},
+    "step of another folder": {"step": 10},
+    "time of another type": {"saved_at": "yesterday"},
+    "time of null": {"saved_at": None},
+    "time of a list": {"saved_at": [1.0]},
+    "time of a distant future": {"saved_at": 1e18},
+    "time before time": {"saved_at": -1.0},
+    "infinite time": {"saved_at": float("inf")},
+    "time that is no number": {"saved_at": float("nan")},
+    "negative serial": {"serial": -1},
+    "huge serial": {"serial": 2**63},
+    "serial of another type": {"serial": "9"},
+    "no files": {"files": {}},
+    "list of files": {"files": [SHARD]},
+    "file of another type": {"files": {SHARD: 5}},
+    "negative size": {"files": {SHARD: {**RECORD, "bytes": -5}}},
+    "size of another type": {"files": {SHARD: {**RECORD, "bytes": "5"}}},
+    "size that is no number": {"files": {SHARD: {**RECORD, "bytes": float("nan")}}},
+    "digest of another kind": {"files": {SHARD: {**RECORD, "digest": "md5:0"}}},
+    "digest of two lines": {"files": {SHARD: {**RECORD, "digest": "crc32:0\n"}}},
+    "no digest": {"files": {SHARD: {"bytes": 5}}},
+    "file outside": {"files": {"../global_step_10/manifest.json": RECORD}},
+    "file by an absolute name": {"files": {"/etc/passwd": RECORD}},
+    "file by a detour": {"files": {f"{SHARDS}/../{SHARD}": RECORD}},
+    "file by another spelling": {"files": {f"./{SHARD}": RECORD}},
+    "file without a name": {"files": {"": RECORD}},
+    "file that is the folder": {"files": {".": RECORD}},
+    "file with a null byte": {"files": {"a\0b": RECORD}},
+    "file with a lone surrogate": {"files": {"a\ud800": RECORD}},
+    "long name": {"files": {"a/" * 4096 + "a": RECORD}},
+    "layout of texts": {"layout": {"tensor": "1"}},
+    "negative layout": {"layout": {"tensor": -1}},
+    "layout of a list": {"layout": [1]},
+    "versions of numbers": {"versions": {"torch": 2}},
+    "long fingerprint": {"model_fingerprint": "a" * 10**6},
+    "fingerprint of another type": {"model_fingerprint": None},
+    "state of a list": {"driver_state": []},
+    "state that is no number": {"driver_state": {"loss": float("nan")}},
+    "digests of a list": {"digests": []},
+    "unknown field": {"note": "best so far"},
+    "schema of another type": {"schema": "3"},
+    "schema of zero": {"schema": 0},
+    "schema of a list": {"schema": [3]},
+    "schema of a boolean": {"schema": True},
+    "old schema with a serial": {"schema": 2},
+    "newer schema": {"schema": 4},
+}
+TEXTS: dict[str, bytes] = {
+    "nothing": b"",
+    "half of one": b'{"step": 20, "fil',
+    "a list": b"[]",
+    "null": b"null",
+    "no text": b"\xff\xfe\x00",
+    "deeply nested": b"[" * 100_000,
+    "a number of a million digits": b'{"step": ' + b"1" * 10**6 + b"}",
+}
+
+
+def rewritten(path: Path, **changes: Any) -> Path:
+    fields = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**fields, **changes}))
+    return path
+
+
+def too_large(path: Path) -> None:
+    with (path / MANIFEST).open("r+b") as file:
+        file.truncate(2**40)
+
+
+def link_outside(path: Path) -> None:
+    (path / MANIFEST).rename(path.parent.parent / "elsewhere.json")
+    (path / MANIFEST).symlink_to(path.parent.parent / "elsewhere.json")
+
+
+def link_to_itself(path: Path) -> None:
+    (path / MANIFEST).unlink()
+    (path / MANIFEST).symlink_to(MANIFEST)
+
+
+def fifo(path: Path) -> None:
+    (path / MANIFEST).unlink()
+    os.mkfifo(path / MANIFEST)
+
+
+def folder(path: Path) -> None:
+    (path / MANIFEST).unlink()
+    (path / MANIFEST).mkdir()
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    **{kind: lambda path, changes=changes: rewritten(path, **changes) for kind, changes in FIELDS.items()},
+    **{kind: lambda path, text=text: (path / MANIFEST).write_bytes(text) for kind, text in TEXTS.items()},
+    "a terabyte": too_large,
+    "a link outside": link_outside,
+    "a link to itself": link_to_itself,
+    "a FIFO": fifo,
+    "a folder": folder,
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three good checkpoints with a data position, of steps 10, 20 and 30."""
+    for step in (10, 20, 30):
+        rewritten(saved(tmp_path / "root", step), driver_state={"data": POSITION})
+    return tmp_path / "root"
+
+
+def resumed_step(root: Path) -> int:
+    config = RunConfig()
+    config.model.path, config.trainer.default_local_dir = "no model", str(root)
+    config.trainer.resume_mode = ResumeMode.auto
+    point = find_resume_point(config)
+    assert point is not None
+    return point.manifest.step
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_manifest_is_passed_over_with_one_line(
+    kind: str, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    HOSTILE[kind](root / "global_step_30")
+    assert resumed_step(root) == 20
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("passed over: ")
+    assert "global_step_30" in warning
+    assert warning.isprintable()
+    assert len(warning) < 600
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_manifest_makes_pruning_remove_no_good_checkpoint(kind: str, root: Path) -> None:
+    HOSTILE[kind](root / "global_step_30")
+    listing = sorted((root / "global_step_30").rglob("*"))
+    assert prune(root, keep_last=2) == []
+    saved(root, 40)
+    assert [path.name for path in prune(root, keep_last=2)] == ["global_step_10"]
+    assert sorted((root / "global_step_30").rglob("*")) == listing
+
+
+@pytest.mark.parametrize("kind", sorted(HOSTILE.keys() - {"step of another folder", "a link to itself", "a FIFO"}))
+def test_an_audit_finds_a_hostile_manifest(kind: str, root: Path) -> None:
+    path = root / "global_step_30"
+    HOSTILE[kind](path)
+    (path / SHARDS / ".metadata").write_bytes(b"")
+    if kind != "a folder":  # then it has none
+        assert audit(path).counts["manifest"] == 1
+
+
+def test_a_forged_serial_is_the_newest_only_until_the_next_save(root: Path) -> None:
+    rewritten(root / "global_step_10", serial=MAX_SERIAL - 1, saved_at=4e9)
+    assert resumed_step(root) == 10
+    saved(root, 40)
+    assert last_serial(root) == MAX_SERIAL
+    assert [path.name for path, _ in complete_checkpoints(root)][:2] == ["global_step_40", "global_step_10"]
+    # From here on all have the same, and the time of the save decides.
+    assert read_manifest(saved(root, 50)).serial == MAX_SERIAL
+    assert prune(root, keep_last=4, but=root / "global_step_50") == [root / "global_step_20"]
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0, -1e9])
+def test_a_clock_that_jumps_does_not_change_what_is_pruned(jump_s: float, tmp_path: Path) -> None:
+    for step in (10, 20):
+        saved(tmp_path, step, at=2e9)
+    for step in (30, 40):
+        path = saved(tmp_path, step, at=2e9 + jump_s)
+        prune(tmp_path, keep_last=2, but=path)
+    assert [path.name for path, _ in complete_checkpoints(tmp_path)] == ["global_step_40", "global_step_30"]
+
+
+def test_a_run_that_went_back_outlives_the_higher_steps_of_before(tmp_path: Path) -> None:
+    for step in (10, 20):
+        saved(tmp_path, step)
+    saved(tmp_path, 12)
+    assert [path.name for path in prune(tmp_path, keep_last=1)] == ["global_step_20", "global_step_10"]
+
+
+def of_schema_2(path: Path, **changes: Any) -> Path:
+    fields = json.loads((path / MANIFEST).read_text())
+    del fields["serial"]
+    (path / MANIFEST).write_text(json.dumps({**fields, "schema": 2, **changes}))
+    return path
+
+
+def test_checkpoints_of_schema_2_load_and_are_older_than_new_ones(tmp_path: Path) -> None:
+    of_schema_2(saved(tmp_path, 10), saved_at=3e9)
+    of_schema_2(saved(tmp_path, 20), saved_at=2e9)
+    assert read_manifest(tmp_path / "global_step_10").schema == 2
+    assert last_serial(tmp_path) == 0
+    saved(tmp_path, 15)
+    found = [(path.name, manifest.serial) for path, manifest in complete_checkpoints(tmp_path)]
+    assert found == [("global_step_15", 1), ("global_step_10", 0), ("global_step_20", 0)]
+
+
+POSITIONS: dict[str, Any] = {
+    "none": None,
+    "a list": [0, 0, 8],
+    "no epoch": {"position": 0, "num_prompts": 8},
+    "negative": {**POSITION, "position": -1},
+    "negative epoch": {**POSITION, "epoch": -1},
+    "beyond the end": {**POSITION, "position": 9},
+    "absurd": {**POSITION, "epoch": 2**80},
+    "a fraction": {**POSITION, "position": 1.5},
+    "a text": {**POSITION, "position": "1"},
+    "a boolean": {**POSITION, "position": True},
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_a_checkpoint_without_a_sane_data_position_is_passed_over(kind: str, root: Path, caplog) -> None:
+    path = rewritten(root / "global_step_30", driver_state={"data": POSITIONS[kind]})
+    assert resumed_step(root) == 20
+    assert "global_step_30 has no usable data position" in caplog.text
+    config = RunConfig()
+    config.model.path, config.trainer.resume_mode = "no model", ResumeMode.resume_path
+    config.trainer.resume_from_path = str(path)
+    point = find_resume_point(config)
+    assert point is not None
+    with pytest.raises(CheckpointError, match="global_step_30 has no usable data position"):
+        data_position(point)
+
+
+def test_a_folder_of_hostile_manifests_alone_is_refused(root: Path) -> None:
+    for step in (10, 20, 30):
+        rewritten(root / f"global_step_{step}", step=None)
+    with pytest.raises(CheckpointError, match="is damaged; to start over set trainer.resume_mode=disable"):
+        resumed_step(root)
+
+
+@pytest.mark.parametrize("name", ["global_step_٣٠", "global_step_030", "global_step_30\n", f"global_step_{'9' * 200}"])
+def test_a_name_that_no_save_gives_is_no_checkpoint(name: str, root: Path) -> None:
+    (root / "global_step_30").rename(root / name)
+    assert resumed_step(root) == 20
+    assert len(find_checkpoints(root).damaged) == ("9" in name)
+
+
+def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    pending, manifest = written(tmp_path, 20)
+    with pytest.raises(CheckpointError, match="manifest.json is malformed: layout.tensor"):
+        commit(pending, replace(manifest, layout={"tensor": -1}))
+    assert not (pending / MANIFEST).exists()
