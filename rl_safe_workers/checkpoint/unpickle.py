@@ -17,6 +17,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import struct
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ MALFORMED = (
     RecursionError,
     TypeError,
     ValueError,
+    struct.error,
 )
 """What a pickle that is not well-formed raises: its opcodes work on whatever lies on its stack."""
 METADATA_BYTES = 16 * 2**30

@@ -26,7 +26,7 @@ VARIABLE = "RL_SAFE_CANARY"
 """An environment variable that a payload sets."""
 REPOSITORY = Path(__file__).parents[2]
 
-_RUNS = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn", "os.kill", "webbrowser.open", "socket.bind"}
+_RUNS = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn", "webbrowser.open", "socket.bind"}
 _CHANGES = {
     "os.chmod": 1, "os.chown": 1, "os.link": 2, "os.mkdir": 1, "os.remove": 1, "os.rename": 2, "os.rmdir": 1,
     "os.symlink": 2, "os.truncate": 1, "os.utime": 1, "shutil.rmtree": 1, "shutil.move": 2,
@@ -67,7 +67,8 @@ class Witness:
             self._busy = False
 
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _RUNS or (event == "subprocess.Popen" and not _is_ours(arguments)):
+        spawned = event == "subprocess.Popen" and not _is_ours(arguments)
+        if event in _RUNS or spawned or (event == "os.kill" and not _is_child(arguments[0])):
             _add(self.ran, f"{event}{arguments!r:.200}")
         elif event == "open" and not isinstance(arguments[0], int):
             path = _real(arguments[0])
@@ -102,6 +103,14 @@ def _is_ours(arguments: tuple[Any, ...]) -> bool:
     executable, command = arguments[0], arguments[1]
     words = [str(word) for word in command] if isinstance(command, (list, tuple)) else [str(command)]
     return str(executable or words[0]) == sys.executable and any("rl_safe_workers" in word for word in words)
+
+
+def _is_child(process: int) -> bool:
+    """Whether a process is a child of this one: whoever starts a reader may end it."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+    except (OSError, IndexError):
+        return False
 
 
 def _descriptor(event: str, arguments: tuple[Any, ...]) -> int:

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
@@ -35,13 +33,6 @@ OURS, FOREIGN = f"checkpoints/global_step_{STEP}", f"iter_{STEP:07}"
 """Where the checkpoint lies below the input: as we have it, and as Megatron-LM has it."""
 FILES = (".metadata", "metadata.json", "common.pt", "__0_0.distcp", "__1_0.distcp")
 """Files of a directory of shards."""
-COMMON = {
-    "iteration": 7,
-    "args": argparse.Namespace(
-        lr=np.float32(0.5), dtype=torch.bfloat16, exit_signal=signal.SIGTERM, attention_backend=AttnBackend.auto
-    ),
-    "content_metadata": {"kind": "mine"},
-}
 DATA = {"epoch": 0, "position": 1, "num_prompts": 4}
 """The driver's place in the prompts."""
 
@@ -51,6 +42,17 @@ def shards_of(root: str) -> str:
     return f"{root}/{SHARDS}" if root == OURS else root
 
 
+def good_common() -> dict[str, Any]:
+    """The common state, with what Megatron-LM keeps there."""
+    # Here, not above: whoever only wants the names of the cases need not wait for Megatron.
+    from megatron.core.transformer.enums import AttnBackend
+
+    args = argparse.Namespace(
+        lr=np.float32(0.5), dtype=torch.bfloat16, exit_signal=signal.SIGTERM, attention_backend=AttnBackend.auto
+    )
+    return {"iteration": 7, "args": args, "content_metadata": {"kind": "mine"}}
+
+
 @cache
 def _template() -> Path:
     """Makes the good checkpoint once a process, as Megatron-LM has it."""
@@ -58,7 +60,7 @@ def _template() -> Path:
     shards = folder / "good"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        metadata = write_checkpoint(shards, CUTS, objects=(), common=COMMON)
+        metadata = write_checkpoint(shards, CUTS, objects=(), common=good_common())
     add_object(shards, metadata, OBJECT, archive_of([{"seed": 7}]))
     # The one field with a path of this machine: all bytes are the same everywhere without it.
     metadata.storage_meta = StorageMeta("good")
@@ -123,6 +125,8 @@ def manifest_fields(root: Path) -> dict[str, Any]:
 
 def wanted_state() -> dict[str, Any]:
     """What a load asks the good checkpoint for, in Megatron's sharded form."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
     state: dict[str, Any] = {
         key: ShardedTensor.from_rank_offsets(key, torch.zeros(cut.shape, dtype=cut.dtype)) for key, cut in CUTS.items()
     }

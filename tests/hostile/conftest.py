@@ -27,8 +27,11 @@ class Results:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collects what a test has found, wherever it was run."""
-        if report.when == "call":
-            self._found += [value for name, value in report.user_properties if name == RESULT]
+        fresh = [value for name, value in report.user_properties if name == RESULT and report.when == "call"]
+        self._found += fresh
+        if self._file is not None and fresh:
+            with self._file.open("a") as file:
+                file.writelines(json.dumps(value) + "\n" for value in fresh)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Prints the table."""
@@ -37,13 +40,11 @@ class Results:
         terminalreporter.section("hostile inputs")
         for line in table.lines(self._found):
             terminalreporter.write_line(line)
-        if self._file is not None:
-            self._file.write_text("\n".join(map(json.dumps, self._found)) + "\n")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--hostile", action="store_true", help="try every hostile input, not some of each kind")
-    parser.addoption("--hostile-results", type=Path, help="also write what became of each, one JSON object a line")
+    parser.addoption("--hostile-results", type=Path, help="also add what becomes of each, one JSON object a line")
 
 
 def pytest_configure(config: pytest.Config) -> None:

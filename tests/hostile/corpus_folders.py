@@ -11,8 +11,10 @@ from pathlib import Path
 import psutil
 from hypothesis import strategies as st
 
-from rl_safe_workers.checkpoint.manifest import TRACKER, step_dir
-from rl_safe_workers.checkpoint.publish import start_pending
+from rl_safe_workers.checkpoint.manifest import step_dir
+from rl_safe_workers.checkpoint.publish import pending_path
+from rl_safe_workers.checkpoint.retention import start_save
+from rl_safe_workers.checkpoint.step_tracker import TRACKER
 from rl_safe_workers.reaping.processes import RUN_FILE, TEMP_PREFIX, process_namespace
 from tests.hostile.case import EITHER, Case, Command, Site
 from tests.hostile.entries import save_step
@@ -29,7 +31,10 @@ OPERATIONS: dict[str, tuple[Command, tuple[str, ...]]] = {
     "find": (Command("find", (ROOT,)), ()),
     "settle": (Command("settle", (ROOT,)), (f"{BELOW}/global_step_77.incomplete",)),
     "prune": (Command("prune", (ROOT, "1")), (f"{BELOW}/global_step_1", f"{BELOW}/global_step_2")),
-    "commit": (Command("commit", (ROOT, str(NEXT))), (f"{BELOW}/global_step_{NEXT}", f"{BELOW}/{TRACKER}")),
+    "commit": (
+        Command("commit", (ROOT, str(NEXT))),
+        (f"{BELOW}/global_step_{NEXT}", f"{BELOW}/{TRACKER}", f"{BELOW}/global_step_77.incomplete"),
+    ),
 }
 """By name: the command, and what it may change, where nothing else says otherwise."""
 
@@ -43,7 +48,10 @@ def cases() -> Iterator[Case]:
         yield _case(f"in-ours-{word}/prune", "prune", add, theirs=(f"{BELOW}/global_step_1/theirs*", "outside/*"))
         yield _case(f"in-ours-{word}/settle", "settle", add)
     for word, add in AT_COMMIT.items():
-        yield _case(f"commit-onto-{word}", "commit", add, theirs=_all_of(f"global_step_{NEXT}", word))
+        name = f"global_step_{NEXT}{word.removeprefix(word.split('.')[0])}"
+        # An empty folder holds nothing of anybody's.
+        ours = (f"{BELOW}/{name}",) if word.startswith("empty-folder") else ()
+        yield _case(f"commit-onto-{word}", "commit", add, theirs=_all_of(name, word), ours=ours)
     yield from _locks()
     yield from _leftovers()
     yield from _grown()
@@ -64,9 +72,8 @@ def _case(
         put_archive(site)
         for step in STEPS:
             save_step(root, step, saved_at=1000.0 + step)
-        unfinished = start_pending(step_dir(root, 77))
-        (unfinished / "dist_ckpt").mkdir(exist_ok=True)
-        (unfinished / "dist_ckpt" / "__0_0.distcp").write_bytes(b"half a shard")
+        start_save(root, 77)
+        (pending_path(step_dir(root, 77)) / "dist_ckpt" / "__0_0.distcp").write_bytes(b"half a shard")
         add(root, site)
 
     return Case(
@@ -107,7 +114,7 @@ def _all_of(name: str, what: str) -> tuple[str, ...]:
     """Patterns of what somebody has put under a name: everything, or beside a forged manifest the rest."""
     if "forged" in what:
         return (f"{BELOW}/{name}*/theirs*",)
-    return () if what == "empty-folder" else (f"{BELOW}/{name}", f"{BELOW}/{name}/*")
+    return () if what.startswith("empty-folder") else (f"{BELOW}/{name}", f"{BELOW}/{name}/*")
 
 
 # What may lie beside ours: each under several names
@@ -246,9 +253,9 @@ def _locks() -> Iterator[Case]:
         )  # fmt: skip
 
     for what in SPECIAL:
-        # Nothing, and an empty file that a killed run has left, are a lock of ours.
+        # Where there is nothing, a lock of ours may come.
         yield lock(what, lambda path, site, what=what: replace(path, what, site),
-                   ours=(f"input/{name}",) if what in ("missing", "empty") else ())  # fmt: skip
+                   ours=(f"input/{name}",) if what == "missing" else ())  # fmt: skip
     yield lock("user", lambda path, site: _write(path, "a user's file"))
     yield lock("user-json", lambda path, site: _write(path, '{"name": "a user\'s file"}'))
     yield lock("ours", lambda path, site: _write(path, '{"host": "here", "pid": 1}'), ours=(f"input/{name}",))

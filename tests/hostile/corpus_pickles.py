@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import pickle
 import signal
 from collections.abc import Callable, Iterator
@@ -12,13 +11,11 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from megatron.core.enums import ModelType
-from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.hostile import pickles as p
 from tests.hostile.case import EITHER, Case, Site
-from tests.hostile.checkpoints import COMMON, FOREIGN, OBJECT, add_object
+from tests.hostile.checkpoints import FOREIGN, OBJECT, add_object, good_common
 from tests.hostile.corpus_checkpoints import checkpoint, readers
 from tests.hostile.grow import MANY_DIGITS, grow, texts
 from tests.torch_dist import write_metadata
@@ -60,7 +57,7 @@ def _whole_payload(payload: Callable[[Site], Any], shards: Path, site: Site) -> 
 
 
 def _common_payload(payload: Callable[[Site], Any], shards: Path, site: Site) -> None:
-    torch.save({**COMMON, "more": payload(site)}, shards / "common.pt")
+    torch.save({**good_common(), "more": payload(site)}, shards / "common.pt")
 
 
 def _object_payload(payload: Callable[[Site], Any], shards: Path, site: Site) -> None:
@@ -220,20 +217,22 @@ COMMON_PROGRAMS: dict[str, bytes] = {
 """Common states by name, in opcodes that only ``common.pt`` may use."""
 
 
-def _changed_member(member: enum.Enum, **fields: bytes) -> bytes:
+def _changed_member(module: str, name: str, value: bytes, **fields: bytes) -> bytes:
     """A member of an enum, of which BUILD then changes the fields."""
-    value = p.whole(member.value) if isinstance(member.value, int) else p.text(str(member.value))
     items = b"".join(p.text(key) + new for key, new in fields.items())
     state = p.EMPTY_DICT + p.MARK + items + p.SETITEMS
-    return _common(p.call(type(member).__module__, type(member).__qualname__, value) + state + p.BUILD)
+    return _common(p.call(module, name, value) + state + p.BUILD)
 
 
+_SIGNALS = ("signal", "Signals")
 ENUMS: dict[str, bytes] = {
-    "signal-value": _changed_member(signal.SIGTERM, _value_=p.whole(99)),
-    "signal-name": _changed_member(signal.SIGKILL, _name_=p.text("SIGNOTHING")),
-    "signal-new-field": _changed_member(signal.SIGINT, surprise=p.whole(1)),
-    "attention-value": _changed_member(AttnBackend.auto, _value_=p.whole(99)),
-    "model-type-value": _changed_member(ModelType.encoder_or_decoder, _value_=p.whole(99)),
+    "signal-value": _changed_member(*_SIGNALS, p.whole(signal.SIGTERM), _value_=p.whole(99)),
+    "signal-name": _changed_member(*_SIGNALS, p.whole(signal.SIGKILL), _name_=p.text("SIGNOTHING")),
+    "signal-new-field": _changed_member(*_SIGNALS, p.whole(signal.SIGINT), surprise=p.whole(1)),
+    "attention-value": _changed_member(
+        "megatron.core.transformer.enums", "AttnBackend", p.whole(5), _value_=p.whole(99)
+    ),
+    "model-type-value": _changed_member("megatron.core.enums", "ModelType", p.whole(1), _value_=p.whole(99)),
     "class": _common(p.name("signal", "Signals") + p.EMPTY_DICT + p.text("x") + p.NONE + p.SETITEM + p.BUILD),
     "no-such-member": _common(p.call("signal", "Signals", p.whole(9999))),
     "getattr": _common(p.call("builtins", "getattr", p.name("signal", "Signals"), p.text("__class__"))),

@@ -102,7 +102,7 @@ def find(root: str) -> int:
 
 def settle(root: str) -> int:
     """Tidies up after an interrupted save."""
-    from rl_safe_workers.checkpoint.manifest import settle
+    from rl_safe_workers.checkpoint.retention import settle
 
     settle(Path(root))
     return 0
@@ -110,7 +110,7 @@ def settle(root: str) -> int:
 
 def prune(root: str, keep_last: str) -> int:
     """Removes old checkpoints."""
-    from rl_safe_workers.checkpoint.manifest import prune
+    from rl_safe_workers.checkpoint.retention import prune
 
     prune(Path(root), keep_last=int(keep_last))
     return 0
@@ -125,12 +125,13 @@ def commit(root: str, step: str) -> int:
 def save_step(root: Path, step: int, *, saved_at: float) -> None:
     """Makes a checkpoint as a run does: a folder in progress, which is filled and then given its name."""
     from rl_safe_workers.checkpoint.archives import crc32_of
-    from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest, commit, step_dir
-    from rl_safe_workers.checkpoint.publish import start_pending
+    from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest, step_dir
+    from rl_safe_workers.checkpoint.publish import pending_path
+    from rl_safe_workers.checkpoint.retention import commit, start_save
 
-    pending = start_pending(step_dir(root, step))
+    start_save(root, step)
+    pending = pending_path(step_dir(root, step))
     shard = pending / SHARDS / "__0_0.distcp"
-    shard.parent.mkdir()
     shard.write_bytes(b"bytes of ours")
     name = str(shard.relative_to(pending))
     files: dict[str, Any] = {name: {"bytes": shard.stat().st_size, "digest": crc32_of(shard)}}

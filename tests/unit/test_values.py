@@ -182,6 +182,7 @@ ATTACKS = {
     "two folders": _zip([("p/data.pkl", b"\x80\x02N."), ("q/data.pkl", b"\x80\x02N.")]),
     "no pickle": _zip([("archive/version", b"3")]),
     "bytes of another machine": _zip([("archive/data.pkl", b"\x80\x02N."), ("archive/byteorder", b"big")]),
+    "a number cut short": _pickled(b"G\x00"),
     "nothing": b"",
 }  # fmt: skip
 
