@@ -13,6 +13,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -150,8 +151,14 @@ def hole_bytes(file: BinaryIO, start: int, stop: int) -> int:
     return stop - start - data
 
 
+@cache
+def _kernel_devices() -> frozenset[int]:
+    return frozenset(folder.stat().st_dev for folder in (Path("/proc"), Path("/sys")) if folder.is_mount())
+
+
 def _check(status: os.stat_result, path: Path, uid: int | None) -> None:
-    if not stat.S_ISREG(status.st_mode):
+    # Files of the kernel look regular, and reading them may wait, or change something.
+    if not stat.S_ISREG(status.st_mode) or status.st_dev in _kernel_devices():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     if uid is not None and status.st_uid != uid:
         raise OSError(errno.EPERM, f"owned by user {status.st_uid}", str(path))

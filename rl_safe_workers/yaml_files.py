@@ -31,6 +31,8 @@ _MOST_CHARACTERS = 2**20
 """Characters that a value may grow to by interpolation."""
 _REFERENCE = re.compile(r"\$\{\s*(?:\.*([\w.\[\]]+)|oc\.env:[^${}]*)\s*\}")
 """An interpolation that says which key it leads to, or leads to none."""
+_INTERPOLATION = re.compile(r"\$\{\s*(?:(?!oc\.create\s*:)[\w.]+\s*:|[^${}():'\"\\]+\})")
+"""The beginning of an interpolation that says what it is: a key, or a resolver other than that which reads YAML."""
 _MOST_FILES = 50
 _TO_BE_GIVEN = "???"
 _FileId = tuple[int, int]
@@ -254,8 +256,13 @@ def check_interpolations(values: Any) -> None:
     """
     texts = dict(_walk(values, ""))
     interpolated = {path: text for path, text in texts.items() if "${" in text}
+    for path, text in interpolated.items():
+        if len(_INTERPOLATION.findall(text)) != text.count("${"):
+            raise ConfigError(
+                f"{path} cannot be {text!r:.200}: an interpolation is ${{key}}, or ${{oc.env:NAME}} for a variable"
+            )
     found = {path: _REFERENCE.findall(text) for path, text in interpolated.items()}
-    # A resolver, or a name that is itself interpolated, may lead anywhere.
+    # A resolver may lead anywhere.
     is_plain = all(len(names) == interpolated[path].count("${") for path, names in found.items())
     keys = {f".{re.sub(r'[][]+', '.', name).strip('.')}." for names in found.values() for name in names if name}
     chain = {

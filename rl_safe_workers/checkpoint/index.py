@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -270,11 +271,13 @@ def _to_index(location: Location, fields: Any) -> CheckpointIndex:
 
 
 def _tensor(dtype: Any, shape: Any, chunks: Any, path: Path, checked: set[str]) -> TensorEntry:
+    # All numbers of a tensor at once: there are a million of them.
+    _check_sizes([shape, *(chunk[0] for chunk in chunks), *(chunk[1] for chunk in chunks)])
     return TensorEntry(
         _text(dtype),
         ITEM_BITS[dtype] // 8,
-        _sizes(shape),
-        tuple(Chunk(_sizes(offsets), _sizes(sizes), _place(place, path, checked)) for offsets, sizes, place in chunks),
+        tuple(shape),
+        tuple(Chunk(tuple(offsets), tuple(sizes), _place(place, path, checked)) for offsets, sizes, place in chunks),
     )
 
 
@@ -301,7 +304,6 @@ _NAME_BYTES = 255
 _DIMENSIONS = 64
 """As many as numpy has; torch has no limit."""
 _LARGEST = 2**63 - 1
-_INTEGERS = {int}
 
 
 def _key(value: Any) -> str:
@@ -322,16 +324,12 @@ def _size(value: Any) -> int:
     return value
 
 
-def _sizes(value: Any) -> Index:
-    if (
-        type(value) not in (list, tuple)
-        or not set(map(type, value)) <= _INTEGERS
-        or len(value) > _DIMENSIONS
-        or min(value, default=0) < 0
-        or max(value, default=0) > _LARGEST
-    ):
-        raise ValueError(f"{type(value).__name__} in the place of sizes")
-    return tuple(value)
+def _check_sizes(lists: list[Any]) -> None:
+    if not set(map(type, lists)) <= {list, tuple} or max(map(len, lists)) > _DIMENSIONS:
+        raise TypeError("something else in the place of sizes")
+    numbers = list(chain.from_iterable(lists))
+    if not set(map(type, numbers)) <= {int} or min(numbers, default=0) < 0 or max(numbers, default=0) > _LARGEST:
+        raise ValueError("something else in the place of a size")
 
 
 def chunk_bytes(entry: TensorEntry, chunk: Chunk) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_safe_workers.checkpoint.collector import collector_paused
 from rl_safe_workers.checkpoint.unpickle import MALFORMED, Record, read_metadata_record
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.foreign_files import TEXT_CHARACTERS, described, printable
@@ -27,7 +28,8 @@ _Places = dict[tuple[Any, Any], Place]
 def read_fields(path: str, root: str) -> bytes:
     """Returns `fields_of` as JSON."""
     try:
-        return json.dumps(fields_of(Path(path), Path(root)), check_circular=False).encode()
+        with collector_paused():
+            return json.dumps(fields_of(Path(path), Path(root)), check_circular=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise _malformed(Path(path), error) from error
 

@@ -27,6 +27,7 @@ from rl_safe_workers.checkpoint.index import (
 from rl_safe_workers.checkpoint.manifest_facts import MANIFEST, read_manifest_facts
 from rl_safe_workers.checkpoint.rectangles import Index, Lookup, is_within
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
+from rl_safe_workers.foreign_files import data_extents, open_foreign
 
 _BLOCK_BYTES = 8 * 2**20
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
@@ -126,6 +127,22 @@ def _merge(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
+def sizes_of(root: Path, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of files of a checkpoint.
+
+    Raises:
+        CheckpointError: If one is missing, or no regular file of the checkpoint.
+    """
+    sizes = {}
+    for name in names:
+        try:
+            with open_foreign(root / name, within=root) as file:
+                sizes[name] = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise CheckpointError(f"{root / name} cannot be read: {error.strerror}; take another one") from error
+    return sizes
+
+
 def materialise(source: Path, target: Path, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> int:
     """Copies ranges into sparse files of full size, so that a load from the target finds what it needs in its place.
 
@@ -147,20 +164,21 @@ def materialise(source: Path, target: Path, ranges: Mapping[str, Sequence[tuple[
         target.mkdir(parents=True, exist_ok=True)
         if next(target.iterdir(), None) is not None:
             raise CheckpointError(f"{target} is not empty: give a directory that does not exist yet")
-        return sum(_copy(source / name, target / name, parts) for name, parts in ranges.items())
+        return sum(_copy(source / name, target / name, parts, root=source) for name, parts in ranges.items())
     except OSError as error:
         raise CheckpointError(f"{source} cannot be copied to {target}: {error}") from error
 
 
-def _copy(source: Path, target: Path, parts: Sequence[tuple[int, int]]) -> int:
+def _copy(source: Path, target: Path, parts: Sequence[tuple[int, int]], *, root: Path) -> int:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as read, target.open("xb") as written:
+    with open_foreign(source, within=root) as read, target.open("xb") as written:
         size = os.fstat(read.fileno()).st_size
         if parts and parts[-1][1] > size:
             raise CheckpointError(f"{source} has {size} bytes, the checkpoint places some at {parts[-1][1]}")
         written.truncate(size)
         for start, stop in parts:
-            _copy_range(read.fileno(), written.fileno(), start, stop)
+            for begin, until in data_extents(read, start, stop):  # a hole would become zeros that take room
+                _copy_range(read.fileno(), written.fileno(), begin, until)
         os.fsync(written.fileno())
     return sum(stop - start for start, stop in parts)
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from rl_safe_workers import env
 from rl_safe_workers.checkpoint.manifest import Manifest, check_fingerprint, model_fingerprint, read_manifest
-from rl_safe_workers.checkpoint.ranges import Ranges, materialise
+from rl_safe_workers.checkpoint.ranges import Ranges, materialise, sizes_of
 from rl_safe_workers.cli.terminal import Parser, to_path
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.preflight import layout_of
@@ -83,12 +83,13 @@ def run_slices(arguments: argparse.Namespace) -> int:
     _check_model(config, manifest, checkpoint)
     ranks = ranks_of(arguments.node, trainers=config.cluster.num_trainers, per_node=arguments.gpus_per_node)
     ranges = _find_ranges(config, checkpoint, ranks, rng=manifest.layout == asdict(layout_of(config)))
+    sizes = sizes_of(checkpoint, ranges)
     copied = None if arguments.copy_to is None else materialise(checkpoint, arguments.copy_to, ranges)
     if arguments.json:
         print(json.dumps(ranges, indent=1))
         return 0
     print(f"host {arguments.node}: training rank {format_ranks(ranks)} of {config.cluster.num_trainers}")
-    _print_table(ranges, {name: (checkpoint / name).stat().st_size for name in ranges})
+    _print_table(ranges, sizes)
     if copied is not None:
         print(printable(f"copied {copied} bytes to {arguments.copy_to}"))
     return 0

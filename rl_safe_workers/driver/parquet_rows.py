@@ -58,7 +58,15 @@ def read_rows(file: Path, *, required: Sequence[str], optional: Sequence[str]) -
             first, groups, taken = (int(stream.schema.metadata[key]) for key in (b"next", b"groups", b"taken"))
             left -= taken
             for batch in stream:
-                yield from batch.to_pylist()
+                yield from _to_dicts(batch, subject)
+
+
+def _to_dicts(batch: pa.RecordBatch, subject: str) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+    except (OverflowError, ValueError) as error:  # a date that Python cannot hold, a struct with a field twice
+        raise DataError(f"{subject} has a value that cannot be read: {first_line(error):.300}") from error
+    return rows
 
 
 def _allowed_bytes(file: Path) -> int:
@@ -154,8 +162,9 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    is_primitive: bool = pa.types.is_primitive(kind)
-    return is_primitive or pa.types.is_null(kind) or pa.types.is_decimal(kind)
+    # Python would look for the file of a time zone's name.
+    is_primitive = pa.types.is_primitive(kind) and not (pa.types.is_timestamp(kind) and kind.tz is not None)
+    return bool(is_primitive) or pa.types.is_null(kind) or pa.types.is_decimal(kind)
 
 
 def _object_bytes(array: pa.Array) -> int:

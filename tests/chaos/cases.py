@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_safe_workers.lifecycle import Phase, Role
-from tests.chaos.plan import ABRUPT, TAKES_PART, Fault, Kind, Point
+from tests.chaos.plan import ABRUPT, OF_A_RANK, TAKES_PART, Fault, Kind, Point
 from tests.integration.runs import SMALL
 
 PHASES = (
@@ -137,7 +137,7 @@ def all_cases() -> list[Case]:
         Case(kind=kind, phase=phase, role=role, rank=rank, restarts=restarts)
         for phase in PHASES
         for role, rank in RANKS
-        for restarts, kinds in ((False, Kind), (True, (Kind.KILL, Kind.RAISE)))
+        for restarts, kinds in ((False, OF_A_RANK), (True, (Kind.KILL, Kind.RAISE)))
         for kind in kinds
         if kind in ABRUPT or phase in TAKES_PART[role]
     ]

@@ -10,14 +10,16 @@ import pytest
 
 from tests.chaos import table
 from tests.chaos.cases import CONFIG, all_cases
+from tests.chaos.machine import MachineFault
 from tests.conftest import deselect
 from tests.integration.runs import RECIPES, REPOSITORY, Outcome, finish, rl_safe
 
 PAGE = REPOSITORY / "docs" / "reliability.md"
 KEPT = REPOSITORY / "outputs" / "chaos.json"
 """What the last run with ``--chaos`` has found, for one with ``--chaos-again``."""
-SECONDS, NOTE = "chaos_seconds", "chaos_note"
-"""Properties of a test: ``(case, seconds)``, and a sentence for the page. pytest-xdist brings them from its workers."""
+SECONDS, MACHINE, NOTE = "chaos_seconds", "chaos_machine", "chaos_note"
+"""Properties of a test: ``(case, seconds)``, the same of a `MachineFault`, and a sentence for the page. pytest-xdist
+brings them from its workers."""
 LONG = ("test_orphans.py", "test_clean_exit.py")
 """Begun first, so that none of them is left to run alone."""
 
@@ -28,6 +30,8 @@ class Results:
     def __init__(self) -> None:
         self.seconds: dict[str, float | None] = {}
         """Of each case that was run; None for one that failed."""
+        self.machine: dict[str, float | None] = {}
+        """The same, of each `MachineFault`."""
         self.notes: dict[str, str] = {}
         """By test."""
 
@@ -39,13 +43,16 @@ class Results:
             if name == SECONDS:
                 case, seconds = value
                 self.seconds[case] = seconds if report.passed else None
+            elif name == MACHINE:
+                fault, seconds = value
+                self.machine[fault] = seconds if report.passed else None
             elif name == NOTE:
                 # Instead of what a run before may have found, too.
                 self.notes[report.nodeid] = value if report.passed else ""
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Prints all."""
-        for case, seconds in self.seconds.items():
+        for case, seconds in (self.seconds | self.machine).items():
             outcome = table.FAILED if seconds is None else f"{seconds:.1f} s"
             terminalreporter.write_line(f"{case}: {outcome}")
         for note in self.notes.values():
@@ -58,11 +65,15 @@ class Results:
         if session.config.getoption("--chaos-again"):
             kept = json.loads(KEPT.read_text())
             self.seconds, self.notes = kept["seconds"] | self.seconds, kept["notes"] | self.notes
+            self.machine = kept.get("machine", {}) | self.machine
         KEPT.parent.mkdir(exist_ok=True)
-        KEPT.write_text(json.dumps({"seconds": self.seconds, "notes": self.notes}))
+        KEPT.write_text(json.dumps({"seconds": self.seconds, "machine": self.machine, "notes": self.notes}))
         cases = all_cases()
         if {*map(str, cases)} <= self.seconds.keys() and len([*filter(None, self.notes.values())]) == len(LONG):
-            table.write(PAGE, {case: self.seconds[str(case)] for case in cases}, list(self.notes.values()))
+            results = {case: self.seconds[str(case)] for case in cases}
+            table.write(PAGE, matrix=table.render(results, list(self.notes.values())))
+        if {*MachineFault} <= self.machine.keys():
+            table.write(PAGE, machine=table.render_machine(self.machine))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -28,6 +28,14 @@ class Kind(StrEnum):
     """It goes on, some seconds after the phase's timeout."""
     EXIT = "exit"
     """The process ends with status 0 and without teardown."""
+    STOP = "stop"
+    """SIGSTOP."""
+    FILL = "fill"
+    """Nothing at all happens to the rank, but the disk of `Fault.disk` is full from now on."""
+
+
+OF_A_RANK = (Kind.KILL, Kind.RAISE, Kind.STALL, Kind.LATE, Kind.EXIT)
+"""Those of the matrix; the others are in `tests.chaos.test_machine_faults`."""
 
 
 class Point(StrEnum):
@@ -44,7 +52,7 @@ TAKES_PART = {
     Role.ROLLOUT: frozenset({Phase.START, Phase.JOINT, Phase.ROLLOUT, Phase.SYNC, Phase.TEARDOWN}),
 }
 """In a phase of the others a rank only waits to be called."""
-ABRUPT = frozenset({Kind.KILL, Kind.EXIT})
+ABRUPT = frozenset({Kind.KILL, Kind.EXIT, Kind.STOP})
 """What can happen to a rank that only waits."""
 
 
@@ -67,6 +75,8 @@ class Fault:
     """Its place among the faults of the run."""
     folder: str
     """Of the marks by which the processes of a run tell each other, and the test, what has happened."""
+    disk: str = ""
+    """For FILL: a folder on that disk."""
 
     @property
     def finds_it_idle(self) -> bool:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rl_safe_workers.config import TimeoutsConfig
@@ -20,6 +20,9 @@ LATE_S = 3.0
 MESSAGE = "no luck\non this rank"
 NOTICED_S = 2.5
 """How long a phase goes on after the death of an idle rank, which the driver looks for once a second."""
+FILLER = "filler"
+"""Name of the file that `fill` makes."""
+_BLOCK_BYTES = 4096
 _POLL_S = 0.01
 _PATIENCE_S = 20.0
 
@@ -84,6 +87,17 @@ class Striker:
                 time.sleep(getattr(self._timeouts, fault.phase) + LATE_S)
             case Kind.EXIT:
                 os._exit(0)
+            case Kind.STOP:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case Kind.FILL:
+                fill(Path(fault.disk))
+
+
+def fill(folder: Path) -> None:
+    """Leaves no byte free on the disk that a folder is on."""
+    with (folder / FILLER).open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(_BLOCK_BYTES)):
+            pass
 
 
 def _write_now(file: Path) -> None:

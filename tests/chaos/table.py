@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rl_safe_workers.versions import installed_versions
 from tests.chaos.cases import GENEROUS_TIMEOUT_S, SLACK_S, TIMEOUT_S, TRAINERS, Case
+from tests.chaos.machine import ENDS, WAIT_S
 from tests.chaos.plan import Kind
 from tests.chaos.striker import LATE_S
 
@@ -40,6 +41,18 @@ was the same, too. `-`: a rank that takes no part in a phase only waits to be ca
 happen to it.
 """
 
+MACHINE_HEADING = "## Faults of the machine"
+MACHINE_HEAD = (
+    MACHINE_HEADING
+    + """
+
+A row stands for a test that has passed: the run ended as it says, no process, no file in `/dev/shm` and no temporary
+file was left, and the newest complete checkpoint had the digests of an undisturbed run. The seconds are those from the
+fault to the end of the run, where it is to end by it: within 10 s, and where a rank is waited for, {short:.0f} s more,
+the phase's timeout. `scripts/test --chaos -k machine` runs these alone and writes them.
+"""
+)
+
 
 def render(results: Mapping[Case, float | None], notes: Sequence[str]) -> str:
     """The page.
@@ -69,6 +82,26 @@ def render(results: Mapping[Case, float | None], notes: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_machine(results: Mapping[str, float | None]) -> str:
+    """The part about faults of the machine.
+
+    Args:
+        results: Seconds of each `MachineFault`, 0 where none are counted; None for one that failed.
+    """
+    cells = {name: FAILED if s is None else f"{s:.1f}" if s else "" for name, s in results.items()}
+    lines = [
+        MACHINE_HEAD.format(short=WAIT_S),
+        _line(["fault", "how the run ends", "s"]),
+        _line(["---", "---", "---:"]),
+        *(_line([fault, ends, cells[fault]]) for fault, ends in ENDS.items()),
+        "",
+        f"{sum(s is not None for s in results.values())} of {len(results)} cases passed.",
+        "",
+        _machine(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -78,6 +111,13 @@ def _machine() -> str:
     return f"Machine: {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}. Versions: {versions}."
 
 
-def write(path: Path, results: Mapping[Case, float | None], notes: Sequence[str]) -> None:
-    """Writes the page."""
-    path.write_text(render(results, notes))
+def write(path: Path, *, matrix: str | None = None, machine: str | None = None) -> None:
+    """Writes the page.
+
+    Args:
+        path: The page.
+        matrix: What `render` returns; None leaves what is there.
+        machine: What `render_machine` returns; None leaves what is there.
+    """
+    before, heading, after = path.read_text().partition(MACHINE_HEADING)
+    path.write_text((matrix or before.rstrip("\n") + "\n") + "\n" + (machine or heading + after))

@@ -15,10 +15,10 @@ from rl_safe_workers.checkpoint.manifest import complete_checkpoints, read_manif
 from tests.chaos.cases import FIRST_STEP, LAST_STEP, QUICK, QUICK_CHAIN, SLACK_S, Case, all_cases, chains
 from tests.chaos.conftest import SECONDS, chaos_command, checkpoints_of
 from tests.chaos.plan import VARIABLE, Fault, Kind, to_json
-from tests.integration.runs import Outcome, running
+from tests.integration.runs import Outcome, Running, running
 
 REWARD = "reward/mean"
-ATTEMPT_S = 150.0
+ATTEMPT_S = 250.0
 """Longest time of one attempt."""
 Record = Callable[[str, object], None]
 
@@ -29,12 +29,26 @@ def run_with(
     undisturbed: Outcome,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
+    meanwhile: Callable[[Running], object] = lambda run: None,
+    *,
+    prefix: Sequence[str] = (),
 ) -> tuple[Outcome, float]:
-    """Runs on from a checkpoint of the undisturbed run; returns how that ended, and when, in Unix seconds."""
+    """Runs on from a checkpoint of the undisturbed run; returns how that ended, and when, in Unix seconds.
+
+    Args:
+        faults: That strike its ranks.
+        overrides: Of the recipe.
+        undisturbed: The run that it goes on from.
+        folder: Its working directory.
+        monkeypatch: The test's.
+        meanwhile: Called once the run has been started.
+        prefix: Begins the command line.
+    """
     first = f"global_step_{FIRST_STEP}"
     shutil.copytree(checkpoints_of(undisturbed.folder) / first, checkpoints_of(folder) / first)
     monkeypatch.setenv(VARIABLE, to_json(*faults))
-    with running(chaos_command(undisturbed.folder / "model", *overrides), folder) as run:
+    with running([*prefix, *chaos_command(undisturbed.folder / "model", *overrides)], folder) as run:
+        meanwhile(run)
         run.process.wait(ATTEMPT_S * (len(faults) + 1))
         ended_at = time.time()
         return run.finish(), ended_at
@@ -43,10 +57,15 @@ def run_with(
 def assert_newest_checkpoint_is_undamaged(folder: Path, undisturbed: Outcome, steps: set[int]) -> None:
     newest, manifest = complete_checkpoints(checkpoints_of(folder))[0]
     assert manifest.step in steps
+    assert_checkpoint_is_undamaged(newest, undisturbed)
+
+
+def assert_checkpoint_is_undamaged(path: Path, undisturbed: Outcome) -> None:
+    manifest = read_manifest(path)
     as_it_was = read_manifest(checkpoints_of(undisturbed.folder) / f"global_step_{manifest.step}")
     assert manifest.digests == as_it_was.digests
     assert manifest.driver_state == as_it_was.driver_state
-    assert audit(newest, deep=True).ok
+    assert audit(path, deep=True).ok
 
 
 def assert_failed(outcome: Outcome, case: Case) -> None:

@@ -48,7 +48,10 @@ def cases() -> Iterator[Case]:
         yield _case(f"in-ours-{word}/prune", "prune", add, theirs=(f"{BELOW}/global_step_1/theirs*", "outside/*"))
         yield _case(f"in-ours-{word}/settle", "settle", add)
     for word, add in AT_COMMIT.items():
-        yield _case(f"commit-onto-{word}", "commit", add, theirs=_all_of(f"global_step_{NEXT}", word))
+        name = f"global_step_{NEXT}{word.removeprefix(word.split('.')[0])}"
+        # An empty folder holds nothing of anybody's.
+        ours = (f"{BELOW}/{name}",) if word.startswith("empty-folder") else ()
+        yield _case(f"commit-onto-{word}", "commit", add, theirs=_all_of(name, word), ours=ours)
     yield from _locks()
     yield from _leftovers()
     yield from _grown()
@@ -111,7 +114,7 @@ def _all_of(name: str, what: str) -> tuple[str, ...]:
     """Patterns of what somebody has put under a name: everything, or beside a forged manifest the rest."""
     if "forged" in what:
         return (f"{BELOW}/{name}*/theirs*",)
-    return () if what == "empty-folder" else (f"{BELOW}/{name}", f"{BELOW}/{name}/*")
+    return () if what.startswith("empty-folder") else (f"{BELOW}/{name}", f"{BELOW}/{name}/*")
 
 
 # What may lie beside ours: each under several names

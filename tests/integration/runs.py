@@ -103,6 +103,11 @@ class Running:
         """What it has printed so far."""
         return self._log("out").read_text()
 
+    @property
+    def err(self) -> str:
+        """What it has printed to stderr so far."""
+        return self._log("err").read_text()
+
     def has_started_a_trainer(self) -> bool:
         """Whether some process has become a trainer, whose imports then take seconds."""
         titles = []
@@ -119,7 +124,7 @@ class Running:
         """Waits for a condition while the command runs; fails if it ends before, or takes too long."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert self.process.poll() is None, f"ended too early:\n{self._log('err').read_text()}"
+            assert self.process.poll() is None, f"ended too early:\n{self.err}"
             assert time.monotonic() < deadline, f"not within {timeout_s} s: {condition.__name__}"
             time.sleep(0.1)
         return self
@@ -131,7 +136,7 @@ class Running:
             folder=self.folder,
             code=code,
             out=self.out,
-            err=self._log("err").read_text(),
+            err=self.err,
             left=[*self._processes_left(), *self._files_left()],
         )
 

@@ -87,5 +87,16 @@ def test_a_checkpoint_of_another_model_is_refused(folder: Path, moe_model: Path)
     assert files_under(folder) == before
 
 
+@pytest.mark.parametrize("name", ["global_step_20", "global_step_20.incomplete"])
+def test_a_step_that_is_somebody_elses_is_refused(folder: Path, moe_model: Path, name: str) -> None:
+    theirs = folder / "checkpoints" / "quickstart" / name / "actor"
+    theirs.mkdir(parents=True)
+    (theirs / "weights").write_text("precious")
+    before = files_under(folder)
+    command = rl_safe("quickstart.yaml", f"model.path={moe_model}", "trainer.save_freq=10")
+    assert_refused(finish(command, folder), f"quickstart/{name} ")
+    assert files_under(folder) == before
+
+
 def test_a_recipe_that_does_not_exist_is_refused(folder: Path) -> None:
     assert_refused(finish(rl_safe(RECIPES / "nope.yaml"), folder), "nope.yaml")

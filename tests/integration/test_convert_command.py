@@ -120,6 +120,22 @@ def test_bad_input_is_refused_before_anything_is_written(case: str, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x.incomplete", "x.incomplete is no work in progress of ours: it is left alone"),
+        ("x.lock", "x.lock cannot be locked: it is no lock of ours"),
+        ("x", "x has no manifest.json of ours: choose another place, or overwrite it"),
+    ],
+)
+def test_a_place_that_is_somebody_elses_is_refused(name: str, message: str, moe_model: Path, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes.txt").write_text("precious")
+    before = files_under(tmp_path)
+    assert_refused(finish(convert("--hf", moe_model, "--out", "x"), tmp_path), 2, message)
+    assert files_under(tmp_path) == before
+
+
 def test_a_dtype_that_cannot_be_converted_is_refused(moe_model: Path, tmp_path: Path) -> None:
     outcome = finish(convert("--hf", moe_model, "--out", "x", "model.dtype=int8"), tmp_path)
     assert_refused(outcome, 2, "model.dtype=int8 cannot be converted: set it to float32 or bfloat16")

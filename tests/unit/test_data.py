@@ -197,6 +197,24 @@ def test_a_categorical_column_is_read(tmp_path: Path) -> None:
     assert [prompt.data_source for prompt in dataset] == ["a", "b", "a"]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([2**31 - 1], pa.date32()),
+        pa.array([2**62], pa.timestamp("ms")),
+        pa.array([2**62 + 1], pa.timestamp("ns")),
+        pa.array([2**63 - 1], pa.duration("s")),
+        pa.array([0], pa.timestamp("s", "../../etc/passwd")),
+        pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"]),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_a_value_that_python_cannot_hold_is_refused(tmp_path: Path, values: pa.Array) -> None:
+    info = pa.StructArray.from_arrays([values], ["info"])
+    path = write_table(tmp_path / "x.parquet", good_columns() | {"extra_info": info})
+    assert "x.parquet has " in complaint(path)
+
+
 def test_text_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
     broken = pa.array([b"\xff\xfe"], pa.binary()).view(pa.string())
     assert "cannot be read as parquet" in complaint(

@@ -26,6 +26,16 @@ def test_a_fifo_a_device_and_a_folder_are_refused_at_once(tmp_path: Path) -> Non
             read_foreign(tmp_path / name, limit_bytes=10)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("path", ["/proc/self/mem", "/proc/self/environ", "/proc/kmsg", "/sys/kernel/uevent_seqnum"])
+def test_a_file_of_the_kernel_is_refused(tmp_path: Path, path: str) -> None:
+    if not Path(path).exists():
+        pytest.skip(f"this kernel has no {path}")
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        read_foreign(tmp_path / "link", limit_bytes=10)
+
+
 def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match=f"owned by user {os.getuid()}"):

@@ -19,7 +19,7 @@ import pytest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from rl_safe_workers.checkpoint.archives import _after_zeros
+from rl_safe_workers.checkpoint.archives import _after_zeros, crc32_of
 from rl_safe_workers.checkpoint.audit import audit
 from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
 from rl_safe_workers.checkpoint.unpickle import STEPS
@@ -205,13 +205,12 @@ def test_a_file_of_a_wrong_size_is_not_read(tmp_path: Path) -> None:
     write_checkpoint(root / SHARDS, {}, objects=[])
     _hole(root / SHARDS / "__0_0.distcp", 10 * TIB)
     files = {
-        str(path.relative_to(root)): {"bytes": path.stat().st_size, "digest": None}
+        f"{SHARDS}/{path.name}": {"bytes": path.stat().st_size, "digest": crc32_of(path)}
         for path in (root / SHARDS).iterdir()
     }
-    files[f"{SHARDS}/__0_0.distcp"] |= {"bytes": 5, "digest": "crc32:00000000"}
-    for name in files.keys() - {f"{SHARDS}/__0_0.distcp"}:
-        files[name] = files[name]["bytes"]
-    manifest = {"schema": 2, "step": 1, "layout": {}, "versions": {}, "saved_at": 1.0, "files": files}
+    files[f"{SHARDS}/__0_0.distcp"] = {"bytes": 5, "digest": "crc32:00000000"}
+    manifest = {"schema": 2, "step": 1, "model_fingerprint": "x", "layout": {}, "versions": {}, "saved_at": 1.0}
+    manifest |= {"files": files, "driver_state": {}, "digests": {}}
     (root / MANIFEST).write_text(json.dumps(manifest))
     assert audit(root, deep=True).counts == {"file": 1}
 

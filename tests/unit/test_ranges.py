@@ -13,7 +13,7 @@ import torch
 
 from rl_safe_workers.checkpoint.index import ByteRange, CheckpointIndex, read_index
 from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS, read_manifest
-from rl_safe_workers.checkpoint.ranges import Needs, materialise, needed_ranges
+from rl_safe_workers.checkpoint.ranges import Needs, materialise, needed_ranges, sizes_of
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
 from tests.torch_dist import grid, write_checkpoint, write_metadata
 
@@ -160,3 +160,31 @@ def test_a_needed_chunk_without_a_place_is_damage(tmp_path: Path) -> None:
     write_metadata(tmp_path, metadata)
     with pytest.raises(CheckpointError, match="weight has no place"):
         needed_ranges(read_index(tmp_path), Needs(rectangles=[("weight", (0,), (4,))]))
+
+
+@pytest.mark.timeout(20)
+def test_nothing_outside_the_checkpoint_is_copied(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "far").symlink_to("/etc/passwd")
+    os.mkfifo(source / "fifo")
+    for name, said in (("far", "a link that leads out"), ("fifo", "not a regular file"), ("gone", "No such file")):
+        with pytest.raises(CheckpointError, match=said):
+            materialise(source, tmp_path / f"target_{name}", {name: [(0, 1)]})
+        with pytest.raises(CheckpointError, match=said):
+            sizes_of(source, [name])
+
+
+def test_a_hole_stays_a_hole_in_the_copy(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    size = 2**40
+    with (tmp_path / "source" / "file").open("wb") as file:
+        file.seek(2**30)
+        file.write(b"data")
+        file.truncate(size)
+    materialise(tmp_path / "source", tmp_path / "target", {"file": [(0, size)]})
+    copy = tmp_path / "target" / "file"
+    assert (copy.stat().st_size, copy.stat().st_blocks < 1000) == (size, True)
+    with copy.open("rb") as read:
+        read.seek(2**30)
+        assert read.read(6) == b"data\0\0"

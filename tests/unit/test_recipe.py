@@ -263,7 +263,7 @@ def test_an_interpolation_may_lead_to_a_list(write: Write) -> None:
         ("trainer: {seed: 1}\ntrainer: {}", "found duplicate key trainer at line 2, column 1"),
         ("- 1", "not a mapping of keys at line 1"),
         ("3", "not a mapping of keys at line 1"),
-        ("model: {path: '${x'}", "model.path cannot be read"),
+        ("model: {path: '${x'}", "model.path cannot be '${x': an interpolation is"),
         ("1: 2", "unknown key 1; a key is a name"),
         ("trainer.seed: 1", "unknown key 'trainer.seed'; a key is a name, and sections nest"),
         ("defaults: 3", "defaults cannot be 3"),

@@ -155,7 +155,7 @@ def test_a_long_chain_of_interpolations_is_refused_on_one_line(write: Callable[.
 
 @pytest.mark.parametrize(
     "text",
-    ["${oc.select:KEY}${oc.select:KEY}", "${${KEY}}${b}", "${.KEY}${.KEY}", "${ KEY }${ KEY }", "${.[KEY]}${.[KEY]}"],
+    ["${oc.select:KEY}${oc.select:KEY}", "${.KEY}${.KEY}", "${ KEY }${ KEY }", "${.[KEY]}${.[KEY]}"],
 )
 def test_each_way_to_name_a_key_counts(text: str) -> None:
     values = {chr(ord("b") + n): text.replace("KEY", chr(ord("c") + n)) for n in range(20)}
@@ -203,3 +203,35 @@ def test_a_value_to_be_given_leaves_what_is_there() -> None:
         "a": {"x": 1, "y": "???"},
         "b": {"c": 2},
     }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${oc.create:'a: 1'}",
+        "${ oc.create :'a: 1'}",
+        "${oc.${b}:'a: 1'}",
+        "${${b}}",
+        "${",
+        "${'a'}",
+        "${a:${b}}${${c}}",
+    ],
+)
+def test_an_interpolation_that_could_be_anything_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^a\.b cannot be .*: an interpolation is"):
+        check_interpolations({"a": {"b": text}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["${a}", "${.a}", "${a-b.c[0]}", "${ a.b }", "${oc.env:A,${b}}", "${mul:${a}, 2}", "${oc.select:a.b,'x'}", "$a"],
+)
+def test_interpolations_that_say_what_they_are_pass(text: str) -> None:
+    check_interpolations({"a": {"b": text}})
+
+
+@pytest.mark.parametrize("name", ["os:environ", "oc.env:HOME"])
+def test_no_resolver_runs_code_or_is_added(write: Callable[..., Path], name: str) -> None:
+    recipe = write(BASE + f"trainer: {{run_name: '${{{name}}}'}}\n")
+    with pytest.raises(ConfigError):  # an unknown resolver; a path is no run name
+        load_recipe(recipe)
