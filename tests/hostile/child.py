@@ -29,8 +29,18 @@ def run_child(command: Command, site: Site, *, report: int, out: Path, err: Path
         out: File that takes stdout.
         err: File that takes stderr.
     """
-    os.setsid()
     _redirect(out, err)
+    try:
+        _run_watched(command, site, report)
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+def _run_watched(command: Command, site: Site, report: int) -> NoReturn:
+    os.setsid()
+    # Should it take memory faster than it is watched, the kernel ends it before anybody else.
+    Path("/proc/self/oom_score_adj").write_text("1000")
     os.chdir(site.input)
     os.environ.update(TMPDIR=str(site.temp), HOME=str(site.temp))
     tempfile.tempdir = None

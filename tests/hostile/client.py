@@ -36,10 +36,16 @@ class Warm:
         process = self._processes.get(group) or self._start(group)
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(request + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-        assert answer, f"the warm process {group} has ended with {process.poll()}"
+        try:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            # This input fails for it; the next one gets another process.
+            del self._processes[group]
+            raise AssertionError(f"the warm process {group} has ended with {process.wait()}")
         found: dict[str, Any] = json.loads(answer)
         return found
 

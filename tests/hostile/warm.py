@@ -30,6 +30,8 @@ KILL_AFTER_S = 8.0
 """Seconds that a child gets, as `Outcome.seconds`; more than is judged, so that slow and blocked can be told apart."""
 KILL_ABOVE_BYTES = 3 * 2**29
 """Memory beyond that of the warm process that a child and its children get; more than is judged."""
+HARNESS_FAILED = 99
+"""Exit code of a child in which the harness itself has failed."""
 POLL_S = 0.02
 OUTPUT_BYTES = 4 * 2**20
 """How much of a child's output is looked at."""
@@ -91,7 +93,10 @@ def run(command: Command, site: Site) -> Outcome:
     child = os.fork()
     if child == 0:
         os.close(reading)
-        run_child(command, site, report=writing, out=out, err=err)
+        try:
+            run_child(command, site, report=writing, out=out, err=err)
+        finally:
+            os._exit(HARNESS_FAILED)  # whatever happens, no child goes on as a second server
     os.close(writing)
     died, sampled, waited_s = _attend(child, started_s)
     _, status, usage = os.wait4(child, 0)
@@ -104,6 +109,9 @@ def run(command: Command, site: Site) -> Outcome:
     )
     _add_report(outcome, reading)
     outcome.touched = list(dict.fromkeys([*outcome.touched, *watch.close()]))
+    assert os.waitstatus_to_exitcode(status) != HARNESS_FAILED, (
+        f"a child of the harness has failed: {_read(err, outcome)}"
+    )
     for name, path in (("out", out), ("err", err)):
         setattr(outcome, name, _read(path, outcome))
         path.unlink(missing_ok=True)
