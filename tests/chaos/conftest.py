@@ -62,7 +62,7 @@ class Results:
         """Keeps all, and writes the page if nothing is missing."""
         if not session.config.getoption("--chaos"):
             return
-        if session.config.getoption("--chaos-again"):
+        if session.config.getoption("--chaos-again") and KEPT.exists():
             kept = json.loads(KEPT.read_text())
             self.seconds, self.notes = kept["seconds"] | self.seconds, kept["notes"] | self.notes
             self.machine = kept.get("machine", {}) | self.machine

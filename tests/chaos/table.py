@@ -11,7 +11,7 @@ from rl_safe_workers.versions import installed_versions
 from tests.chaos.cases import GENEROUS_TIMEOUT_S, SLACK_S, TIMEOUT_S, TRAINERS, Case
 from tests.chaos.machine import ENDS, WAIT_S
 from tests.chaos.plan import Kind
-from tests.chaos.striker import LATE_S
+from tests.chaos.striker import LATE_S, NOTICED_S
 
 FAILED = "FAILED"
 
@@ -48,8 +48,9 @@ MACHINE_HEAD = (
 
 A row stands for a test that has passed: the run ended as it says, no process, no file in `/dev/shm` and no temporary
 file was left, and the newest complete checkpoint had the digests of an undisturbed run. The seconds are those from the
-fault to the end of the run, where it is to end by it: within 10 s, and where a rank is waited for, {short:.0f} s more,
-the phase's timeout. `scripts/test --chaos -k machine` runs these alone and writes them.
+fault to the end of the run, where it is to end by it: within {slack:.0f} s; where a rank is waited for, {short:.0f} s
+more, the phase's timeout; and {noticed:.1f} s more for an idle rank, which is waited for only in the phase after.
+`scripts/test --chaos --chaos-again -k machine` runs these alone and keeps the rest of the page.
 """
 )
 
@@ -90,7 +91,7 @@ def render_machine(results: Mapping[str, float | None]) -> str:
     """
     cells = {name: FAILED if s is None else f"{s:.1f}" if s else "" for name, s in results.items()}
     lines = [
-        MACHINE_HEAD.format(short=WAIT_S),
+        MACHINE_HEAD.format(slack=SLACK_S, short=WAIT_S, noticed=NOTICED_S),
         _line(["fault", "how the run ends", "s"]),
         _line(["---", "---", "---:"]),
         *(_line([fault, ends, cells[fault]]) for fault, ends in ENDS.items()),
