@@ -113,7 +113,7 @@ def _holes_that_are_listed() -> Iterator[Case]:
         for file in ("common.pt", "__1_0.distcp"):
             yield checkpoint(
                 f"hole-listed-{word}/{file}", partial(_grow_hole, file, size), OURS, keeps_manifest=True,
-                accepts=("index", "common", "manifest", "resume", "load") if file != "common.pt" else
+                accepts=("audit", "index", "common", "manifest", "resume", "load") if file != "common.pt" else
                 ("index", "manifest", "resume"),
             )  # fmt: skip
 

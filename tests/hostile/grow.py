@@ -45,7 +45,7 @@ def grow(strategy: st.SearchStrategy[Value], count: int, *, seed: int) -> list[V
 
     @hypothesis.seed(seed)
     @settings(
-        max_examples=count + count // 8 + 5, phases=[Phase.generate], database=None, deadline=None, backend="fixed",
+        max_examples=3 * count + 50, phases=[Phase.generate], database=None, deadline=None, backend="fixed",
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(strategy)

@@ -26,7 +26,7 @@ BAD_INPUT = {
     "prompts that are too long": (["data.max_prompt_length=4"], "row 0: prompt has at least "),
     "a tag of YAML": (["model.path=!!python/object/apply:os.system [touch x]"], "a tag, which settings do not take"),
     "interpolation of another type": (["model.create=${oc.env:PATH}"], "model.create cannot be "),
-    "malformed data": (["data.train_files=[bad.parquet]"], "data.train_files: bad.parquet cannot be read as parquet"),
+    "malformed data": (["data.train_files=[bad.parquet]"], "bad.parquet cannot be read as parquet"),
 }
 """Overrides, and what the message starts with or holds."""
 
