@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 Kind = Literal["file", "folder", "other"]
-"""A device, a FIFO or a socket is of another kind than a file or a folder."""
+"""A device, a FIFO, a socket, or a file that the kernel makes up, is of another kind than a file or a folder."""
 TEXT_CHARACTERS = 1000
 """Length at most of what an error quotes of a file."""
 SMALL_BYTES = 2**20
@@ -73,10 +73,13 @@ def kind_of(path: str | Path) -> Kind | None:
         OSError: If that cannot be told: a name too long, a folder that may not be read, links in a circle.
     """
     try:
-        mode = look(path).st_mode
+        status = look(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+    if stat.S_ISDIR(status.st_mode):
+        return "folder"
+    # Files of the kernel look regular, and reading them may wait, or change something.
+    return "file" if stat.S_ISREG(status.st_mode) and status.st_dev not in _kernel_devices() else "other"
 
 
 def read_foreign(path: Path, *, limit_bytes: int, within: Path | None = None, uid: int | None = None) -> bytes:
@@ -157,8 +160,7 @@ def _kernel_devices() -> frozenset[int]:
 
 
 def _check(status: os.stat_result, path: Path, uid: int | None) -> None:
-    # Files of the kernel look regular, and reading them may wait, or change something.
-    if not stat.S_ISREG(status.st_mode) or status.st_dev in _kernel_devices():
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     if uid is not None and status.st_uid != uid:
         raise OSError(errno.EPERM, f"owned by user {status.st_uid}", str(path))
