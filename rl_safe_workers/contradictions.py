@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
@@ -20,6 +19,7 @@ from rl_safe_workers.config import (
     TimeoutsConfig,
 )
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.foreign_files import complaint_about_path
 
 POSITIVE = (
     "data.train_batch_size",
@@ -73,10 +73,6 @@ PATHS = (
     "trainer.default_local_dir",
     "trainer.resume_from_path",
 )
-_LONGEST_NAME = 255
-"""Bytes of a name in a folder; all file systems of Linux take as many."""
-_LONGEST_PATH = 3_000
-"""Bytes of a path, of the 4,096 that Linux takes: what is written below one needs the rest."""
 _LONGEST_RUN_NAME = 200
 _MOST_SEQUENCES = 2**20
 _MOST_SEEDED = 10**9
@@ -190,17 +186,6 @@ def is_run_name(name: str) -> bool:
     """
     plain = name not in ("", ".", "..") and "/" not in name and name.isprintable()
     return plain and len(name.encode()) <= _LONGEST_RUN_NAME
-
-
-def complaint_about_path(path: str) -> str | None:
-    """Says why no file can have a path, and what to do about it; None if one can."""
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in path):
-        return "has a control character, or bytes that are not UTF-8: rename it"
-    if any(len(name.encode()) > _LONGEST_NAME for name in path.split("/")):
-        return f"has a name of more than {_LONGEST_NAME} bytes: shorten it"
-    if len(path.encode()) > _LONGEST_PATH:
-        return f"is longer than {_LONGEST_PATH} bytes: shorten it"
-    return None
 
 
 def _batch(config: RunConfig) -> Iterator[str]:

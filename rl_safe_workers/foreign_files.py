@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import stat
+import unicodedata
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,10 @@ SMALL_BYTES = 2**20
 """Size limit for a file that holds a few settings."""
 HOLE_BYTES = 64 * 2**20
 """How much of a file that is read as a whole may be holes. A hole costs nothing to make and its size to read."""
+_LONGEST_NAME = 255
+"""Bytes of a name in a folder; all file systems of Linux take as many."""
+_LONGEST_PATH = 3_000
+"""Bytes of a path, of the 4,096 that Linux takes: what is written below one needs the rest."""
 
 
 def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = None) -> BinaryIO:
@@ -64,6 +69,17 @@ def look(path: str | Path) -> os.stat_result:
         return Path(path).stat()
     except ValueError as error:
         raise OSError(errno.EINVAL, "a name that no file can have", str(path)) from error
+
+
+def complaint_about_path(path: str) -> str | None:
+    """Says why no file can have a path, and what to do about it; None if one can."""
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in path):
+        return "has a control character, or bytes that are not UTF-8: rename it"
+    if any(len(name.encode()) > _LONGEST_NAME for name in path.split("/")):
+        return f"has a name of more than {_LONGEST_NAME} bytes: shorten it"
+    if len(path.encode()) > _LONGEST_PATH:
+        return f"is longer than {_LONGEST_PATH} bytes: shorten it"
+    return None
 
 
 def kind_of(path: str | Path) -> Kind | None:

@@ -7,17 +7,15 @@ import json
 
 from rl_safe_workers.checkpoint.audit import audit
 from rl_safe_workers.checkpoint.audit_report import AuditReport
-from rl_safe_workers.cli.terminal import Parser, to_path
+from rl_safe_workers.cli.terminal import to_path
 from rl_safe_workers.foreign_files import printable
 
 
-def add_audit_parser(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Adds the sub-command."""
-    parser = commands.add_parser(
-        "audit",
-        help="check that a checkpoint is whole",
-        description="Checks a torch_dist checkpoint: ours, or one of verl, NeMo RL or Megatron-LM. "
-        "Exit code 0: it is whole; 1: it is damaged.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the command takes."""
+    parser.description = (
+        "Checks a torch_dist checkpoint: ours, or one of verl, NeMo RL or Megatron-LM. "
+        "Exit code 0: it is whole; 1: it is damaged."
     )
     parser.add_argument(
         "directory", metavar="DIR", type=to_path, help="global_step_N, iter_N or the directory of shards"

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rl_safe_workers.bench.table import Row, exit_code, print_table, write_json
-from rl_safe_workers.cli.terminal import Parser, to_path
+from rl_safe_workers.cli.terminal import to_path
 from rl_safe_workers.errors import ConfigError
 
 BENCHMARKS: Mapping[str, str] = {
@@ -25,18 +25,14 @@ BENCHMARKS: Mapping[str, str] = {
 """What each measures, by name, which is also that of its module in ``rl_safe_workers.bench``."""
 
 
-def add_bench_parser(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Adds the sub-command."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the command takes."""
     about = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
-    bench = commands.add_parser(
-        "bench",
-        help="measure and compare with the goals",
-        description=f"{about}. Exit code 0: every goal is met; 3: one is not.",
-    )
-    bench.add_argument("name", metavar="NAME", choices=BENCHMARKS, help=f"one of {', '.join(BENCHMARKS)}")
-    bench.add_argument("--json", metavar="FILE", type=to_path, help="write the rows there too")
-    bench.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
-    bench.set_defaults(execute=run_bench)
+    parser.description = f"{about}. Exit code 0: every goal is met; 3: one is not."
+    parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help=f"one of {', '.join(BENCHMARKS)}")
+    parser.add_argument("--json", metavar="FILE", type=to_path, help="write the rows there too")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
+    parser.set_defaults(execute=run_bench)
 
 
 def run_bench(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rl_safe_workers.cli.terminal import Parser, to_path
+from rl_safe_workers.cli.terminal import to_path
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.recipe import load_settings
@@ -21,25 +21,25 @@ their dtype.
 """
 
 
-def add_convert_parser(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Adds the sub-command."""
-    convert = commands.add_parser("convert", help="HF weights to Megatron's shards, and back", description=DESCRIPTION)
-    source = convert.add_mutually_exclusive_group(required=True)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the command takes."""
+    parser.description = DESCRIPTION
+    source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--hf", metavar="DIR", type=to_path, help="HF directory to read; needs --out")
     source.add_argument("--megatron", metavar="DIR", type=to_path, help="Megatron checkpoint to read; needs --hf-out")
-    target = convert.add_mutually_exclusive_group(required=True)
+    target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", metavar="DIR", type=to_path, help="directory of the shards to write")
     target.add_argument("--hf-out", metavar="DIR", type=to_path, help="HF directory to write")
-    convert.add_argument("--recipe", metavar="FILE", help="take layout, timeouts and cluster from a recipe")
-    convert.add_argument("--overwrite", action="store_true", help="replace what is there, even if it is something else")
-    convert.add_argument(
+    parser.add_argument("--recipe", metavar="FILE", help="take layout, timeouts and cluster from a recipe")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there, even if it is something else")
+    parser.add_argument(
         "overrides",
         metavar="key=value",
         nargs="*",
         help="dotted key, YAML value: megatron.expert_model_parallel_size=8",
     )
-    convert.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
-    convert.set_defaults(execute=run_convert)
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
+    parser.set_defaults(execute=run_convert)
 
 
 def run_convert(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING
 
-from rl_safe_workers.cli.terminal import Parser, to_path
+from rl_safe_workers.cli.terminal import to_path
 from rl_safe_workers.driver.preflight import preflight
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.recipe import load_recipe
@@ -29,11 +29,9 @@ rl-safe doctor recipes/quickstart_gpu.yaml cluster.ray_address=auto --live
 """
 
 
-def add_doctor_parser(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Adds the sub-command."""
-    parser = commands.add_parser(
-        "doctor", help="examine this machine, for a recipe's run", description=DESCRIPTION, epilog=EPILOG
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the command takes."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("overrides", metavar="RECIPE key=value", nargs="*", help="a recipe, and overrides")
     parser.add_argument("--live", action="store_true", help="bootstrap the recipe's layout, without a model")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

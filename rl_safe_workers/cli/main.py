@@ -6,24 +6,25 @@ Imports neither torch nor ray until a run starts, so that bad input is refused a
 from __future__ import annotations
 
 import argparse
-import math
-import os
+import importlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rl_safe_workers import __version__
 from rl_safe_workers.cli import terminal
-from rl_safe_workers.cli.audit import add_audit_parser
-from rl_safe_workers.cli.bench import add_bench_parser
-from rl_safe_workers.cli.convert import add_convert_parser
-from rl_safe_workers.cli.doctor import add_doctor_parser
-from rl_safe_workers.cli.plan import add_plan_parser
-from rl_safe_workers.cli.slices import add_slices_parser
-from rl_safe_workers.config import ClusterConfig
-from rl_safe_workers.driver.preflight import preflight
 from rl_safe_workers.errors import RlSafeError
-from rl_safe_workers.recipe import LOCAL_RAY, load_recipe, ray_address
+
+COMMANDS: Mapping[str, str] = {
+    "run": "train, as a recipe says",
+    "bench": "measure and compare with the goals",
+    "convert": "HF weights to Megatron's shards, and back",
+    "audit": "check that a checkpoint is whole",
+    "plan": "show a run before it exists, and what will go wrong",
+    "doctor": "examine this machine, for a recipe's run",
+    "slices": "list what one host needs of a checkpoint, or copy it",
+}
+"""What each command does, by name, which is also that of its module in ``rl_safe_workers.cli``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,30 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    config = load_recipe(arguments.recipe, arguments.overrides)
-    preflight(config, cpus=_usable_cpus(config.cluster))
-    from rl_safe_workers.driver.run import run
-
-    run(config)
-    return 0
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    argv = sys.argv[1:] if argv is None else argv
     parser = terminal.Parser(prog="rl-safe", description="Megatron trainers that are safe beside vLLM.")
     parser.add_argument("--version", action="version", version=f"rl-safe {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="train, as a recipe says")
-    run.add_argument("recipe", metavar="RECIPE", help="YAML file")
-    run.add_argument("overrides", metavar="key=value", nargs="*", help="dotted key, YAML value: trainer.seed=1")
-    run.add_argument("-v", "--verbose", action="store_true", help="log what the run does, not only warnings")
-    run.set_defaults(execute=_run)
-    add_bench_parser(commands)
-    add_convert_parser(commands)
-    add_audit_parser(commands)
-    add_plan_parser(commands)
-    add_doctor_parser(commands)
-    add_slices_parser(commands)
+    # No option before the command takes a value. Only the command that is named is imported.
+    named = next((argument for argument in argv if not argument.startswith("-")), None)
+    for name, about in COMMANDS.items():
+        command = commands.add_parser(name, help=about)
+        if name == named:
+            importlib.import_module(f"rl_safe_workers.cli.{name}").add_arguments(command)
     # argparse takes no positional after an option that follows one (`run RECIPE -v key=value`): they come back as rest.
     arguments, rest = parser.parse_known_args(argv)
     takes_rest = hasattr(arguments, "overrides")
@@ -84,10 +72,3 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if takes_rest:
         arguments.overrides += rest
     return arguments
-
-
-def _usable_cpus(cluster: ClusterConfig) -> float:
-    """Returns this process's CPUs; infinite for a running cluster, whose CPUs are known only once it is joined."""
-    if ray_address(cluster) != LOCAL_RAY:
-        return math.inf
-    return len(os.sched_getaffinity(0))

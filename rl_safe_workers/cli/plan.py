@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rl_safe_workers.cli.terminal import Parser, to_path
+from rl_safe_workers.cli.terminal import to_path
 from rl_safe_workers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,13 +27,11 @@ rl-safe plan --from nemo-rl grpo.yaml cluster.num_nodes=4
 """
 
 
-def add_plan_parser(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Adds the sub-command."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the command takes."""
     from rl_safe_workers.plan.fields import FIELDS
 
-    parser = commands.add_parser(
-        "plan", help="show a run before it exists, and what will go wrong", description=DESCRIPTION, epilog=EPILOG
-    )
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("overrides", metavar="RECIPE key=value", nargs="*", help="a recipe of ours, and overrides")
     parser.add_argument(
         "--from", dest="other", nargs=argparse.REMAINDER, metavar="verl ARGS | nemo-rl FILE",

@@ -20,7 +20,7 @@ from rich.table import Table
 from rl_safe_workers import env
 from rl_safe_workers.checkpoint.manifest import Manifest, check_fingerprint, model_fingerprint, read_manifest
 from rl_safe_workers.checkpoint.ranges import Ranges, materialise, sizes_of
-from rl_safe_workers.cli.terminal import Parser, to_path
+from rl_safe_workers.cli.terminal import to_path
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.preflight import layout_of
 from rl_safe_workers.errors import ConfigError, RankError, RlSafeError, RunError, UsageError, format_ranks
@@ -40,30 +40,28 @@ in its full size, as a hole: --copy-to makes it so. A copy is for host K under t
 """
 
 
-def add_slices_parser(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Adds the sub-command."""
-    slices = commands.add_parser(
-        "slices", help="list what one host needs of a checkpoint, or copy it", description=DESCRIPTION
-    )
-    slices.add_argument("directory", metavar="DIR", type=to_path, help="global_step_N")
-    slices.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the command takes."""
+    parser.description = DESCRIPTION
+    parser.add_argument("directory", metavar="DIR", type=to_path, help="global_step_N")
+    parser.add_argument(
         "overrides",
         metavar="key=value",
         nargs="*",
         help="dotted key, YAML value: model.path=DIR megatron.tensor_model_parallel_size=2 cluster.num_trainers=8",
     )
-    slices.add_argument("--node", metavar="K", type=int, required=True, help="the host, counted from 0")
-    slices.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="trainers of each host (default 8)")
-    slices.add_argument("--recipe", metavar="FILE", help="take model and layout from a recipe")
-    slices.add_argument("--json", action="store_true", help="print {file: [[start, stop], ...]}, in bytes")
-    slices.add_argument(
+    parser.add_argument("--node", metavar="K", type=int, required=True, help="the host, counted from 0")
+    parser.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="trainers of each host (default 8)")
+    parser.add_argument("--recipe", metavar="FILE", help="take model and layout from a recipe")
+    parser.add_argument("--json", action="store_true", help="print {file: [[start, stop], ...]}, in bytes")
+    parser.add_argument(
         "--copy-to",
         metavar="TARGET",
         type=to_path,
         help="copy these bytes to a new directory, to resume from as from DIR",
     )
-    slices.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
-    slices.set_defaults(execute=run_slices)
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
+    parser.set_defaults(execute=run_slices)
 
 
 def run_slices(arguments: argparse.Namespace) -> int:

@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from rl_safe_workers.contradictions import complaint_about_path
 from rl_safe_workers.errors import ConfigError, RankError, RlSafeError
-from rl_safe_workers.foreign_files import kind_of, printable
+from rl_safe_workers.foreign_files import complaint_about_path, kind_of, printable
 
 _MOST_CHARACTERS = 2_000
 _MOST_OF_TRACE = 20_000

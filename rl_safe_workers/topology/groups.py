@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from rl_safe_workers.config import MegatronConfig
 
 
 class OpClass(StrEnum):

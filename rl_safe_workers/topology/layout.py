@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.errors import LayoutError, ModelError
+
+if TYPE_CHECKING:
+    from rl_safe_workers.config import MegatronConfig
 
 DENSE_AXES = ("tensor", "context", "pipeline")
 """Axes that, with data parallelism, span the training world for attention and dense layers."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rl_safe_workers.config import ClusterConfig
 from rl_safe_workers.topology.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from rl_safe_workers.config import ClusterConfig
 
 Resources = Mapping[str, float]
 """Amounts by Ray's name of a resource: ``{"CPU": 2.0, "GPU": 8.0}``."""

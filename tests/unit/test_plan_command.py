@@ -20,7 +20,8 @@ from rl_safe_workers.plan.request import Request, Source, make_request
 from rl_safe_workers.plan.sources import nemo_rl_source, recipe_source, verl_source
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("mbridge", "megatron", "numpy", "pyarrow", "ray", "torch", "transformers", "vllm")
+HEAVY = ("mbridge", "megatron", "numpy", "omegaconf", "pyarrow", "ray", "torch", "transformers", "vllm")
+"""What takes longer to import than a plan takes."""
 ISSUE = [
     "--world=512", "--trainers=256", "--tp=4", "--pp=2", "--ep=8", "--etp=1", "--cp=1", "--optimizer-instances=2",
     "--vllm-tp=4", "--gpus-per-node=8",
@@ -269,37 +270,25 @@ def test_each_host_has_habits_for_the_same_facts() -> None:
             assert value is None or BY_NAME[name].parse(value, key=name) == value
 
 
-def cpu_seconds(*arguments: str) -> tuple[float, str]:
-    """Of the fastest of three processes, from start to end; other work on the machine does not count."""
+def heavy_modules(*arguments: str) -> list[str]:
+    """Returns those of `HEAVY` that a plan in a process of its own imports."""
     code = (
         "import sys; from rl_safe_workers.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         f"print(*sorted(set({HEAVY!r}) & sys.modules.keys()), file=sys.stderr)"
     )
-    spent, heavy = [], ""
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, "-c", code, "plan", *arguments], capture_output=True, text=True, check=True, cwd=ROOT
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-        heavy = done.stderr.strip()
-    return min(spent), heavy
+    command = [sys.executable, "-c", code, "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stderr.split()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--trainers=64", "--tp=4", "--ep=8", "--etp=1"]])
-def test_half_a_second_from_start_to_end_and_nothing_heavy_is_imported(arguments: list[str]) -> None:
-    seconds, heavy = cpu_seconds(*arguments)
-    assert heavy == ""
-    assert seconds <= 0.5
+def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
+    assert heavy_modules(*arguments) == []
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(1024, 0.5), (16384, 2.0), (131072, 15.0)])
-def test_large_worlds_are_planned_in_seconds_and_two_gib(ranks: int, most: float) -> None:
-    seconds, _ = cpu_seconds(f"--trainers={ranks}", "--tp=4", "--pp=2", "--ep=8", "--etp=1", "--json")
-    assert seconds <= most
+def test_a_world_of_131072_ranks_is_planned_in_two_gib() -> None:
+    assert heavy_modules("--trainers=131072", "--tp=4", "--pp=2", "--ep=8", "--etp=1", "--json") == []
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= 2 * 2**20
 
 
