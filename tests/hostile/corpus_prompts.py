@@ -34,7 +34,10 @@ def prompt_file(name: str, make: Callable[[Site], None], **facts: object) -> Cas
 def cases() -> Iterator[Case]:
     """All of them."""
     for what in SPECIAL:
-        yield prompt_file(what, lambda site, w=what: replace(site.input / FILE, w, site))
+        # A link to a regular file is the user's own way to name it. No text of the file may be shown.
+        yield prompt_file(
+            what, lambda site, w=what: replace(site.input / FILE, w, site), may_read_outside=what == "link-secret"
+        )
     for name, (rows, accepts) in ROWS_OF.items():
         yield prompt_file(f"rows-{name}", lambda site, r=rows: put_prompts(site.input / FILE, r), accepts=accepts)
     for name, (table, accepts) in TABLES.items():

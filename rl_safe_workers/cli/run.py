@@ -1,0 +1,37 @@
+"""``rl-safe run``: trains, as a recipe says."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+
+from rl_safe_workers.config import ClusterConfig
+from rl_safe_workers.driver.preflight import preflight
+from rl_safe_workers.recipe import LOCAL_RAY, load_recipe, ray_address
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the command takes."""
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="dotted key, YAML value: trainer.seed=1")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what the run does, not only warnings")
+    parser.set_defaults(execute=run_recipe)
+
+
+def run_recipe(arguments: argparse.Namespace) -> int:
+    """Checks the recipe against this machine, trains and returns the exit code."""
+    config = load_recipe(arguments.recipe, arguments.overrides)
+    preflight(config, cpus=_usable_cpus(config.cluster))
+    # Ray and torch are imported once nothing is left to refuse.
+    from rl_safe_workers.driver.run import run
+
+    run(config)
+    return 0
+
+
+def _usable_cpus(cluster: ClusterConfig) -> float:
+    """Returns this process's CPUs; infinite for a running cluster, whose CPUs are known only once it is joined."""
+    if ray_address(cluster) != LOCAL_RAY:
+        return math.inf
+    return len(os.sched_getaffinity(0))
