@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_safe_workers.errors import ModelError
+from rl_safe_workers.foreign_files import kind_of
 from rl_safe_workers.model_files import (
     CONFIG,
     TensorEntry,
@@ -66,8 +67,14 @@ def check_tokenizer(path: Path) -> None:
 
 
 def _check_entries(path: Path) -> None:
-    """Whoever loads the model opens its files by name, and opening a FIFO waits for ever."""
+    """Refuses a folder that holds a FIFO, a device or a socket: opening one may wait for ever.
+
+    Raises:
+        ModelError: If so, or if there is no folder that can be read.
+    """
     try:
+        if kind_of(path) is None:
+            raise ModelError(f"model.path={path} does not exist; give a directory in Hugging Face layout")
         for entry in sorted(path.iterdir()):
             if entry.exists() and not entry.is_file() and not entry.is_dir():
                 raise ModelError(f"{entry} is not a regular file; download the model again")

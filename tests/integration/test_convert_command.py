@@ -106,7 +106,7 @@ BAD = {
     "no source": (["--out", "x"], "one of the arguments --hf --megatron is required"),
     "options that do not go together": (["--hf", ".", "--hf-out", "x"], "--hf goes with --out"),
     "unknown key": (["--hf", ".", "--out", "x", "megatron.tensor=2"], "unknown key megatron.tensor"),
-    "no model": (["--hf", "nowhere", "--out", "x"], "nowhere/config.json does not exist"),
+    "no model": (["--hf", "nowhere", "--out", "x"], "model.path=nowhere does not exist"),
     "no checkpoint": (["--megatron", "nowhere", "--hf-out", "x"], f"not a complete checkpoint: it has no {MANIFEST}"),
 }
 

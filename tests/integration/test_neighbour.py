@@ -29,11 +29,32 @@ pytestmark = [
 ]
 
 OTHERS_MAY_WRITE, OTHERS_MAY_ENTER = stat.S_IWOTH, stat.S_IXOTH
-STEPS = 30
 ATTACK_S = float(os.environ.get("RL_SAFE_ATTACK_S", "15"))
 """Seconds of attack. The figure in docs/security.md is of 60."""
-RUN = rl_safe("quickstart.yaml", *SMALL, f"trainer.total_training_steps={STEPS}", "trainer.save_freq=10")
-COMMAND = [*OWN_NETWORK, sys.executable, "-m", "tests.integration.own_network", *RUN]
+STEPS = round(ATTACK_S) + 15
+STEP_S = 1.0
+"""Seconds that the reward function adds to each step, so that the run outlives the attack on any machine."""
+REWARD = """
+import os, time
+
+calls = 0
+
+def reward(data_source, solution_str, ground_truth, extra_info):
+    global calls
+    calls += 1
+    if calls % 4 == 1:  # once a step
+        time.sleep(float(os.environ["STEP_S"]))
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
+
+
+def command(step_s: float) -> list[str]:
+    """The run in a network of its own."""
+    run = rl_safe(
+        "quickstart.yaml", *SMALL, "reward.function=mine:reward", f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=10",
+    )  # fmt: skip
+    return [*OWN_NETWORK, "env", f"STEP_S={step_s}", sys.executable, "-m", "tests.integration.own_network", *run]
 
 
 def reachable_and_writable(folder: Path) -> list[str]:
@@ -57,14 +78,16 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[st
     for above in (folder, *folder.parents):
         if above.stat().st_uid == os.getuid():
             above.chmod(above.stat().st_mode | 0o755)
-    with running(COMMAND, folder) as run:
+    (folder / "mine.py").write_text(REWARD)
+    with running(command(STEP_S), folder) as run:
         run.wait_until(run.has_finished_a_step)
         inside = ["nsenter", "--net", f"--target={run.process.pid}"]
-        command = [*inside, sys.executable, "-m", "tests.integration.neighbour", str(os.getuid()), str(ATTACK_S)]
+        attack = [*inside, sys.executable, "-m", "tests.integration.neighbour", str(os.getuid()), str(ATTACK_S)]
         found = subprocess.run(
-            [*command, str(folder / "ran"), str(folder), str(run.temp)],
+            [*attack, str(folder / "ran"), str(folder), str(run.temp)],
             cwd=REPOSITORY, capture_output=True, text=True, timeout=ATTACK_S + 60, check=True,
         )  # fmt: skip
+        assert run.process.poll() is None, "the run ended before the attack did"
         open_folders = reachable_and_writable(run.temp) + reachable_and_writable(folder)
         return run.finish(), json.loads(found.stdout), open_folders
 
@@ -72,7 +95,9 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[st
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The same run without a neighbour."""
-    return finish(COMMAND, tmp_path_factory.mktemp("alone"))
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "mine.py").write_text(REWARD)
+    return finish(command(0.0), folder)
 
 
 def rewards(outcome: Outcome) -> list[Any]:
