@@ -18,10 +18,10 @@ from pathlib import Path
 from rich.console import Console
 
 from rl_safe_workers import env
+from rl_safe_workers.checkpoint.claim import claimed
 from rl_safe_workers.checkpoint.manifest import complete_checkpoints, last_serial
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.driver import metrics as names
-from rl_safe_workers.driver.claim import claimed
 from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import GIB, RunConsole
@@ -109,6 +109,19 @@ def describe_checkpoints(config: RunConfig, *, resumes: bool) -> str:
     return f"{root}{older if present else ''}"
 
 
+def folders_of(config: RunConfig) -> dict[str, Path]:
+    """Returns the folders that a run writes to, by the key that names each.
+
+    Args:
+        config: Of the run; its paths are absolute.
+    """
+    trainer = config.trainer
+    folders = {"trainer.run_name": Path(trainer.output_dir) / str(trainer.run_name)}
+    if trainer.save_freq > 0:
+        folders = {"trainer.default_local_dir": Path(str(trainer.default_local_dir)), **folders}
+    return folders
+
+
 class Job:
     """One run: its parts, its folder, and the order of its life, which may begin anew when ranks fail."""
 
@@ -144,7 +157,7 @@ class Job:
         Raises:
             ConfigError: Before anything is started or written, if another run holds one of this run's folders.
         """
-        with claimed(self._config):
+        with claimed(folders_of(self._config)):
             self._run()
 
     def _run(self) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.config import RunConfig
-from rl_safe_workers.driver.claim import RUN_LOCK, claimed
+from rl_safe_workers.checkpoint.claim import RUN_LOCK, claimed
+from rl_safe_workers.driver.run import folders_of
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.recipe import load_recipe
 from tests.integration.runs import RECIPES, SMALL, files_under, finish, rl_safe, running
@@ -17,17 +17,18 @@ from tests.integration.runs import RECIPES, SMALL, files_under, finish, rl_safe,
 STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=2")
 HOLD = """
 import sys
-from rl_safe_workers.driver.claim import claimed
+from rl_safe_workers.checkpoint.claim import claimed
+from rl_safe_workers.driver.run import folders_of
 from rl_safe_workers.recipe import load_recipe
-with claimed(load_recipe(sys.argv[1], sys.argv[2:])):
+with claimed(folders_of(load_recipe(sys.argv[1], sys.argv[2:]))):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
-def _config(folder: Path, *overrides: str) -> RunConfig:
+def _folders(folder: Path, *overrides: str) -> dict[str, Path]:
     here = (f"trainer.output_dir={folder}/outputs", f"trainer.default_local_dir={folder}/checkpoints")
-    return load_recipe(RECIPES / "quickstart.yaml", [*here, *overrides])
+    return folders_of(load_recipe(RECIPES / "quickstart.yaml", [*here, *overrides]))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_a_folder_that_another_run_holds_is_refused(tmp_path: Path, checkpoints:
         f"trainer.default_local_dir={tmp_path}/{checkpoints}",
         f"trainer.run_name={name}",
     )
-    with claimed(_config(tmp_path, "trainer.run_name=mine")):
+    with claimed(_folders(tmp_path, "trainer.run_name=mine")):
         command = [sys.executable, "-c", HOLD, str(RECIPES / "quickstart.yaml"), *second]
         outcome = finish(command, tmp_path / "second")
     assert outcome.code == 1
@@ -49,13 +50,13 @@ def test_a_folder_that_another_run_holds_is_refused(tmp_path: Path, checkpoints:
 
 def test_folders_are_free_again_after_a_run(tmp_path: Path) -> None:
     for _ in range(2):
-        with claimed(_config(tmp_path, "trainer.run_name=mine")):
+        with claimed(_folders(tmp_path, "trainer.run_name=mine")):
             assert (tmp_path / "outputs/mine" / RUN_LOCK).exists()
     assert files_under(tmp_path).keys() == {"outputs", "outputs/mine", "checkpoints"}
 
 
 def test_a_run_that_saves_nothing_leaves_the_checkpoints_to_others(tmp_path: Path) -> None:
-    with claimed(_config(tmp_path, "trainer.run_name=a")), claimed(_config(tmp_path, "trainer.save_freq=-1")):
+    with claimed(_folders(tmp_path, "trainer.run_name=a")), claimed(_folders(tmp_path, "trainer.save_freq=-1")):
         pass
 
 
@@ -63,7 +64,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "outputs").touch()
     with (
         pytest.raises(ConfigError, match=r"trainer.run_name: \S+ cannot be made: Not a directory"),
-        claimed(_config(tmp_path)),
+        claimed(_folders(tmp_path)),
     ):
         pass
 

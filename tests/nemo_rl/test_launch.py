@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -47,6 +48,13 @@ def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return module
 
 
+@pytest.fixture
+def ends() -> Iterator[ExitStack]:
+    """Closed when the run ends."""
+    with ExitStack() as stack:
+        yield stack
+
+
 def _source(folder: Path, *, without: str = "") -> Path:
     return write_source(folder / "nemo-rl", without=without)
 
@@ -57,7 +65,7 @@ def _master(**more: Any) -> Any:
 
 
 @pytest.mark.parametrize("policy_class", [ByArgument, ByKey])
-def test_the_policy_is_made_of_our_workers_and_told_our_settings(policy_class, registry, monkeypatch) -> None:
+def test_the_policy_is_made_of_our_workers_and_told_our_settings(policy_class, registry, ends, monkeypatch) -> None:
     monkeypatch.setattr(launch, "_policy_class", lambda: policy_class)
     ended: list[str] = []
 
@@ -67,7 +75,7 @@ def test_the_policy_is_made_of_our_workers_and_told_our_settings(policy_class, r
         return policy, SimpleNamespace(shutdown=lambda: ended.append("generation") or True)
 
     master = _master(rl_safe={"timeouts": {"save": 77}})
-    policy, generation = launch.safe_setup(setup)(master, "tokenizer")
+    policy, generation = launch.safe_setup(setup, ends)(master, "tokenizer")
     assert policy.name == launch.WORKER
     assert registry.ACTOR_ENVIRONMENT_REGISTRY[launch.WORKER] == "/venvs/mcore/bin/python"
     variables = master.policy["megatron_cfg"]["env_vars"]
@@ -92,25 +100,25 @@ def old_setup(master_config: dict[str, Any], tokenizer: str) -> Any:
     return Policy(cluster=None, config=master_config["policy"]), None
 
 
-def test_a_policy_that_setup_makes_by_itself_is_of_our_workers(registry, monkeypatch) -> None:
+def test_a_policy_that_setup_makes_by_itself_is_of_our_workers(registry, ends, monkeypatch) -> None:
     monkeypatch.setattr(launch, "_policy_class", lambda: Policy)
     master = {**vars(_master()), "rl_safe": {"timeouts": {"save": 77}}}
-    policy, _ = launch.safe_setup(old_setup)(master, "tokenizer")
+    policy, _ = launch.safe_setup(old_setup, ends)(master, "tokenizer")
     assert policy.name == launch.WORKER
     assert worker_settings(master["policy"]["megatron_cfg"]["env_vars"]).timeouts.save == 77
     assert Policy is policy.__class__
     master["rl_safe"] = {"enabled": False}
-    assert launch.safe_setup(old_setup)(master, "tokenizer")[0].name is None
+    assert launch.safe_setup(old_setup, ends)(master, "tokenizer")[0].name is None
 
 
 def test_a_host_that_lacks_what_the_worker_derives_from_is_refused_before_there_are_workers(
-    registry, monkeypatch, tmp_path
+    registry, ends, monkeypatch, tmp_path
 ) -> None:
     old = _source(tmp_path / "old", without="MegatronPolicyWorkerImpl")
     monkeypatch.setattr(sys.modules["nemo_rl"], "__file__", str(old / "nemo_rl" / "__init__.py"))
     refused = "lacks MegatronPolicyWorkerImpl .* and 7 other names.* from commit f00e1006b"
     with pytest.raises(ConfigError, match=refused):
-        launch.safe_setup(lambda config, policy_factory=None: pytest.fail("set up"))(_master())
+        launch.safe_setup(lambda config, policy_factory=None: pytest.fail("set up"), ends)(_master())
     # Our script does not even import the host's.
     (old / "examples" / "run_grpo.py").write_text("def main(): ...\nraise AssertionError\n")
     monkeypatch.setenv("NEMO_RL_SRC", str(old))
@@ -119,10 +127,33 @@ def test_a_host_that_lacks_what_the_worker_derives_from_is_refused_before_there_
         launch.main()
 
 
-def test_a_run_that_turns_us_off_is_nemo_rls_own(monkeypatch) -> None:
+def test_a_run_that_turns_us_off_is_nemo_rls_own(ends) -> None:
     master = _master(rl_safe={"enabled": False})
-    assert launch.safe_setup(lambda config, policy_factory=None: policy_factory)(master) is None
+    assert launch.safe_setup(lambda config, policy_factory=None: policy_factory, ends)(master) is None
     assert VARIABLE not in master.policy["megatron_cfg"]["env_vars"]
+
+
+def test_of_two_runs_that_save_to_one_folder_the_second_is_refused(registry, ends, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(launch, "_policy_class", lambda: Policy)
+    checkpointing = {"enabled": True, "checkpoint_dir": str(tmp_path / "results")}
+
+    def begin(stack: ExitStack) -> None:
+        launch.safe_setup(old_setup, stack)({**vars(_master()), "checkpointing": checkpointing}, "tokenizer")
+
+    begin(ends)
+    with (
+        ExitStack() as second,
+        pytest.raises(ConfigError, match="another run is in the way: this process"),
+    ):
+        begin(second)
+    ends.close()
+    with ExitStack() as third:
+        begin(third)
+    checkpointing["enabled"] = False
+    (tmp_path / "results").rmdir()
+    with ExitStack() as unsaved:
+        begin(unsaved)
+    assert not (tmp_path / "results").exists()
 
 
 def test_an_environment_that_is_yet_to_be_built_is_built_under_the_hosts_name(registry, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import REPOSITORY, Running, running
+from rl_safe_workers.checkpoint.claim import claimed
+from tests.integration.runs import REPOSITORY, Running, finish, running
 
 RECIPE = REPOSITORY / "recipes" / "verl" / "quickstart.sh"
 SETTLE_S = 5.0
@@ -36,6 +38,17 @@ def test_a_job_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert outcome.code == 1
     assert "rl_safe active: SafeMegatronEngine on training rank 0 of 2" in outcome.out + outcome.err
     assert "vllm version None not supported" in outcome.err
+
+
+def test_a_job_that_would_save_into_another_runs_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with claimed({"trainer.default_local_dir": folder}):
+        outcome = finish(start(tmp_path), tmp_path / "job")
+    assert outcome.code == 2
+    refusal = f"rl_safe: another run is in the way: process {os.getpid()} on "
+    assert outcome.err.splitlines()[-1].startswith(refusal)
+    assert f"holds the folder {folder}: " in outcome.err
+    assert outcome.left == []
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda signum: signum.name)

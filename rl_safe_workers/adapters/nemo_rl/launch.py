@@ -19,6 +19,7 @@ from rl_safe_workers.adapters.nemo_rl.contract import NAMES, TEXTS
 from rl_safe_workers.adapters.nemo_rl.host_source import check_host
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
 from rl_safe_workers.adapters.nemo_rl.settings import NODE, VARIABLE, NemoRlSettings, read_node
+from rl_safe_workers.checkpoint.claim import claimed
 from rl_safe_workers.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -110,12 +111,13 @@ def _policy_class() -> Any:
     return Policy
 
 
-def safe_setup(setup: Callable[..., Any], ends: ExitStack | None = None) -> Callable[..., Any]:
-    """Wraps ``nemo_rl.algorithms.grpo.setup``: our workers, and an end in order.
+def safe_setup(setup: Callable[..., Any], ends: ExitStack) -> Callable[..., Any]:
+    """Wraps ``nemo_rl.algorithms.grpo.setup``: our workers, a folder of checkpoints that no other run uses, an end.
 
     Args:
         setup: NeMo RL's.
-        ends: Told how to end what was made: what ends it in NeMo RL depends on its version, and on the algorithm.
+        ends: To be closed when the run ends. Lets the folder go, and ends what was made: what ends it in NeMo RL
+            depends on its version, and on the algorithm.
     """
 
     @functools.wraps(setup)
@@ -126,6 +128,7 @@ def safe_setup(setup: Callable[..., Any], ends: ExitStack | None = None) -> Call
         if not settings.enabled:
             return setup(master_config, *args, **kwargs)
         give_settings(_node(master_config, "policy"), settings)
+        ends.enter_context(claimed(_folders_of(_node(master_config, "checkpointing"))))
         logger.info("policy workers are %s in %s", WORKER, register())
         if FACTORY in inspect.signature(setup).parameters:
             kwargs[FACTORY] = safe_factory(policy_factory or _policy_class())
@@ -136,8 +139,7 @@ def safe_setup(setup: Callable[..., Any], ends: ExitStack | None = None) -> Call
                 made = setup(master_config, *args, **kwargs)
         policy, generation = made[:2]
         end_policy_first(policy, generation)
-        if ends is not None:
-            ends.callback((policy if generation is None else generation).shutdown)
+        ends.callback((policy if generation is None else generation).shutdown)
         return made
 
     return wrapped
@@ -146,6 +148,13 @@ def safe_setup(setup: Callable[..., Any], ends: ExitStack | None = None) -> Call
 def _node(master_config: Any, name: str) -> Any:
     """One of the top-level keys; the configuration is a mapping in older NeMo RL, and an object since."""
     return master_config.get(name) if isinstance(master_config, Mapping) else getattr(master_config, name, None)
+
+
+def _folders_of(checkpointing: Mapping[str, Any] | None) -> dict[str, Path]:
+    """Returns the folder that the run saves to, if it saves, by its key."""
+    if not checkpointing or not checkpointing["enabled"]:
+        return {}
+    return {"checkpointing.checkpoint_dir": Path(checkpointing["checkpoint_dir"]).absolute()}
 
 
 def end_policy_first(policy: Any, generation: Any) -> None:

@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 from rl_safe_workers import env
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
+from rl_safe_workers.checkpoint.claim import claimed
 from rl_safe_workers.errors import RlSafeError
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
@@ -119,8 +120,14 @@ def run(config: DictConfig) -> None:
     run_id = uuid.uuid4().hex[:12]
     prepare_job(config, settings, run_id)
     env.mark_run(run_id)  # for a Ray that this process starts
-    with _taking_all_along(run_id):
+    with claimed(_folders_of(config)), _taking_all_along(run_id):
         stock.run_ppo(config, task_runner_class=safe_task_runner())
+
+
+def _folders_of(config: DictConfig) -> dict[str, Path]:
+    """Returns the folder that the run saves to, if it saves, by its key."""
+    trainer = config.trainer
+    return {"trainer.default_local_dir": Path(trainer.default_local_dir).absolute()} if trainer.save_freq > 0 else {}
 
 
 def beside_verls(arguments: Sequence[str]) -> list[str]:
