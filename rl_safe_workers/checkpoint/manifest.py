@@ -14,8 +14,11 @@ commit leaves one under its temporary name, and it is found there.
 The newest checkpoint is the one with the highest serial, which is one more than that of every checkpoint that was in
 the directory at its commit. So the order is that of the commits: neither a clock nor the step rules it. A run that
 went back to step 10 and saves step 12 makes a newer checkpoint than the step 20 of before, which gives way first.
-Checkpoints without a serial, of schema 2, are older than all that have one; among themselves the time of their save
-orders them. A forged manifest can be the newest until the next save, and never after it.
+Checkpoints without a serial, of schema 2, are older than all that have one; the time of their save sorts these.
+
+A checkpoint that was copied here, or forged, may have any serial. The tracker file names the checkpoint that was saved
+last: a serial of more than one above its serial does not come from this directory. Such a checkpoint is older than all
+others, and retention leaves it alone.
 
 Pure Python: starts in milliseconds.
 """
@@ -33,6 +36,7 @@ from typing import Any
 
 from rl_safe_workers.checkpoint.manifest_facts import MANIFEST, SCHEMA, read_manifest_json
 from rl_safe_workers.checkpoint.ownership import MARKER, STEP_DIR
+from rl_safe_workers.checkpoint.step_tracker import read_tracker
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.model_files import read_model_json
@@ -42,6 +46,8 @@ OLDEST_SCHEMA = 2
 """Of the manifests that a load takes."""
 _PROBE_BYTES = 64 * 2**10
 """How much of each end of a weight file goes into the fingerprint."""
+UNTRACKED_SERIALS = 10**6
+"""Highest serial that counts in a directory whose tracker file names no checkpoint of ours."""
 _VOLATILE_KEYS = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"})
 
 
@@ -137,6 +143,8 @@ class Found:
     """Newest first, see above."""
     damaged: list[CheckpointError]
     """One for each that has a manifest but is not what it says."""
+    highest_serial: int
+    """What has a higher one does not come from this directory, see above."""
 
 
 def find_checkpoints(root: Path) -> Found:
@@ -152,7 +160,20 @@ def find_checkpoints(root: Path) -> Found:
             complete.append((path, manifest))
         except CheckpointError as error:
             damaged.append(error)
-    return Found(complete=sorted(complete, key=lambda item: item[1].order, reverse=True), damaged=damaged)
+    highest = _highest_serial(root)
+    complete.sort(key=lambda item: (item[1].serial <= highest, item[1].order), reverse=True)
+    return Found(complete=complete, damaged=damaged, highest_serial=highest)
+
+
+def _highest_serial(root: Path) -> int:
+    """Returns the highest serial that a checkpoint saved in a directory can have."""
+    if (step := read_tracker(root)) is not None:
+        try:
+            # A commit may have stopped before it wrote the tracker file.
+            return int(read_manifest_json(step_dir(root, step)).get("serial", 0)) + 1
+        except CheckpointError:
+            pass  # the tracker file is another program's, or its checkpoint is gone
+    return UNTRACKED_SERIALS
 
 
 def step_entries(root: Path) -> list[tuple[Path, re.Match[str]]]:
@@ -181,14 +202,14 @@ def complete_checkpoints(root: Path) -> list[tuple[Path, Manifest]]:
 
 
 def last_serial(root: Path) -> int:
-    """Returns the highest serial of the checkpoints in a directory, complete or not; 0 if none has one."""
-    serials = [0]
+    """Returns the highest serial of the checkpoints saved in a directory, complete or not; 0 if none has one."""
+    serials, highest = [0], _highest_serial(root)
     for path, _ in _step_dirs(root):
         try:
             serials.append(read_manifest_json(path).get("serial", 0))
         except CheckpointError:
             continue  # whoever looks for checkpoints is told of it
-    return max(serials)
+    return max(serial for serial in serials if serial <= highest)
 
 
 def check_fingerprint(manifest: Manifest, *, path: Path, fingerprint: str) -> None:

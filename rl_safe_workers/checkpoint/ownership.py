@@ -37,7 +37,7 @@ from rl_safe_workers.foreign_files import SMALL_BYTES, printable, read_foreign
 MARKER = ".rl_safe.json"
 INCOMPLETE = ".incomplete"
 REPLACED = f".replaced{INCOMPLETE}"
-STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)(\.replaced)?(\.incomplete)?")
+STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)(?:(\.replaced)?\.incomplete)?")
 _OUR_NAMES = frozenset({MARKER, MANIFEST})
 
 

@@ -174,11 +174,13 @@ def prune(root: Path, *, keep_last: int, but: Path | None = None) -> list[Path]:
     found, ours = find_checkpoints(root), list[Path]()
     for error in found.damaged:
         _warn_once(f"passed over: {error}")
-    for path, _ in found.complete:
-        if (reason := why_foreign(path)) is None:
-            ours.append(path)
-        else:
+    for path, manifest in found.complete:
+        if manifest.serial > found.highest_serial:
+            _warn_once(f"{printable(str(path))} was not saved in {printable(str(root))}: it is left alone")
+        elif (reason := why_foreign(path)) is not None:
             _warn_once(f"{printable(str(path))} {reason}: it is left alone")
+        else:
+            ours.append(path)
     return [path for path in ours[keep_last:] if path != but and _remove_or_warn(path)]
 
 

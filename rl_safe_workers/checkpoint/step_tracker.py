@@ -34,6 +34,15 @@ def check_tracker(root: Path, *, advice: str) -> None:
             )
 
 
+def read_tracker(root: Path) -> int | None:
+    """Returns the step that the tracker file names; None if there is none, or it names no step."""
+    try:
+        text = read_foreign(root / TRACKER, limit_bytes=_LIMIT_BYTES).strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
 def write_tracker(root: Path, step: int) -> None:
     """Names the newest complete checkpoint. Durable and atomic: whoever reads it finds a whole number.
 

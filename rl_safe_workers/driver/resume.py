@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,18 @@ def _newest_sound(root: Path) -> ResumePoint | None:
         else:
             points.append(point)
     for one in damaged:
-        logger.warning("passed over: %s", one)
+        _warn_once(f"passed over: {one}")
     if damaged and not points:
         raise CheckpointError(
             f"trainer.resume_mode=auto: every checkpoint in {root} is damaged; "
             "to start over set trainer.resume_mode=disable"
         )
     return points[0] if points else None
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def data_position(point: ResumePoint) -> Mapping[str, int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -18,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rl_safe_workers import env
-from rl_safe_workers.checkpoint.claim import claimed
+from rl_safe_workers.checkpoint.claim import RUN_LOCK, claimed
 from rl_safe_workers.checkpoint.manifest import complete_checkpoints, last_serial
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.driver import metrics as names
@@ -44,7 +46,8 @@ from rl_safe_workers.driver.resume import (
 )
 from rl_safe_workers.driver.rewards import resolve_reward
 from rl_safe_workers.driver.session import Session
-from rl_safe_workers.errors import ModelError, PhaseTimeoutError, ResourceError, RunError, UsageError
+from rl_safe_workers.errors import ConfigError, ModelError, PhaseTimeoutError, ResourceError, RunError, UsageError
+from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase, PhaseEvent
 from rl_safe_workers.recipe import to_yaml
 from rl_safe_workers.versions import installed_versions
@@ -66,18 +69,42 @@ def run(config: RunConfig) -> None:
         RunError: If a phase fails or the run is interrupted.
     """
     config = with_absolute_paths(config)
-    resume = find_resume_point(config)
+    # No file of the run can be written by other users of the machine.
+    os.umask(os.umask(0o077) | stat.S_IWOTH)
     dataset = PromptDataset(config.data.train_files)
     check_prompt_lengths(dataset, Path(config.model.path), most=config.data.max_prompt_length)
     console = RunConsole(None if "console" in config.trainer.logger else Console(quiet=True))
-    if resume is not None:
-        total, step = config.trainer.total_training_steps, resume.manifest.step
-        if step >= total:
-            advice = "raise trainer.total_training_steps to go on"
-            console.header({"nothing to do": f"{resume.path} is at step {step} of {total}; {advice}"})
-            return
+    # Everything is looked at before a folder is made, and again once no other run can change it.
+    if _is_complete(_starting_point(config, is_claimed=False), config, console):
+        return
+    with claimed(folders_of(config)):
+        resume = _starting_point(config, is_claimed=True)
+        if not _is_complete(resume, config, console):
+            Job(config, console, dataset, resume).run()
+
+
+def _starting_point(config: RunConfig, *, is_claimed: bool) -> ResumePoint | None:
+    """Finds the checkpoint that the run starts from, and refuses what would be in its way. Writes nothing."""
+    resume = find_resume_point(config)
     check_save_places(config, resume)
-    Job(config, console, dataset, resume).run()
+    folder = run_folder(config)
+    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    # Whose lock it is, and whether its run still lives, is seen when the folder is claimed.
+    if (is_claimed or RUN_LOCK not in present) and (others := sorted(present - {RUN_LOCK})):
+        raise ConfigError(
+            f"trainer.run_name: the folder {folder} is in use, it holds {printable(others[0])}; choose another name"
+        )
+    return resume
+
+
+def _is_complete(resume: ResumePoint | None, config: RunConfig, console: RunConsole) -> bool:
+    """Whether the run is at its last step already, which it then says."""
+    total = config.trainer.total_training_steps
+    if resume is None or resume.manifest.step < total:
+        return False
+    where = f"{resume.path} is at step {resume.manifest.step} of {total}"
+    console.header({"nothing to do": f"{where}; raise trainer.total_training_steps to go on"})
+    return True
 
 
 def _loader_at(config: RunConfig, dataset: PromptDataset, resume: ResumePoint | None) -> PromptLoader:
@@ -109,6 +136,11 @@ def describe_checkpoints(config: RunConfig, *, resumes: bool) -> str:
     return f"{root}{older if present else ''}"
 
 
+def run_folder(config: RunConfig) -> Path:
+    """Returns the folder that holds what a run writes besides checkpoints."""
+    return Path(config.trainer.output_dir) / str(config.trainer.run_name)
+
+
 def folders_of(config: RunConfig) -> dict[str, Path]:
     """Returns the folders that a run writes to, by the key that names each.
 
@@ -116,7 +148,7 @@ def folders_of(config: RunConfig) -> dict[str, Path]:
         config: Of the run; its paths are absolute.
     """
     trainer = config.trainer
-    folders = {"trainer.run_name": Path(trainer.output_dir) / str(trainer.run_name)}
+    folders = {"trainer.run_name": run_folder(config)}
     if trainer.save_freq > 0:
         folders = {"trainer.default_local_dir": Path(str(trainer.default_local_dir)), **folders}
     return folders
@@ -129,10 +161,9 @@ class Job:
         self, config: RunConfig, console: RunConsole, dataset: PromptDataset, resume: ResumePoint | None
     ) -> None:
         """Starts and writes nothing yet."""
-        assert config.trainer.run_name is not None, "load_recipe names the run"
         self._config, self._console, self._dataset, self._resume = config, console, dataset, resume
         self._loader = _loader_at(config, dataset, resume)
-        self._run_dir = Path(config.trainer.output_dir) / config.trainer.run_name
+        self._run_dir = run_folder(config)
         self._layout = layout_of(config)
         self._checkpoints = describe_checkpoints(config, resumes=resume is not None)
         self._interrupts = Interrupts()
@@ -152,15 +183,7 @@ class Job:
         self._session.events, self._session.totals = self._events, self._totals
 
     def run(self) -> None:
-        """Sets up, trains, saves, tears down; reports however it ends.
-
-        Raises:
-            ConfigError: Before anything is started or written, if another run holds one of this run's folders.
-        """
-        with claimed(folders_of(self._config)):
-            self._run()
-
-    def _run(self) -> None:
+        """Sets up, trains, saves, tears down; reports however it ends. The run's folders are claimed."""
         with self._writing():
             (self._run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
         self._console.header(self._description())

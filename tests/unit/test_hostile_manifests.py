@@ -14,6 +14,7 @@ from rl_safe_workers.checkpoint.audit import audit
 from rl_safe_workers.checkpoint.manifest import (
     MANIFEST,
     SHARDS,
+    UNTRACKED_SERIALS,
     complete_checkpoints,
     find_checkpoints,
     last_serial,
@@ -21,6 +22,7 @@ from rl_safe_workers.checkpoint.manifest import (
 )
 from rl_safe_workers.checkpoint.manifest_facts import MAX_SERIAL
 from rl_safe_workers.checkpoint.retention import commit, prune
+from rl_safe_workers.checkpoint.step_tracker import TRACKER
 from rl_safe_workers.config import ResumeMode, RunConfig
 from rl_safe_workers.driver.resume import data_position, find_resume_point
 from rl_safe_workers.errors import CheckpointError
@@ -184,15 +186,32 @@ def test_an_audit_finds_a_hostile_manifest(kind: str, root: Path) -> None:
         assert audit(path).counts["manifest"] == 1
 
 
-def test_a_forged_serial_is_the_newest_only_until_the_next_save(root: Path) -> None:
-    rewritten(root / "global_step_10", serial=MAX_SERIAL - 1, saved_at=4e9)
+@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize("serial", [10**6 + 1, MAX_SERIAL])
+def test_a_forged_serial_hides_no_good_checkpoint_and_has_none_removed(
+    serial: int, is_damaged: bool, root: Path
+) -> None:
+    forged = rewritten(root / "global_step_10", serial=serial, saved_at=4e9)
+    if is_damaged:
+        next((forged / "dist_ckpt").iterdir()).unlink()
+    assert resumed_step(root) == 30
+    assert last_serial(root) == 3
+    for step, removed in ((40, []), (50, ["global_step_20"]), (60, ["global_step_30"])):
+        path = rewritten(saved(root, step), driver_state={"data": POSITION})
+        assert [one.name for one in prune(root, keep_last=3, but=path)] == removed
+    assert read_manifest(path).serial == 6
+    assert resumed_step(root) == 60
+    assert forged.exists()
+
+
+def test_a_forged_serial_in_a_folder_without_a_tracker_is_older_from_the_next_save_on(root: Path) -> None:
+    (root / TRACKER).unlink()
+    rewritten(root / "global_step_10", serial=UNTRACKED_SERIALS, saved_at=4e9)
+    rewritten(root / "global_step_20", serial=MAX_SERIAL, saved_at=4e9)
     assert resumed_step(root) == 10
-    saved(root, 40)
-    assert last_serial(root) == MAX_SERIAL
-    assert [path.name for path, _ in complete_checkpoints(root)][:2] == ["global_step_40", "global_step_10"]
-    # From here on all have the same, and the time of the save decides.
-    assert read_manifest(saved(root, 50)).serial == MAX_SERIAL
-    assert prune(root, keep_last=4, but=root / "global_step_50") == [root / "global_step_20"]
+    path = rewritten(saved(root, 40), driver_state={"data": POSITION})
+    assert read_manifest(path).serial == UNTRACKED_SERIALS + 1
+    assert resumed_step(root) == 40
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0, -1e9])
