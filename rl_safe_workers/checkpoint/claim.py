@@ -5,8 +5,9 @@ Pure Python: starts in milliseconds.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,17 +28,29 @@ def claimed(folders: Mapping[str, Path]) -> Iterator[None]:
         folders: Absolute paths, by the configuration key that names each.
 
     Raises:
-        ConfigError: If a folder cannot be made, or another run holds it; then names that run's process.
+        ConfigError: If a folder cannot be made, or another run holds it; then names that run's process. Nothing is
+            left behind.
     """
+    made: list[Path] = []
     with ExitStack() as held:
-        for key, folder in folders.items():
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                held.enter_context(
-                    exclusive(folder / RUN_LOCK, timeout=timedelta(0), setting=key, what=f"the folder {folder}")
-                )
-            except OSError as error:
-                raise ConfigError(f"{key}: {folder} cannot be made: {error.strerror or error}") from error
-            except CheckpointError as error:
-                raise ConfigError(f"another run is in the way: {error}") from error
+        try:
+            for key, folder in folders.items():
+                made += [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+                _claim(folder, key, held)
+        except ConfigError:
+            held.close()
+            for path in made:  # a folder comes before its parents
+                with suppress(OSError):
+                    path.rmdir()
+            raise
         yield
+
+
+def _claim(folder: Path, key: str, held: ExitStack) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held.enter_context(exclusive(folder / RUN_LOCK, timeout=timedelta(0), setting=key, what=f"the folder {folder}"))
+    except OSError as error:
+        raise ConfigError(f"{key}: {folder} cannot be made: {error.strerror or error}") from error
+    except CheckpointError as error:
+        raise ConfigError(f"another run is in the way: {error}") from error

@@ -31,7 +31,7 @@ from tests.chaos.test_matrix import (
     run_with,
     seconds_from,
 )
-from tests.integration.runs import Outcome, Running, files_under, finish, rl_safe
+from tests.integration.runs import Outcome, Running, files_under, finish, rl_safe, running
 
 GOES_ON = (*CONFIG, "trainer.resume_mode=auto")
 HOUR_S = 3600
@@ -258,10 +258,14 @@ def test_a_temporary_folder_that_fills_up_does_not_end_training(
 @pytest.mark.timeout(600)
 def test_a_full_disk_under_the_metrics_is_named(undisturbed: Outcome, record_property: Record, tmp_path: Path) -> None:
     record_property(MACHINE, (str(MachineFault.FULL_OUTPUT), None))
-    (folder := tmp_path / "outputs" / "full").mkdir(parents=True)
-    (folder / "metrics.jsonl").symlink_to("/dev/full")
-    model = f"model.path={undisturbed.folder / 'model'}"
-    outcome = finish(rl_safe("quickstart.yaml", model, "model.create={}", *CONFIG, "trainer.run_name=full"), tmp_path)
+    command = rl_safe(
+        "quickstart.yaml", f"model.path={undisturbed.folder / 'model'}", "model.create={}", *CONFIG,
+        "trainer.run_name=full",
+    )  # fmt: skip
+    with small_disk(tmp_path / "outputs", size_bytes=2**20), running(command, tmp_path) as run:
+        run.wait_until(run.has_started_a_trainer, timeout_s=ATTEMPT_S)
+        fill(tmp_path / "outputs")
+        outcome = run.finish()
     assert outcome.code == 1, outcome.err
     assert outcome.last_error == (
         "rl-safe: error: outputs/full cannot be written: [Errno 28] No space left on device; make room there, or "

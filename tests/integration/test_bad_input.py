@@ -100,3 +100,15 @@ def test_a_step_that_is_somebody_elses_is_refused(folder: Path, moe_model: Path,
 
 def test_a_recipe_that_does_not_exist_is_refused(folder: Path) -> None:
     assert_refused(finish(rl_safe(RECIPES / "nope.yaml"), folder), "nope.yaml")
+
+
+def test_a_run_folder_that_is_in_use_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    (folder := tmp_path / "outputs" / "mine").mkdir(parents=True)
+    (tmp_path / "precious.yaml").write_text("precious")
+    (folder / "config.yaml").symlink_to("../../precious.yaml")
+    outcome = finish(rl_safe("quickstart.yaml", "trainer.run_name=mine"), tmp_path)
+    assert outcome.code == 2
+    refusal = "trainer.run_name: the folder outputs/mine is in use, it holds config.yaml; choose another name"
+    assert outcome.err == f"rl-safe: error: {refusal}\n"
+    assert (tmp_path / "precious.yaml").read_text() == "precious"
+    assert {path.name for path in tmp_path.iterdir()} == {"outputs", "precious.yaml"}

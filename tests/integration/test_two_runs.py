@@ -60,6 +60,13 @@ def test_a_run_that_saves_nothing_leaves_the_checkpoints_to_others(tmp_path: Pat
         pass
 
 
+def test_a_refusal_leaves_no_folder_behind(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(ConfigError), claimed({"first": tmp_path / "a/b", "second": tmp_path / "taken/c"}):
+        pass
+    assert files_under(tmp_path).keys() == {"taken"}
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "outputs").touch()
     with (

@@ -190,6 +190,7 @@ def _timed_saves(rank: int, model: Path, root: Path, layers: int) -> list[tuple[
 
     worker = training_worker(model, shards=True)
     manager, process = worker.engine.checkpoint_mananager, worker.engine.process
+    manager._step_folder = root  # as save_checkpoint has it, which builds a state of its own
     state = dict(MoeInventory(layers=layers).shards(rank, ep=2, expert_dp=2))
 
     def timed(save: Any, name: str) -> float:
