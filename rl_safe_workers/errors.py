@@ -17,6 +17,7 @@
         │   └── NodeMismatchError     nodes with other versions, other code or other files
         ├── NodeLostError             a node of the cluster is gone; carries its name and who was on it
         ├── CommunicatorError         a group is missing, unknown or different between ranks
+        │   └── StoreLostError        the process that owns the run's store has ended
         ├── CheckpointError           a checkpoint that is incomplete or could not be written
         │   └── UnsafeCheckpointError   one that asks for code that no checkpoint needs
         ├── DivergedError             an update whose loss or gradient is not finite
@@ -33,6 +34,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from typing import Any
+
+from rl_safe_workers.ranks import format_ranks
 
 
 def _rebuild(cls: type[RlSafeError], message: str, fields: dict[str, Any]) -> RlSafeError:
@@ -116,21 +119,6 @@ def first_line(error: BaseException) -> str:
     'no'
     """
     return (str(error).splitlines() or [""])[0]
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Shortens sorted ranks to ranges.
-
-    >>> format_ranks([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7-8'
-    """
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 class PhaseTimeoutError(RunError):
@@ -220,6 +208,10 @@ class NodeLostError(RunError):
 
 class CommunicatorError(RunError):
     """A group is missing, unknown, or not the same on all ranks."""
+
+
+class StoreLostError(CommunicatorError):
+    """The process that owns the run's store has ended, and the store with it."""
 
 
 class CheckpointError(RunError):

@@ -23,11 +23,12 @@ from rl_safe_workers.checkpoint.ranges import Ranges, materialise, sizes_of
 from rl_safe_workers.cli.terminal import to_path
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.preflight import layout_of
-from rl_safe_workers.errors import ConfigError, RankError, RlSafeError, RunError, UsageError, format_ranks
+from rl_safe_workers.errors import ConfigError, RankError, RlSafeError, RunError, UsageError
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.models.hf_directory import read_hf_directory
 from rl_safe_workers.plain_console import PlainConsole
+from rl_safe_workers.ranks import format_ranks
 from rl_safe_workers.recipe import load_settings
 from rl_safe_workers.topology.layout import WORLD_KEY, check_layout, check_model
 

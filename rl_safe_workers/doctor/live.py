@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.doctor.check import MIB, Fact, Report, Subject
-from rl_safe_workers.errors import Interrupted, PhaseTimeoutError, RankError, RlSafeError, format_ranks
+from rl_safe_workers.errors import Interrupted, PhaseTimeoutError, RankError, RlSafeError
 from rl_safe_workers.findings import Finding, Severity, counted
+from rl_safe_workers.ranks import format_ranks
 
 if TYPE_CHECKING:
     from rl_safe_workers.driver.console import RunConsole

@@ -15,7 +15,8 @@ from rl_safe_workers.driver.actors import Reply
 from rl_safe_workers.driver.interrupts import SLICE_S
 from rl_safe_workers.driver.nodes import Node
 from rl_safe_workers.errors import PhaseTimeoutError, RankError, RunError, first_line
-from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
+from rl_safe_workers.lifecycle import Phase, PhaseEvent
+from rl_safe_workers.ranks import Role
 
 SLACK_S = 5.0
 """How much longer than its ranks the driver waits: a rank that notices a missing one can name it, the driver cannot."""

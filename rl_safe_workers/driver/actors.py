@@ -22,7 +22,8 @@ import ray
 from rl_safe_workers import env
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, RunError, WeightSyncError
-from rl_safe_workers.lifecycle import PhaseEvent, Role, unix_now
+from rl_safe_workers.lifecycle import PhaseEvent, unix_now
+from rl_safe_workers.ranks import Role
 
 IN_VAIN = re.compile(r"timed? ?out|connection (closed|reset)|lost the run's store", re.IGNORECASE)
 """What torch says on a rank that waited for another, or whose peer is gone: it has no type of error for that."""

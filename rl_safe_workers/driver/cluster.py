@@ -31,7 +31,7 @@ from rl_safe_workers.driver.node_check import check_nodes
 from rl_safe_workers.driver.nodes import Node, lost_among
 from rl_safe_workers.driver.placement import Reservation, reserve
 from rl_safe_workers.driver.preflight import layout_of
-from rl_safe_workers.lifecycle import Role
+from rl_safe_workers.ranks import Role
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
 from rl_safe_workers.reaping.processes import (

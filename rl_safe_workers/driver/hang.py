@@ -27,8 +27,8 @@ from rl_safe_workers.driver.flights import Work, waiting_ranks, works_waited_in
 from rl_safe_workers.driver.inquiry import Answers, Who
 from rl_safe_workers.driver.nodes import JOINING, LOOK_AT_NODES, NODE_AGENTS
 from rl_safe_workers.driver.stacks import relative
-from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, format_ranks
-from rl_safe_workers.lifecycle import Role
+from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError
+from rl_safe_workers.ranks import Role, format_ranks
 
 logger = logging.getLogger(__name__)
 

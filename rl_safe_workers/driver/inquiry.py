@@ -22,7 +22,7 @@ from rl_safe_workers.driver.actors import GLOO_FLIGHTS, GLOO_REQUESTS, STACK_SIG
 from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.flights import Record, read_flights
 from rl_safe_workers.driver.stacks import Stack, py_spy
-from rl_safe_workers.lifecycle import Role
+from rl_safe_workers.ranks import Role
 from rl_safe_workers.reaping.processes import run_processes
 
 Who = tuple[str, int]

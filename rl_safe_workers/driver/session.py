@@ -21,15 +21,9 @@ from rl_safe_workers.driver.joining import LOOPBACK
 from rl_safe_workers.driver.metrics import PhaseTotal
 from rl_safe_workers.driver.node_check import marker
 from rl_safe_workers.driver.vitals import Vitals
-from rl_safe_workers.errors import (
-    Interrupted,
-    NodeLostError,
-    PhaseTimeoutError,
-    RankError,
-    RunError,
-    format_ranks,
-)
+from rl_safe_workers.errors import Interrupted, NodeLostError, PhaseTimeoutError, RankError, RunError
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, unix_now
+from rl_safe_workers.ranks import format_ranks
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.worlds.address import StoreAddress
 

@@ -13,9 +13,10 @@ from vllm.platforms import current_platform
 
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import RolloutError
-from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
+from rl_safe_workers.lifecycle import Lifecycle, Phase
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.device_memory import SHARED_PHASES
+from rl_safe_workers.ranks import Role
 from rl_safe_workers.rollout import vllm_transfer
 from rl_safe_workers.rollout.protocol import Sample, WeightSpec
 from rl_safe_workers.rollout.tokens import ChatTokenizer

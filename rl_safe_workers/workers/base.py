@@ -14,7 +14,8 @@ from torch.distributed import Store
 from rl_safe_workers.comms.groups import set_group_timeouts
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.errors import LifecycleError
-from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
+from rl_safe_workers.lifecycle import Lifecycle, Phase
+from rl_safe_workers.ranks import Role
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.worlds.agreement import Agreement
 from rl_safe_workers.worlds.roll_call import RollCall

@@ -16,10 +16,11 @@ from rl_safe_workers.comms.bootstrap import Bootstrap
 from rl_safe_workers.comms.catalog import LiveGroup
 from rl_safe_workers.comms.late import LateWatch
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation
-from rl_safe_workers.errors import LifecycleError, WeightSyncError, format_ranks
-from rl_safe_workers.lifecycle import REQUIRES, Phase, Role
+from rl_safe_workers.errors import LifecycleError, WeightSyncError
+from rl_safe_workers.lifecycle import REQUIRES, Phase
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.platforms.device_memory import outside_torch
+from rl_safe_workers.ranks import Role, format_ranks
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.base import MegatronHost

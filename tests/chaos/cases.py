@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import Role
 from tests.chaos.plan import ABRUPT, OF_A_RANK, TAKES_PART, Fault, Kind, Point
 from tests.integration.runs import SMALL
 

@@ -14,7 +14,8 @@ from rl_safe_workers.driver.actor_group import GRACE_S, SLACK_S, ActorRef, Pendi
 from rl_safe_workers.driver.actors import Reply
 from rl_safe_workers.driver.interrupts import SLICE_S
 from rl_safe_workers.errors import Interrupted, PhaseTimeoutError, RankError, RunError
-from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
+from rl_safe_workers.lifecycle import Phase, PhaseEvent
+from rl_safe_workers.ranks import Role
 
 TIMEOUT_S = 60.0
 NEVER_S = 1e9

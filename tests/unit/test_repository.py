@@ -49,6 +49,7 @@ LIGHT_MODULES = (
     "rl_safe_workers.errors",
     "rl_safe_workers.lifecycle",
     "rl_safe_workers.plan.plan",
+    "rl_safe_workers.ranks",
     "rl_safe_workers.recipe",
     "rl_safe_workers.topology.layout",
 )

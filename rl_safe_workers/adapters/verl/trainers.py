@@ -13,7 +13,8 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from rl_safe_workers.adapters.verl.settings import read_settings
 from rl_safe_workers.adapters.verl.workers import safe_worker
-from rl_safe_workers.errors import RunError, format_ranks
+from rl_safe_workers.errors import RunError
+from rl_safe_workers.ranks import format_ranks
 
 logger = logging.getLogger(__name__)
 
