@@ -62,11 +62,11 @@ def failed(error: Exception) -> Finding:
     groups: tuple[str, ...] = ()
     ranks = ""
     if isinstance(error, PhaseTimeoutError):
-        groups, ranks = (error.group,), format_ranks(error.missing)
+        groups, ranks = (error.awaited.name,), format_ranks(one.rank for one in error.missing)
     elif isinstance(error, RankError):
-        groups, ranks = (f"the {error.role}s",), str(error.rank)
+        groups, ranks = (f"the {error.rank_id.role}s",), str(error.rank_id.rank)
     elif isinstance(error, RlSafeError) and error.culprit is not None:
-        ranks = str(error.culprit)
+        ranks = str(error.culprit.rank)
     what = str(error) if isinstance(error, RlSafeError) else f"{type(error).__name__}: {error}"
     return Finding(
         code=CODE, severity=Severity.STOPS, text=" ".join(what.split()), groups=groups, ranks=ranks,

@@ -132,6 +132,7 @@ class VllmRollout:
             init_info = {
                 **asdict(address),
                 "joint_rank": joint_rank,
+                "trainers": self.config.cluster.num_trainers,
                 "size": size,
                 "generation": generation,
                 "join_timeout_s": self.config.rl_safe.timeouts.joint,

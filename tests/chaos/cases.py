@@ -108,9 +108,7 @@ class Case:
         who = rf"(trainer|training) rank {self.rank}\b" if self.role is Role.TRAINER else rf"rollout rank {self.rank}\b"
         groups = f"the {self.role}s" + ("|(the )?training world|[A-Z_]+ \\[" if self.role is Role.TRAINER else "")
         missing = rf"\brank {self.rank} of ({groups})"
-        # Joint ranks count the trainers first.
-        joint = rf"\brank {self.rank + (TRAINERS if self.role is Role.ROLLOUT else 0)} of (the )?joint"
-        named = re.search(f"{who}|{missing}|{joint}", error)
+        named = re.search(f"{who}|{missing}", error)
         return named is not None and re.search(r"\brank \d", error[: named.start()]) is None
 
     @property

@@ -141,8 +141,8 @@ def _receive(
     """Joins and receives so many buckets, or all; returns what has arrived."""
     store = connect_store(address, timeout=PATIENCE)
     group = (Pair if case.colocated else JointGroup)(
-        store, joint_rank=joint_rank, size=TRAINERS + case.rollouts, generation=generation, timeout=PATIENCE,
-        device=torch.device("cpu"),
+        store, joint_rank=joint_rank, trainers=TRAINERS, size=TRAINERS + case.rollouts, generation=generation,
+        timeout=PATIENCE, device=torch.device("cpu"),
     )  # fmt: skip
     received = {}
     for bucket in plan_buckets(pickle.loads(store.get("specs")), bucket_bytes=BUCKET_BYTES)[:reads]:
@@ -306,7 +306,7 @@ def _pass_within_a_limit(joint_rank: int, address: StoreAddress, folder: Path, t
     gpu_pair.HALF_BYTES, Pair.folder = HALF_BYTES, folder
     store = connect_store(address, timeout=PATIENCE)
     pair = Pair(
-        store, joint_rank=joint_rank, size=2, generation=0, timeout=PATIENCE, device=torch.device("cpu"),
+        store, joint_rank=joint_rank, trainers=1, size=2, generation=0, timeout=PATIENCE, device=torch.device("cpu"),
         sync_timeout=timedelta(seconds=3 * LIMIT_S),
     )  # fmt: skip
     if joint_rank == 1:

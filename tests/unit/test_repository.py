@@ -12,6 +12,8 @@ import pytest
 
 import rl_safe_workers
 from rl_safe_workers import errors
+from rl_safe_workers.foreign_errors import ForeignCause
+from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -58,15 +60,25 @@ EXAMPLES: dict[str, errors.RlSafeError] = {
     "DivergedError": errors.DivergedError(step=3, loss=float("inf"), grad_norm=2.0),
     "Interrupted": errors.Interrupted(signum=2),
     "NodeLostError": errors.NodeLostError(
-        nodes=["10.0.0.4"], phase="train", ranks="trainer rank 2-3", detail="it died"
+        nodes=["10.0.0.4"], phase="train", ranks=trainer_ids([2, 3]), detail="it died"
     ),
     "LogprobGapError": errors.LogprobGapError(step=3, gap=0.1, bound=1e-5),
     "PhaseTimeoutError": errors.PhaseTimeoutError(
-        phase="save", group="training world", missing=[1, 2], waited_s=3.0, setting="rl_safe.timeouts.save"
+        phase="save",
+        awaited=errors.Awaited("training world", frozenset(trainer_ids(range(4)))),
+        missing=trainer_ids([1, 2]),
+        waited_s=3.0,
+        setting="rl_safe.timeouts.save",
+        detail="it rained",
     ),
-    "RunError": errors.RunError("training rank 1 failed", culprit=1),
+    "RunError": errors.RunError("training rank 1 failed", culprit=trainer_id(1), foreign=ForeignCause.OUT_OF_MEMORY),
     "RankError": errors.RankError(
-        role="trainer", rank=1, phase="train", cause="ValueError: x", trace="Traceback", raised_at=12.5
+        rank_id=trainer_id(1),
+        phase="train",
+        cause=errors.Repeats(trainer_id(0)),
+        text="ValueError: x",
+        trace="Traceback",
+        raised_at=12.5,
     ),
 }
 """One of each error that takes more than a message."""
