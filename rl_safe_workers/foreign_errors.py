@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -36,60 +37,62 @@ class ForeignCause(StrEnum):
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _STORE_IS_GONE = ("Broken pipe", "Connection reset by peer")
 """All that torch's DistNetworkError says where the store's server has ended."""
-_PATTERNS = (
-    # What takes a process away shows itself as a lost peer elsewhere in the same text, so it comes first.
-    (
-        ForeignCause.OUT_OF_MEMORY,
-        r"CUDA out of memory\.|CUDA error: out of memory|Cuda failure (\d+ )?'out of memory'|Failed to CUDA calloc"
-        r"|can't allocate memory: you tried to allocate|due to the node running low on memory|ran out of host memory",
+PATTERNS: Mapping[ForeignCause, tuple[str, ...]] = {
+    # What takes one process away shows as a lost peer elsewhere, also in the same text: so this comes first.
+    ForeignCause.OUT_OF_MEMORY: (
+        r"CUDA out of memory\.",
+        r"CUDA error: out of memory",
+        r"Cuda failure (\d+ )?'out of memory'",
+        r"Failed to CUDA calloc \d+ bytes",
+        r"can't allocate memory: you tried to allocate",
+        r"due to the node running low on memory",
     ),
-    (ForeignCause.NO_SPACE, r"No space left on device|Disk quota exceeded|Local disk is full"),
-    (
-        ForeignCause.STORE_LOST,
-        r"Failed to (recv, got|send, sent) 0 bytes\. Connection was likely closed"
-        r"|(sendBytes|recvValue|recvVector|recvBytes|recvValueWithTimeout) failed on SocketImpl"
-        r"|Exception raised from (sendBytes|recvBytes) at .*\n.*(Broken pipe|Connection reset by peer)",
+    ForeignCause.NO_SPACE: (r"No space left on device", r"\ALocal disk is full"),
+    ForeignCause.STORE_LOST: (
+        r"Failed to (recv, got|send, sent) 0 bytes\. Connection was likely closed",
+        r"(sendBytes|recvValue) failed on SocketImpl\(",
+        r"maybe TCPStore server has shut down too early",
     ),
-    (
-        ForeignCause.PEER_LOST,
+    ForeignCause.PEER_LOST: (
         # gloo
-        r"Connection closed by peer \["
-        r"|([Rr]ead|[Ww]rite|readv|writev|recv|send) (error )?\[[^]]*\](:\d+)?: "
-        r"(Connection reset by peer|Broken pipe)"
+        r"Connection closed by peer \[",
+        r"Read error \[[^]]*\](:\d+)?: Connection reset by peer",
         # NCCL
-        r"|Connection closed by remote peer"
-        r"|ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely"
-        r"|remote process exited or there was a network error"
-        r"|Call to (recv|send)( from| to)? \S+ failed : (Connection reset by peer|Broken pipe)"
+        r"Connection closed by remote peer",
+        r"ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely",
+        r"remote process exited or there was a network error",
+        r"Call to recv from \S+ failed : (Connection reset by peer|Broken pipe)",
         # Ray
-        r"|The actor died (unexpectedly before finishing this task|because its node has died)"
-        r"|The actor is dead because (its|the)"
-        r"|The worker died unexpectedly while executing this task"
-        r"|Task failed because the node it was running on is dead or unavailable"
-        r"|The task's local raylet died|its owner has exited",
+        r"The actor died unexpectedly before finishing this task",
+        r"The actor is dead because its (owner|worker process) has died",
+        r"The worker died unexpectedly while executing this task",
+        r"Task failed because the node it was running on is dead or unavailable",
+        r"The task's local raylet died",
+        r"The object's owner has exited",
     ),
-    (
-        ForeignCause.TIMEOUT,
+    ForeignCause.TIMEOUT: (
         # gloo
-        r"Timed out waiting \d+ms for (send|recv) operation to complete"
-        r"|Application timeout caused pair closure|(Connect|Read|Write) timeout \["
-        r"|failed to pass monitoredBarrier in \d+ ms|timed out in monitoredBarrier after"
+        r"Timed out waiting \d+ms for (send|recv) operation to complete",
+        r"Application timeout caused pair closure",
+        r"Connect timeout \[",
+        r"failed to pass monitoredBarrier in \d+ ms",
         # torch's stores
-        r"|(wait|barrier) timeout after \d+ms, keys?: |Timeout waiting for key: \S+ after \d+ ms"
-        r"|Timed out after \d+ seconds waiting for (clients|workers)\. \d+/\d+ (clients|workers) joined"
-        r"|The client socket has timed out after \S+ while trying to connect to \("
-        r"|Timed out initializing process group in store based barrier"
-        r"|via c10d key-value store by key '\S*', but (store->)?(get|wait)\('\S*'\) got error: Socket Timeout"
-        r"|\A(Socket Timeout|Wait timeout)( at .*|\nException raised from .*|)\Z"
-        r"|\ASocket Timeout\nException raised from"
+        r"(wait|barrier) timeout after \d+ms, keys?: ",
+        r"Timeout waiting for key: \S+ after \d+ ms",
+        r"\A(Socket Timeout|Wait timeout|Operation timed out!)(\n|\Z)",
+        r"via c10d key-value store by key '\S*', but store->get\('\S*'\) got error: Socket Timeout",
+        r"Timed out after \d+ seconds waiting for (clients|workers)\. \d+/\d+ (clients|workers) joined",
+        r"The client socket has timed out after \S+ while trying to connect to \(",
+        r"Timed out initializing process group in store based barrier",
+        r"Timed out waiting on barrier on rank \d+, for key prefix: ",
         # NCCL's watchdog in torch
-        r"|Watchdog caught collective operation timeout: WorkNCCL\("
-        r"|ran for \d+ milliseconds before timing out|Some NCCL operations have failed or timed out"
+        r"Watchdog caught collective operation timeout: WorkNCCL\(",
         # Ray
-        r"|Get timed out: some object\(s\) not ready",
+        r"Get timed out: some object\(s\) not ready",
     ),
-)
-_KINDS = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
+}
+"""What texts of each kind contain. The first kind that fits counts."""
+_KINDS = {kind: re.compile("|".join(patterns)) for kind, patterns in PATTERNS.items()}
 
 
 def classify(error: BaseException | str) -> ForeignCause:
@@ -104,19 +107,19 @@ def classify(error: BaseException | str) -> ForeignCause:
     """
     if isinstance(error, str):
         return _of_text(error)
+    # By name, so that Ray is not imported for it. Its timeout is an OSError, too.
+    is_of_ray = any(cls.__module__.partition(".")[0] == "ray" for cls in type(error).__mro__)
     if isinstance(error, MemoryError):
         return ForeignCause.OUT_OF_MEMORY
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not is_of_ray:
         return ForeignCause.NO_SPACE if error.errno in _FULL else ForeignCause.UNKNOWN
-    # By name, so that neither torch nor Ray is imported for it.
-    libraries = {cls.__module__.partition(".")[0] for cls in type(error).__mro__}
-    if isinstance(error, RuntimeError) or "ray" in libraries:
-        text = str(error)
-        if type(error).__name__ == "DistNetworkError" and text.partition("\n")[0] in _STORE_IS_GONE:
-            return ForeignCause.STORE_LOST
-        return _of_text(text)
-    return ForeignCause.UNKNOWN
+    if not is_of_ray and not isinstance(error, RuntimeError):
+        return ForeignCause.UNKNOWN
+    text = str(error)
+    if type(error).__name__ == "DistNetworkError" and text.partition("\n")[0] in _STORE_IS_GONE:
+        return ForeignCause.STORE_LOST
+    return _of_text(text)
 
 
 def _of_text(text: str) -> ForeignCause:
-    return next((kind for kind, pattern in _KINDS if pattern.search(text)), ForeignCause.UNKNOWN)
+    return next((kind for kind, pattern in _KINDS.items() if pattern.search(text)), ForeignCause.UNKNOWN)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.errors import PhaseTimeoutError, RlSafeError, WeightSyncError
+from rl_safe_workers.errors import PhaseTimeoutError, RlSafeError, WeightSyncError, first_line
 from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers import comms
@@ -243,7 +243,7 @@ def test_a_bucket_that_cannot_be_packed_fails_all_trainers_at_once(
     run: Run, colocated: bool, error: Exception, source: int
 ) -> None:
     seen = run(Case(colocated=colocated, hinder=partial(_cannot_pack, error=error, source=source)))
-    _assert_named(seen, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    _assert_named(seen, f"{type(error).__name__}: {first_line(error)}")
     assert max(rank.waited_s for rank in seen) < SOON_S
 
 
