@@ -80,7 +80,7 @@ TABLE: dict[str, tuple[Mapping[RankId, RunError], set[RankId], RankId, set[RankI
         {**reports(of(T0, Victim(), 1)), T1: late(T2)}, {T2, R0}, T1, {T2}, True,
     ),
     "of two that name missing ranks the one that names none that waits itself": (
-        {R0: late(T0, T1), T1: late(T0)}, {T0}, T1, {T0}, True,
+        {T1: late(R0, T2), R0: late(T2)}, {T2}, R0, {T2}, True,
     ),
     "a victim before a timeout that names nobody": (
         {T0: late(), **reports(of(T1, Victim(), 3))}, {T2}, T1, {T2}, False,
