@@ -55,8 +55,8 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
     """Finds what the failures of several ranks follow from.
 
     In this order, and of several the earliest: a rank that died; one that raised; one that repeats the failure of a
-    rank of which nothing else is known; a phase's deadline, by the report that names the ranks that are missing; and a
-    rank that waited in vain, for those that are pending still.
+    rank of which nothing else is known; a phase's deadline, by the report that names missing ranks which have not reported
+    a wait of their own; and a rank that waited in vain, for those that are pending still.
 
     Args:
         reports: What each rank has failed with, at least one: a RankError of its own, or the PhaseTimeoutError that it
@@ -71,9 +71,9 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
         rank_id, error = item
         at_s = error.raised_at if isinstance(error, RankError) else 0.0
         match error:
-            case PhaseTimeoutError(missing=missing) if missing:
-                # Whoever has reported a wait of its own did not come because of it: another report names the root.
-                return 3, len(missing & reports.keys()), at_s, rank_id
+            # A missing rank that has reported a wait of its own did not come because of that.
+            case PhaseTimeoutError(missing=missing) if missing - victims:
+                return 3, len(missing & victims), at_s, rank_id
             case PhaseTimeoutError():
                 return 5, 0, at_s, rank_id
             case RankError(cause=Died()):
@@ -88,8 +88,8 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
 
     rank_id, error = min(reports.items(), key=likelihood)
     match error:
-        case PhaseTimeoutError(missing=missing) if missing:
-            return RootCause(error, culprits=missing, is_told=True)
+        case PhaseTimeoutError(missing=missing) if missing - victims:
+            return RootCause(error, culprits=missing - victims, is_told=True)
         case RankError(cause=Repeats(of=root)) if root not in victims:
             return RootCause(error, culprits=frozenset({root}), is_told=True)
         case PhaseTimeoutError() | RankError(cause=Victim() | Repeats()):

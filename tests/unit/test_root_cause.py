@@ -82,6 +82,10 @@ TABLE: dict[str, tuple[Mapping[RankId, RunError], set[RankId], RankId, set[RankI
     "of two that name missing ranks the one that names none that waits itself": (
         {T1: late(R0, T2), R0: late(T2)}, {T2}, R0, {T2}, True,
     ),
+    "no report that names a victim": ({T0: late(T1), **reports(of(T1, Victim(), 3))}, {R0}, T1, {R0}, False),
+    "of missing ranks those that are no victims": (
+        {T0: late(T1, T2), **reports(of(T1, Victim(), 3))}, {T2, R0}, T0, {T2}, True,
+    ),
     "a victim before a timeout that names nobody": (
         {T0: late(), **reports(of(T1, Victim(), 3))}, {T2}, T1, {T2}, False,
     ),
