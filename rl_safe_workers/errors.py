@@ -135,7 +135,8 @@ def in_one_line(error: BaseException) -> str:
     >>> in_one_line(ValueError("no"))
     'ValueError: no'
     """
-    return str(error) if isinstance(error, RlSafeError) else f"{type(error).__name__}: {first_line(error)}"
+    line = first_line(error)
+    return line if isinstance(error, RlSafeError) else f"{type(error).__name__}: {line}"
 
 
 def foreign_cause(error: BaseException) -> ForeignCause:

@@ -55,8 +55,8 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
     """Finds what the failures of several ranks follow from.
 
     In this order, and of several the earliest: a rank that died; one that raised; one that repeats the failure of a
-    rank of which nothing else is known; a phase's deadline, by the report that names missing ranks which have not reported
-    a wait of their own; and a rank that waited in vain, for those that are pending still.
+    rank of which nothing else is known; a phase's deadline, by the report that names missing ranks which have reported
+    no wait of their own; and a rank that waited in vain, for those that are pending still.
 
     Args:
         reports: What each rank has failed with, at least one: a RankError of its own, or the PhaseTimeoutError that it
