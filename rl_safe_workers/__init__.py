@@ -34,11 +34,13 @@ if TYPE_CHECKING:
         RlSafeError,
         RolloutError,
         RunError,
+        StoreLostError,
         UnsafeCheckpointError,
         UsageError,
         WeightSyncError,
     )
     from rl_safe_workers.lifecycle import Lifecycle, Phase
+    from rl_safe_workers.ranks import RankId, Role
     from rl_safe_workers.recipe import load_recipe
     from rl_safe_workers.standalone import bootstrap, guard, teardown
     from rl_safe_workers.workers.actor import MegatronActorMixin
@@ -63,12 +65,15 @@ __all__ = [
     "Phase",
     "PhaseTimeoutError",
     "RankError",
+    "RankId",
     "ResourceError",
     "RewardFunctionError",
     "RlSafeError",
+    "Role",
     "RolloutError",
     "RunConfig",
     "RunError",
+    "StoreLostError",
     "UnsafeCheckpointError",
     "UsageError",
     "WeightSyncError",
@@ -83,6 +88,8 @@ _OUTSIDE_ERRORS = {
     "Lifecycle": "lifecycle",
     "MegatronActorMixin": "workers.actor",
     "Phase": "lifecycle",
+    "RankId": "ranks",
+    "Role": "ranks",
     "RunConfig": "config",
     "bootstrap": "standalone",
     "guard": "standalone",

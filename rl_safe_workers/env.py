@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from rl_safe_workers.ranks import RankId, Role
+
 RUN_ID = "RL_SAFE_RUN_ID"
 """Marks every process of a run, so that leftovers are found even when nobody remembers their process ids."""
 ROLE = "RL_SAFE_ROLE"
@@ -231,10 +233,10 @@ def belongs_to_run(environ: Mapping[str, str], run_id: str, node: str | None = N
     return environ.get(RUN_ID) == run_id and node in (None, environ.get(NODE))
 
 
-def actor_of(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Role and rank of the actor that a process is, or is a child of; None for any other process."""
+def actor_of(environ: Mapping[str, str]) -> RankId | None:
+    """The actor that a process is, or is a child of; None for any other process."""
     role, rank = environ.get(ROLE), environ.get(RANK, "")
-    return (role, int(rank)) if role and rank.isdecimal() else None
+    return RankId(Role(role), int(rank)) if role in tuple(Role) and rank.isdecimal() else None
 
 
 def hang_dir(environ: Mapping[str, str] | None = None) -> Path | None:

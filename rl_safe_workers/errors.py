@@ -12,11 +12,12 @@
     └── RunError                      the world failed; exit code 1
         ├── LifecycleError            a phase entered before what it needs
         ├── PhaseTimeoutError         a phase passed its deadline; names who is missing
-        ├── RankError                 one rank raised; carries its role, rank, phase and traceback
+        ├── RankError                 one rank failed; carries its id, phase, cause and traceback
         ├── ClusterError              Ray could not be started or joined
         │   └── NodeMismatchError     nodes with other versions, other code or other files
         ├── NodeLostError             a node of the cluster is gone; carries its name and who was on it
         ├── CommunicatorError         a group is missing, unknown or different between ranks
+        │   └── StoreLostError        the process that owns the run's store has ended
         ├── CheckpointError           a checkpoint that is incomplete or could not be written
         │   └── UnsafeCheckpointError   one that asks for code that no checkpoint needs
         ├── DivergedError             an update whose loss or gradient is not finite
@@ -31,8 +32,12 @@ Errors cross process boundaries through Ray, so each one pickles with its fields
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rl_safe_workers.foreign_errors import ForeignCause, classify
+from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks
 
 
 def _rebuild(cls: type[RlSafeError], message: str, fields: dict[str, Any]) -> RlSafeError:
@@ -46,11 +51,13 @@ class RlSafeError(Exception):
     """Root of the hierarchy. ``str(error)`` is one line that says what to do.
 
     Attributes:
-        culprit: The training rank that has failed, in an error that every rank raises because of it; else None.
+        culprit: The rank that has failed, in an error that every rank raises because of it; else None.
+        foreign: The kind of failure of torch, Ray or the system that the error tells of, where nothing else does.
     """
 
     exit_code = 1
-    culprit: int | None = None
+    culprit: RankId | None = None
+    foreign: ForeignCause = ForeignCause.UNKNOWN
 
     def __reduce__(self) -> tuple[Any, ...]:
         # BaseException's own __reduce__ calls the constructor with `args`, which loses every keyword-only field.
@@ -97,10 +104,14 @@ class RunError(RlSafeError):
     may_pass = True
     """Whether the same run may go well if it is started again."""
 
-    def __init__(self, *args: object, culprit: int | None = None) -> None:
+    def __init__(
+        self, *args: object, culprit: RankId | None = None, foreign: ForeignCause = ForeignCause.UNKNOWN
+    ) -> None:
         super().__init__(*args)
         if culprit is not None:
             self.culprit = culprit
+        if foreign is not ForeignCause.UNKNOWN:
+            self.foreign = foreign
 
 
 class LifecycleError(RunError):
@@ -110,27 +121,80 @@ class LifecycleError(RunError):
 
 
 def first_line(error: BaseException) -> str:
-    r"""Returns what an error says, without the traces that Ray's add to it.
+    r"""Returns what an error says, without the traces that torch's and Ray's add to it.
 
-    >>> first_line(ValueError("no\nTraceback"))
-    'no'
+    >>> first_line(ValueError("no\nTraceback")), first_line(ValueError())
+    ('no', '')
     """
     return (str(error).splitlines() or [""])[0]
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Shortens sorted ranks to ranges.
+def in_one_line(error: BaseException) -> str:
+    """Returns what an error says; of one that is not ours its type, too.
 
-    >>> format_ranks([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7-8'
+    >>> in_one_line(ValueError("no"))
+    'ValueError: no'
     """
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    line = first_line(error)
+    return line if isinstance(error, RlSafeError) else f"{type(error).__name__}: {line}"
+
+
+def foreign_cause(error: BaseException) -> ForeignCause:
+    """Returns the kind of foreign failure that an error is, or comes from; ``UNKNOWN`` if it comes from none."""
+    link: BaseException | None = error
+    seen: list[BaseException] = []
+    while link is not None and not any(link is one for one in seen):
+        seen.append(link)
+        if isinstance(link, StoreLostError):
+            return ForeignCause.STORE_LOST
+        found = link.foreign if isinstance(link, RlSafeError) else classify(link)
+        if found is not ForeignCause.UNKNOWN:
+            return found
+        link = link.__cause__
+    return ForeignCause.UNKNOWN
+
+
+class Failure(NamedTuple):
+    """What a rank tells the others of its failure. Fit for JSON."""
+
+    text: str
+    """One line."""
+    foreign: ForeignCause = ForeignCause.UNKNOWN
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Sums an error up."""
+        return cls(in_one_line(error), foreign_cause(error))
+
+    @classmethod
+    def from_json(cls, fields: Sequence[str]) -> Failure:
+        """Reads what JSON has made of one."""
+        return cls(fields[0], ForeignCause(fields[1]))
+
+
+def error_named(class_name: str, text: str) -> RlSafeError:
+    """Makes the error of another rank from the name of its class and its message.
+
+    Returns:
+        An error of that class; a RunError for a class that is not ours, or that has fields which are not known here.
+    """
+    cls = globals().get(class_name)
+    if isinstance(cls, type) and issubclass(cls, RlSafeError) and "__init__" not in vars(cls):
+        return cls(text)
+    return RunError(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What a phase waited for.
+
+    Example: ``Awaited("training world", frozenset(trainer_ids(range(4))))``
+    """
+
+    name: str
+    """For the message."""
+    members: frozenset[RankId] | None = None
+    """Ranks that it consists of; None: it is no ranks, such as a node or the placement group."""
 
 
 class PhaseTimeoutError(RunError):
@@ -138,7 +202,7 @@ class PhaseTimeoutError(RunError):
 
     Attributes:
         phase: Name of the phase, e.g. ``"bootstrap"``.
-        group: The group that was waited on, e.g. ``"training world"``.
+        awaited: What was waited for.
         missing: Ranks that had not arrived when the deadline passed.
         waited_s: Seconds waited.
         setting: Dotted configuration key that moves the deadline.
@@ -146,52 +210,103 @@ class PhaseTimeoutError(RunError):
     """
 
     def __init__(
-        self, *, phase: str, group: str, missing: Sequence[int], waited_s: float, setting: str, detail: str = ""
+        self,
+        *,
+        phase: str,
+        awaited: Awaited,
+        missing: Iterable[RankId] = (),
+        waited_s: float,
+        setting: str,
+        detail: str = "",
     ) -> None:
-        self.phase, self.waited_s, self.setting = phase, waited_s, setting
-        self.blame(group, missing, detail)
-
-    def blame(self, group: str, missing: Sequence[int], detail: str = "") -> None:
-        """Says who is missing: another than at first, once it is known who waits, and for whom."""
-        self.group, self.missing, self.detail = group, tuple(missing), detail
-        who = f"rank {format_ranks(missing)} of {group} did not arrive" if missing else f"{group} did not finish"
-        tail = f" ({detail})" if detail else ""
-        self.args = (
-            f"phase {self.phase}: {who} within {self.waited_s:.1f} s{tail}; to wait longer raise {self.setting}",
+        self.phase, self.awaited, self.missing = str(phase), awaited, frozenset(missing)
+        self.waited_s, self.setting, self.detail = waited_s, setting, detail
+        who = (
+            f"{self._name_missing()} of {awaited.name} did not arrive"
+            if self.missing
+            else f"{awaited.name} did not finish"
         )
+        tail = f" ({detail})" if detail else ""
+        super().__init__(f"phase {phase}: {who} within {waited_s:.1f} s{tail}; to wait longer raise {setting}")
+
+    def _name_missing(self) -> str:
+        roles = {one.role for one in self.awaited.members or self.missing}
+        return f"rank {format_ranks(one.rank for one in self.missing)}" if len(roles) == 1 else name_ranks(self.missing)
+
+    def naming(self, culprits: Iterable[RankId]) -> PhaseTimeoutError:
+        """Returns the same error about fewer missing ranks: the others are known to wait themselves."""
+        return PhaseTimeoutError(**self._plain(), awaited=self.awaited, missing=culprits)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the fields, fit for JSON: how one rank tells the others."""
+        members = None if self.awaited.members is None else _by_role(self.awaited.members)
+        return {**self._plain(), "awaited": [self.awaited.name, members], "missing": _by_role(self.missing)}
+
+    def _plain(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("phase", "waited_s", "setting", "detail")}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> PhaseTimeoutError:
+        """Makes the error of another rank out of what its `as_json` has returned."""
+        name, members = fields["awaited"]
+        awaited = Awaited(name, None if members is None else _of_roles(members))
+        return cls(**{**fields, "awaited": awaited, "missing": _of_roles(fields["missing"])})
+
+
+def _by_role(ranks: Iterable[RankId]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for role, rank in sorted(ranks):
+        found.setdefault(role, []).append(rank)
+    return found
+
+
+def _of_roles(by_role: Mapping[str, Sequence[int]]) -> frozenset[RankId]:
+    return frozenset(RankId(Role(role), rank) for role, ranks in by_role.items() for rank in ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """The rank failed by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The rank's process ended without a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """The rank waited for others, who did not come or went away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """The rank only says what another one has failed with."""
+
+    of: RankId
+
+
+Cause = Raised | Died | Victim | Repeats
+"""How a rank came to fail."""
 
 
 class RankError(RunError):
-    """One rank raised.
+    """One rank failed.
 
     Attributes:
-        role: ``"trainer"`` or ``"rollout"``.
-        rank: The rank within its role.
+        rank_id: The rank.
         phase: The phase that the rank was in.
-        cause: ``"TypeName: message"`` of the original exception.
+        cause: How it came to fail.
+        text: ``"TypeName: message"`` of the original exception.
         trace: The remote traceback as text.
-        raised_at: Unix time of the exception (`lifecycle.unix_now`), to find the first of several; 0 for a process that
-            died.
-        in_vain: Whether the rank only waited in vain for others: it is not the culprit.
-        follows: Whether it only says what another rank has failed with.
+        raised_at: Unix time of the exception (`lifecycle.unix_now`), or of when a death was noticed: to find the first
+            of several.
     """
 
-    def __init__(
-        self,
-        *,
-        role: str,
-        rank: int,
-        phase: str,
-        cause: str,
-        trace: str,
-        raised_at: float,
-        in_vain: bool = False,
-        follows: bool = False,
-    ) -> None:
-        self.role, self.rank, self.phase = role, rank, phase
-        self.cause, self.trace, self.raised_at = cause, trace, raised_at
-        self.in_vain, self.follows = in_vain, follows
-        super().__init__(f"{role} rank {rank} failed in phase {phase}: {cause}")
+    def __init__(self, *, rank_id: RankId, phase: str, cause: Cause, text: str, trace: str, raised_at: float) -> None:
+        self.rank_id, self.phase, self.cause = rank_id, str(phase), cause
+        self.text, self.trace, self.raised_at = text, trace, raised_at
+        super().__init__(f"{rank_id} failed in phase {phase}: {text}")
 
 
 class ClusterError(RunError):
@@ -210,16 +325,25 @@ class NodeLostError(RunError):
     Attributes:
         nodes: Names of the nodes.
         phase: The phase that the run was in.
+        ranks: The ranks that were on them.
     """
 
-    def __init__(self, *, nodes: Sequence[str], phase: str, ranks: str, detail: str) -> None:
-        self.nodes, self.phase = tuple(nodes), phase
-        word = "node" if len(nodes) == 1 else "nodes"
-        super().__init__(f"phase {phase}: {word} {', '.join(nodes)} is lost, and with it {ranks} ({detail})")
+    def __init__(self, *, nodes: Sequence[str], phase: str, ranks: Iterable[RankId], detail: str) -> None:
+        self.nodes, self.phase, self.ranks = tuple(nodes), str(phase), frozenset(ranks)
+        subject = (
+            f"node {nodes[0]} is lost, and with it"
+            if len(nodes) == 1
+            else f"nodes {', '.join(nodes)} are lost, and with them"
+        )
+        super().__init__(f"phase {phase}: {subject} {name_ranks(self.ranks)} ({detail})")
 
 
 class CommunicatorError(RunError):
     """A group is missing, unknown, or not the same on all ranks."""
+
+
+class StoreLostError(CommunicatorError):
+    """The process that owns the run's store has ended, and the store with it."""
 
 
 class CheckpointError(RunError):

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from rl_safe_workers.errors import LifecycleError
+from rl_safe_workers.ranks import Role
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +25,6 @@ def unix_now() -> float:
     do not depend on that.
     """
     return _MONOTONIC_TO_UNIX_S + time.monotonic()
-
-
-class Role(StrEnum):
-    """What a process of the joint world is."""
-
-    TRAINER = "trainer"
-    ROLLOUT = "rollout"
 
 
 class Phase(StrEnum):

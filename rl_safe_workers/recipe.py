@@ -20,7 +20,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from rl_safe_workers import env
 from rl_safe_workers.config import ClusterConfig, MegatronConfig, RunConfig
 from rl_safe_workers.contradictions import check_config, check_settings
-from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.errors import ConfigError, first_line
 from rl_safe_workers.foreign_files import Kind, kind_of
 from rl_safe_workers.schema import check_keys, check_sections, known_keys, nearest_key, wrong_value
 from rl_safe_workers.yaml_files import check_interpolations, overlaid, parse_yaml, with_defaults
@@ -194,14 +194,14 @@ def _refusal(error: Exception, layers: Sequence[Layer]) -> ConfigError:
     """Says in one line which value OmegaConf could not convert, and which layer has it."""
     key = (getattr(error, "full_key", None) or "").partition("[")[0]
     if isinstance(error, GrammarParseError):
-        return ConfigError(f"{key} cannot be read: {_one_line(error)}; quote the value")
+        return ConfigError(f"{key} cannot be read: {first_line(error)}; quote the value")
     for layer in reversed(layers):
         value: Any = layer.values
         for name in key.split("."):
             value = value.get(name, _ABSENT) if isinstance(value, Mapping) else _ABSENT
         if key in known_keys() and value is not _ABSENT:
             return wrong_value(key, value, source=layer.source)
-    return ConfigError(f"{key or 'a value'} cannot be used: {_one_line(error)}")
+    return ConfigError(f"{key or 'a value'} cannot be used: {first_line(error)}")
 
 
 def _to_config(merged: DictConfig, *, recipe: str) -> RunConfig:
@@ -216,16 +216,11 @@ def _to_config(merged: DictConfig, *, recipe: str) -> RunConfig:
             merged.trainer.default_local_dir = f"checkpoints/{recipe}"
         config = cast(RunConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key} cannot be resolved: {_one_line(error)}") from error
+        raise ConfigError(f"{error.full_key} cannot be resolved: {first_line(error)}") from error
     except RecursionError as error:
         raise ConfigError("interpolations lead on too deeply to be resolved; write the values out") from error
     check_sections(config)
     return config
-
-
-def _one_line(error: Exception) -> str:
-    """Returns what a multi-line error of OmegaConf comes down to."""
-    return str(error).partition("\n")[0]
 
 
 def _locate(name: str, roots: Sequence[Path]) -> str:

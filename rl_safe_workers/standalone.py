@@ -22,14 +22,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.comms.bootstrap import Bootstrap
 from rl_safe_workers.comms.catalog import live_groups
-from rl_safe_workers.comms.ending import describe
 from rl_safe_workers.comms.late import LateWatch
 from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.comms.teardown import abort_groups, destroy_groups, exchange_verdicts
-from rl_safe_workers.errors import CommunicatorError, LifecycleError, RlSafeError
+from rl_safe_workers.errors import CommunicatorError, Failure, LifecycleError, RlSafeError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.device_memory import free_bytes, outside_torch
+from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.topology.comms_plan import CommsPlan
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.topology.layout import ParallelLayout
@@ -172,7 +172,7 @@ def teardown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
     try:
         _end(_Rank(PrefixStore("teardown", script.store), timeout), leaving_on, timeout)
     except Exception as error:
-        script.not_ended = describe(error)
+        script.not_ended = in_one_line(error)
         abort_groups(_world(), timeout=_ABORT)
         if leaving_on is None:
             raise
@@ -192,7 +192,9 @@ def _end(rank: _Rank, leaving_on: str | None, timeout: timedelta) -> None:
     )
     if failed:
         raise CommunicatorError("teardown: " + "; ".join(f"rank {other} {reason}" for other, reason in failed.items()))
-    roll_call = RollCall(rank.store, world="script", group_rank=rank.training_rank, size=rank.training_size)
+    roll_call = RollCall(
+        rank.store, world="script", group_rank=rank.training_rank, members=trainer_ids(range(rank.training_size))
+    )
     roll_call.arrive(Phase.TEARDOWN, timeout=rank.remaining())
     destroy_groups(_world(), timeout=rank.remaining())
     # The store may be rank 0's, which stays until every other rank has left its groups.
@@ -248,7 +250,7 @@ def _agreed_plan(
         planned = error
     failure = planned if isinstance(planned, Exception) else None
     try:
-        failed = rank.failed_ranks(Phase.BOOTSTRAP, describe(failure))
+        failed = rank.failed_ranks(Phase.BOOTSTRAP, None if failure is None else Failure.of(failure))
     except RlSafeError as error:
         if failure is None:
             raise
@@ -256,8 +258,8 @@ def _agreed_plan(
         raise failure from error
     if isinstance(planned, Exception):
         raise planned
-    for other, text in failed.items():
-        raise CommunicatorError(f"bootstrap: rank {other}: {text}")
+    for other, (text, foreign) in failed.items():
+        raise CommunicatorError(f"bootstrap: rank {other}: {text}", culprit=trainer_id(other), foreign=foreign)
     return planned
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.errors import ConfigError, first_line
 from rl_safe_workers.foreign_files import SMALL_BYTES, look, read_foreign
 
 _MOST_DEPTH = 50
@@ -178,7 +178,7 @@ def _parse(text: str, *, is_file: bool) -> Any:
     except yaml.MarkedYAMLError as error:
         raise ValueError(_one_line(error)) from error
     except (yaml.YAMLError, UnicodeEncodeError) as error:
-        raise ValueError(f"not YAML: {str(error).partition(chr(10))[0]}") from error
+        raise ValueError(f"not YAML: {first_line(error)}") from error
 
 
 class _Scale:

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.adapters.totals import add_reports
+from rl_safe_workers.checkpoint.failures import as_checkpoint_error
 from rl_safe_workers.comms.bootstrap import Bootstrap, BootstrapStep
 from rl_safe_workers.comms.catalog import live_groups
 from rl_safe_workers.comms.groups import set_group_timeouts
@@ -200,7 +201,7 @@ class HostedTrainer(TeardownMixin):
         self._deadline_s = min(self._deadline_s, time.monotonic() + _HEARD.total_seconds())
         try:
             self.tell_failure(error)
-            self.together(phase, lambda: None, failure=error)
+            self.together(phase, lambda: None, failure=as_checkpoint_error(error))
         except PhaseTimeoutError:
             raise CheckpointError(f"training rank {self.training_rank}: {type(error).__name__}: {error}") from error
         raise AssertionError("an agreement with a failure raises")

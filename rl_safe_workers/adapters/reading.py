@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_safe_workers.config import BootstrapConfig, MaxCtasConfig
 from rl_safe_workers.contradictions import HEARING_S
-from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.errors import ConfigError, first_line
 from rl_safe_workers.topology.budget import NCCL_MAXIMUM
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ def read(kind: type[T], node: Mapping[str, Any], *, source: str) -> T:
         settings: T = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), dict(node)))  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         key = f".{error.full_key}" if error.full_key else ""
-        raise ConfigError(f"{source}{key}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{source}{key}: {first_line(error)}") from None
     return settings
 
 

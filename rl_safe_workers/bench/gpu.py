@@ -33,7 +33,8 @@ from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.driver import metrics as names
 from rl_safe_workers.driver.run import with_absolute_paths
 from rl_safe_workers.errors import ResourceError, RunError
-from rl_safe_workers.lifecycle import FREE_BYTES, Phase, Role
+from rl_safe_workers.lifecycle import FREE_BYTES, Phase
+from rl_safe_workers.ranks import Role
 from rl_safe_workers.recipe import load_recipe
 from rl_safe_workers.versions import installed_versions
 from rl_safe_workers.worlds.store import serve_store

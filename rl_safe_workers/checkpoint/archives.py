@@ -253,9 +253,9 @@ def damaged_archives(path: Path, places: list[ByteRange], *, within: Path) -> It
                 continue
             reach = place.stop
             try:
-                name = Archive(file, place.offset, place.length, source="it").damaged()
+                name = Archive(file, place.offset, place.length, source="").damaged()
             except CheckpointError as error:
-                yield place, str(error).removeprefix("it ")
+                yield place, str(error).lstrip()
             else:
                 if name is not None:
                     yield place, f"does not have the bytes that were saved: checksum of {_shown(name)}"

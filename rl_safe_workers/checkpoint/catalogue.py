@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rl_safe_workers.checkpoint.rectangles import Index
-from rl_safe_workers.errors import format_ranks
+from rl_safe_workers.ranks import format_ranks
 
 
 @dataclass(frozen=True, slots=True)

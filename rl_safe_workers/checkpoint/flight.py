@@ -7,7 +7,6 @@ concluded   every rank has read the decision
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import threading
@@ -21,6 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from rl_safe_workers.checkpoint.writer import WrittenFile
 from rl_safe_workers.errors import CheckpointError, PhaseTimeoutError, RlSafeError
+from rl_safe_workers.foreign_errors import ForeignCause, classify
+from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.worlds.agreement import Agreement
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,9 @@ class Outcome(NamedTuple):
     value: Any
     """Fit for JSON."""
     culprit: int | None = None
-    """The rank that has failed; None if ranks are missing."""
+    """The training rank that has failed; None if ranks are missing."""
     late: dict[str, Any] | None = None
-    """What a `PhaseTimeoutError` is made of, if that is the failure."""
+    """What `PhaseTimeoutError.as_json` has returned, if that is the failure."""
 
 
 class Flight:
@@ -150,10 +151,11 @@ class Flight:
         if own is None and self._committed is not None:
             own = self._committed.exception()
         if outcome.late is not None:
-            raise PhaseTimeoutError(**outcome.late) from own
+            raise PhaseTimeoutError.from_json(outcome.late) from own
         if outcome.failure:
             text = f"save of {self._directory.parent} failed: {outcome.failure}"
-            raise CheckpointError(text, culprit=outcome.culprit) from own
+            culprit = None if outcome.culprit is None else trainer_id(outcome.culprit)
+            raise CheckpointError(text, culprit=culprit) from own
         return outcome.value
 
     def _in_thread(self, work: Callable[[], Any], future: Future[Any]) -> None:
@@ -196,7 +198,7 @@ class Flight:
             text = "; ".join(f"training rank {rank}: {failure}" for rank, failure in failed.items())
             # One that has failed with what it heard of another is no culprit.
             heard_of = [culprit for rank in failed if (culprit := outcomes[rank].culprit) is not None]
-            raise CheckpointError(text, culprit=min(heard_of or failed))
+            raise CheckpointError(text, culprit=trainer_id(min(heard_of or failed)))
         return self._commit([_to_written(outcome.value) for outcome in outcomes])
 
 
@@ -210,19 +212,15 @@ def _left(deadline_s: float) -> timedelta:
     return timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_LATE = ("phase", "group", "missing", "waited_s", "setting")
-
-
 def _outcome(done: Future[T], rank: int, to_json: Callable[[T], Any] = lambda value: value) -> Outcome:
     error = done.exception()
     if error is None:
         return Outcome("", to_json(done.result()))
     if isinstance(error, PhaseTimeoutError):
-        return Outcome(str(error), None, late={name: getattr(error, name) for name in _LATE})
+        return Outcome(str(error), None, late=error.as_json())
     if isinstance(error, RlSafeError):
-        return Outcome(str(error), None, rank if error.culprit is None else error.culprit)
-    advice = ": make room there" if isinstance(error, OSError) and error.errno in _FULL else ""
+        return Outcome(str(error), None, rank if error.culprit is None else error.culprit.rank)
+    advice = ": make room there" if classify(error) is ForeignCause.NO_SPACE else ""
     return Outcome(f"{type(error).__name__}: {error}{advice}", None, rank)
 
 

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed import Store
 
 from rl_safe_workers.checkpoint.archives import Archive
+from rl_safe_workers.checkpoint.failures import as_checkpoint_error, checkpoint_errors
 from rl_safe_workers.checkpoint.index import COMMON, ByteRange, CheckpointIndex, Chunk, chunk_bytes, read_index
 from rl_safe_workers.checkpoint.megatron import CONTENT_METADATA_KEY, fill_state
 from rl_safe_workers.checkpoint.pieces import Piece, Split, coalesce, split
@@ -100,12 +101,12 @@ class Loader:
             complaint = compare(parts, index)
             asked = {s.key for s in parts.tensors} | {s.unique_key for s in parts.objects}
         except Exception as error:
-            failure = error
+            failure = as_checkpoint_error(error)
         self._agreement("ready").settle(
             timeout,
             failure=failure,
             report=(sorted(asked), complaint),
-            decide=lambda reports: _check_fit(reports, index, strict),
+            decide=checkpoint_errors()(lambda reports: _check_fit(reports, index, strict)),
         )
         assert index is not None, "else the agreement has raised"
         loaded: dict[str, Any] = {}

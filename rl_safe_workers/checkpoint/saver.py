@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from rl_safe_workers.checkpoint.catalogue import Catalogue, find_mismatch, places, to_metadata
 from rl_safe_workers.checkpoint.collector import collector_paused
+from rl_safe_workers.checkpoint.failures import as_checkpoint_error, checkpoint_errors
 from rl_safe_workers.checkpoint.flight import Flight, Written
 from rl_safe_workers.checkpoint.megatron import serialize_objects, store_common, write_format
 from rl_safe_workers.checkpoint.pieces import split
@@ -101,7 +102,7 @@ class Saver:
             keys, blobs, serialized = serialize_objects(objects)
             plan = self._planned(parts.tensors, keys)
         except Exception as error:
-            failure = error
+            failure = as_checkpoint_error(error)
         size_bytes = 0 if failure else plan.size_bytes + sum(map(len, serialized))
         self._agree_to_start(subject, failure, None if failure else plan, size_bytes, directory, timeout)
         if not directory.is_dir():
@@ -124,7 +125,7 @@ class Saver:
                 pieces = self._staging.copy(pieces, plan.size_bytes)
             except Exception as error:
                 # The others are on their way already, and have to be told.
-                failure = error
+                failure = as_checkpoint_error(error)
 
         def write() -> Written:
             if failure is not None:
@@ -144,7 +145,7 @@ class Saver:
         """
         assert self._flight is None, "finish the save before"
         self._count_save()
-        self._agreement(f"save/{self._saves}/start").settle(timeout, failure=error)
+        self._agreement(f"save/{self._saves}/start").settle(timeout, failure=as_checkpoint_error(error))
         raise AssertionError("an agreement with a failure raises")
 
     def save_with(
@@ -165,14 +166,14 @@ class Saver:
         assert self._flight is None, "finish the save before"
         self._count_save()
         subject, failure = f"save/{self._saves}", None
-        self._agreement(f"{subject}/start").settle(timeout, decide=lambda reports: prepare())
+        self._agreement(f"{subject}/start").settle(timeout, decide=checkpoint_errors()(lambda reports: prepare()))
         self._forget_saves_before()
         try:
             save()
         except Exception as error:
-            failure = error
-        written = self._agreement(f"{subject}/written")
-        return written.settle(timeout, failure=failure, report=note, decide=lambda notes: commit({}, notes))
+            failure = as_checkpoint_error(error)
+        decide = checkpoint_errors()(lambda notes: commit({}, notes))
+        return self._agreement(f"{subject}/written").settle(timeout, failure=failure, report=note, decide=decide)
 
     def _planned(self, tensors: list[ShardedTensor], object_keys: list[str]) -> Plan:
         if self._plan is None or not self._plan.fits(tensors, object_keys):
@@ -197,6 +198,7 @@ class Saver:
             catalogue = plan.catalogue.to_json().decode()
             self._agreement(f"{subject}/compare").settle(timeout, report=catalogue, decide=self._compare)
 
+    @checkpoint_errors()
     def _decide_start(self, reports: Sequence[tuple[str, int]], directory: Path) -> bool:
         """Decides on rank 0 whether there is room, and whether catalogues have to be compared."""
         needed, free = sum(size for _, size in reports), shutil.disk_usage(directory).free
@@ -204,6 +206,7 @@ class Saver:
             raise CheckpointError(f"{needed} bytes to save, {free} free in {directory}: make room there")
         return [digest for digest, _ in reports] != [digest for digest, _ in self._catalogues]
 
+    @checkpoint_errors()
     def _compare(self, reports: Sequence[str]) -> None:
         catalogues = [Catalogue.from_json(report.encode()) for report in reports]
         if mismatch := find_mismatch(catalogues):

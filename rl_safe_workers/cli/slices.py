@@ -23,11 +23,12 @@ from rl_safe_workers.checkpoint.ranges import Ranges, materialise, sizes_of
 from rl_safe_workers.cli.terminal import to_path
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.preflight import layout_of
-from rl_safe_workers.errors import ConfigError, RankError, RlSafeError, RunError, UsageError, format_ranks
+from rl_safe_workers.errors import ConfigError, Raised, RankError, RlSafeError, RunError, UsageError
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.models.hf_directory import read_hf_directory
 from rl_safe_workers.plain_console import PlainConsole
+from rl_safe_workers.ranks import format_ranks, trainer_id
 from rl_safe_workers.recipe import load_settings
 from rl_safe_workers.topology.layout import WORLD_KEY, check_layout, check_model
 
@@ -149,9 +150,9 @@ def _find_ranges_in_child(config: RunConfig, checkpoint: Path, ranks: Sequence[i
     except RlSafeError:
         raise
     except Exception as error:
-        cause, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+        text, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
         raise RankError(
-            role="trainer", rank=ranks[0], phase="load", cause=cause, trace=trace, raised_at=unix_now()
+            rank_id=trainer_id(ranks[0]), phase="load", cause=Raised(), text=text, trace=trace, raised_at=unix_now()
         ) from None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rl_safe_workers.errors import CommunicatorError, RlSafeError
+from rl_safe_workers.errors import CommunicatorError, foreign_cause, in_one_line
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ def _end(backends: list[Named], how: str, patience: timedelta) -> Exception | No
         named = holder.pop()
         failure = failure_of(getattr(named[1], how))
         if failure is not None:
-            failures.append(CommunicatorError(f"group {named[0]}: {describe(failure)}"))
+            text = f"group {named[0]}: {in_one_line(failure)}"
+            failures.append(CommunicatorError(text, foreign=foreign_cause(failure)))
             return
         with suppress(ValueError):  # aborted meanwhile
             backends.remove(named)
@@ -135,10 +136,3 @@ def failure_of(work: Callable[[], object]) -> Exception | None:
             link = link.__cause__ or link.__context__
         return error
     return None
-
-
-def describe(failure: Exception | None) -> str | None:
-    """One line of a failure; None for none."""
-    if failure is None or isinstance(failure, RlSafeError):
-        return None if failure is None else str(failure)
-    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"

@@ -21,10 +21,19 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from rl_safe_workers.comms.ending import describe, end_alone, end_together, failure_of, within
+from rl_safe_workers.comms.ending import end_alone, end_together, failure_of, within
 from rl_safe_workers.comms.releasable import STORE_PREFIX, GroupState, ReleasableGroup
-from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RlSafeError
+from rl_safe_workers.errors import (
+    CommunicatorError,
+    Failure,
+    PhaseTimeoutError,
+    RlSafeError,
+    StoreLostError,
+    first_line,
+)
+from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.worlds.agreement import Agreement
 
 logger = logging.getLogger(__name__)
@@ -228,12 +237,12 @@ class _Ranks:
         try:
             number = self._store.add(f"release/steps/{self._rank}", 1)
         except DistNetworkError as error:
-            raise CommunicatorError(
+            raise StoreLostError(
                 f"{self._what} on training rank {self._rank}: the run's store is lost: its owner, training rank 0, "
                 "has ended"
             ) from error
         report = {
-            "failure": describe(failure),
+            "failure": None if failure is None else Failure.of(failure),
             "after_s": self.elapsed_s() if after_s is None else after_s,
             "groups": {group.key: [group.generation, group.size(), group.label] for group in groups},
         }
@@ -253,7 +262,9 @@ class _Ranks:
         self._agreement(number - 1).forget()
         self._together_s = time.monotonic()
         if outcome["failures"]:
-            raise CommunicatorError(f"{self._what}: {'; '.join(outcome['failures'])}") from failure
+            culprit = None if outcome["culprit"] is None else trainer_id(outcome["culprit"])
+            text = f"{self._what}: {'; '.join(outcome['failures'])}"
+            raise CommunicatorError(text, culprit=culprit, foreign=ForeignCause(outcome["foreign"])) from failure
         return outcome
 
     def _agreement(self, number: int) -> Agreement:
@@ -262,8 +273,11 @@ class _Ranks:
 
 def _judge(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Decides, on rank 0, from what every rank reported."""
-    failed = sorted((r["after_s"], rank) for rank, r in enumerate(reports) if r["failure"] is not None)
-    failures = [f"training rank {rank}: {reports[rank]['failure']}" for _, rank in failed]
+    told = {rank: Failure.from_json(r["failure"]) for rank, r in enumerate(reports) if r["failure"] is not None}
+    failed = sorted(told, key=lambda rank: (reports[rank]["after_s"], rank))
+    failures = [f"training rank {rank}: {told[rank].text}" for rank in failed]
+    # The first to fail; before it one that did not only wait for others.
+    culprit = min(failed, key=lambda rank: told[rank].foreign.is_about_others, default=None)
     brought: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
         for name in report["groups"]:
@@ -278,6 +292,8 @@ def _judge(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     generations = [entry[0] for report in reports for entry in report["groups"].values()]
     return {
         "failures": failures,
+        "culprit": culprit,
+        "foreign": ForeignCause.UNKNOWN if culprit is None else told[culprit].foreign,
         "generation": 1 + max(generations, default=0),
         "groups": {name: entry[0] for name, entry in groups.items()},
     }
@@ -312,7 +328,7 @@ def _drain(groups: Sequence[ReleasableGroup], patience: timedelta) -> None:
                 work.wait(_until(deadline_s))
             except RuntimeError as error:
                 raise CommunicatorError(
-                    f"group {group.label} has an operation that does not end: {str(error).splitlines()[0]}"
+                    f"group {group.label} has an operation that does not end: {first_line(error)}"
                 ) from error
     if any("cuda" in group.channels for group in groups):
         within(torch.cuda.synchronize, _until(deadline_s).total_seconds(), what="what is queued on the GPU")
@@ -350,9 +366,7 @@ def _reconnect(groups: Sequence[ReleasableGroup], generation: int, ranks: _Ranks
         try:
             group.reconnect(generation, bound=_until(deadline_s))
         except RuntimeError as error:
-            raise CommunicatorError(
-                f"group {group.label} could not be connected again: {str(error).splitlines()[0]}"
-            ) from error
+            raise CommunicatorError(f"group {group.label} could not be connected again: {first_line(error)}") from error
 
 
 def _bounded_bootstrap(

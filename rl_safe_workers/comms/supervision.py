@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import sys
 import threading
 import time
@@ -21,8 +20,17 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
-from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RlSafeError
+from rl_safe_workers.errors import (
+    Awaited,
+    CommunicatorError,
+    Failure,
+    PhaseTimeoutError,
+    StoreLostError,
+    foreign_cause,
+)
+from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.worlds.attendance import absentees, attend
 
 logger = logging.getLogger(__name__)
@@ -143,7 +151,7 @@ class Supervision:
         for key, slot, ranks in zip(mine, slots, members, strict=True):
             neighbour = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
             if neighbour not in others:
-                self._await(f"{name}/{neighbour}", partial(self._absent, name, ranks), part=key)
+                self._await(f"{name}/{neighbour}", partial(self._absent, name, ranks), part=key, ranks=ranks)
                 others[neighbour] = json.loads(self._ask(self._store.get, f"{name}/{neighbour}"))
             theirs = others[neighbour]
             if theirs.get(slot) != planned[slot]:
@@ -152,7 +160,7 @@ class Supervision:
                 text = f"it connects the groups that it shares with rank {neighbour} in another order"
             else:
                 continue
-            self._give_up({"part": key, "rank": self._rank, "text": f"{text}: their configurations differ"})
+            self._give_up(key, Failure(f"{text}: their configurations differ"))
         self._arrive(f"{name}/agreed", f"the {self._phase}'s plan", range(self._size))
         self._set(f"at/{self._rank}", _BETWEEN)
 
@@ -182,13 +190,13 @@ class Supervision:
             self._heed_failures()
             self._set(f"{key}/all", "")
             return
-        self._await(f"{key}/all", partial(self._absent, key, ranks), part=name)
+        self._await(f"{key}/all", partial(self._absent, key, ranks), part=name, ranks=ranks)
 
     def _absent(self, key: str, ranks: Sequence[int]) -> list[int]:
         absent: list[int] = self._ask(absentees, self._store, f"{key}/came", ranks)
         return absent
 
-    def _await(self, key: str, absent: Callable[[], list[int]], *, part: str) -> None:
+    def _await(self, key: str, absent: Callable[[], list[int]], *, part: str, ranks: Sequence[int]) -> None:
         """Waits for a key; gives up with those that are absent when the time is up."""
         while not self._ask(self._has_come, key):
             self._beat()
@@ -198,15 +206,15 @@ class Supervision:
             if late_s > 0 and (absent() or late_s > _GRACE.total_seconds()):
                 self._let_one_judge()
                 if not self._ask(self._has_come, key):
-                    self._report_missing(*self._root(part, absent()))
+                    self._report_missing(*self._root(part, ranks, absent()))
 
-    def _root(self, part: str, missing: list[int]) -> tuple[str, list[int]]:
-        """Returns the part that everyone waits for in the end, and who is missing there.
+    def _root(self, part: str, members: Sequence[int], missing: list[int]) -> tuple[str, Sequence[int], list[int]]:
+        """Returns the part that everyone waits for in the end, its members, and who is missing there.
 
         Who is missing here may be waiting at another group, for someone who is missing there, or be inside another
         group's collective, which does not end.
         """
-        inside: dict[int, tuple[str, list[int]]] = {}
+        inside: dict[int, tuple[str, Sequence[int]]] = {}
         seen: set[int] = set()
         while waiting := [rank for rank in missing if rank not in seen]:
             rank = waiting[0]
@@ -216,14 +224,14 @@ class Supervision:
                 continue
             key, name, ranks = place
             if absent := self._absent(key, ranks):
-                part, missing = name, absent
+                part, members, missing = name, ranks, absent
             else:
                 inside[rank] = name, ranks
         stuck = [inside[rank] for rank in missing if rank in inside]
         if not stuck or len(stuck) < len(missing):
-            return part, [rank for rank in missing if rank not in inside]
+            return part, members, [rank for rank in missing if rank not in inside]
         name, ranks = stuck[0]
-        return name, self._silent(ranks)
+        return name, ranks, self._silent(ranks)
 
     def _has_come(self, key: str) -> bool:
         try:
@@ -258,19 +266,18 @@ class Supervision:
             if time.monotonic() > self._deadline_s:
                 self._set(f"elsewhere/{self._rank}", "" if _is_in_a_collective(thread) else "1")
                 self._let_one_judge()
-                self._report_missing(name, self._silent(ranks))
+                self._report_missing(name, ranks, self._silent(ranks))
             thread.join(_LOOK_S)
         if errors:
             if self._is_deadline(errors[0]):
                 self._let_one_judge()
-                self._report_missing(name, self._silent(ranks))
+                self._report_missing(name, ranks, self._silent(ranks))
             self._report(name, errors[0])
         return values[0]
 
     def _is_deadline(self, error: BaseException) -> bool:
         """Whether a backend has only given up at the deadline, a little before us: its collectives share it."""
-        has_waited = isinstance(error, RuntimeError) and re.search(r"timed? ?out", str(error), re.IGNORECASE)
-        return bool(has_waited) and self._left() < _SLICE
+        return foreign_cause(error) is ForeignCause.TIMEOUT and self._left() < _SLICE
 
     def _beat(self) -> None:
         self._keys[f"beat/{self._rank}"] = None
@@ -313,16 +320,22 @@ class Supervision:
         self._keys[key] = None
         self._ask(self._store.set, key, value)
 
-    def _report_missing(self, name: str, missing: Sequence[int]) -> None:
-        self._give_up({"part": name, "missing": list(missing), "waited_s": time.monotonic() - self._started_s})
+    def _report_missing(self, name: str, ranks: Sequence[int], missing: Sequence[int]) -> None:
+        late = PhaseTimeoutError(
+            phase=self._phase,
+            awaited=Awaited(name, frozenset(trainer_ids(ranks))),
+            missing=trainer_ids(missing),
+            waited_s=time.monotonic() - self._started_s,
+            setting=f"rl_safe.timeouts.{self._phase}",
+        )
+        self._tell({"late": late.as_json()})
 
     def _report(self, name: str, error: BaseException) -> None:
         """Tells all others, unless one of them was first; its failure is the cause of this one, then."""
-        text = str(error) if isinstance(error, RlSafeError) else f"{type(error).__name__}: {error}"
         # A broken connection is how the others' end shows itself; who was first says so within a slice.
         if isinstance(error, RuntimeError):
             self._wait_for_the_first()
-        self._give_up({"part": name, "rank": self._rank, "text": text.splitlines()[0]}, cause=error)
+        self._give_up(name, Failure.of(error), cause=error)
 
     def _wait_for_the_first(self) -> None:
         until_s = time.monotonic() + _SLICE.total_seconds()
@@ -330,7 +343,10 @@ class Supervision:
             self._heed_failures()
             time.sleep(_LOOK_S)
 
-    def _give_up(self, failure: dict[str, Any], *, cause: BaseException | None = None) -> None:
+    def _give_up(self, part: str, failure: Failure, *, cause: BaseException | None = None) -> None:
+        self._tell({"part": part, "rank": self._rank, "failure": failure}, cause=cause)
+
+    def _tell(self, failure: dict[str, Any], *, cause: BaseException | None = None) -> None:
         first = self._ask(self._store.compare_set, "failed", "", json.dumps(failure))
         self._raise(json.loads(first), cause=cause)
 
@@ -339,21 +355,20 @@ class Supervision:
             self._raise(json.loads(self._store.get("failed")))
 
     def _raise(self, failure: dict[str, Any], *, cause: BaseException | None = None) -> None:
-        if "missing" in failure:
-            raise PhaseTimeoutError(
-                phase=self._phase, group=failure["part"], missing=failure["missing"], waited_s=failure["waited_s"],
-                setting=f"rl_safe.timeouts.{self._phase}",
-            )  # fmt: skip
+        if "late" in failure:
+            raise PhaseTimeoutError.from_json(failure["late"])
+        text, foreign = Failure.from_json(failure["failure"])
         raise CommunicatorError(
-            f"phase {self._phase}: training rank {failure['rank']} failed in {failure['part']}: {failure['text']}",
-            culprit=failure["rank"],
+            f"phase {self._phase}: training rank {failure['rank']} failed in {failure['part']}: {text}",
+            culprit=trainer_id(failure["rank"]),
+            foreign=foreign,
         ) from (cause if failure["rank"] == self._rank else None)
 
     def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
         try:
             return request(*args)
         except DistNetworkError as error:
-            raise CommunicatorError(
+            raise StoreLostError(
                 f"phase {self._phase}: training rank {self._rank} has lost the run's store: its owner, training rank "
                 "0, has ended"
             ) from error

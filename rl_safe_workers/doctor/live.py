@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.doctor.check import MIB, Fact, Report, Subject
-from rl_safe_workers.errors import Interrupted, PhaseTimeoutError, RankError, RlSafeError, format_ranks
+from rl_safe_workers.errors import Interrupted, PhaseTimeoutError, RankError, RlSafeError
 from rl_safe_workers.findings import Finding, Severity, counted
+from rl_safe_workers.ranks import format_ranks
 
 if TYPE_CHECKING:
     from rl_safe_workers.driver.console import RunConsole
@@ -61,11 +62,11 @@ def failed(error: Exception) -> Finding:
     groups: tuple[str, ...] = ()
     ranks = ""
     if isinstance(error, PhaseTimeoutError):
-        groups, ranks = (error.group,), format_ranks(error.missing)
+        groups, ranks = (error.awaited.name,), format_ranks(one.rank for one in error.missing)
     elif isinstance(error, RankError):
-        groups, ranks = (f"the {error.role}s",), str(error.rank)
+        groups, ranks = (f"the {error.rank_id.role}s",), str(error.rank_id.rank)
     elif isinstance(error, RlSafeError) and error.culprit is not None:
-        ranks = str(error.culprit)
+        ranks = str(error.culprit.rank)
     what = str(error) if isinstance(error, RlSafeError) else f"{type(error).__name__}: {error}"
     return Finding(
         code=CODE, severity=Severity.STOPS, text=" ".join(what.split()), groups=groups, ranks=ranks,

@@ -6,6 +6,8 @@ import json
 import sys
 from typing import Any
 
+from rl_safe_workers.errors import first_line
+
 
 def main() -> int:
     """Prints one line of JSON: versions, devices, and which of them can read each other's memory."""
@@ -33,7 +35,7 @@ def _device(torch: Any, index: int) -> dict[str, Any]:
         # Needs a context there, which a GPU of exclusive use refuses while another process has it.
         free, _ = torch.cuda.mem_get_info(index)
     except RuntimeError as error:
-        return {**found, "free": None, "reason": str(error).partition("\n")[0]}
+        return {**found, "free": None, "reason": first_line(error)}
     return {**found, "free": free, "reason": ""}
 
 

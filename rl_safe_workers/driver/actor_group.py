@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +13,10 @@ from ray.exceptions import RayActorError, RayError
 from rl_safe_workers.driver.actors import Reply
 from rl_safe_workers.driver.interrupts import SLICE_S
 from rl_safe_workers.driver.nodes import Node
-from rl_safe_workers.errors import PhaseTimeoutError, RankError, RunError, first_line
-from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
+from rl_safe_workers.errors import Awaited, Died, PhaseTimeoutError, RankError, RunError, in_one_line
+from rl_safe_workers.lifecycle import Phase, PhaseEvent, unix_now
+from rl_safe_workers.ranks import RankId, Role
+from rl_safe_workers.root_cause import root_cause
 
 SLACK_S = 5.0
 """How much longer than its ranks the driver waits: a rank that notices a missing one can name it, the driver cannot."""
@@ -28,8 +29,6 @@ WITHOUT_DEADLINE = frozenset(
     }
 )
 """Where ranks look at no clock, so that there is nothing to wait longer for."""
-NOR = "nor "
-"""Begins what a timeout says of missing ranks that have another role."""
 GRACE_S = 2.0
 """How long to go on listening after the first failure: a dead rank is often reported after those it took along."""
 
@@ -43,6 +42,11 @@ class ActorRef:
     handle: Any
     node: Node | None = None
     """Where it is, if that is known."""
+
+    @property
+    def rank_id(self) -> RankId:
+        """Role and rank."""
+        return RankId(self.role, self.rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +112,9 @@ def gather(
         for ref in done:
             on_events(replies[ref].events)
         if any(reply.error for reply in replies.values()):
-            raise _culprit(calls, replies, pending, on_events)
+            raise _root_error(calls, replies, pending, on_events)
         if pending and is_over:
-            raise _timeout(calls, pending, time.monotonic() - calls.started_s)
+            raise _timeout(calls, _ids(calls, pending), time.monotonic() - calls.started_s)
     return [replies[ref].value for ref in calls.refs]
 
 
@@ -120,50 +124,39 @@ def _fetch(calls: PendingCalls, ref: Any) -> Reply:
     except RayActorError as error:
         return Reply(error=died(calls.refs[ref], calls.phase, trace=str(error)))
     except RayError as error:
-        cause = f"{type(error).__name__}: {first_line(error)}"
-        return Reply(error=died(calls.refs[ref], calls.phase, cause=cause, trace=str(error)))
+        return Reply(error=died(calls.refs[ref], calls.phase, text=in_one_line(error), trace=str(error)))
     return reply
 
 
-def died(actor: ActorRef, phase: Phase, *, cause: str = "the process died", trace: str = "") -> RankError:
+def died(actor: ActorRef, phase: Phase, *, text: str = "the process died", trace: str = "") -> RankError:
     """The error of an actor that is no more."""
     if actor.node is not None and not actor.node.is_loopback:
-        cause = f"{cause} on node {actor.node}"
-    return RankError(
-        role=actor.role, rank=actor.rank, phase=phase, cause=cause, trace=trace,
-        # Whatever took the process away is the cause of what others report, however late it is noticed.
-        raised_at=0.0,
-    )  # fmt: skip
+        text = f"{text} on node {actor.node}"
+    return RankError(rank_id=actor.rank_id, phase=phase, cause=Died(), text=text, trace=trace, raised_at=unix_now())
 
 
-def _timeout(calls: PendingCalls, pending: Sequence[Any], waited_s: float, detail: str = "") -> PhaseTimeoutError:
-    missing = [calls.refs[ref] for ref in pending]
-    role = min((actor.role for actor in missing), key=[Role.TRAINER, Role.ROLLOUT].index)
-    others = [f"{actor.role} rank {actor.rank}" for actor in missing if actor.role is not role]
+def _timeout(calls: PendingCalls, missing: Collection[RankId], waited_s: float, detail: str = "") -> PhaseTimeoutError:
+    """The error of ranks that have not answered. Of both roles only where some of both are missing."""
+    roles = {one.role for one in missing}
+    members = frozenset(actor.rank_id for actor in calls.refs.values() if actor.role in roles)
     return PhaseTimeoutError(
         phase=calls.phase,
-        group=f"the {role}s",
-        missing=[actor.rank for actor in missing if actor.role is role],
+        awaited=Awaited(f"the {next(iter(roles))}s" if len(roles) == 1 else "the run", members),
+        missing=missing,
         waited_s=waited_s,
         setting=f"rl_safe.timeouts.{calls.phase}",
-        detail="; ".join([*([NOR + ", ".join(others)] if others else []), *([detail] if detail else [])]),
+        detail=detail,
     )
 
 
-def _blame(error: RunError) -> tuple[bool, bool, float]:
-    """Sorts errors by how likely they are the cause: those that waited in vain last, else the earliest first.
-
-    Before them what a rank has failed with itself, and not only heard of.
-    """
-    if isinstance(error, RankError):
-        return error.in_vain, error.follows, error.raised_at
-    return True, True, math.inf
+def _ids(calls: PendingCalls, refs: Iterable[Any]) -> frozenset[RankId]:
+    return frozenset(calls.refs[ref].rank_id for ref in refs)
 
 
-def _culprit(
+def _root_error(
     calls: PendingCalls, replies: dict[Any, Reply], pending: list[Any], on_events: Callable[[list[PhaseEvent]], None]
 ) -> RunError:
-    """Listens a little longer, then picks the error that others follow from."""
+    """Listens a little longer, then returns the error that others follow from."""
     deadline = time.monotonic() + GRACE_S
     while pending and (left := deadline - time.monotonic()) > 0 and not any(map(_has_died, replies.values())):
         done, pending = ray.wait(pending, timeout=left)
@@ -171,13 +164,13 @@ def _culprit(
         for reply in late.values():
             on_events(reply.events)
         replies = {**replies, **late}
-    error = min((reply.error for reply in replies.values() if reply.error is not None), key=_blame)
-    names_someone = isinstance(error, PhaseTimeoutError) and error.missing
-    if _blame(error)[0] and pending and not names_someone:
+    reports = {calls.refs[ref].rank_id: reply.error for ref, reply in replies.items() if reply.error is not None}
+    root = root_cause(reports, pending=_ids(calls, pending))
+    if root.culprits and not root.is_told:
         # All that failed waited for those that are still busy with whatever keeps them.
-        return _timeout(calls, pending, time.monotonic() - calls.started_s, detail=str(error))
-    return error
+        return _timeout(calls, root.culprits, time.monotonic() - calls.started_s, detail=str(root.error))
+    return root.error
 
 
 def _has_died(reply: Reply) -> bool:
-    return isinstance(reply.error, RankError) and reply.error.raised_at == 0
+    return isinstance(reply.error, RankError) and isinstance(reply.error.cause, Died)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
-import re
 import signal
 import sys
 import threading
@@ -21,14 +20,10 @@ import ray
 
 from rl_safe_workers import env
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, RunError, WeightSyncError
-from rl_safe_workers.lifecycle import PhaseEvent, Role, unix_now
-
-IN_VAIN = re.compile(r"timed? ?out|connection (closed|reset)|lost the run's store", re.IGNORECASE)
-"""What torch says on a rank that waited for another, or whose peer is gone: it has no type of error for that."""
-_OF_A_WAIT = (RuntimeError, CommunicatorError, WeightSyncError)
-"""Errors of torch.distributed are RuntimeErrors."""
-
+from rl_safe_workers.errors import PhaseTimeoutError, RankError, RunError
+from rl_safe_workers.lifecycle import PhaseEvent, unix_now
+from rl_safe_workers.ranks import RankId, Role
+from rl_safe_workers.root_cause import cause_of
 
 NODE_IP = "node_ip"
 """A method of the shell itself: the address of its node in the cluster."""
@@ -61,7 +56,7 @@ class ActorShell:
         self._config, self._rank = config, rank
         self._worker: Any = None
         if (folder := env.hang_dir()) is not None:
-            answer_when_hung(folder, self.role, rank)
+            answer_when_hung(folder, RankId(self.role, rank))
 
     def call(self, phase: str, method: str, args: tuple[Any, ...]) -> Reply:
         """Calls a method of the worker.
@@ -72,8 +67,8 @@ class ActorShell:
             args: Its arguments.
 
         Returns:
-            The method's value; or, if it raised, a RankError with this actor's role and rank, or the PhaseTimeoutError
-            as it was, which names the ranks that are missing.
+            The method's value; or, if it raised, a RankError with this actor's id, or the PhaseTimeoutError as it was,
+            which names the ranks that are missing.
         """
         value: Any = None
         error: RunError | None = None
@@ -94,16 +89,14 @@ class ActorShell:
 
     def _as_rank_error(self, error: Exception, phase: str) -> RankError:
         raised_at = unix_now()  # before the trace, which takes a while
+        rank_id = RankId(self.role, self._rank)
         return RankError(
-            role=self.role,
-            rank=self._rank,
+            rank_id=rank_id,
             phase=phase,
-            cause=f"{type(error).__name__}: {error}",
+            cause=cause_of(error, rank_id),
+            text=f"{type(error).__name__}: {error}",
             trace="".join(traceback.format_exception(error)),
             raised_at=raised_at,
-            # A file system may time out, too.
-            in_vain=any(isinstance(e, _OF_A_WAIT) and IN_VAIN.search(str(e)) for e in (error, error.__cause__)),
-            follows=self.role is Role.TRAINER and getattr(error, "culprit", None) not in (None, self._rank),
         )
 
     def _build(self) -> Any:
@@ -128,12 +121,12 @@ class RolloutActor(ActorShell):
     rank_argument = "rollout_rank"
 
 
-def stack_file(role: str, rank: int) -> str:
+def stack_file(rank_id: RankId) -> str:
     """Name of the file that an actor's stacks are in."""
-    return f"stack_{role}_{rank}.txt"
+    return f"stack_{rank_id.role}_{rank_id.rank}.txt"
 
 
-def answer_when_hung(folder: Path, role: Role, rank: int) -> None:
+def answer_when_hung(folder: Path, rank_id: RankId) -> None:
     """Lets the driver ask this process for evidence, whatever its main thread is doing.
 
     ``STACK_SIGNAL`` adds the stacks of all threads to `stack_file`; a trainer also writes what torch's Flight Recorder
@@ -141,15 +134,16 @@ def answer_when_hung(folder: Path, role: Role, rank: int) -> None:
 
     Args:
         folder: Where; the process keeps open what it makes there.
-        role: Of this actor.
-        rank: Its rank within the role.
+        rank_id: Of this actor.
     """
     # In C, without the lock that Python code needs; the file stays open as long as the process lives.
     faulthandler.register(
-        STACK_SIGNAL, file=(folder / stack_file(role, rank)).open("w", encoding="utf-8"), all_threads=True, chain=False
+        STACK_SIGNAL, file=(folder / stack_file(rank_id)).open("w", encoding="utf-8"), all_threads=True, chain=False
     )
-    if role is Role.TRAINER:
-        threading.Thread(target=_answer_flight_requests, args=(folder, rank), name="flights", daemon=True).start()
+    if rank_id.role is Role.TRAINER:
+        threading.Thread(
+            target=_answer_flight_requests, args=(folder, rank_id.rank), name="flights", daemon=True
+        ).start()
 
 
 def _answer_flight_requests(folder: Path, rank: int) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import remove_placement_group
@@ -31,7 +31,8 @@ from rl_safe_workers.driver.node_check import check_nodes
 from rl_safe_workers.driver.nodes import Node, lost_among
 from rl_safe_workers.driver.placement import Reservation, reserve
 from rl_safe_workers.driver.preflight import layout_of
-from rl_safe_workers.lifecycle import Role
+from rl_safe_workers.errors import PhaseTimeoutError
+from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
 from rl_safe_workers.reaping.processes import (
@@ -46,6 +47,8 @@ from rl_safe_workers.reaping.temp_folder import check_temp_folder, temp_folder
 from rl_safe_workers.recipe import LOCAL_RAY, ray_address
 
 logger = logging.getLogger(__name__)
+
+E = TypeVar("E", bound=BaseException)
 
 LOOK_S = 30.0
 """What nodes get to answer in, however long it took until they were there."""
@@ -214,13 +217,13 @@ class Cluster:
         """Nodes of the run that do not answer; never this machine, if Ray is ours."""
         return [] if self.is_local else lost_among(self.nodes)
 
-    def on_nodes(self, nodes: Sequence[Node]) -> dict[Role, list[int]]:
-        """Ranks that have their places on some nodes, by role."""
+    def on_nodes(self, nodes: Sequence[Node]) -> list[RankId]:
+        """Ranks that have their places on some nodes."""
         ids = {node.id for node in nodes}
         bundles = () if self._reservation is None else self._reservation.nodes
         trainers, rollouts = bundles[: self._config.cluster.num_trainers], bundles[self._first_rollout_bundle :]
         places = {Role.TRAINER: trainers, Role.ROLLOUT: rollouts}
-        return {role: [rank for rank, node in enumerate(of) if node.id in ids] for role, of in places.items()}
+        return [RankId(role, rank) for role, of in places.items() for rank, node in enumerate(of) if node.id in ids]
 
     def ask_actors(self, patience_s: float) -> Answers:
         """Asks the actors, wherever they are, what they are doing.
@@ -230,7 +233,7 @@ class Cluster:
         """
         if self.is_local:
             return ask_here(self._run_id, patience_s=patience_s)
-        homes = {(actor.role.value, actor.rank): str(actor.node) for actor in self.actors}
+        homes = {actor.rank_id: str(actor.node) for actor in self.actors}
         answers = Answers() if self._agents is None else self._agents.ask_actors(timeout_s=patience_s)
         return replace(answers, homes=homes)
 
@@ -266,7 +269,7 @@ class Cluster:
         if guardian is not None:
             guardian.dismiss(timeout_s=kill_after_s)
 
-    def keep_evidence(self, failure: BaseException, folder: Path, *, patience_s: float) -> None:
+    def keep_evidence(self, failure: E, folder: Path, *, patience_s: float) -> E | PhaseTimeoutError:
         """Keeps what tells of a failure, before `close`: where ranks hang, which is printed too, and Ray's logs.
 
         Args:
@@ -274,15 +277,18 @@ class Cluster:
             folder: Gets ``hang/`` and ``ray_logs/``. On a cluster that was joined the latter has the end of what the
                 run's own processes have printed, by node.
             patience_s: Longest wait for each, in seconds.
+
+        Returns:
+            The failure; or one that names fewer ranks, where the evidence shows that the others only wait for them.
         """
-        trainers = self._config.cluster.num_trainers
-        verdict = collect_evidence(
-            failure, ask=self.ask_actors, folder=folder, trainers=trainers, patience_s=patience_s
-        )
-        if verdict is not None:
-            sys.stderr.write(f"{verdict}\n")
+        hang = collect_evidence(failure, ask=self.ask_actors, folder=folder, patience_s=patience_s)
+        if hang is not None:
+            sys.stderr.write(f"{hang.verdict}\n")
         logs = folder / "ray_logs"
         attempt("keeping Ray's logs", lambda: self._keep_logs(logs, 0.8 * patience_s), timeout_s=patience_s)
+        if hang is not None and hang.culprits is not None and isinstance(failure, PhaseTimeoutError):
+            return failure.naming(hang.culprits)
+        return failure
 
     def _keep_logs(self, target: Path, timeout_s: float) -> None:
         """Copies Ray's logs, which hold the actors' output, from where `close` removes them."""

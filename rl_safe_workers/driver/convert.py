@@ -172,7 +172,9 @@ def _run(config: RunConfig, work: Callable[[Session], Any]) -> str:
         except BaseException as error:
             if isinstance(error, UsageError):
                 error.exit_code = RunError.exit_code  # exit code 2 promises that nothing was started
-            cluster.keep_evidence(error, folder, patience_s=patience_s)
+            blamed = cluster.keep_evidence(error, folder, patience_s=patience_s)
+            if blamed is not error:
+                raise blamed from error
             raise
         finally:
             cluster.close(kill_after_s=patience_s)

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,26 +20,16 @@ from typing import Any
 import ray
 from ray._private import state as ray_state
 
-from rl_safe_workers.driver.actor_group import NOR
-from rl_safe_workers.driver.actors import IN_VAIN, stack_file
+from rl_safe_workers.driver.actors import stack_file
 from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.flights import Work, waiting_ranks, works_waited_in
-from rl_safe_workers.driver.inquiry import Answers, Who
-from rl_safe_workers.driver.nodes import JOINING, LOOK_AT_NODES, NODE_AGENTS
+from rl_safe_workers.driver.inquiry import Answers
 from rl_safe_workers.driver.stacks import relative
-from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, format_ranks
-from rl_safe_workers.lifecycle import Role
+from rl_safe_workers.errors import PhaseTimeoutError, RankError, StoreLostError, Victim
+from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks, trainer_id, trainer_ids
 
 logger = logging.getLogger(__name__)
 
-_WAITED_FOR_BY_THE_DRIVER = (
-    "the driver", "the placement group", "the making of the model", JOINING, LOOK_AT_NODES, NODE_AGENTS,
-)  # fmt: skip
-"""Groups of a PhaseTimeoutError that are no ranks."""
-_MEMBERS = re.compile(r"\[([\d, ]+)\]")
-"""Training ranks in the name of a group."""
-_ALSO_MISSING = re.compile(r"\(nor ([^;)]+)")
-_RANK = re.compile(r"(trainer|rollout) rank (\d+)")
 _EVIDENCE = re.compile(r"verdict\.json|stack_\w+\.txt|flight_\w+")
 """Names of the files that are kept; whatever else lies beside them is the user's."""
 _RAY_S = 0.5
@@ -52,73 +42,87 @@ _NAMED_NODES = 4
 class Wait:
     """Who waited for whom, as far as the error tells.
 
-    Example: ``Wait(phase="train", group="the trainers", arrived={("trainer", 0)}, missing={("trainer", 1)}, ...)``
+    Example: ``Wait(phase="train", group="the trainers", arrived={trainer_id(0)}, missing={trainer_id(1)}, ...)``
     """
 
     phase: str | None
     group: str
-    arrived: frozenset[Who]
-    missing: frozenset[Who] | None
+    arrived: frozenset[RankId]
+    missing: frozenset[RankId] | None
     """None if the error names nobody: whoever is still in a call then."""
     waited_s: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """What the evidence of a hang says."""
+
+    verdict: str
+    """One line."""
+    culprits: frozenset[RankId] | None
+    """The ranks that the others wait for, where that is known better now than the error has it; else None."""
+
+
 def collect_evidence(
-    error: BaseException, *, ask: Callable[[float], Answers], folder: Path, trainers: int, patience_s: float
-) -> str | None:
+    error: BaseException, *, ask: Callable[[float], Answers], folder: Path, patience_s: float
+) -> Hang | None:
     """Asks every actor of a run that has failed where it is, if the failure is about ranks that did not come.
 
     To be called before the actors are killed. Never raises.
 
     Args:
-        error: What the run has failed with. Where it names all that are in a call, and the Flight Recorder shows that
-            some of them only wait for the others, it names these others from then on: on a GPU nobody else can tell.
+        error: What the run has failed with. Where it names all that are in a call, the Flight Recorder may show that
+            some of them only wait for the others: on a GPU nobody else can tell.
         ask: Asks the actors, and waits for no longer than the seconds it is given; e.g. ``cluster.ask_actors``.
         folder: The run's; gets ``hang/`` with ``verdict.json``, ``stack_<role>_<rank>.txt`` for each actor, and of
             trainers ``flight_<backend>_<rank>``, what the Flight Recorder has, as torch writes it.
-        trainers: Number of training ranks.
         patience_s: Longest wait, in seconds.
 
     Returns:
-        The verdict, one line; None if the error is of another kind, or a wait of the driver alone.
+        What was found; None if the error is of another kind, or a wait of the driver alone.
     """
-    if (wait := wait_of(error, trainers)) is None:
+    if (wait := wait_of(error)) is None:
         return None
-    verdicts: list[str] = []
+    hangs: list[Hang] = []
     # Leaves the thread time to write what it has before it is left behind.
     deadline_s = time.monotonic() + 0.8 * patience_s
     target = folder / "hang"
 
     def collect() -> None:
         answers = ask(_left(deadline_s))
-        found = _judge(error, wait, answers, target, deadline_s)
-        verdicts.append(found["verdict"])
+        hang, found = _judge(error, wait, answers, target, deadline_s)
+        hangs.append(hang)
         # Last: the folder's storage may be what the run hangs in, and the files of thousands of ranks take a while.
         _keep(answers, found, target)
 
     attempt("collecting the evidence of the hang", collect, timeout_s=patience_s)
-    return verdicts[0] if verdicts else None
+    return hangs[0] if hangs else None
 
 
-def _judge(error: BaseException, wait: Wait, answers: Answers, target: Path, deadline_s: float) -> dict[str, Any]:
-    """Returns the verdict with what it comes from; makes the error name the culprits, if these are known better now."""
-    actors, records, said = answers.actors, answers.records, f"{type(error).__name__}: {error}"
+def _judge(
+    error: BaseException, wait: Wait, answers: Answers, target: Path, deadline_s: float
+) -> tuple[Hang, dict[str, Any]]:
+    """Returns the verdict, and what it comes from, fit for JSON."""
+    actors, records = answers.actors, answers.records
     in_ray: list[dict[str, Any]] = []
     left_s = max(_RAY_S, _left(deadline_s) / 2)
     attempt("asking Ray for its actors", lambda: in_ray.extend(_ray_actors()), timeout_s=left_s)
-    busy = frozenset(actor.who for actor in actors if actor.stack is None or actor.stack.is_in_a_call)
-    busy |= {who for who, home in answers.homes.items() if home in answers.silent}
-    missing, unknown = busy - wait.arrived if wait.missing is None else wait.missing, frozenset[Who]()
+    busy = frozenset(actor.rank_id for actor in actors if actor.stack is None or actor.stack.is_in_a_call)
+    busy |= {rank_id for rank_id, home in answers.homes.items() if home in answers.silent}
+    missing, unknown = busy - wait.arrived if wait.missing is None else wait.missing, frozenset[RankId]()
     works = works_waited_in(records, _training_ranks(missing))
-    waiting = {(Role.TRAINER.value, rank) for rank in waiting_ranks(works)} & missing
-    if waiting and (culprits := _culprits(missing - waiting, answers)):
+    waiting = missing.intersection(trainer_ids(waiting_ranks(works)))
+    culprits = _culprits(missing - waiting, answers) if waiting else frozenset[RankId]()
+    if culprits:
         missing, unknown = culprits, missing - waiting - culprits
         works = works_waited_in(records, _training_ranks(missing))
         wait = replace(wait, missing=missing, arrived=wait.arrived | waiting)
-        _blame(error, missing)
-    return {
-        "verdict": verdict(wait, missing, answers, works, target=target, unknown=unknown),
-        "error": said,
+    hang = Hang(
+        verdict=verdict(wait, missing, answers, works, target=target, unknown=unknown), culprits=culprits or None
+    )
+    return hang, {
+        "verdict": hang.verdict,
+        "error": f"{type(error).__name__}: {error}",
         "wait": {
             "phase": wait.phase, "group": wait.group, "waited_s": wait.waited_s,
             "arrived": sorted(wait.arrived), "missing": sorted(missing), "unknown": sorted(unknown),
@@ -126,8 +130,8 @@ def _judge(error: BaseException, wait: Wait, answers: Answers, target: Path, dea
         "works": {rank: asdict(work) for rank, work in works.items()},
         "actors": [
             {
-                "role": actor.who[0], "rank": actor.who[1], "node": answers.homes.get(actor.who), "pid": actor.pid,
-                "status": actor.status, "cpu_s": actor.cpu_s, "stack_from": actor.source,
+                "role": actor.rank_id.role, "rank": actor.rank_id.rank, "node": answers.homes.get(actor.rank_id),
+                "pid": actor.pid, "status": actor.status, "cpu_s": actor.cpu_s, "stack_from": actor.source,
                 "stack": None if actor.stack is None else asdict(actor.stack),
             }
             for actor in actors
@@ -137,15 +141,14 @@ def _judge(error: BaseException, wait: Wait, answers: Answers, target: Path, dea
     }  # fmt: skip
 
 
-def _culprits(missing: Collection[Who], answers: Answers) -> frozenset[Who]:
-    """Those of the missing that are known not to wait like the rest: that nothing was heard of a rank tells nothing."""
-    there = {actor.who: actor for actor in answers.actors}
+def _culprits(missing: Collection[RankId], answers: Answers) -> frozenset[RankId]:
+    """Missing ranks known not to be waiting in a collective. That nothing was heard of a rank tells nothing."""
+    there = {actor.rank_id: actor for actor in answers.actors}
 
-    def is_known(who: Who) -> bool:
-        if who not in there:
-            return answers.homes.get(who) not in answers.silent  # the process is gone
-        role, rank = who
-        return there[who].is_stopped or (role == Role.TRAINER and rank in answers.records)
+    def is_known(rank_id: RankId) -> bool:
+        if rank_id not in there:
+            return answers.homes.get(rank_id) not in answers.silent  # the process is gone
+        return there[rank_id].is_stopped or (rank_id.role is Role.TRAINER and rank_id.rank in answers.records)
 
     return frozenset(filter(is_known, missing))
 
@@ -159,7 +162,7 @@ def _keep(answers: Answers, found: Mapping[str, Any], target: Path) -> None:
             path.unlink()  # of an earlier run by the same name
     (target / "verdict.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     for actor in answers.actors:
-        (target / stack_file(*actor.who)).write_text(
+        (target / stack_file(actor.rank_id)).write_text(
             actor.text or f"no stack: the process is {actor.status}\n", encoding="utf-8"
         )
     for flights in (lambda: answers.flights, *answers.more_flights):
@@ -167,54 +170,31 @@ def _keep(answers: Answers, found: Mapping[str, Any], target: Path) -> None:
             (target / name).write_bytes(zlib.decompress(contents))
 
 
-def _training_ranks(who: Collection[Who]) -> set[int]:
-    return {rank for role, rank in who if role == Role.TRAINER}
-
-
-def _blame(error: BaseException, missing: Collection[Who]) -> None:
-    """Makes a driver's error name those who are missing; one of the ranks' own knows better."""
-    groups = {f"the {role}s": [rank for of, rank in sorted(missing) if of == role] for role in Role}
-    if not isinstance(error, PhaseTimeoutError) or error.group not in groups:
-        return
-    group = next(group for group, ranks in groups.items() if ranks)
-    others = sorted(who for who in missing if f"the {who[0]}s" != group)
-    said = error.detail.partition("; ")[2] if error.detail.startswith(NOR) else error.detail
-    nor = NOR + ", ".join(f"{role} rank {rank}" for role, rank in others)
-    error.blame(group, groups[group], "; ".join(filter(None, (nor if others else "", said))))
+def _training_ranks(ranks: Collection[RankId]) -> set[int]:
+    return {one.rank for one in ranks if one.role is Role.TRAINER}
 
 
 def _left(deadline_s: float) -> float:
     return max(0.1, deadline_s - time.monotonic())
 
 
-def wait_of(error: BaseException, trainers: int) -> Wait | None:
-    """Reads from an error who waited for whom; None if it is about something else."""
+def wait_of(error: BaseException) -> Wait | None:
+    """Tells who waited for whom, by what an error carries; None if it is about something else."""
     if isinstance(error, PhaseTimeoutError):
-        if error.group in _WAITED_FOR_BY_THE_DRIVER:
+        if (members := error.awaited.members) is None:
             return None
-        missing = {_member(rank, error.group, trainers) for rank in error.missing}
-        if also := _ALSO_MISSING.search(str(error)):
-            missing |= {(role, int(rank)) for role, rank in _RANK.findall(also[1])}
-        named = _MEMBERS.search(error.group)
-        ranks = range(trainers) if named is None else [int(rank) for rank in named[1].split(",")]
-        arrived: set[Who] = set() if error.group == "the rollouts" else {(Role.TRAINER.value, rank) for rank in ranks}
         return Wait(
-            phase=str(error.phase), group=error.group, waited_s=error.waited_s,
-            arrived=frozenset(arrived - missing), missing=frozenset(missing),
+            phase=error.phase, group=error.awaited.name, waited_s=error.waited_s,
+            arrived=members - error.missing, missing=error.missing,
         )  # fmt: skip
-    if isinstance(error, RankError) and error.in_vain:
-        in_vain = frozenset({(str(error.role), error.rank)})
-        return Wait(phase=str(error.phase), group=f"the {error.role}s", waited_s=None, arrived=in_vain, missing=None)
-    if isinstance(error, CommunicatorError) and IN_VAIN.search(str(error)):
+    if isinstance(error, RankError) and isinstance(error.cause, Victim):
+        victim = error.rank_id
+        return Wait(
+            phase=error.phase, group=f"the {victim.role}s", waited_s=None, arrived=frozenset({victim}), missing=None
+        )
+    if isinstance(error, StoreLostError):
         return Wait(phase=None, group="the trainers", waited_s=None, arrived=frozenset(), missing=None)
     return None
-
-
-def _member(rank: int, group: str, trainers: int) -> Who:
-    if group == "the rollouts":
-        return Role.ROLLOUT.value, rank
-    # In the joint group rollout ranks are counted on from the trainers.
-    return (Role.TRAINER.value, rank) if rank < trainers else (Role.ROLLOUT.value, rank - trainers)
 
 
 def _ray_actors() -> list[dict[str, Any]]:
@@ -234,37 +214,37 @@ def _ray_actors() -> list[dict[str, Any]]:
 
 def verdict(
     wait: Wait,
-    missing: Collection[Who],
+    missing: Collection[RankId],
     answers: Answers,
     works: Mapping[int, Work],
     *,
     target: Path,
-    unknown: Collection[Who] = (),
+    unknown: Collection[RankId] = (),
 ) -> str:
     """Sums the evidence up in one line.
 
     Args:
         wait: Who waited for whom.
-        missing: Who has not come.
+        missing: Ranks that have not come.
         answers: What the actors have said.
         works: The collective that a training rank waits in.
         target: Where the evidence is.
-        unknown: Who may have come or not.
+        unknown: Ranks that may have come or not.
     """
-    # Whoever is missing may be in nothing: what the others wait in says more.
-    ranks = sorted(works, key=lambda rank: ((Role.TRAINER.value, rank) in missing, rank))
+    # A missing rank may be in nothing: what the others wait in says more.
+    ranks = sorted(works, key=lambda rank: (trainer_id(rank) in missing, rank))
     ops = [str(works[rank]) for rank in ranks]
-    waiting = sorted(answers.actors, key=lambda actor: actor.who in missing)
+    waiting = sorted(answers.actors, key=lambda actor: actor.rank_id in missing)
     ops += [actor.stack.op for actor in waiting if actor.stack is not None and actor.stack.op is not None]
-    where = {actor.who: actor.where() for actor in answers.actors}
-    places: dict[str, set[Who]] = {}
-    for who in (*missing, *unknown):
-        places.setdefault(where.get(who) or _absence(who, answers), set()).add(who)
+    where = {actor.rank_id: actor.where() for actor in answers.actors}
+    places: dict[str, set[RankId]] = {}
+    for rank_id in (*missing, *unknown):
+        places.setdefault(where.get(rank_id) or _absence(rank_id, answers), set()).add(rank_id)
     parts = [
         "hang: " + ", ".join([*([f"phase {wait.phase}"] if wait.phase else []), wait.group, *ops[:1]]) + ": "
         f"{_attendance(wait, missing)}",
         *(
-            f"{_names(of_place)}{_homes(of_place, answers)} {place}"
+            f"{name_ranks(of_place)}{_homes(of_place, answers)} {place}"
             for place, of_place in sorted(places.items(), key=lambda item: min(item[1]))
         ),
         *([f"no answer from {_nodes(answers.silent)}"] if answers.silent else []),
@@ -273,15 +253,15 @@ def verdict(
     return "; ".join(parts)
 
 
-def _absence(who: Who, answers: Answers) -> str:
-    home = answers.homes.get(who)
+def _absence(rank_id: RankId, answers: Answers) -> str:
+    home = answers.homes.get(rank_id)
     if home is None:
         return "has no process on this machine"
     return "cannot be asked" if home in answers.silent else "has no process there"
 
 
-def _homes(who: Collection[Who], answers: Answers) -> str:
-    nodes = {answers.homes[one]: None for one in sorted(who) if one in answers.homes}
+def _homes(ranks: Collection[RankId], answers: Answers) -> str:
+    nodes = {answers.homes[one]: None for one in sorted(ranks) if one in answers.homes}
     return f" on {_nodes(list(nodes))}" if nodes else ""
 
 
@@ -289,21 +269,14 @@ def _nodes(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= _NAMED_NODES else f"{len(names)} nodes"
 
 
-def _attendance(wait: Wait, missing: Collection[Who]) -> str:
+def _attendance(wait: Wait, missing: Collection[RankId]) -> str:
     waited = "" if wait.waited_s is None else f" within {wait.waited_s:.1f} s"
     if wait.missing is None:
-        who = f"{_names(wait.arrived)} waited in vain" if wait.arrived else "a rank waited in vain"
+        who = f"{name_ranks(wait.arrived)} waited in vain" if wait.arrived else "a rank waited in vain"
         return who if missing else f"{who}, nobody is in a call any more"
     if not missing:
         return f"all arrived, and did not finish{waited}"
-    if {role for role, _ in {*missing, *wait.arrived}} == {Role.TRAINER.value}:
-        arrived = format_ranks([rank for _, rank in wait.arrived]) or "none"
-        return f"{arrived} arrived, {format_ranks([rank for _, rank in missing])} did not{waited}"
-    return f"{_names(wait.arrived) or 'none'} arrived, {_names(missing)} did not{waited}"
-
-
-def _names(ranks: Iterable[Who]) -> str:
-    """Names ranks, trainers first: ``trainer rank 0, 2-3, rollout rank 1``."""
-    ranks = list(ranks)
-    by_role = [(role, [rank for of, rank in ranks if of == role]) for role in Role]
-    return ", ".join(f"{role} rank {format_ranks(of_role)}" for role, of_role in by_role if of_role)
+    if {one.role for one in (*missing, *wait.arrived)} == {Role.TRAINER}:
+        arrived = format_ranks(one.rank for one in wait.arrived) or "none"
+        return f"{arrived} arrived, {format_ranks(one.rank for one in missing)} did not{waited}"
+    return f"{name_ranks(wait.arrived) or 'none'} arrived, {name_ranks(missing)} did not{waited}"

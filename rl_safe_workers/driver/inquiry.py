@@ -22,11 +22,8 @@ from rl_safe_workers.driver.actors import GLOO_FLIGHTS, GLOO_REQUESTS, STACK_SIG
 from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.flights import Record, read_flights
 from rl_safe_workers.driver.stacks import Stack, py_spy
-from rl_safe_workers.lifecycle import Role
+from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.processes import run_processes
-
-Who = tuple[str, int]
-"""Role and rank."""
 
 _LOOK_S = 0.1
 
@@ -35,7 +32,7 @@ _LOOK_S = 0.1
 class Actor:
     """An actor's process, and what it has said."""
 
-    who: Who
+    rank_id: RankId
     pid: int
     status: str = "gone"
     """As psutil says, e.g. ``"sleeping"``, ``"stopped"``."""
@@ -69,7 +66,7 @@ class Answers:
     """What the Flight Recorder tells, by training rank."""
     flights: Mapping[str, bytes] = field(default_factory=dict)
     """Its files by name, ``flight_<backend>_<rank>``: as torch writes them, compressed by zlib for their way."""
-    homes: Mapping[Who, str] = field(default_factory=dict)
+    homes: Mapping[RankId, str] = field(default_factory=dict)
     """The node of each rank, by name; empty where Ray is the run's own."""
     silent: Sequence[str] = ()
     """Nodes that have not answered."""
@@ -115,7 +112,7 @@ class _Inquiry:
         deadline_s = time.monotonic() + patience_s
         found = _find(self._run_id, self._node)
         self._processes = {process.pid: process for _, process in found}
-        self.actors = [Actor(who=who, pid=process.pid) for who, process in found]
+        self.actors = [Actor(rank_id=rank_id, pid=process.pid) for rank_id, process in found]
         awaited: dict[Path, int] = {}
         for actor in self.actors:
             process = self._processes[actor.pid]
@@ -127,7 +124,8 @@ class _Inquiry:
                     if not actor.is_stopped:
                         awaited[file] = before
         folders = {folder for actor in self.actors if (folder := self._hang_dir(actor)) is not None}
-        stopped = {actor.who[1] for actor in self.actors if actor.who[0] == Role.TRAINER and actor.is_stopped}
+        ids = {actor.rank_id for actor in self.actors if actor.is_stopped}
+        stopped = {one.rank for one in ids if one.role is Role.TRAINER}
         for folder in folders:
             awaited |= dict.fromkeys(_request_flights(folder, stopped), -1)
         _settle(awaited, deadline_s - patience_s / 2)
@@ -152,7 +150,7 @@ class _Inquiry:
         status = Path(f"/proc/{actor.pid}/status").read_text(encoding="utf-8")
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
         listens = caught is not None and bool(int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1)
-        file = folder / stack_file(*actor.who)
+        file = folder / stack_file(actor.rank_id)
         return file if listens and file.exists() else None
 
     def _read_stack(self, actor: Actor, deadline_s: float) -> None:
@@ -171,25 +169,19 @@ class _Inquiry:
         actor.stack = Stack.parse(actor.text)
 
 
-def _find(run_id: str, node: str | None) -> list[tuple[Who, psutil.Process]]:
-    candidates: dict[Who, dict[int, psutil.Process]] = {}
+def _find(run_id: str, node: str | None) -> list[tuple[RankId, psutil.Process]]:
+    candidates: dict[RankId, dict[int, psutil.Process]] = {}
     for process in run_processes(run_id, node):
         with suppress(psutil.Error):
-            if (who := env.actor_of(process.environ())) is not None:
-                candidates.setdefault(who, {})[process.pid] = process
+            if (rank_id := env.actor_of(process.environ())) is not None:
+                candidates.setdefault(rank_id, {})[process.pid] = process
     found = []
-    for who, processes in candidates.items():
+    for rank_id, processes in candidates.items():
         for process in processes.values():
             with suppress(psutil.Error):
                 if process.ppid() not in processes:
-                    found.append((who, process))
-    return sorted(found, key=lambda one: order(one[0]))
-
-
-def order(who: Who) -> tuple[bool, int]:
-    """Sorts trainers before rollout ranks, each by rank."""
-    role, rank = who
-    return role != Role.TRAINER, rank
+                    found.append((rank_id, process))
+    return sorted(found, key=lambda one: one[0])
 
 
 def _request_flights(folder: Path, stopped: Collection[int]) -> list[Path]:

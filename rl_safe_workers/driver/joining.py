@@ -23,7 +23,7 @@ from rl_safe_workers import env
 from rl_safe_workers.config import ClusterConfig
 from rl_safe_workers.driver.interrupts import SLICE_S
 from rl_safe_workers.driver.nodes import JOINING
-from rl_safe_workers.errors import ClusterError, PhaseTimeoutError, RlSafeError
+from rl_safe_workers.errors import Awaited, ClusterError, PhaseTimeoutError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.reaping.processes import RAY_FOLDER
 from rl_safe_workers.recipe import LOCAL_RAY, ray_address
@@ -153,7 +153,7 @@ def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
 
 def _no_answer(address: str, asked: str, timeout_s: float, reason: str) -> PhaseTimeoutError:
     error = PhaseTimeoutError(
-        phase=Phase.START, group=JOINING, missing=(), waited_s=timeout_s,
+        phase=Phase.START, awaited=Awaited(JOINING), waited_s=timeout_s,
         setting="rl_safe.timeouts.start", detail=f"{address}, of cluster.ray_address={asked}: {reason}",
     )  # fmt: skip
     error.may_pass = False  # what was left behind may still be trying

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_safe_workers.driver.inquiry import Answers, order
+from rl_safe_workers.driver.inquiry import Answers
 from rl_safe_workers.driver.node_agent import NodeAgent, NodePlace
 from rl_safe_workers.driver.nodes import NODE_AGENTS, Node, await_nodes
 from rl_safe_workers.errors import ClusterError, first_line
@@ -84,7 +84,7 @@ class NodeAgents:
             told.append(answers)
             more.append(partial(ray.get, flights))
         return Answers(
-            actors=sorted((actor for one in told for actor in one.actors), key=lambda actor: order(actor.who)),
+            actors=sorted((actor for one in told for actor in one.actors), key=lambda actor: actor.rank_id),
             records={rank: record for one in told for rank, record in one.records.items()},
             more_flights=more,
             silent=[str(node) for node in self._nodes if node in silent],

@@ -16,7 +16,7 @@ import ray
 from ray._private import state as ray_state
 
 from rl_safe_workers.driver.interrupts import SLICE_S
-from rl_safe_workers.errors import PhaseTimeoutError
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 
 JOINING, LOOK_AT_NODES, NODE_AGENTS = "joining the Ray cluster", "the look at the nodes", "the agents of the nodes"
@@ -98,7 +98,7 @@ def await_nodes(refs: Mapping[Any, Node], what: str, *, timeout_s: float, check:
         if pending and is_over:
             names = ", ".join(str(refs[ref]) for ref in pending)
             raise PhaseTimeoutError(
-                phase=Phase.START, group=what, missing=(), waited_s=timeout_s,
+                phase=Phase.START, awaited=Awaited(what), waited_s=timeout_s,
                 setting="rl_safe.timeouts.start", detail=f"no answer from {names}",
             )  # fmt: skip
 

@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from rl_safe_workers.config import ClusterConfig
 from rl_safe_workers.driver.interrupts import SLICE_S
 from rl_safe_workers.driver.nodes import Node, living_nodes, lost_among
-from rl_safe_workers.errors import PhaseTimeoutError, ResourceError
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, ResourceError
 from rl_safe_workers.findings import counted
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.layout import ParallelLayout
@@ -88,7 +88,7 @@ def reserve(
                 return Reservation(group=group, nodes=places)
         if is_over:
             raise PhaseTimeoutError(
-                phase=Phase.START, group="the placement group", missing=(), waited_s=timeout_s,
+                phase=Phase.START, awaited=Awaited("the placement group"), waited_s=timeout_s,
                 setting="rl_safe.timeouts.start", detail=f"{_wanted(cluster)} are not free",
             )  # fmt: skip
         again_at = time.monotonic() + AGAIN_S

@@ -14,7 +14,8 @@ from rl_safe_workers.driver import charts, timeline
 from rl_safe_workers.driver import metrics as names
 from rl_safe_workers.driver.charts import Axis, Point
 from rl_safe_workers.driver.console import GIB
-from rl_safe_workers.lifecycle import FREE_BYTES, Phase, PhaseEvent, Role
+from rl_safe_workers.lifecycle import FREE_BYTES, Phase, PhaseEvent
+from rl_safe_workers.ranks import Role
 
 TEMPLATE = "report.html.j2"
 

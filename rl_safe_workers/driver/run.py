@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -46,13 +47,23 @@ from rl_safe_workers.driver.resume import (
 )
 from rl_safe_workers.driver.rewards import resolve_reward
 from rl_safe_workers.driver.session import Session
-from rl_safe_workers.errors import ConfigError, ModelError, PhaseTimeoutError, ResourceError, RunError, UsageError
+from rl_safe_workers.errors import (
+    Awaited,
+    ConfigError,
+    ModelError,
+    PhaseTimeoutError,
+    ResourceError,
+    RunError,
+    UsageError,
+)
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase, PhaseEvent
 from rl_safe_workers.recipe import to_yaml
 from rl_safe_workers.versions import installed_versions
 
 logger = logging.getLogger(__name__)
+
+E = TypeVar("E", bound=BaseException)
 
 
 def run(config: RunConfig) -> None:
@@ -194,17 +205,18 @@ class Job:
             stack.enter_context(self._memory)
             # Until everything has been taken down: a second Ctrl-C must not leave half of it.
             stack.enter_context(self._interrupts.listening())
-            failure: BaseException | None = None
             try:
                 self._attempt(log)
             except BaseException as error:
-                failure = error
                 if isinstance(error, UsageError):
                     # Exit code 2 promises that nothing was started or written.
                     error.exit_code = RunError.exit_code
+                blamed = self._keep_evidence(error, self._run_dir)
+                self._end(log, blamed)
+                if blamed is not error:
+                    raise blamed from error
                 raise
-            finally:
-                self._end(log, failure)
+            self._end(log, None)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -228,12 +240,12 @@ class Job:
             except RunError as error:
                 if not error.may_pass:
                     raise
-                last = error
-                self._take_down(error, self._run_dir / f"attempt_{number}")
+                last = self._keep_evidence(error, self._run_dir / f"attempt_{number}")
+                self._take_down()
                 self._interrupts.check()
                 self._go_back(log)
                 start = "the beginning" if self._resume is None else str(self._resume.path)
-                self._console.warn(f"restart {number} of {allowed}, from {start}, after: {error}")
+                self._console.warn(f"restart {number} of {allowed}, from {start}, after: {last}")
                 if self._resume is not None and self._resume.manifest.step >= self._config.trainer.total_training_steps:
                     return
         self._train_again(log, last)
@@ -323,19 +335,20 @@ class Job:
         if trainer.save_freq > 0 and (step % trainer.save_freq == 0 or step == trainer.total_training_steps):
             self._session.save(step, asdict(self._layout), {"data": self._loader.state_dict()})
 
+    def _keep_evidence(self, failure: E, folder: Path) -> E | PhaseTimeoutError:
+        return self._cluster.keep_evidence(failure, folder, patience_s=self._config.rl_safe.teardown.kill_after_s)
+
     def _end(self, log: MetricsLog, failure: BaseException | None) -> None:
         patience_s = self._config.rl_safe.teardown.kill_after_s
-        self._take_down(failure, self._run_dir)
+        self._take_down()
         wall_s = time.monotonic() - self._started_s
         self._console.summary(self._session.totals, wall_s, self._memory.peak_bytes, self._run_dir)
         attempt("writing device memory", self._write_device_memory, timeout_s=patience_s)
         attempt("writing the report", lambda: self._write_report(log, failure, wall_s), timeout_s=patience_s)
 
-    def _take_down(self, failure: BaseException | None, folder: Path) -> None:
-        """Ends what an attempt has started; what tells of a failure goes to a folder before."""
+    def _take_down(self) -> None:
+        """Ends what an attempt has started."""
         patience_s = self._config.rl_safe.teardown.kill_after_s
-        if failure is not None:
-            self._cluster.keep_evidence(failure, folder, patience_s=patience_s)
         attempt("reading memory", self._memory.sample, timeout_s=patience_s)
         self._cluster.close(kill_after_s=patience_s)
 
@@ -406,7 +419,7 @@ def create_model(config: RunConfig, spec: SeededModelConfig, run_id: str, interr
             interrupts.check()
             if time.monotonic() > deadline:
                 raise PhaseTimeoutError(
-                    phase=Phase.START, group="the making of the model", missing=(), waited_s=timeout_s,
+                    phase=Phase.START, awaited=Awaited("the making of the model"), waited_s=timeout_s,
                     setting="rl_safe.timeouts.start",
                 )  # fmt: skip
             time.sleep(SLICE_S)

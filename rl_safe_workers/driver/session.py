@@ -21,14 +21,7 @@ from rl_safe_workers.driver.joining import LOOPBACK
 from rl_safe_workers.driver.metrics import PhaseTotal
 from rl_safe_workers.driver.node_check import marker
 from rl_safe_workers.driver.vitals import Vitals
-from rl_safe_workers.errors import (
-    Interrupted,
-    NodeLostError,
-    PhaseTimeoutError,
-    RankError,
-    RunError,
-    format_ranks,
-)
+from rl_safe_workers.errors import Awaited, Died, Interrupted, NodeLostError, PhaseTimeoutError, RankError, RunError
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, unix_now
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.worlds.address import StoreAddress
@@ -100,14 +93,15 @@ class Session:
 
     def _blame_lost_nodes(self, error: RunError, phase: Phase) -> None:
         """Raises NodeLostError from an error if nodes of the run are gone: that is what it comes from."""
-        deadline = time.monotonic() + (LEAVING_S if isinstance(error, RankError) and error.raised_at == 0 else 0.0)
+        deadline = time.monotonic() + (
+            LEAVING_S if isinstance(error, RankError) and isinstance(error.cause, Died) else 0.0
+        )
         while not (lost := self._cluster.lost_nodes()):
             if time.monotonic() >= deadline:
                 return
             time.sleep(SLICE_S)
-        ranks = [f"{role} rank {format_ranks(of)}" for role, of in self._cluster.on_nodes(lost).items() if of]
-        names = [str(node) for node in lost]
-        raise NodeLostError(nodes=names, phase=phase, ranks=" and ".join(ranks), detail=str(error)) from error
+        names, ranks = [str(node) for node in lost], self._cluster.on_nodes(lost)
+        raise NodeLostError(nodes=names, phase=phase, ranks=ranks, detail=str(error)) from error
 
     def run_here(self, phase: Phase, work: Callable[[], T]) -> T:
         """Runs work of a phase in this process, as `within`, and records it."""
@@ -141,7 +135,7 @@ class Session:
             waited_s = time.monotonic() - started_s
             if waited_s > self.timeout_s(phase):
                 raise PhaseTimeoutError(
-                    phase=phase, group="the driver", missing=(), waited_s=waited_s,
+                    phase=phase, awaited=Awaited("the driver"), waited_s=waited_s,
                     setting=f"rl_safe.timeouts.{phase}",
                 )  # fmt: skip
         return outcome.result()

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_safe_workers.driver.charts import Axis, time_axis
-from rl_safe_workers.errors import format_ranks
-from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
+from rl_safe_workers.lifecycle import Phase, PhaseEvent
+from rl_safe_workers.ranks import Role, format_ranks
 
 MIN_WIDTH_PX, MAX_WIDTH_PX, PX_PER_STAY = 640, 16_000, 5
 """The chart is at least wide enough to tell the stays of the busiest rank apart; beyond the page it scrolls."""

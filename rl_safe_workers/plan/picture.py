@@ -10,9 +10,9 @@ from typing import Any
 
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.findings import Finding, counted, lines, verdict
-from rl_safe_workers.lifecycle import Role
 from rl_safe_workers.plan import tables
 from rl_safe_workers.plan.plan import Plan, is_spare
+from rl_safe_workers.ranks import Role
 
 MOST_RANKS = 16384
 _PER_ROW = 8

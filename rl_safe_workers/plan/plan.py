@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rl_safe_workers.errors import ModelError, format_ranks
-from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.errors import ModelError
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.plan.families import (
     ENGINE,
     JOINT,
@@ -24,6 +24,7 @@ from rl_safe_workers.plan.model import ModelSize, split_layers
 from rl_safe_workers.plan.nodes import nodes_by_rank
 from rl_safe_workers.plan.request import Request
 from rl_safe_workers.plan.saves import GIB, RAISES_SINCE, SaveWay, plan_saves
+from rl_safe_workers.ranks import Role, format_ranks
 from rl_safe_workers.topology.budget import check_overrides
 from rl_safe_workers.topology.groups import UNUSED, Classes, Features, connected_classes, kinds_of
 

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.errors import ConfigError, first_line
 from rl_safe_workers.foreign_files import kind_of
 from rl_safe_workers.model_files import CONFIG
 from rl_safe_workers.plan.fields import BY_NAME, FIELDS
@@ -193,7 +193,7 @@ def _select(config: DictConfig, key: str) -> Any:
     try:
         value = OmegaConf.select(config, key, throw_on_missing=False)
     except (OmegaConfBaseException, RecursionError) as error:
-        first = str(error).partition("\n")[0]
+        first = first_line(error)
         raise ConfigError(f"{key} cannot be resolved ({first}): give it as {key}=VALUE") from error
     if isinstance(value, ListConfig) and key in _LISTS:
         return str(value)
@@ -211,7 +211,7 @@ def _override(argument: str, *, host: str) -> dict[Any, Any]:
         parse_yaml(value)
         return cast(dict[Any, Any], OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False))
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        first = str(error).partition("\n")[0]
+        first = first_line(error)
         raise ConfigError(f"--from {host}: {argument!r:.80} cannot be read ({first}): quote the value") from error
 
 
@@ -225,5 +225,5 @@ def _to_config(layers: Sequence[Mapping[Any, Any]], *, host: str) -> DictConfig:
     try:
         return OmegaConf.create(dict(values))
     except OmegaConfBaseException as error:
-        first = str(error).partition("\n")[0]
+        first = first_line(error)
         raise ConfigError(f"--from {host}: {error.full_key or 'a value'} cannot be used: {first}") from error

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from rl_safe_workers.errors import format_ranks
 from rl_safe_workers.findings import Finding, counted, print_findings
 from rl_safe_workers.plain_console import PlainConsole
 from rl_safe_workers.plan.families import ENGINE, JOINT
 from rl_safe_workers.plan.memory import LAZY, WAYS, Span
 from rl_safe_workers.plan.plan import Communicator, Plan, is_spare
 from rl_safe_workers.plan.saves import GIB
+from rl_safe_workers.ranks import format_ranks
 from rl_safe_workers.topology.memory import MIB
 
 _MANY_NODES, _SHOWN_GROUPS, _SHOWN_MEMBERS = 16, 2, 8

@@ -13,9 +13,10 @@ from vllm.platforms import current_platform
 
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import RolloutError
-from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
+from rl_safe_workers.lifecycle import Lifecycle, Phase
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.device_memory import SHARED_PHASES
+from rl_safe_workers.ranks import Role
 from rl_safe_workers.rollout import vllm_transfer
 from rl_safe_workers.rollout.protocol import Sample, WeightSpec
 from rl_safe_workers.rollout.tokens import ChatTokenizer
@@ -131,6 +132,7 @@ class VllmRollout:
             init_info = {
                 **asdict(address),
                 "joint_rank": joint_rank,
+                "trainers": self.config.cluster.num_trainers,
                 "size": size,
                 "generation": generation,
                 "join_timeout_s": self.config.rl_safe.timeouts.joint,

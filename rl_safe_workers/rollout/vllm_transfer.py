@@ -46,6 +46,7 @@ class JointInitInfo(WeightTransferInitInfo):
     host: str
     port: int
     joint_rank: int
+    trainers: int
     size: int
     generation: int
     join_timeout_s: float
@@ -84,6 +85,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         self._group = (GpuPair if init_info.colocated else JointGroup)(
             store,
             joint_rank=init_info.joint_rank,
+            trainers=init_info.trainers,
             size=init_info.size,
             generation=init_info.generation,
             timeout=timeout,

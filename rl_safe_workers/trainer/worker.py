@@ -13,10 +13,11 @@ from rl_safe_workers.checkpoint.manifest import model_fingerprint
 from rl_safe_workers.comms.releasable import register_backend
 from rl_safe_workers.comms.suspend import can_suspend
 from rl_safe_workers.config import ModelConfig, RunConfig
-from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
+from rl_safe_workers.lifecycle import Lifecycle, Phase
 from rl_safe_workers.model_files import read_model_json
 from rl_safe_workers.platforms.device_memory import SHARED_PHASES, megatron_owned
 from rl_safe_workers.platforms.platform import Platform, open_platform
+from rl_safe_workers.ranks import Role
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.trainer.batch import Floats, SequenceBatch

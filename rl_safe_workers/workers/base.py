@@ -13,8 +13,9 @@ from torch.distributed import Store
 
 from rl_safe_workers.comms.groups import set_group_timeouts
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
-from rl_safe_workers.errors import LifecycleError
-from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
+from rl_safe_workers.errors import Failure, LifecycleError
+from rl_safe_workers.lifecycle import Lifecycle, Phase
+from rl_safe_workers.ranks import Role
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.worlds.agreement import Agreement
 from rl_safe_workers.worlds.roll_call import RollCall
@@ -139,13 +140,13 @@ class SafeWorker:
         value: T = self._settle(phase, failure=failure, decide=lambda reports: work())
         return value
 
-    def failed_ranks(self, phase: Phase, failure: str | None) -> dict[int, str]:
+    def failed_ranks(self, phase: Phase, failure: Failure | None) -> dict[int, Failure]:
         """Tells the others what this rank has failed with, and returns everyone's failures by training rank.
 
         Collective over: the training world, through the store, within the current phase's deadline.
         """
         reports = self._settle(phase, report=failure, decide=list)
-        return {rank: text for rank, text in enumerate(reports) if text is not None}
+        return {rank: Failure.from_json(report) for rank, report in enumerate(reports) if report is not None}
 
     def _settle(self, phase: Phase, **arguments: Any) -> Any:
         """Settles the next agreement of a phase, as `Agreement.settle`."""

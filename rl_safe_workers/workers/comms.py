@@ -16,10 +16,11 @@ from rl_safe_workers.comms.bootstrap import Bootstrap
 from rl_safe_workers.comms.catalog import LiveGroup
 from rl_safe_workers.comms.late import LateWatch
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation
-from rl_safe_workers.errors import LifecycleError, WeightSyncError, format_ranks
-from rl_safe_workers.lifecycle import REQUIRES, Phase, Role
+from rl_safe_workers.errors import Failure, LifecycleError, WeightSyncError, first_line, foreign_cause
+from rl_safe_workers.lifecycle import REQUIRES, Phase
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.platforms.device_memory import outside_torch
+from rl_safe_workers.ranks import Role, format_ranks, trainer_id
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.base import MegatronHost
@@ -154,6 +155,7 @@ class CommsMixin(GroupsMixin):
             self.joint_group = (GpuPair if colocated else JointGroup)(
                 self.store,
                 joint_rank=self.training_rank,
+                trainers=self.training_size,
                 size=size,
                 generation=generation,
                 timeout=self.timeout(Phase.JOINT),
@@ -218,20 +220,21 @@ class CommsMixin(GroupsMixin):
             self._agree(failure)
             return sum(bucket.size_bytes for bucket in buckets)
 
-    def _bucket_buffers(self, size_bytes: int) -> tuple[str | None, list[torch.Tensor]]:
+    def _bucket_buffers(self, size_bytes: int) -> tuple[Failure | None, list[torch.Tensor]]:
         """Returns room for two buckets, or why there is none."""
         try:
             return None, [torch.empty(size_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         except RuntimeError as error:
-            return f"there is no room for two buckets of {size_bytes} bytes: {str(error).splitlines()[0]}", []
+            text = f"there is no room for two buckets of {size_bytes} bytes: {first_line(error)}"
+            return Failure(text, foreign_cause(error)), []
 
     def _send(
-        self, buckets: list[Bucket], outgoing: Outgoing, buffers: list[torch.Tensor], failure: str | None
-    ) -> str | None:
+        self, buckets: list[Bucket], outgoing: Outgoing, buffers: list[torch.Tensor], failure: Failure | None
+    ) -> Failure | None:
         """Sends all buckets; returns what has failed. Goes on to the end for the sake of the others' collectives."""
         group = self.joint_group
         if failure is None and group is None:
-            failure = "has not joined the joint group"
+            failure = Failure("has not joined the joint group")
         if failure is not None:
             # Whoever waits for this rank in the joint group hears of it at once.
             self.leave(failed=True)
@@ -256,45 +259,42 @@ class CommsMixin(GroupsMixin):
                         on_its_way()
                     on_its_way = started
                 except WeightSyncError as error:
-                    failed_now = str(error)
+                    failed_now = Failure.of(error)
             if failure is None and failed_now is not None:
                 failure, on_its_way = failed_now, None
                 self.leave(failed=True)
         if failure is None and next(weights, None) is not None:
-            failure = "the model has more weights than were announced"
+            failure = Failure("the model has more weights than were announced")
         if failure is None and group is not None:
             failure = self._flush(group, on_its_way)
         return failure
 
-    def _pack(self, bucket: Bucket, weights: Weights, buffer: torch.Tensor, outgoing: Outgoing) -> str | None:
+    def _pack(self, bucket: Bucket, weights: Weights, buffer: torch.Tensor, outgoing: Outgoing) -> Failure | None:
         try:
             outgoing.pack(bucket, weights, buffer, training_rank=self.training_rank)
         except Exception as error:
-            return _first_line(error)
+            return Failure.of(error)
         return None
 
-    def _flush(self, group: JointGroup | GpuPair, on_its_way: Callable[[], None] | None) -> str | None:
+    def _flush(self, group: JointGroup | GpuPair, on_its_way: Callable[[], None] | None) -> Failure | None:
         try:
             if on_its_way is not None:
                 on_its_way()
             group.flush(_FLUSH_SHARE * self.remaining())
         except WeightSyncError as error:
-            return str(error)
+            return Failure.of(error)
         return None
 
-    def _agree(self, failure: str | None) -> None:
+    def _agree(self, failure: Failure | None) -> None:
         """Raises on every trainer if one has failed. Over the store: the world's own groups may be what has failed."""
         failed = self.failed_ranks(Phase.SYNC, failure)
         if failed:
             self.leave(failed=True)
-            reason = failed.get(self.training_rank) or next(iter(failed.values()))
+            # A rank that has failed itself says so.
+            culprit = self.training_rank if self.training_rank in failed else min(failed)
+            text, foreign = failed[culprit]
             raise WeightSyncError(
-                f"weight sync failed on training rank {format_ranks(list(failed))}: {reason}",
-                # Whoever has failed itself says so.
-                culprit=self.training_rank if self.training_rank in failed else min(failed),
+                f"weight sync failed on training rank {format_ranks(failed)}: {text}",
+                culprit=trainer_id(culprit),
+                foreign=foreign,
             )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
-    return (text.splitlines() or [type(error).__name__])[0]

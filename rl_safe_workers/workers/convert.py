@@ -22,6 +22,7 @@ from rl_safe_workers.checkpoint.convert import (
     lock_path,
     publish_conversion,
 )
+from rl_safe_workers.checkpoint.failures import as_checkpoint_error, checkpoint_errors
 from rl_safe_workers.checkpoint.hf_writer import MAX_SHARD_BYTES, copy_hf_files, write_hf_directory
 from rl_safe_workers.checkpoint.loader import read_content_metadata
 from rl_safe_workers.checkpoint.lock import exclusive
@@ -152,7 +153,8 @@ class ConvertMixin(ShardsMixin):
         """
         final, source = Path(out_dir).absolute(), Path(source)
         with self.phase(Phase.CONVERT):
-            dtypes = self.together(Phase.CONVERT, lambda: _prepare_export(final, source, overwrite=overwrite))
+            prepare = checkpoint_errors()(lambda: _prepare_export(final, source, overwrite=overwrite))
+            dtypes = self.together(Phase.CONVERT, prepare)
             weights, failure = cast(ConvertHost, self).export_hf_weights(), None
             try:
                 if self.training_rank == 0:
@@ -168,7 +170,9 @@ class ConvertMixin(ShardsMixin):
                     logger.info("exported %s", final)
             except Exception as error:
                 failure = error
-            self.together(Phase.CONVERT, lambda: None, failure=self._drain(weights) or failure)
+            failure = self._drain(weights) or failure
+            told = None if failure is None else as_checkpoint_error(failure)
+            self.together(Phase.CONVERT, lambda: None, failure=told)
         return final
 
     def _dtype_name(self) -> str:
@@ -183,6 +187,7 @@ class ConvertMixin(ShardsMixin):
         """Holds the place on rank 0 for the body, on every rank's behalf; yields whether the conversion is there."""
         with ExitStack() as held:
 
+            @checkpoint_errors()
             def decide() -> bool:
                 make_parent(final)
                 patience = max(self.remaining() - timedelta(seconds=SLACK_S), self.remaining() / 2)

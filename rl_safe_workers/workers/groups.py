@@ -8,10 +8,11 @@ from typing import Any
 import torch.distributed as dist
 
 from rl_safe_workers.comms.groups import init_megatron_groups, world_options
-from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.errors import CommunicatorError, Failure
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.device_memory import free_bytes
+from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.topology.comms_plan import CommsPlan
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.topology.layout import ParallelLayout
@@ -102,9 +103,9 @@ class GroupsMixin(SafeWorker):
         try:
             plan.check_fits(free_bytes=free_bytes(self.device), gpus_per_node=cuda.gpus_of_this_node())
         except CommunicatorError as error:
-            failure = str(error)
-        for rank, text in self.failed_ranks(Phase.GROUPS, failure).items():
-            raise CommunicatorError(f"training rank {rank}: {text}")
+            failure = Failure.of(error)
+        for rank, (text, foreign) in self.failed_ranks(Phase.GROUPS, failure).items():
+            raise CommunicatorError(f"training rank {rank}: {text}", culprit=trainer_id(rank), foreign=foreign)
 
     @property
     def _has_nccl(self) -> bool:
@@ -112,7 +113,10 @@ class GroupsMixin(SafeWorker):
 
     def _open_roll_call(self) -> None:
         self.roll_call = RollCall(
-            self.store, world="training world", group_rank=self.training_rank, size=self.training_size
+            self.store,
+            world="training world",
+            group_rank=self.training_rank,
+            members=trainer_ids(range(self.training_size)),
         )
 
     def init_groups(self, *, seed: int) -> None:

@@ -6,9 +6,9 @@ import logging
 import time
 from datetime import timedelta
 
-from rl_safe_workers.comms.ending import describe, failure_of, within
+from rl_safe_workers.comms.ending import failure_of, within
 from rl_safe_workers.comms.teardown import abort_groups, destroy_groups, exchange_verdicts
-from rl_safe_workers.errors import RlSafeError
+from rl_safe_workers.errors import RlSafeError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.workers.comms import CommsMixin
 
@@ -92,7 +92,7 @@ class TeardownMixin(CommsMixin):
         left = failure_of(
             lambda: within(self.leave, _JOINT_SHARE * self.remaining().total_seconds(), what="leaving the joint group")
         )
-        return describe(left)
+        return None if left is None else in_one_line(left)
 
     def _give_up_everything(self, failure: str) -> str:
         """Lets the other mixins tell whoever waits for this rank that it has failed; returns what has failed."""

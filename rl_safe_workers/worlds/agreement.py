@@ -16,21 +16,16 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
-from rl_safe_workers.errors import (
-    CheckpointError,
-    CheckpointMismatchError,
-    CommunicatorError,
-    PhaseTimeoutError,
-    RlSafeError,
-)
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RlSafeError, RunError, StoreLostError, error_named
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.worlds.attendance import absentees, attend
 
 
 class Agreement:
     """One decision among ``size`` ranks. Each subject is used once; reports and decisions are bytes.
 
-    Every method raises CommunicatorError if the process that owns the store has ended.
+    Every method raises StoreLostError if the process that owns the store has ended.
     """
 
     def __init__(self, store: Store, subject: str, *, phase: Phase, rank: int, size: int) -> None:
@@ -102,18 +97,20 @@ class Agreement:
             decide: Called on rank 0 with every rank's report if all are well. Its value must be fit for JSON.
 
         Raises:
-            RlSafeError: ``failure`` on the rank that has one, as one of ours; on the others the same kind of error,
-                naming that rank, as if ``decide`` raises.
+            RlSafeError: ``failure`` on the rank that has one, as a RunError if it is not one of ours; on the others an
+                error of the same class, naming that rank, as if ``decide`` raises.
         """
-        self.report(json.dumps([_describe(failure), report]).encode())
+        self.report(json.dumps([None if failure is None else _describe(failure), report]).encode())
         if self._rank == 0:
             self.decide(json.dumps(self._decide(timeout, decide)).encode())
         described, culprit, value = json.loads(self.decision(timeout))
+        if isinstance(failure, RlSafeError):
+            raise failure
         if failure is not None:
-            raise _as_ours(failure) from failure
+            raise RunError(_describe(failure)[1]) from failure
         if described is not None:
-            error = _KINDS[described[0]](described[1])
-            error.culprit = culprit
+            error = error_named(*described)
+            error.culprit = trainer_id(culprit)
             raise error
         return value
 
@@ -150,7 +147,7 @@ class Agreement:
         try:
             yield
         except DistNetworkError as error:
-            raise CommunicatorError(
+            raise StoreLostError(
                 f"phase {self._phase}: rank {self._rank} of the training world has lost the run's store: its owner, "
                 "training rank 0, has ended"
             ) from error
@@ -165,21 +162,14 @@ class Agreement:
                 silent = absentees(self._store, "came", range(self._size))
             raise PhaseTimeoutError(
                 phase=self._phase,
-                group="training world",
-                missing=silent or [0],
+                awaited=Awaited("training world", frozenset(trainer_ids(range(self._size)))),
+                missing=trainer_ids(silent or [0]),
                 waited_s=time.monotonic() - started_s,
                 setting=f"rl_safe.timeouts.{self._phase}",
             ) from None
 
 
-_KINDS = {"mismatch": CheckpointMismatchError, "failure": CheckpointError}
-
-
-def _as_ours(error: Exception) -> RlSafeError:
-    return error if isinstance(error, RlSafeError) else CheckpointError(f"{type(error).__name__}: {error}")
-
-
-def _describe(error: Exception | None) -> tuple[str, str] | None:
-    if error is None:
-        return None
-    return "mismatch" if isinstance(error, CheckpointMismatchError) else "failure", str(_as_ours(error))
+def _describe(error: Exception) -> tuple[str, str]:
+    """Returns the class and the message of an error, for `errors.error_named`."""
+    text = str(error) if isinstance(error, RlSafeError) else f"{type(error).__name__}: {error}"
+    return type(error).__name__, text

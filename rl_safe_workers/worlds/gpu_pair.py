@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, Store
 from rl_safe_workers.errors import WeightSyncError, first_line
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import joint_ids
 from rl_safe_workers.worlds.roll_call import RollCall
 
 HALF_BYTES = 64 * 2**20
@@ -46,6 +47,7 @@ class GpuPair:
         store: Store,
         *,
         joint_rank: int,
+        trainers: int,
         size: int,
         generation: int,
         timeout: timedelta,
@@ -57,6 +59,7 @@ class GpuPair:
         Args:
             store: The run's store.
             joint_rank: Rank among trainers (0 to ``size / 2 - 1``) and rollout ranks, which are paired in order.
+            trainers: Number of trainers: half of all.
             size: Number of trainers and rollout ranks.
             generation: Counts rebuilds; each uses store keys of its own.
             timeout: Longest wait for the others.
@@ -64,15 +67,16 @@ class GpuPair:
             sync_timeout: Longest wait for the other side in a sync; None: the same.
 
         Raises:
-            PhaseTimeoutError: Naming the joint ranks that did not come in time.
+            PhaseTimeoutError: Naming the ranks that did not come in time.
             WeightSyncError: If the memory cannot be shared.
         """
-        if size % 2:
+        if size != 2 * trainers:
             raise WeightSyncError(f"{size} joint ranks do not make pairs: give each trainer one rollout rank")
-        pairs = size // 2
+        pairs = trainers
         self.joint_rank, self._sends = joint_rank, joint_rank < pairs
         self._timeout = sync_timeout or timeout
-        roll_call = RollCall(store, world=f"joint group {generation}", group_rank=joint_rank, size=size)
+        members = joint_ids(trainers=trainers, size=size)
+        roll_call = RollCall(store, world=f"joint group {generation}", group_rank=joint_rank, members=members)
         roll_call.arrive(Phase.JOINT, timeout=timeout)
         self._store = PrefixStore(f"pair/{generation}/{joint_rank % pairs}", store)
         self._turn, self._deadline_s = 0, math.inf

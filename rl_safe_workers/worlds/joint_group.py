@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.errors import Failure, WeightSyncError, first_line, foreign_cause
+from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import joint_ids
 from rl_safe_workers.worlds.roll_call import RollCall
 
 _ASK_S = 1e-4
@@ -33,6 +35,7 @@ class JointGroup:
         store: Store,
         *,
         joint_rank: int,
+        trainers: int,
         size: int,
         generation: int,
         timeout: timedelta,
@@ -44,6 +47,7 @@ class JointGroup:
         Args:
             store: The run's store.
             joint_rank: This process's rank in the joint group.
+            trainers: Number of trainers.
             size: Number of trainers and rollout ranks.
             generation: Counts rebuilds; each uses store keys of its own.
             timeout: Longest wait for the others.
@@ -51,13 +55,14 @@ class JointGroup:
             sync_timeout: Longest wait of one broadcast, or, on a GPU, of a `flush`; None: the same.
 
         Raises:
-            PhaseTimeoutError: Naming the joint ranks that did not come in time.
+            PhaseTimeoutError: Naming the ranks that did not come in time.
             WeightSyncError: If the group cannot be connected.
         """
         self.joint_rank, self.size, self.generation = joint_rank, size, generation
         self._device, self._sync_timeout = device, sync_timeout or timeout
         # The group by itself would wait for the missing, too, but could not say who they are.
-        roll_call = RollCall(store, world=f"joint group {generation}", group_rank=joint_rank, size=size)
+        members = joint_ids(trainers=trainers, size=size)
+        roll_call = RollCall(store, world=f"joint group {generation}", group_rank=joint_rank, members=members)
         roll_call.arrive(Phase.JOINT, timeout=timeout)
         # Over a connection of its own: NCCL waits in it for peers without end, and would keep everyone else out.
         prefix = PrefixStore(f"joint/{generation}", store.clone())  # type: ignore[attr-defined]
@@ -69,9 +74,10 @@ class JointGroup:
         failure = self._connect(prefix, timeout)
         if failure is not None:
             self.close()
-            raise WeightSyncError(f"joint rank {joint_rank} could not join the joint group: {failure}")
+            text = f"joint rank {joint_rank} could not join the joint group: {failure.text}"
+            raise WeightSyncError(text, foreign=failure.foreign)
 
-    def _connect(self, store: Store, timeout: timedelta) -> str | None:
+    def _connect(self, store: Store, timeout: timedelta) -> Failure | None:
         """Returns what failed, not the exception: its traceback would keep the group."""
         try:
             if self._device.type != "cuda":
@@ -84,7 +90,7 @@ class JointGroup:
             # NCCL connects at the first collective, which would be in the middle of a run, when memory is full.
             self._group.broadcast(torch.zeros(1, device=self._device), 0).wait()
         except RuntimeError as error:
-            return str(error).splitlines()[0]
+            return _failure(error)
         return self._wait(timeout)
 
     @property
@@ -112,7 +118,7 @@ class JointGroup:
         try:
             self._works.append(self._group.broadcast(tensor, source))
         except RuntimeError as error:
-            failure = str(error).splitlines()[0]
+            failure = _failure(error)
         else:
             self._started += 1
             return partial(self._finish, self._started)
@@ -126,7 +132,7 @@ class JointGroup:
             try:
                 self._works.popleft().wait()
             except RuntimeError as error:
-                failure = str(error).splitlines()[0]
+                failure = _failure(error)
         # Outside of the exception, whose traceback would keep the connections open.
         if failure is not None:
             raise self._failed(failure)
@@ -135,10 +141,11 @@ class JointGroup:
         if self._group is None:
             raise WeightSyncError(f"joint rank {self.joint_rank}: the joint group is closed")
 
-    def _failed(self, failure: str) -> WeightSyncError:
+    def _failed(self, failure: Failure) -> WeightSyncError:
         # Whoever waits for this rank hears of it at once, and not at the timeout.
         self.abort()
-        return WeightSyncError(f"joint rank {self.joint_rank}: broadcast over the joint group failed: {failure}")
+        text = f"joint rank {self.joint_rank}: broadcast over the joint group failed: {failure.text}"
+        return WeightSyncError(text, foreign=failure.foreign)
 
     def flush(self, timeout: timedelta | None = None) -> None:
         """Waits until everything broadcast so far has arrived. Collective over: the joint group.
@@ -153,16 +160,18 @@ class JointGroup:
         """
         self._check_open()
         if self._device.type == "cuda" and (failure := self._wait(timeout or _SHARE * self._sync_timeout)):
-            raise WeightSyncError(f"joint rank {self.joint_rank}: broadcasts over the joint group {failure}")
+            text = f"joint rank {self.joint_rank}: broadcasts over the joint group {failure.text}"
+            raise WeightSyncError(text, foreign=failure.foreign)
 
-    def _wait(self, timeout: timedelta) -> str | None:
+    def _wait(self, timeout: timedelta) -> Failure | None:
         """Waits for the current stream; gives the group up and says what failed if it does not end well."""
         try:
             if wait_for_stream(self._device, timeout):
                 return None
-            failure = f"timed out after {timeout.total_seconds():.1f} s: a peer is gone, or raise rl_safe.timeouts.sync"
+            text = f"timed out after {timeout.total_seconds():.1f} s: a peer is gone, or raise rl_safe.timeouts.sync"
+            failure = Failure(text, ForeignCause.TIMEOUT)
         except RuntimeError as error:
-            failure = str(error).splitlines()[0]
+            failure = _failure(error)
         self.abort()
         return failure
 
@@ -186,6 +195,10 @@ class JointGroup:
         self._works.clear()
         if group is not None:
             group.shutdown()
+
+
+def _failure(error: RuntimeError) -> Failure:
+    return Failure(first_line(error), foreign_cause(error))
 
 
 def wait_for_stream(device: torch.device, timeout: timedelta) -> bool:

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
-from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, StoreLostError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import RankId
 from rl_safe_workers.worlds.attendance import absentees, attend
 
 logger = logging.getLogger(__name__)
 
 
 class RollCall:
-    """Presence checks among ``size`` ranks over a store. No collective and no process group is involved.
+    """Presence checks among some ranks over a store. No collective and no process group is involved.
 
     Every rank must make the same sequence of calls for a phase; calls are numbered per phase on each rank.
     """
 
-    def __init__(self, store: Store, *, world: str, group_rank: int, size: int) -> None:
+    def __init__(self, store: Store, *, world: str, group_rank: int, members: Sequence[RankId]) -> None:
         """Prepares roll calls.
 
         Args:
             store: A store that every rank is connected to.
             world: Name of the world, for keys and messages, e.g. ``"training world"``.
             group_rank: This process's rank in that world.
-            size: Number of ranks.
+            members: The ranks of that world, in their order there.
         """
         self._store = PrefixStore(f"roll_call/{world}", store)
-        self._world, self._rank, self._size = world, group_rank, size
+        self._world, self._rank, self._members, self._size = world, group_rank, members, len(members)
         self._calls: dict[Phase, int] = {}
 
     def arrive(self, phase: Phase, *, timeout: timedelta) -> None:
@@ -41,7 +42,7 @@ class RollCall:
 
         Raises:
             PhaseTimeoutError: If not all ranks arrived within ``timeout``; names those missing.
-            CommunicatorError: If the process that owns the store has ended.
+            StoreLostError: If the process that owns the store has ended.
         """
         call = self._calls[phase] = self._calls.get(phase, 0) + 1
         prefix = f"{phase}/{call}"
@@ -90,8 +91,8 @@ class RollCall:
         except DistStoreError:
             raise PhaseTimeoutError(
                 phase=phase,
-                group=self._world,
-                missing=missing(phase),
+                awaited=Awaited(self._world, frozenset(self._members)),
+                missing=[self._members[rank] for rank in missing(phase)],
                 waited_s=time.monotonic() - start_s,
                 setting=f"rl_safe.timeouts.{phase}",
             ) from None
@@ -101,7 +102,7 @@ class RollCall:
         try:
             yield
         except DistNetworkError as error:
-            raise CommunicatorError(
+            raise StoreLostError(
                 f"phase {phase}: rank {self._rank} of {self._world} has lost the run's store: "
                 "its owner, training rank 0, has ended"
             ) from error

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import Role
 from tests.chaos.plan import ABRUPT, OF_A_RANK, TAKES_PART, Fault, Kind, Point
 from tests.integration.runs import SMALL
 
@@ -107,9 +108,7 @@ class Case:
         who = rf"(trainer|training) rank {self.rank}\b" if self.role is Role.TRAINER else rf"rollout rank {self.rank}\b"
         groups = f"the {self.role}s" + ("|(the )?training world|[A-Z_]+ \\[" if self.role is Role.TRAINER else "")
         missing = rf"\brank {self.rank} of ({groups})"
-        # Joint ranks count the trainers first.
-        joint = rf"\brank {self.rank + (TRAINERS if self.role is Role.ROLLOUT else 0)} of (the )?joint"
-        named = re.search(f"{who}|{missing}|{joint}", error)
+        named = re.search(f"{who}|{missing}", error)
         return named is not None and re.search(r"\brank \d", error[: named.start()]) is None
 
     @property

@@ -9,7 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import Role
 
 VARIABLE = "RL_SAFE_TEST_FAULT"
 """Holds the faults, as JSON, in the environment of the command of `tests.chaos.command`."""

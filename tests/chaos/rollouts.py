@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import Role
 from rl_safe_workers.rollout import vllm_transfer
 from rl_safe_workers.rollout.protocol import Sample
 from rl_safe_workers.rollout.vllm import VllmRollout

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rl_safe_workers.config import TimeoutsConfig
-from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
+from rl_safe_workers.lifecycle import Lifecycle, Phase
+from rl_safe_workers.ranks import Role
 from tests.chaos.plan import Fault, Kind, Point
 
 LATE_S = 3.0

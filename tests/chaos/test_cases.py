@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import Role
 from tests.chaos.cases import PHASES, QUICK, QUICK_CHAIN, RANKS, Case, all_cases, chains
 from tests.chaos.plan import OF_A_RANK, Kind, from_json, to_json
 

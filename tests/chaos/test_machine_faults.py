@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from rl_safe_workers.checkpoint.manifest import step_dir
-from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import Role
 from tests.chaos.cases import CONFIG, FIRST_STEP, LAST_STEP, SLACK_S
 from tests.chaos.conftest import MACHINE, checkpoints_of
 from tests.chaos.machine import WAIT_S, MachineFault

@@ -27,7 +27,8 @@ from rl_safe_workers.checkpoint.writer import WrittenFile, write_items
 from rl_safe_workers.comms.bootstrap import Bootstrap
 from rl_safe_workers.comms.catalog import LiveGroup
 from rl_safe_workers.comms.teardown import destroy_groups
-from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import Role
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.trainer.batch import SequenceBatch

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import Store
 
 from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError
+from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.gpu_pair import GpuPair
@@ -60,7 +61,7 @@ def _join(
 ) -> FilePair:
     gpu_pair.HALF_BYTES, pair.folder = HALF_BYTES, folder
     return pair(
-        store, joint_rank=joint_rank, size=size, generation=generation, timeout=timeout,
+        store, joint_rank=joint_rank, trainers=size // 2, size=size, generation=generation, timeout=timeout,
         device=torch.device("cpu"), sync_timeout=sync_timeout,
     )  # fmt: skip
 
@@ -177,7 +178,7 @@ def _join_impatiently(joint_rank: int, address: StoreAddress, folder: Path) -> N
 def test_a_rank_that_does_not_join_is_named(address: StoreAddress, tmp_path: Path) -> None:
     for outcome in run_ranks(_join_impatiently, SIZE, address, tmp_path, ranks=[0, 1, 3]):
         assert isinstance(outcome.error, PhaseTimeoutError), outcome.trace
-        assert outcome.error.missing == (2,)
+        assert outcome.error.missing == {RankId(Role.ROLLOUT, 0)}
         assert "joint group 4" in str(outcome.error)
         assert "rl_safe.timeouts.joint" in str(outcome.error)
 

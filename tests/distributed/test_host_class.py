@@ -130,7 +130,7 @@ def _sync(rank: int, address: StoreAddress, config: RunConfig) -> Weights:
 def _receive(address: StoreAddress) -> Weights:
     store = connect_store(address, timeout=PATIENCE)
     group = JointGroup(
-        store, joint_rank=SIZE, size=SIZE + 1, generation=0, timeout=PATIENCE, device=torch.device("cpu")
+        store, joint_rank=SIZE, trainers=SIZE, size=SIZE + 1, generation=0, timeout=PATIENCE, device=torch.device("cpu")
     )
     received = {}
     for bucket in plan_buckets(pickle.loads(store.get("specs/0")), bucket_bytes=BUCKET_BYTES):

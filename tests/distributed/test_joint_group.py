@@ -16,6 +16,7 @@ import torch
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.rollout.protocol import plan_buckets
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.joint_group import JointGroup
@@ -33,7 +34,15 @@ def _join(
 ) -> JointGroup:
     store = connect_store(address, timeout=PATIENCE)
     device = torch.device("cpu")
-    return JointGroup(store, joint_rank=joint_rank, size=size, generation=generation, timeout=timeout, device=device)
+    return JointGroup(
+        store,
+        joint_rank=joint_rank,
+        trainers=size - 1,
+        size=size,
+        generation=generation,
+        timeout=timeout,
+        device=device,
+    )
 
 
 def _broadcast(joint_rank: int, address: StoreAddress) -> list[Any]:
@@ -134,7 +143,7 @@ def _join_impatiently(joint_rank: int, address: StoreAddress) -> None:
 def test_a_rank_that_does_not_join_is_named(address: StoreAddress) -> None:
     for outcome in run_ranks(_join_impatiently, 3, address, ranks=[0, 2]):
         assert isinstance(outcome.error, PhaseTimeoutError)
-        assert outcome.error.missing == (1,)
+        assert outcome.error.missing == {RankId(Role.TRAINER, 1)}
         assert "joint group 4" in str(outcome.error)
         assert "rl_safe.timeouts.joint" in str(outcome.error)
 

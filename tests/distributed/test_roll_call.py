@@ -8,8 +8,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, StoreLostError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.roll_call import RollCall
 from rl_safe_workers.worlds.store import connect_store
@@ -21,7 +22,7 @@ SIZE, PATIENCE = 3, timedelta(seconds=1)
 
 def _roll_call(rank: int, address: StoreAddress, *, world: str = "training world") -> RollCall:
     store = connect_store(address, timeout=timedelta(seconds=30))
-    return RollCall(store, world=world, group_rank=rank, size=SIZE)
+    return RollCall(store, world=world, group_rank=rank, members=trainer_ids(range(SIZE)))
 
 
 def _arrive_late(rank: int, address: StoreAddress, late_s: float, patience: timedelta) -> tuple[float, float]:
@@ -43,7 +44,11 @@ def test_a_missing_rank_is_named_with_the_phase_the_world_the_wait_and_the_setti
     present = run_ranks(_arrive_late, SIZE, address, 0, PATIENCE, ranks=[0, 2])
     for error in [outcome.error for outcome in present]:
         assert isinstance(error, PhaseTimeoutError)
-        assert (error.phase, error.group, error.missing) == ("save", "training world", (1,))
+        assert (error.phase, error.awaited, error.missing) == (
+            "save",
+            Awaited("training world", frozenset(trainer_ids(range(SIZE)))),
+            {trainer_id(1)},
+        )
         assert 1.0 <= error.waited_s < 5.0
         assert str(error) == (
             f"phase save: rank 1 of training world did not arrive within {error.waited_s:.1f} s; "
@@ -54,7 +59,7 @@ def test_a_missing_rank_is_named_with_the_phase_the_world_the_wait_and_the_setti
 def test_a_rank_that_comes_after_the_deadline_was_missing(address: StoreAddress) -> None:
     early = run_ranks(_arrive_late, SIZE, address, 2, PATIENCE)[0]
     assert isinstance(early.error, PhaseTimeoutError)
-    assert early.error.missing == (1,)
+    assert early.error.missing == {trainer_id(1)}
 
 
 def _sequence(rank: int, address: StoreAddress, calls: dict[int, list[tuple[str, Phase]]]) -> None:
@@ -64,9 +69,10 @@ def _sequence(rank: int, address: StoreAddress, calls: dict[int, list[tuple[str,
 
 
 def _missing(address: StoreAddress, calls: dict[int, list[tuple[str, Phase]]]) -> list[tuple[int, ...] | None]:
+    """What each rank misses, by rank; None where it does not fail."""
     errors = [outcome.error for outcome in run_ranks(_sequence, SIZE, address, calls)]
     assert all(error is None or isinstance(error, PhaseTimeoutError) for error in errors), errors
-    return [None if error is None else error.missing for error in errors]
+    return [None if error is None else tuple(one.rank for one in sorted(error.missing)) for error in errors]
 
 
 def test_repeated_calls_of_a_phase_are_told_apart(address: StoreAddress) -> None:
@@ -103,7 +109,7 @@ def _enter_a_phase(worker: Worker) -> None:
 
 def test_a_rank_that_has_lost_the_store_says_whose_it_was(tmp_path: Path) -> None:
     error = run_ranks(_outlive_the_store, 2, tmp_path / "address", _enter_a_phase)[1].error
-    assert isinstance(error, CommunicatorError)
+    assert type(error) is StoreLostError
     assert (
         "phase groups: rank 1 of training world has lost the run's store: its owner, training rank 0, has ended"
         in str(error)
@@ -116,5 +122,5 @@ def _connect(rank: int, address: StoreAddress) -> None:
 
 def test_a_store_that_is_not_there_is_named() -> None:
     error = run_ranks(_connect, 1, StoreAddress(host="127.0.0.1", port=1))[0].error
-    assert isinstance(error, CommunicatorError)
+    assert type(error) is StoreLostError
     assert "no store at 127.0.0.1:1 within 1 s" in str(error)

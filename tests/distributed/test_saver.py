@@ -24,6 +24,7 @@ from rl_safe_workers.checkpoint.index import read_index
 from rl_safe_workers.checkpoint.manifest import SHARDS, complete_checkpoints
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, PhaseTimeoutError
 from rl_safe_workers.platforms import cpu
+from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed.ranks import Outcome, run_ranks, values
 from tests.distributed.recording import recorded_collectives
@@ -218,8 +219,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_one_before_stays(fai
         assert said.split(": ", 1)[-1] in str(outcome.error)
     # A driver is told whom they only follow; who finds a directory gone first is left to chance.
     (culprit,) = {outcome.error.culprit for outcome in outcomes} - {None}
-    assert culprit in culprits
-    assert all(outcome.error.culprit == culprit for rank, outcome in enumerate(outcomes) if rank != culprit)
+    assert culprit in trainer_ids(culprits)
+    assert all(outcome.error.culprit == culprit for rank, outcome in enumerate(outcomes) if trainer_id(rank) != culprit)
     assert [manifest.step for _, manifest in complete_checkpoints(tmp_path)] == [1]
     assert all(not found for found in values(_run(_load_step, tmp_path, 1)))
 
@@ -274,7 +275,7 @@ def test_a_rank_that_never_says_it_has_written_is_named_at_the_deadline(tmp_path
     *others, _dead = _run(_one_never_writes, tmp_path)
     for outcome in others:
         assert isinstance(outcome.error, PhaseTimeoutError), outcome.trace
-        assert outcome.error.missing == (3,)
+        assert outcome.error.missing == {trainer_id(3)}
         assert re.search(r"rank 3 of training world did not arrive within \d+\.\d s", str(outcome.error))
     assert complete_checkpoints(tmp_path) == []
 

@@ -10,6 +10,7 @@ import pytest
 from rl_safe_workers.comms.supervision import Supervision
 from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import run_ranks, values
@@ -56,7 +57,7 @@ def test_plans_that_differ_in_classes_or_in_order_are_refused_on_every_rank(
     outcomes = run_ranks(_compare, SIZE, address, {0: {"A": [], "B": ["reduce"]}, 1: plan})
     for outcome in outcomes:
         assert isinstance(outcome.error, CommunicatorError)
-        assert outcome.error.culprit in (0, 1)
+        assert outcome.error.culprit in trainer_ids((0, 1))
         with pytest.raises(CommunicatorError, match=complaint):
             raise outcome.error
 
@@ -72,7 +73,7 @@ def test_what_fails_on_one_rank_alone_is_heard_by_the_others_at_once(address: St
     outcomes = run_ranks(_fail_alone, SIZE, address)
     for outcome in outcomes:
         assert isinstance(outcome.error, CommunicatorError)
-        assert outcome.error.culprit == 1
+        assert outcome.error.culprit == trainer_id(1)
         assert str(outcome.error) == (
             "phase bootstrap: training rank 1 failed in NCCL's kernels: IndexError: pop from empty list"
         )

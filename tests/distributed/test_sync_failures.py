@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.errors import PhaseTimeoutError, RlSafeError, WeightSyncError
+from rl_safe_workers.errors import PhaseTimeoutError, RlSafeError, WeightSyncError, first_line
 from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers import comms
@@ -141,8 +141,8 @@ def _receive(
     """Joins and receives so many buckets, or all; returns what has arrived."""
     store = connect_store(address, timeout=PATIENCE)
     group = (Pair if case.colocated else JointGroup)(
-        store, joint_rank=joint_rank, size=TRAINERS + case.rollouts, generation=generation, timeout=PATIENCE,
-        device=torch.device("cpu"),
+        store, joint_rank=joint_rank, trainers=TRAINERS, size=TRAINERS + case.rollouts, generation=generation,
+        timeout=PATIENCE, device=torch.device("cpu"),
     )  # fmt: skip
     received = {}
     for bucket in plan_buckets(pickle.loads(store.get("specs")), bucket_bytes=BUCKET_BYTES)[:reads]:
@@ -243,7 +243,7 @@ def test_a_bucket_that_cannot_be_packed_fails_all_trainers_at_once(
     run: Run, colocated: bool, error: Exception, source: int
 ) -> None:
     seen = run(Case(colocated=colocated, hinder=partial(_cannot_pack, error=error, source=source)))
-    _assert_named(seen, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    _assert_named(seen, f"{type(error).__name__}: {first_line(error)}")
     assert max(rank.waited_s for rank in seen) < SOON_S
 
 
@@ -306,7 +306,7 @@ def _pass_within_a_limit(joint_rank: int, address: StoreAddress, folder: Path, t
     gpu_pair.HALF_BYTES, Pair.folder = HALF_BYTES, folder
     store = connect_store(address, timeout=PATIENCE)
     pair = Pair(
-        store, joint_rank=joint_rank, size=2, generation=0, timeout=PATIENCE, device=torch.device("cpu"),
+        store, joint_rank=joint_rank, trainers=1, size=2, generation=0, timeout=PATIENCE, device=torch.device("cpu"),
         sync_timeout=timedelta(seconds=3 * LIMIT_S),
     )  # fmt: skip
     if joint_rank == 1:

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import LifecycleError, PhaseTimeoutError
+from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.workers import teardown as teardown_mixin
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed.ranks import run_ranks, values
@@ -146,7 +147,7 @@ def test_a_rank_that_dies_after_its_verdict_is_named_and_the_others_abort(addres
     outcomes = run_ranks(_one_dies_after_its_verdict, SIZE, address, config)
     for outcome in [outcome for outcome in outcomes if outcome.rank != 1]:
         error, verdict, aborted = values([outcome])[0]
-        assert error.missing == (1,)
+        assert error.missing == {trainer_id(1)}
         assert error.waited_s < TEARDOWN_S + 1
         assert verdict == {outcome.rank: str(error)}
         assert aborted == [True]

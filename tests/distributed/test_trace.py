@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rl_safe_workers.comms.late import LateWatch
 from rl_safe_workers.comms.releasable import FORWARDED, register_backend
 from rl_safe_workers.comms.trace import BATCH, OPERATORS, CollectiveTrace
+from rl_safe_workers.errors import first_line
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import run_ranks, values
@@ -347,7 +348,7 @@ class _LeftToTorch(dist.ProcessGroup):
 def _error_of(group: Any) -> str:
     with pytest.raises(RuntimeError) as raised:
         group.allreduce([torch.ones(1)])
-    return str(raised.value).splitlines()[0]
+    return first_line(raised.value)
 
 
 def test_a_group_of_pythons_that_leaves_a_method_to_torch_gets_torchs_answer() -> None:

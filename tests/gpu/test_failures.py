@@ -23,7 +23,8 @@ import torch
 from rl_safe_workers.bench import gpu
 from rl_safe_workers.bench.table import Row, at_most
 from rl_safe_workers.config import SeededModelConfig
-from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import Role
 from tests.chaos.cases import SLACK_S, Case
 from tests.chaos.plan import VARIABLE, Kind, to_json
 from tests.integration.runs import Outcome, running

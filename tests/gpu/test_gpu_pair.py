@@ -32,7 +32,7 @@ def _contents(number: int) -> torch.Tensor:
 
 def _pair(rank: int, address: StoreAddress, device: torch.device) -> GpuPair:
     store = connect_store(address, timeout=PATIENCE)
-    return GpuPair(store, joint_rank=rank, size=2, generation=0, timeout=PATIENCE, device=device)
+    return GpuPair(store, joint_rank=rank, trainers=1, size=2, generation=0, timeout=PATIENCE, device=device)
 
 
 def _pass_on(rank: int, address: StoreAddress, folder: str) -> None:
@@ -76,7 +76,7 @@ def _map_forged(rank: int, address: StoreAddress, folder: str) -> None:
             return super()._map(device, timeout)
 
     with pytest.raises(WeightSyncError, match="holds no handle of the pair's memory"):
-        Forged(store, joint_rank=1, size=2, generation=0, timeout=PATIENCE, device=torch.device("cuda", 0))
+        Forged(store, joint_rank=1, trainers=1, size=2, generation=0, timeout=PATIENCE, device=torch.device("cuda", 0))
     store.set("refused", "")
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import Role
 from tests.chaos.plan import VARIABLE, Fault, Kind, to_json
 from tests.integration.runs import RECIPES, SMALL, finish
 

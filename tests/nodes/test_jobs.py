@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import Role
 from tests.chaos.plan import VARIABLE, Fault, Kind, Point, to_json
 from tests.integration.runs import RECIPES, REPOSITORY, Outcome
 from tests.nodes.local_cluster import Job, LocalCluster, environment_file

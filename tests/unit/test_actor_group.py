@@ -13,8 +13,22 @@ from rl_safe_workers.driver import actor_group
 from rl_safe_workers.driver.actor_group import GRACE_S, SLACK_S, ActorRef, PendingCalls, gather, start_calls
 from rl_safe_workers.driver.actors import Reply
 from rl_safe_workers.driver.interrupts import SLICE_S
-from rl_safe_workers.errors import Interrupted, PhaseTimeoutError, RankError, RunError
-from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
+from rl_safe_workers.errors import (
+    Awaited,
+    Cause,
+    Died,
+    Interrupted,
+    PhaseTimeoutError,
+    Raised,
+    RankError,
+    Repeats,
+    RunError,
+    Victim,
+)
+from rl_safe_workers.lifecycle import Phase, PhaseEvent
+from rl_safe_workers.ranks import RankId, Role, trainer_id, trainer_ids
+
+pytestmark = pytest.mark.usefixtures("without_messages")
 
 TIMEOUT_S = 60.0
 NEVER_S = 1e9
@@ -104,16 +118,18 @@ def event(rank: int, *, ok: bool = True) -> PhaseEvent:
     return PhaseEvent(phase=Phase.TRAIN, role=Role.TRAINER, rank=rank, start_s=1.0, end_s=2.0, ok=ok)
 
 
-def failure(rank: int, cause: str, *, at_s: float, in_vain: bool = False) -> Reply:
+def failure(rank: int, *, at_s: float, cause: Cause | None = None) -> Reply:
     error = RankError(
-        role="trainer", rank=rank, phase="train", cause=cause, trace="", raised_at=at_s, in_vain=in_vain
+        rank_id=trainer_id(rank), phase="train", cause=cause or Raised(), text="ValueError: x", trace="", raised_at=at_s
     )  # fmt: skip
     return Reply(error=error, events=[event(rank, ok=False)])
 
 
 def timed_out(*missing: int) -> Reply:
+    world = Awaited("training world", frozenset(trainer_ids(range(3))))
     return Reply(error=PhaseTimeoutError(
-        phase="train", group="training world", missing=missing, waited_s=TIMEOUT_S, setting="rl_safe.timeouts.train"
+        phase="train", awaited=world, missing=trainer_ids(missing), waited_s=TIMEOUT_S,
+        setting="rl_safe.timeouts.train",
     ))  # fmt: skip
 
 
@@ -130,6 +146,18 @@ def error_of(actors: list[ActorRef]) -> RunError:
     with pytest.raises(RunError) as raised:
         wait_for(start(actors))
     return raised.value
+
+
+def rank_error(actors: list[ActorRef]) -> RankError:
+    error = error_of(actors)
+    assert isinstance(error, RankError)
+    return error
+
+
+def late_error(actors: list[ActorRef]) -> PhaseTimeoutError:
+    error = error_of(actors)
+    assert isinstance(error, PhaseTimeoutError)
+    return error
 
 
 def test_values_come_in_the_order_of_the_calls(ray: FakeRay) -> None:
@@ -157,7 +185,7 @@ def test_two_sets_of_calls_are_waited_for_as_one(ray: FakeRay) -> None:
 def test_events_arrive_of_those_that_succeed_and_of_those_that_fail(ray: FakeRay) -> None:
     good = Reply(value=1, events=[event(0)])
     late = Reply(value=2, events=[event(2)])
-    calls = start(trainers(ray, (0.0, good), (1.0, failure(1, "ValueError: x", at_s=5.0)), (1.5, late)))
+    calls = start(trainers(ray, (0.0, good), (1.0, failure(1, at_s=5.0)), (1.5, late)))
     events: list[PhaseEvent] = []
     with pytest.raises(RankError):
         wait_for(calls, events=events)
@@ -165,20 +193,20 @@ def test_events_arrive_of_those_that_succeed_and_of_those_that_fail(ray: FakeRay
 
 
 def test_the_failure_of_one_rank_does_not_wait_for_the_deadline(ray: FakeRay) -> None:
-    error = error_of(trainers(ray, (1.0, failure(0, "ValueError: x", at_s=5.0)), (NEVER_S, value(1))))
-    assert str(error) == "trainer rank 0 failed in phase train: ValueError: x"
+    error = rank_error(trainers(ray, (1.0, failure(0, at_s=5.0)), (NEVER_S, value(1))))
+    assert (error.rank_id, error.phase, error.text) == (trainer_id(0), "train", "ValueError: x")
     assert ray.now_s <= 1000 + 1.0 + SLICE_S + GRACE_S
 
 
 def test_of_several_failures_the_earliest_is_the_culprit(ray: FakeRay) -> None:
-    first, second = failure(0, "reported first", at_s=7.0), failure(1, "raised first", at_s=6.0)
-    assert "raised first" in str(error_of(trainers(ray, (1.0, first), (2.5, second))))
+    reported_first, raised_first = failure(0, at_s=7.0), failure(1, at_s=6.0)
+    assert rank_error(trainers(ray, (1.0, reported_first), (2.5, raised_first))).rank_id == trainer_id(1)
 
 
 def test_a_death_wins_over_what_it_caused_however_late_it_is_noticed(ray: FakeRay) -> None:
-    consequence = failure(0, "RuntimeError: Connection closed by peer", at_s=5.0)
-    error = error_of(trainers(ray, (1.0, consequence), (1.0 + GRACE_S - 0.1, RayActorError()), (NEVER_S, value(2))))
-    assert str(error) == "trainer rank 1 failed in phase train: the process died"
+    died = (1.0 + GRACE_S - 0.1, RayActorError())
+    error = rank_error(trainers(ray, (1.0, failure(0, at_s=5.0)), died, (NEVER_S, value(2))))
+    assert (error.rank_id, error.cause, error.text) == (trainer_id(1), Died(), "the process died")
 
 
 def test_once_a_death_is_known_nothing_more_is_waited_for(ray: FakeRay) -> None:
@@ -187,61 +215,52 @@ def test_once_a_death_is_known_nothing_more_is_waited_for(ray: FakeRay) -> None:
 
 
 def test_a_lost_result_is_the_failure_of_its_rank(ray: FakeRay) -> None:
-    error = error_of(trainers(ray, (1.0, value(0)), (1.0, ObjectLostError("abc", None, ""))))
-    assert isinstance(error, RankError)
-    assert (error.rank, error.cause.partition(":")[0]) == (1, "ObjectLostError")
-    assert "\n" not in str(error)
+    error = rank_error(trainers(ray, (1.0, value(0)), (1.0, ObjectLostError("abc", None, ""))))
+    assert (error.rank_id, error.text.partition(":")[0]) == (trainer_id(1), "ObjectLostError")
+    assert "\n" not in error.text
 
 
 def test_who_raised_wins_over_who_waited_in_vain(ray: FakeRay) -> None:
-    vain = failure(0, "RuntimeError: Timed out waiting", at_s=5.0, in_vain=True)
-    error = error_of(trainers(ray, (1.0, vain), (1.0, timed_out(2)), (2.0, failure(2, "ValueError: x", at_s=9.0))))
-    assert str(error) == "trainer rank 2 failed in phase train: ValueError: x"
+    victim = failure(0, at_s=5.0, cause=Victim())
+    error = rank_error(trainers(ray, (1.0, victim), (1.0, timed_out(2)), (2.0, failure(2, at_s=9.0))))
+    assert error.rank_id == trainer_id(2)
 
 
 def test_a_rank_that_names_who_is_missing_is_believed(ray: FakeRay) -> None:
-    error = error_of(trainers(ray, (1.0, timed_out(2)), (1.0, timed_out(2)), (NEVER_S, value(2))))
-    assert isinstance(error, PhaseTimeoutError)
-    assert (error.group, error.missing) == ("training world", (2,))
+    error = late_error(trainers(ray, (1.0, timed_out(2)), (1.0, timed_out(2)), (NEVER_S, value(2))))
+    assert (error.awaited.name, error.missing) == ("training world", {trainer_id(2)})
 
 
 def test_who_has_failed_wins_over_who_has_only_heard_of_it_earlier(ray: FakeRay) -> None:
-    heard = failure(0, "CommunicatorError: training rank 1 failed in A: no", at_s=2.0)
-    assert isinstance(heard.error, RankError)
-    heard.error.follows = True
-    replies = [heard, failure(1, "CommunicatorError: training rank 1 failed in A: no", at_s=3.0)]
-    error = error_of(trainers(ray, *((1.0, reply) for reply in replies)))
-    assert isinstance(error, RankError)
-    assert error.rank == 1
+    replies = [failure(0, at_s=2.0, cause=Repeats(trainer_id(1))), failure(1, at_s=3.0)]
+    assert rank_error(trainers(ray, *((1.0, reply) for reply in replies))).rank_id == trainer_id(1)
 
 
 def test_if_all_that_failed_waited_for_one_that_is_busy_it_is_named(ray: FakeRay) -> None:
-    vain = failure(0, "RuntimeError: Timed out waiting", at_s=5.0, in_vain=True)
-    error = error_of(trainers(ray, (1.0, vain), (NEVER_S, value(1))))
-    assert isinstance(error, PhaseTimeoutError)
-    assert (error.group, error.missing) == ("the trainers", (1,))
-    assert "Timed out waiting" in str(error)
+    victim = failure(0, at_s=5.0, cause=Victim())
+    error = late_error(trainers(ray, (1.0, victim), (NEVER_S, value(1))))
+    assert (error.awaited.name, error.missing) == ("the trainers", {trainer_id(1)})
+    assert error.detail == str(victim.error)
 
 
 def test_if_all_waited_in_vain_the_first_of_them_is_told(ray: FakeRay) -> None:
-    replies = [failure(rank, f"RuntimeError: {rank}", at_s=9.0 - rank, in_vain=True) for rank in range(3)]
-    assert "RuntimeError: 2" in str(error_of(trainers(ray, *((1.0, reply) for reply in replies))))
+    replies = [failure(rank, at_s=9.0 - rank, cause=Victim()) for rank in range(3)]
+    assert rank_error(trainers(ray, *((1.0, reply) for reply in replies))).rank_id == trainer_id(2)
 
 
 def test_at_the_deadline_the_silent_ranks_are_named_with_the_setting(ray: FakeRay) -> None:
-    error = error_of(trainers(ray, (1.0, value(0)), (NEVER_S, value(1)), (NEVER_S, value(2)), (2.0, value(3))))
-    assert isinstance(error, PhaseTimeoutError)
-    assert error.missing == (1, 2)
+    error = late_error(trainers(ray, (1.0, value(0)), (NEVER_S, value(1)), (NEVER_S, value(2)), (2.0, value(3))))
+    assert error.missing == set(trainer_ids([1, 2]))
+    assert error.awaited == Awaited("the trainers", frozenset(trainer_ids(range(4))))
     assert error.setting == "rl_safe.timeouts.train"
     assert TIMEOUT_S + SLACK_S <= error.waited_s <= TIMEOUT_S + SLACK_S + SLICE_S
-    assert str(error).startswith("phase train: rank 1-2 of the trainers did not arrive within 65.")
 
 
 def test_at_the_deadline_silent_ranks_of_both_roles_are_named(ray: FakeRay) -> None:
-    error = error_of([*rollouts(ray, (NEVER_S, value(9))), *trainers(ray, (1.0, value(0)), (NEVER_S, value(1)))])
-    assert isinstance(error, PhaseTimeoutError)
-    assert (error.group, error.missing) == ("the trainers", (1,))
-    assert "(nor rollout rank 0)" in str(error)
+    rollout = RankId(Role.ROLLOUT, 0)
+    error = late_error([*rollouts(ray, (NEVER_S, value(9))), *trainers(ray, (1.0, value(0)), (NEVER_S, value(1)))])
+    assert error.missing == {trainer_id(1), rollout}
+    assert error.awaited == Awaited("the run", frozenset({*trainer_ids(range(2)), rollout}))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 
 from rl_safe_workers.driver.actors import ActorShell, RolloutActor, TrainerActor
-from rl_safe_workers.errors import CheckpointError, CommunicatorError, RankError, WeightSyncError
+from rl_safe_workers.errors import (
+    Awaited,
+    Cause,
+    CommunicatorError,
+    PhaseTimeoutError,
+    Raised,
+    RankError,
+    Repeats,
+    Victim,
+)
+from rl_safe_workers.ranks import RankId, trainer_id
+
+pytestmark = pytest.mark.usefixtures("without_messages")
 
 
 class Worker:
@@ -32,25 +44,26 @@ def error_of(shell: ActorShell, error: Exception) -> RankError:
 
 
 @pytest.mark.parametrize(
-    ("error", "in_vain"),
+    ("shell", "error", "cause"),
     [
-        (RuntimeError("Timed out waiting 1000ms for send operation to complete"), True),
-        (RuntimeError("[3] Connection closed by peer [127.0.0.1]:1"), True),
-        (CommunicatorError("phase sync: training rank 1 has lost the run's store"), True),
-        (WeightSyncError("joint rank 0: its pair did not keep up: timed out"), True),
-        (RuntimeError("CUDA error: out of memory"), False),
-        (OSError(110, "Connection timed out", "/nfs/checkpoints"), False),
-        (CheckpointError("OSError: Connection timed out"), False),
+        (TrainerActor, RuntimeError("[/x/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), Victim()),
+        (TrainerActor, RuntimeError("CUDA error: device-side assert triggered"), Raised()),
+        (TrainerActor, CommunicatorError("no", culprit=trainer_id(1)), Raised()),
+        (TrainerActor, CommunicatorError("no", culprit=trainer_id(3)), Repeats(trainer_id(3))),
+        (RolloutActor, CommunicatorError("no", culprit=trainer_id(1)), Repeats(trainer_id(1))),
     ],
 )
-def test_a_wait_in_vain_is_told_from_a_file_system_that_is_gone(error: Exception, in_vain: bool) -> None:
-    assert error_of(TrainerActor(None, 1), error).in_vain is in_vain
+def test_an_error_carries_whose_it_is_and_how_it_came(shell: type[ActorShell], error: Exception, cause: Cause) -> None:
+    found = error_of(shell(None, 1), error)
+    assert (found.rank_id, found.phase, found.cause) == (RankId(shell.role, 1), "train", cause)
+    assert found.text == f"{type(error).__name__}: {error}"
+    assert "work" in found.trace
 
 
-@pytest.mark.parametrize(
-    ("shell", "culprit", "follows"),
-    [(TrainerActor, 1, False), (TrainerActor, 3, True), (TrainerActor, None, False), (RolloutActor, 3, False)],
-)
-def test_an_error_about_another_rank_only_follows(shell: type[ActorShell], culprit: int | None, follows: bool) -> None:
-    error = CommunicatorError("training rank 3 failed in A: no", culprit=culprit)
-    assert error_of(shell(None, 1), error).follows is follows
+def test_a_timeout_that_names_ranks_stays_as_it_is() -> None:
+    late = PhaseTimeoutError(
+        phase="train", awaited=Awaited("x"), missing=[trainer_id(0)], waited_s=1.0, setting="rl_safe.timeouts.train"
+    )
+    shell = TrainerActor(None, 1)
+    shell._worker = Worker(late)
+    assert shell.call("train", "work", ()).error is late

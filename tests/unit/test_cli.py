@@ -17,7 +17,8 @@ import rl_safe_workers
 from rl_safe_workers.cli.main import main
 from rl_safe_workers.cli.terminal import PrintableFormatter
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.errors import CommunicatorError, Interrupted, LogprobGapError, RankError
+from rl_safe_workers.errors import CommunicatorError, Interrupted, LogprobGapError, Raised, RankError
+from rl_safe_workers.ranks import trainer_id
 
 REPOSITORY = Path(__file__).parents[2]
 Run = Callable[[RunConfig], None]
@@ -118,7 +119,9 @@ def test_the_traceback_of_a_rank_comes_before_its_error(
 ) -> None:
     def fail(config: RunConfig) -> None:
         trace = "Traceback (most recent call last):\nValueError: x\n"
-        raise RankError(role="trainer", rank=2, phase="train", cause="ValueError: x", trace=trace, raised_at=0.0)
+        raise RankError(
+            rank_id=trainer_id(2), phase="train", cause=Raised(), text="ValueError: x", trace=trace, raised_at=0.0
+        )
 
     driver(fail)
     assert main(["run", recipe]) == 1
@@ -169,7 +172,7 @@ def test_the_traceback_of_a_rank_shows_control_characters_escaped(
 ) -> None:
     def fail(config: RunConfig) -> None:
         trace = f"Traceback:\n\t{ESCAPES}\n" + "x" * 10**6
-        raise RankError(role="trainer", rank=2, phase="train", cause=ESCAPES, trace=trace, raised_at=0.0)
+        raise RankError(rank_id=trainer_id(2), phase="train", cause=Raised(), text=ESCAPES, trace=trace, raised_at=0.0)
 
     driver(fail)
     main(["run", recipe])

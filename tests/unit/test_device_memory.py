@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl_safe_workers.lifecycle import Lifecycle, Phase, Role
+from rl_safe_workers.lifecycle import Lifecycle, Phase
 from rl_safe_workers.platforms.device_memory import DeviceMemory, megatron_owned
+from rl_safe_workers.ranks import Role
 
 DEVICE = torch.device("cuda")
 OUTSIDE = ("communicators", "context", "other")

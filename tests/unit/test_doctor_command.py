@@ -19,8 +19,9 @@ from rl_safe_workers.doctor.ray_cluster import RAY_CLUSTER
 from rl_safe_workers.doctor.ray_here import RAY_HERE
 from rl_safe_workers.driver import live as driver_live
 from rl_safe_workers.driver.console import RunConsole
-from rl_safe_workers.errors import ClusterError, Interrupted, PhaseTimeoutError, RankError
+from rl_safe_workers.errors import Awaited, ClusterError, Interrupted, PhaseTimeoutError, Raised, RankError
 from rl_safe_workers.findings import Finding, Severity
+from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -169,9 +170,15 @@ def test_the_rank_that_takes_most_memory_is_named() -> None:
 
 
 LATE = PhaseTimeoutError(
-    phase="bootstrap", group="training world", missing=[1, 2], waited_s=3.0, setting="rl_safe.timeouts.bootstrap"
+    phase="bootstrap",
+    awaited=Awaited("training world", frozenset(trainer_ids(range(3)))),
+    missing=trainer_ids([1, 2]),
+    waited_s=3.0,
+    setting="rl_safe.timeouts.bootstrap",
 )
-RAISED = RankError(role="trainer", rank=3, phase="groups", cause="OSError: x", trace="Traceback", raised_at=1.0)
+RAISED = RankError(
+    rank_id=trainer_id(3), phase="groups", cause=Raised(), text="OSError: x", trace="Traceback", raised_at=1.0
+)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +186,7 @@ RAISED = RankError(role="trainer", rank=3, phase="groups", cause="OSError: x", t
     [
         (LATE, ("training world",), "1-2", "rank 1-2 of training world did not arrive within 3.0 s"),
         (RAISED, ("the trainers",), "3", "trainer rank 3 failed in phase groups: OSError: x"),
-        (ClusterError("Ray is gone", culprit=1), (), "1", "Ray is gone"),
+        (ClusterError("Ray is gone", culprit=trainer_id(1)), (), "1", "Ray is gone"),
         (MemoryError("all of it"), (), "", "MemoryError: all of it"),
     ],
 )

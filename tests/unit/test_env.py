@@ -17,7 +17,7 @@ from rl_safe_workers.env import (
     marked,
     use_ray_token,
 )
-from rl_safe_workers.lifecycle import Role
+from rl_safe_workers.ranks import Role
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

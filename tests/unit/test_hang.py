@@ -21,11 +21,25 @@ import psutil
 import pytest
 
 from rl_safe_workers.driver.flights import Record, Work, works_waited_in
-from rl_safe_workers.driver.hang import collect_evidence, verdict, wait_of
-from rl_safe_workers.driver.inquiry import Actor, Answers, Who, ask_here
+from rl_safe_workers.driver.hang import Hang, collect_evidence, verdict, wait_of
+from rl_safe_workers.driver.inquiry import Actor, Answers, ask_here
 from rl_safe_workers.driver.stacks import Stack
 from rl_safe_workers.env import actor_env
-from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RankError, RunError
+from rl_safe_workers.errors import (
+    Awaited,
+    Cause,
+    CommunicatorError,
+    PhaseTimeoutError,
+    Raised,
+    RankError,
+    Repeats,
+    RunError,
+    StoreLostError,
+    Victim,
+)
+from rl_safe_workers.ranks import RankId, Role, joint_ids, trainer_id, trainer_ids
+
+pytestmark = pytest.mark.usefixtures("without_messages")
 
 RUN = uuid.uuid4().hex[:12]
 REPOSITORY = Path(__file__).parents[2]
@@ -87,16 +101,26 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def timeout(group: str = "the trainers", missing: tuple[int, ...] = (1,), detail: str = "") -> PhaseTimeoutError:
+def timeout(
+    missing: Sequence[int | RankId] = (1,), *, size: int = 2, name: str = "the trainers", rollouts: int = 0
+) -> PhaseTimeoutError:
+    """An error about missing trainers, given by number, and others, given as they are."""
     return PhaseTimeoutError(
-        phase="train", group=group, missing=missing, waited_s=9.0, setting="rl_safe.timeouts.train", detail=detail
+        phase="train",
+        awaited=Awaited(name, frozenset(joint_ids(trainers=size, size=size + rollouts))),
+        missing=[trainer_id(one) if isinstance(one, int) else one for one in missing],
+        waited_s=9.0,
+        setting="rl_safe.timeouts.train",
     )
 
 
-def in_vain(is_so: bool) -> RankError:
+def failed(cause: Cause) -> RankError:
     return RankError(
-        role="trainer", rank=0, phase="train", cause="RuntimeError: Timed out", trace="", raised_at=1.0, in_vain=is_so
+        rank_id=trainer_id(0), phase="train", cause=cause, text="RuntimeError: Timed out", trace="", raised_at=1.0
     )
+
+
+R0 = RankId(Role.ROLLOUT, 0)
 
 
 def ask(patience_s: float) -> Answers:
@@ -108,9 +132,19 @@ def collect(
     folder: Path,
     patience_s: float = 40.0,
     ask: Callable[[float], Answers] = ask,
-    trainers: int = 2,
 ) -> str | None:
-    return collect_evidence(error, ask=ask, folder=folder, trainers=trainers, patience_s=patience_s)
+    """Returns the verdict."""
+    hang = find(error, folder, patience_s, ask)
+    return None if hang is None else hang.verdict
+
+
+def find(
+    error: BaseException,
+    folder: Path,
+    patience_s: float = 40.0,
+    ask: Callable[[float], Answers] = ask,
+) -> Hang | None:
+    return collect_evidence(error, ask=ask, folder=folder, patience_s=patience_s)
 
 
 def evidence(folder: Path) -> dict[str, Any]:
@@ -123,10 +157,10 @@ def evidence(folder: Path) -> dict[str, Any]:
     [
         RunError("no"),
         KeyboardInterrupt(),
-        in_vain(False),
+        failed(Raised()),
+        failed(Repeats(trainer_id(1))),
         CommunicatorError("plans differ"),
-        timeout("the driver", ()),
-        timeout("the placement group", ()),
+        PhaseTimeoutError(phase="start", awaited=Awaited("the driver"), waited_s=1.0, setting="x"),
     ],
 )
 def test_a_failure_that_no_rank_waits_in_leaves_nothing(error: BaseException, tmp_path: Path) -> None:
@@ -142,7 +176,7 @@ def test_evidence_of_an_earlier_run_goes_and_files_of_the_user_stay(tmp_path: Pa
     theirs.write_text("precious")
     (hang / "verdict.json").unlink()
     (hang / "verdict.json").symlink_to(theirs)
-    assert collect(timeout("the trainers", (1,)), tmp_path) is not None
+    assert collect(timeout(), tmp_path) is not None
     assert evidence(tmp_path)["verdict"]
     left = {path.name for path in hang.iterdir() if path.read_text() == "of before"}
     assert (left, theirs.read_text()) == ({"notes.txt"}, "precious")
@@ -152,37 +186,33 @@ def test_evidence_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "verdict.json").write_text("precious")
     (tmp_path / "hang").symlink_to("theirs")
-    assert collect(timeout("the trainers", (1,)), tmp_path) is not None
+    assert collect(timeout(), tmp_path) is not None
     assert [(path.name, path.read_text()) for path in (tmp_path / "theirs").iterdir()] == [("verdict.json", "precious")]
 
 
 @pytest.mark.parametrize(
     ("error", "arrived", "missing"),
     [
-        (timeout(), {("trainer", 0)}, {("trainer", 1)}),
-        (timeout("the rollouts", (0,)), set(), {("rollout", 0)}),
-        (timeout("joint group 0", (1, 3)), {("trainer", 0)}, {("trainer", 1), ("rollout", 1)}),
-        (timeout("EXPERT_GROUP [1] reduce", ()), {("trainer", 1)}, set()),
-        (
-            timeout(missing=(0, 1), detail="nor rollout rank 0, rollout rank 1; Timed out"),
-            set(),
-            {("trainer", 0), ("trainer", 1), ("rollout", 0), ("rollout", 1)},
-        ),
+        (timeout(), {trainer_id(0)}, {trainer_id(1)}),
+        (timeout([R0], size=0, rollouts=1), set(), {R0}),
+        (timeout([1, R0], rollouts=2), {trainer_id(0), RankId(Role.ROLLOUT, 1)}, {trainer_id(1), R0}),
+        (timeout([], size=1), {trainer_id(0)}, set()),
+        (timeout([0, 1, R0], rollouts=1), set(), {trainer_id(0), trainer_id(1), R0}),
     ],
 )
-def test_an_error_tells_who_has_come(
-    error: PhaseTimeoutError, arrived: set[tuple[str, int]], missing: set[tuple[str, int]]
-) -> None:
-    wait = wait_of(error, 2)
+def test_an_error_tells_who_has_come(error: PhaseTimeoutError, arrived: set[RankId], missing: set[RankId]) -> None:
+    wait = wait_of(error)
     assert wait is not None
     assert (wait.phase, wait.arrived, wait.missing) == ("train", arrived, missing)
 
 
-@pytest.mark.parametrize("error", [in_vain(True), CommunicatorError("rank 1 has lost the run's store")])
-def test_a_wait_in_vain_names_nobody(error: RunError) -> None:
-    wait = wait_of(error, 2)
+@pytest.mark.parametrize(
+    ("error", "arrived"), [(failed(Victim()), {trainer_id(0)}), (StoreLostError("rank 1 has lost it"), set())]
+)
+def test_a_wait_in_vain_names_nobody(error: RunError, arrived: set[RankId]) -> None:
+    wait = wait_of(error)
     assert wait is not None
-    assert wait.missing is None
+    assert (wait.missing, wait.arrived) == (None, arrived)
 
 
 def test_a_stack_is_read_where_the_call_runs() -> None:
@@ -228,7 +258,7 @@ def test_a_missing_rank_is_found_where_it_sleeps(start: Start, tmp_path: Path) -
 def test_whoever_is_in_a_call_is_missing_where_an_error_names_nobody(start: Start, tmp_path: Path) -> None:
     start(0, "idle")
     start(1, "call")
-    line = collect(in_vain(True), tmp_path)
+    line = collect(failed(Victim()), tmp_path)
     assert line is not None
     assert line.startswith("hang: phase train, the trainers: trainer rank 0 waited in vain; trainer rank 1 is at ")
 
@@ -290,7 +320,7 @@ def test_a_child_of_an_actor_is_not_taken_for_it(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        assert [(actor.who, actor.pid) for actor in ask(1.0).actors] == [(("trainer", 1), process.pid)]
+        assert [(actor.rank_id, actor.pid) for actor in ask(1.0).actors] == [(trainer_id(1), process.pid)]
     finally:
         process.communicate(b"\n")
 
@@ -339,60 +369,57 @@ def test_the_oldest_collective_under_way_is_the_one_waited_in(
     assert ("phase train, the trainers, all_reduce of EXPERT_GROUP: " in line) == (number is not None)
 
 
-def test_a_rank_in_a_collective_waits_for_those_that_are_in_none_and_the_error_says_so(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_rank_in_a_collective_waits_for_those_that_are_in_none(start: Start, tmp_path: Path) -> None:
     start(0, "call")
     start(1, "call")
     (tmp_path / "asked" / "flight_nccl_0").write_bytes(flight(True, False))
     (tmp_path / "asked" / "flight_nccl_1").write_bytes(flight(True))
-    error = timeout(missing=(0, 1), detail="nor rollout rank 0")
-    line = collect(error, tmp_path)
-    assert line is not None
-    assert "all_reduce of EXPERT_GROUP: trainer rank 0 arrived, trainer rank 1, rollout rank 0 did not" in line
-    assert str(error).startswith(
-        "phase train: rank 1 of the trainers did not arrive within 9.0 s (nor rollout rank 0); "
-    )
-    assert error.missing == (1,)
+    error = timeout([0, 1, R0], rollouts=1)
+    hang = find(error, tmp_path)
+    assert hang is not None
+    assert "all_reduce of EXPERT_GROUP: trainer rank 0 arrived, trainer rank 1, rollout rank 0 did not" in hang.verdict
+    assert hang.culprits == {trainer_id(1), R0}
+    assert error.naming(hang.culprits).missing == {trainer_id(1), R0}
+    assert error.missing == {trainer_id(0), trainer_id(1), R0}
 
 
 def answers_of(waiting: int, idle: int, *, silent: Sequence[int] = (), rollouts: int = 0) -> Answers:
     """``waiting`` trainers in a collective, ``idle`` ones in none, and of others no word: each on a node of its own."""
-    trainers = [("trainer", rank) for rank in range(waiting + idle)]
-    homes = {**{who: f"node{who[1]}" for who in trainers}, **{("trainer", rank): f"node{rank}" for rank in silent}}
+    trainers = trainer_ids(range(waiting + idle))
+    homes = {one: f"node{one.rank}" for one in (*trainers, *trainer_ids(silent))}
     idle_work, busy_work = work("A", 1, 1.0), work("A", 2, 2.0, has_ended=False)
-    everyone = [*trainers, *(("rollout", rank) for rank in range(rollouts))]
+    others = [RankId(Role.ROLLOUT, rank) for rank in range(rollouts)]
     return Answers(
-        actors=[Actor(who=who, pid=1, status="running") for who in everyone],
+        actors=[Actor(rank_id=one, pid=1, status="running") for one in (*trainers, *others)],
         records={rank: Record.of([idle_work, busy_work] if rank < waiting else [idle_work]) for _, rank in trainers},
-        homes={**homes, **{("rollout", rank): "node0" for rank in range(rollouts)}},
+        homes={**homes, **dict.fromkeys(others, "node0")},
         silent=[f"node{rank}" for rank in silent],
     )
 
 
 def test_a_rank_of_which_nothing_was_heard_is_not_blamed(tmp_path: Path) -> None:
-    error = timeout(missing=(0, 1, 2, 3, 4, 5))
-    line = collect(error, tmp_path, ask=lambda patience_s: answers_of(3, 1, silent=[4, 5]), trainers=6)
-    assert line is not None
-    assert error.missing == (3,)
-    assert "0-2 arrived, 3 did not within" in line
-    assert "trainer rank 4-5 on node4, node5 cannot be asked; no answer from node4, node5; " in line
+    error = timeout(range(6), size=6)
+    hang = find(error, tmp_path, ask=lambda patience_s: answers_of(3, 1, silent=[4, 5]))
+    assert hang is not None
+    assert hang.culprits == {trainer_id(3)}
+    assert "0-2 arrived, 3 did not within" in hang.verdict
+    assert "trainer rank 4-5 on node4, node5 cannot be asked; no answer from node4, node5; " in hang.verdict
     assert evidence(tmp_path)["wait"]["unknown"] == [["trainer", 4], ["trainer", 5]]
 
 
-def test_where_all_that_are_known_wait_the_error_stays_as_it_is(tmp_path: Path) -> None:
-    error = timeout(missing=(0, 1, 2), detail="nor rollout rank 0")
-    before = str(error)
-    assert collect(error, tmp_path, ask=lambda patience_s: answers_of(3, 0, rollouts=1), trainers=3) is not None
-    assert str(error) == before
+def test_where_all_that_are_known_wait_nobody_else_is_blamed(tmp_path: Path) -> None:
+    error = timeout([0, 1, 2, R0], size=3, rollouts=1)
+    hang = find(error, tmp_path, ask=lambda patience_s: answers_of(3, 0, rollouts=1))
+    assert hang is not None
+    assert hang.culprits is None
 
 
-def test_what_ranks_have_said_stays_in_the_error(tmp_path: Path) -> None:
-    error = timeout(missing=(0, 1), detail="nor rollout rank 0; trainer rank 2: connection closed")
-    before = str(error)
-    assert collect(error, tmp_path, ask=lambda patience_s: answers_of(1, 1, rollouts=1)) is not None
-    assert str(error).startswith("phase train: rank 1 of the trainers did not arrive within 9.0 s (trainer rank 2: con")
-    assert evidence(tmp_path)["error"] == f"PhaseTimeoutError: {before}"
+def test_the_error_as_it_was_is_kept_with_the_evidence(tmp_path: Path) -> None:
+    error = timeout([0, 1, R0], rollouts=1)
+    hang = find(error, tmp_path, ask=lambda patience_s: answers_of(1, 1, rollouts=1))
+    assert hang is not None
+    assert hang.culprits == {trainer_id(1)}
+    assert evidence(tmp_path)["error"] == f"PhaseTimeoutError: {error}"
 
 
 def test_storage_that_does_not_answer_takes_no_verdict_away(
@@ -416,9 +443,9 @@ def test_ranks_that_all_wait_in_collectives_are_all_named(start: Start, tmp_path
     start(0, "call")
     for rank in (0, 1):
         (tmp_path / "asked" / f"flight_nccl_{rank}").write_bytes(flight(False, group=f"GROUP_{rank}"))
-    error = timeout(missing=(0, 1))
-    assert collect(error, tmp_path) is not None
-    assert error.missing == (0, 1)
+    hang = find(timeout([0, 1]), tmp_path)
+    assert hang is not None
+    assert hang.culprits is None
 
 
 def test_a_flight_file_that_would_run_code_is_refused(start: Start, tmp_path: Path) -> None:
@@ -429,21 +456,20 @@ def test_a_flight_file_that_would_run_code_is_refused(start: Start, tmp_path: Pa
 
 
 def test_ranks_at_the_same_place_are_named_together(tmp_path: Path) -> None:
-    wait = wait_of(timeout(missing=(0, 1)), 2)
+    wait = wait_of(timeout([0, 1]))
     assert wait is not None
-    missing = {("trainer", 0), ("trainer", 1)}
-    assert verdict(wait, missing, Answers(), {}, target=tmp_path) == (
+    assert verdict(wait, trainer_ids([0, 1]), Answers(), {}, target=tmp_path) == (
         "hang: phase train, the trainers: none arrived, 0-1 did not within 9.0 s; trainer rank 0-1 has no process on "
         f"this machine; evidence in {tmp_path}"
     )
 
 
 def test_nodes_are_named_as_far_as_they_are_few(tmp_path: Path) -> None:
-    wait = wait_of(timeout(missing=tuple(range(20))), 20)
+    wait = wait_of(timeout(range(20), size=20))
     assert wait is not None
-    ranks = [("trainer", rank) for rank in range(20)]
-    homes = {who: f"node{who[1] // 2}" for who in ranks}
-    there = [Actor(who=who, pid=1, status="sleeping") for who in ranks[:16]]
+    ranks = trainer_ids(range(20))
+    homes = {one: f"node{one.rank // 2}" for one in ranks}
+    there = [Actor(rank_id=one, pid=1, status="sleeping") for one in ranks[:16]]
     answers = Answers(actors=there, homes=homes, silent=["node8"])
     assert verdict(wait, ranks, answers, {}, target=tmp_path) == (
         "hang: phase train, the trainers: none arrived, 0-19 did not within 9.0 s; trainer rank 0-15 on 8 nodes gives "
@@ -453,8 +479,8 @@ def test_nodes_are_named_as_far_as_they_are_few(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_node_that_does_not_answer_may_be_the_missing_ones(tmp_path: Path) -> None:
-    homes: dict[Who, str] = {("trainer", 0): "node0", ("trainer", 1): "node1"}
-    line = collect(in_vain(True), tmp_path, ask=lambda patience_s: Answers(homes=homes, silent=["node1"]))
+    homes = {trainer_id(0): "node0", trainer_id(1): "node1"}
+    line = collect(failed(Victim()), tmp_path, ask=lambda patience_s: Answers(homes=homes, silent=["node1"]))
     assert line is not None
     assert "trainer rank 0 waited in vain; trainer rank 1 on node1 cannot be asked; no answer from node1; " in line
     assert evidence(tmp_path)["silent_nodes"] == ["node1"]

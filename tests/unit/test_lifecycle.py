@@ -8,7 +8,8 @@ import time
 import pytest
 
 from rl_safe_workers.errors import LifecycleError
-from rl_safe_workers.lifecycle import REQUIRES, Lifecycle, Phase, Role, unix_now
+from rl_safe_workers.lifecycle import REQUIRES, Lifecycle, Phase, unix_now
+from rl_safe_workers.ranks import Role
 
 FIRST = {Phase.START, Phase.WORLD, Phase.TEARDOWN}
 """What a trainer may enter before anything else."""

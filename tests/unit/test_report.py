@@ -9,7 +9,8 @@ import pytest
 
 from rl_safe_workers.driver import report
 from rl_safe_workers.driver.report import write_report
-from rl_safe_workers.lifecycle import Phase, PhaseEvent, Role
+from rl_safe_workers.lifecycle import Phase, PhaseEvent
+from rl_safe_workers.ranks import Role
 
 VOID = {"meta", "link", "path", "rect", "br", "hr", "img", "input"}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +14,14 @@ import pytest
 
 import rl_safe_workers
 from rl_safe_workers import errors
+from rl_safe_workers.foreign_errors import ForeignCause
+from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rl_safe_workers"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
 HEAVY = {"mbridge", "megatron", "pyarrow", "ray", "torch", "transformers", "vllm"}
 SHELL_SCRIPTS = [path for path in sorted((ROOT / "scripts").iterdir()) if not path.suffix]
 LIGHT_MODULES = (
@@ -49,6 +55,7 @@ LIGHT_MODULES = (
     "rl_safe_workers.errors",
     "rl_safe_workers.lifecycle",
     "rl_safe_workers.plan.plan",
+    "rl_safe_workers.ranks",
     "rl_safe_workers.recipe",
     "rl_safe_workers.topology.layout",
 )
@@ -57,15 +64,25 @@ EXAMPLES: dict[str, errors.RlSafeError] = {
     "DivergedError": errors.DivergedError(step=3, loss=float("inf"), grad_norm=2.0),
     "Interrupted": errors.Interrupted(signum=2),
     "NodeLostError": errors.NodeLostError(
-        nodes=["10.0.0.4"], phase="train", ranks="trainer rank 2-3", detail="it died"
+        nodes=["10.0.0.4"], phase="train", ranks=trainer_ids([2, 3]), detail="it died"
     ),
     "LogprobGapError": errors.LogprobGapError(step=3, gap=0.1, bound=1e-5),
     "PhaseTimeoutError": errors.PhaseTimeoutError(
-        phase="save", group="training world", missing=[1, 2], waited_s=3.0, setting="rl_safe.timeouts.save"
+        phase="save",
+        awaited=errors.Awaited("training world", frozenset(trainer_ids(range(4)))),
+        missing=trainer_ids([1, 2]),
+        waited_s=3.0,
+        setting="rl_safe.timeouts.save",
+        detail="it rained",
     ),
-    "RunError": errors.RunError("training rank 1 failed", culprit=1),
+    "RunError": errors.RunError("training rank 1 failed", culprit=trainer_id(1), foreign=ForeignCause.OUT_OF_MEMORY),
     "RankError": errors.RankError(
-        role="trainer", rank=1, phase="train", cause="ValueError: x", trace="Traceback", raised_at=12.5
+        rank_id=trainer_id(1),
+        phase="train",
+        cause=errors.Repeats(trainer_id(0)),
+        text="ValueError: x",
+        trace="Traceback",
+        raised_at=12.5,
     ),
 }
 """One of each error that takes more than a message."""
@@ -154,3 +171,159 @@ def test_shell_scripts_stop_at_the_first_failure_and_can_be_executed(script: Pat
     assert script.read_text().startswith("#!/usr/bin/env bash\n")
     assert "\nset -euo pipefail\n" in script.read_text()
     assert script.stat().st_mode & 0o111
+
+
+FOREIGN = PACKAGE / "foreign_errors.py"
+ERRORS = {cls.__name__ for cls in error_classes()} | {
+    name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
+}
+SAID = {"args", "detail", "text", "trace"}
+"""Attributes of errors that hold what they say."""
+TEXT_OF = ("str", "repr", "first_line", "in_one_line")
+LOOKS = {
+    *("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "partition", "rpartition"),
+    *("startswith", "endswith", "find", "index", "removeprefix", "count"),
+}
+"""Methods of patterns and texts that look for something."""
+
+
+class TextReader(ast.NodeVisitor):
+    """Finds where a function decides by what an error says, within the function: names are followed, calls are not."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self._errors: set[str] = set()
+        self._texts: set[str] = set()
+
+    def _visit_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        before = self._errors, self._texts
+        of_errors = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg) and self._is_error(arg)}
+        self._errors, self._texts = self._errors | of_errors, set(self._texts)
+        self.generic_visit(node)
+        self._errors, self._texts = before
+
+    visit_FunctionDef = visit_AsyncFunctionDef = _visit_function  # noqa: N815  (names that ast calls)
+
+    def _is_error(self, arg: ast.arg) -> bool:
+        named = () if arg.annotation is None else ast.walk(arg.annotation)
+        return any(getattr(node, "id", getattr(node, "attr", "")) in ERRORS for node in named)
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        if node.name:
+            self._errors.add(node.name)
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        if self._says(node.value):
+            self._texts |= {
+                name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)
+            }
+
+    def visit_Call(self, node: ast.Call) -> None:
+        # Without arguments split only joins lines.
+        looks = isinstance(node.func, ast.Attribute) and node.func.attr in LOOKS and node.args
+        if looks and any(map(self._says, [node.func.value, *node.args])):
+            self.found.append(node.lineno)
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        if any(map(self._says, [node.left, *node.comparators])):
+            self.found.append(node.lineno)
+        self.generic_visit(node)
+
+    def _says(self, node: ast.expr) -> bool:
+        """Whether an expression is, or contains, what an error says."""
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name) and part.id in self._texts:
+                return True
+            if isinstance(part, ast.Attribute) and part.attr in SAID and self._names_error(part.value):
+                return True
+            if isinstance(part, ast.FormattedValue) and self._names_error(part.value):
+                return True
+            if isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id in TEXT_OF:
+                return any(map(self._names_error, part.args))
+        return False
+
+    def _names_error(self, node: ast.expr) -> bool:
+        return isinstance(node, ast.Name) and node.id in self._errors
+
+
+def reads_text(source: str) -> list[int]:
+    """Lines of a module at which it decides by what an error says."""
+    reader = TextReader()
+    reader.visit(ast.parse(source))
+    return reader.found
+
+
+def test_only_one_module_decides_by_what_an_error_says() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in MODULES
+        if path != FOREIGN
+        for line in reads_text(path.read_text())
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "try: f()\nexcept OSError as e: re.search('x', str(e))",
+        "try: f()\nexcept OSError as e: PATTERN.match(f'{e}')",
+        "try: f()\nexcept OSError as e: found = 'timed out' in str(e)",
+        "try: f()\nexcept OSError as e: str(e).startswith('x')",
+        "try: f()\nexcept OSError as e:\n text = str(e).lower()\n if text == 'x': f()",
+        "def f(error: PhaseTimeoutError): return error.detail.partition('; ')",
+        "def f(error: RankError | None): return PATTERN.findall(first_line(error))",
+        "def f(e: BaseException):\n def g(): return 'x' in e.args[0]\n return g",
+    ],
+)
+def test_a_decision_by_what_an_error_says_is_noticed(lines: str) -> None:
+    assert reads_text(lines) != []
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "try: f()\nexcept OSError as e: raise RuntimeError(f'no: {e}') from e",
+        "try: f()\nexcept OSError as e: log(str(e), e.errno == 28, isinstance(e, OSError))",
+        "def f(error: RankError): return error.rank_id in missing",
+        "re.search('x', line) or 'x' in text",
+    ],
+)
+def test_telling_what_an_error_says_is_no_decision(lines: str) -> None:
+    assert reads_text(lines) == []
+
+
+TAKES_FIRST = re.compile(r"\bstr\(.*\)\.(splitlines\(\)|(partition|split)\('\\n'\))\[0\]$")
+
+
+def first_lines(source: str) -> list[int]:
+    """Lines of a module at which it takes the first line of an error by itself."""
+    nodes = ast.walk(ast.parse(source))
+    return [
+        node.lineno
+        for node in nodes
+        if (isinstance(node, ast.Subscript) and TAKES_FIRST.search(ast.unparse(node)))
+        or (isinstance(node, ast.FunctionDef) and node.name == "_first_line")
+    ]
+
+
+def test_the_first_line_of_an_error_is_taken_in_one_place() -> None:
+    """``splitlines()[0]`` fails for an error without a message."""
+    assert [path for path in [*MODULES, *TEST_FILES] if first_lines(path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "text = str(error).splitlines()[0]",
+        "f'{str(error.value).splitlines()[0]}'",
+        r"str(e).partition('\n')[0]",
+        r"str(e).split('\n')[0]",
+        "def _first_line(error): ...",
+    ],
+)
+def test_a_first_line_taken_by_hand_is_noticed(line: str) -> None:
+    assert first_lines(line) == [1]

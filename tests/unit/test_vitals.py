@@ -10,7 +10,8 @@ import pytest
 from rl_safe_workers.driver import vitals
 from rl_safe_workers.driver.actor_group import ActorRef
 from rl_safe_workers.errors import RankError
-from rl_safe_workers.lifecycle import Phase, Role
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import Role
 
 
 @dataclass

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.adapters.verl.main_ppo import beside_verls
 from rl_safe_workers.adapters.verl.settings import TAKEN, VerlSettings, read_node, read_settings
-from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.errors import ConfigError, first_line
 from rl_safe_workers.topology.layout import ParallelLayout
 from tests.integration.runs import REPOSITORY
 from tests.verl.examples import arguments_of, command_lines
@@ -85,7 +85,7 @@ def test_so_does_every_megatron_example_that_verl_composes_itself(tmp_path) -> N
         try:
             composed(*overrides)
         except HydraException as error:
-            refused_by_verl.append(f"{name}: {str(error).splitlines()[0]}")
+            refused_by_verl.append(f"{name}: {first_line(error)}")
             continue
         assert_composes(overrides)
         composed_by_verl.append(name)

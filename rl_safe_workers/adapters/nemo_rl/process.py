@@ -27,10 +27,10 @@ from rl_safe_workers.adapters.nemo_rl.import_groups import end_groups_since, gro
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
 from rl_safe_workers.adapters.nemo_rl.settings import NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
-from rl_safe_workers.comms.ending import describe, within
+from rl_safe_workers.comms.ending import within
 from rl_safe_workers.comms.groups import nccl_config, set_group_timeouts
 from rl_safe_workers.config import MegatronConfig
-from rl_safe_workers.errors import CommunicatorError, RlSafeError
+from rl_safe_workers.errors import CommunicatorError, RlSafeError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class PolicyProcess(HostedTrainer):
                 self.require_bootstrap("the end of set-up")
             except Exception as error:
                 # Else the others would wait for this rank in their next collective.
-                self.end(describe(error))
+                self.end(in_one_line(error))
                 raise
         # A warning, because NeMo RL shows nothing less of other packages.
         logger.warning("rl_safe active: training rank %d of %d", self.training_rank, self.training_size)

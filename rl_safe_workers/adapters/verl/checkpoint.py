@@ -29,6 +29,7 @@ from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpoint
 from rl_safe_workers.adapters.verl.pending import PendingSave
 from rl_safe_workers.adapters.verl.process import TrainerProcess
 from rl_safe_workers.checkpoint.durable import fsync
+from rl_safe_workers.checkpoint.failures import checkpoint_errors
 from rl_safe_workers.checkpoint.loader import Loader, read_content_metadata
 from rl_safe_workers.checkpoint.manifest import SHARDS
 from rl_safe_workers.checkpoint.optimizer_state import FULLY_RESHARDABLE, is_in_place
@@ -185,7 +186,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             self.process.together(Phase.SAVE, lambda: None)  # HF weights are written by now, on every rank
             self.process.follow(PendingSave(self.name, self._step_folder, async_requests, finalize_save_fn))
             return
-        self.process.together(Phase.SAVE, finalize_save_fn)
+        self.process.together(Phase.SAVE, checkpoint_errors()(finalize_save_fn))
         if self.rank != 0:
             finalize_save_fn()
 
@@ -250,7 +251,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             if not (Path(local_path) / MANIFEST).is_file():
                 raise CheckpointError(f"{local_path} is not a complete checkpoint: it has no {MANIFEST}")
 
-        self.process.together(Phase.LOAD, check)
+        self.process.together(Phase.LOAD, checkpoint_errors()(check))
 
     def _metadata_of(self, trees: Sequence[Path]) -> dict[str, Any]:
         for tree in trees:

@@ -13,7 +13,8 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from rl_safe_workers.adapters.verl.settings import read_settings
 from rl_safe_workers.adapters.verl.workers import safe_worker
-from rl_safe_workers.errors import RunError, format_ranks
+from rl_safe_workers.errors import RunError, in_one_line
+from rl_safe_workers.ranks import format_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class SafeTrainerMixin:
             yield
         except BaseException as error:
             # The workers are told, and the error goes on whatever they answer.
-            self.end_groups(f"{when}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            self.end_groups(f"{when}: {in_one_line(error)}")
             raise
 
     def _init_resource_pool_mgr(self) -> None:

@@ -1,0 +1,95 @@
+"""Who a process of a run is: its role and its rank, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+
+class Role(StrEnum):
+    """What a process of the joint world is."""
+
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
+class RankId(NamedTuple):
+    """One rank of a run. Trainers sort before rollout ranks, each role by rank.
+
+    >>> str(RankId(Role.TRAINER, 1))
+    'trainer rank 1'
+    >>> min(RankId(Role.ROLLOUT, 0), RankId(Role.TRAINER, 3)).role.value
+    'trainer'
+    """
+
+    role: Role
+    rank: int
+    """The rank within its role."""
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank}"
+
+    def __lt__(self, other: tuple[Any, ...]) -> bool:
+        return _place(self) < _place(other)
+
+    def __le__(self, other: tuple[Any, ...]) -> bool:
+        return _place(self) <= _place(other)
+
+    def __gt__(self, other: tuple[Any, ...]) -> bool:
+        return _place(self) > _place(other)
+
+    def __ge__(self, other: tuple[Any, ...]) -> bool:
+        return _place(self) >= _place(other)
+
+
+def _place(rank_id: tuple[Any, ...]) -> tuple[bool, int]:
+    role, rank = rank_id
+    return role != Role.TRAINER, rank
+
+
+def trainer_id(training_rank: int) -> RankId:
+    """Returns the id of a training rank."""
+    return RankId(Role.TRAINER, training_rank)
+
+
+def trainer_ids(training_ranks: Iterable[int]) -> tuple[RankId, ...]:
+    """Returns the ids of training ranks, in their order."""
+    return tuple(map(trainer_id, training_ranks))
+
+
+def joint_ids(*, trainers: int, size: int) -> tuple[RankId, ...]:
+    """Returns the ids of a joint group's members by joint rank: the trainers first, then the rollout ranks.
+
+    Args:
+        trainers: Number of trainers.
+        size: Number of trainers and rollout ranks.
+    """
+    rollouts = (RankId(Role.ROLLOUT, rank) for rank in range(size - trainers))
+    return (*trainer_ids(range(trainers)), *rollouts)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Shortens ranks to ranges.
+
+    >>> format_ranks([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def name_ranks(ranks: Iterable[RankId]) -> str:
+    """Names ranks of any roles, trainers first.
+
+    >>> name_ranks([RankId(Role.ROLLOUT, 1), RankId(Role.TRAINER, 3), RankId(Role.TRAINER, 2)])
+    'trainer rank 2-3, rollout rank 1'
+    """
+    ranks = list(ranks)
+    by_role = [(role, [one.rank for one in ranks if one.role == role]) for role in Role]
+    return ", ".join(f"{role} rank {format_ranks(of_role)}" for role, of_role in by_role if of_role)
