@@ -97,7 +97,7 @@ class Suspension:
     def _drain(self, patience: timedelta) -> None:
         """Waits for the GPU, which nothing else bounds: NCCL suspends no communicator that is in use."""
         wait = partial(torch.cuda.synchronize, self._device)
-        within(wait, patience.total_seconds(), what="what is queued on the GPU")
+        within(wait, patience, what="what is queued on the GPU")
 
     def _change(self, group: LiveGroup, method: str) -> None:
         name, backend = str(group), _backend(group.group, self._device)

@@ -89,9 +89,7 @@ class TeardownMixin(CommsMixin):
         if failure is not None:
             self.leave(failed=True)
             return failure
-        left = failure_of(
-            lambda: within(self.leave, _JOINT_SHARE * self.remaining().total_seconds(), what="leaving the joint group")
-        )
+        left = failure_of(lambda: within(self.leave, _JOINT_SHARE * self.remaining(), what="leaving the joint group"))
         return describe(left)
 
     def _give_up_everything(self, failure: str) -> str:

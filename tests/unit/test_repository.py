@@ -44,6 +44,7 @@ LIGHT_MODULES = (
     "rl_safe_workers.checkpoint.unpickle",
     "rl_safe_workers.cli.main",
     "rl_safe_workers.config",
+    "rl_safe_workers.control.deadline",
     "rl_safe_workers.driver.rewards",
     "rl_safe_workers.env",
     "rl_safe_workers.errors",

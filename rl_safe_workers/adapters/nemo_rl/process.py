@@ -235,9 +235,9 @@ class PolicyProcess(HostedTrainer):
         """
         self.require_bootstrap("weight sync")
         with self.lifecycle.enter(Phase.JOINT):
-            seconds, before = self.settings.timeouts.joint, groups_now()
+            patience, before = timedelta(seconds=self.settings.timeouts.joint), groups_now()
             try:
-                within(join, seconds, what="joining the rollout ranks (rl_safe.timeouts.joint)")
+                within(join, patience, what="joining the rollout ranks (rl_safe.timeouts.joint)")
             finally:
                 joint = groups_now() - before
                 self.world = replace(self.world, host_groups=self.world.host_groups | joint)
