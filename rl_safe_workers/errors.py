@@ -17,6 +17,7 @@
         │   └── NodeMismatchError     nodes with other versions, other code or other files
         ├── NodeLostError             a node of the cluster is gone; carries its name and who was on it
         ├── CommunicatorError         a group is missing, unknown or different between ranks
+        │   └── StoreLostError        the process that owns the run's store has ended
         ├── CheckpointError           a checkpoint that is incomplete or could not be written
         │   └── UnsafeCheckpointError   one that asks for code that no checkpoint needs
         ├── DivergedError             an update whose loss or gradient is not finite
@@ -220,6 +221,10 @@ class NodeLostError(RunError):
 
 class CommunicatorError(RunError):
     """A group is missing, unknown, or not the same on all ranks."""
+
+
+class StoreLostError(CommunicatorError):
+    """The process that owns the run's store has ended, and the store with it."""
 
 
 class CheckpointError(RunError):

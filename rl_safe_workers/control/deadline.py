@@ -62,6 +62,10 @@ class Deadline:
         """Returns an earlier deadline: after a fraction, 0 to 1, of the time that is left now."""
         return Deadline.after(fraction * self.remaining())
 
+    def at_most(self, time_left: timedelta) -> Deadline:
+        """Returns this deadline, or an earlier one that passes after a time from now."""
+        return Deadline(self.started_s, min(self.at_s, time.monotonic() + time_left.total_seconds()))
+
     def plus(self, more: timedelta) -> Deadline:
         """Returns a later deadline; ``started_s`` stays."""
         return Deadline(self.started_s, self.at_s + more.total_seconds())
@@ -99,6 +103,11 @@ class Background(Generic[T]):
         """True once the work has ended, well or not."""
         return self._outcome.done()
 
+    def ends(self, deadline: Deadline) -> bool:
+        """Waits for the work to end, well or not; returns False if it has not when the deadline passes."""
+        # A longer wait overflows the lock's own clock.
+        return bool(wait([self._outcome], max(0.0, min(deadline.left_s, threading.TIMEOUT_MAX))).done)
+
     def wait(self, deadline: Deadline, *, on_tick: Callable[[], object] | None = None, tick_s: float = TICK_S) -> T:
         """Waits for the work; returns its value.
 
@@ -111,14 +120,11 @@ class Background(Generic[T]):
             BaseException: What the work has raised.
             DeadlineExceededError: If the work has not ended in time.
         """
-        while not self.is_done:
-            # A wait longer than this overflows the lock's own clock.
-            left_s = min(deadline.left_s, threading.TIMEOUT_MAX)
-            if not wait([self._outcome], max(0.0, left_s if on_tick is None else min(tick_s, left_s))).done:
-                if on_tick is not None:
-                    on_tick()
-                if deadline.expired:
-                    raise DeadlineExceededError(self)
+        while not self.ends(deadline if on_tick is None else deadline.at_most(timedelta(seconds=tick_s))):
+            if on_tick is not None:
+                on_tick()
+            if deadline.expired:
+                raise DeadlineExceededError(self)
         # The work has ended, so the thread ends, too: nothing of it is left behind.
         self.thread.join()
         return self._outcome.result()

@@ -26,7 +26,7 @@ from rl_safe_workers.workers.base import MegatronHost
 from rl_safe_workers.workers.groups import GroupsMixin
 from rl_safe_workers.workers.outgoing import Outgoing, Weights
 from rl_safe_workers.worlds.gpu_pair import GpuPair
-from rl_safe_workers.worlds.joint_group import JointGroup
+from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
 
 _WATCHED = (Phase.LOGPROB, Phase.TRAIN)
 _PAIR_SHARE, _FLUSH_SHARE = 0.5, 0.8
@@ -82,8 +82,7 @@ class CommsMixin(GroupsMixin):
         """
         plan = self.plan_comms()
         bootstrap = Bootstrap(
-            self.store,
-            training_rank=self.training_rank,
+            self.control,
             layout=plan.layout,
             features=plan.features,
             limits=plan.limits if probe is not None else {},
@@ -152,9 +151,7 @@ class CommsMixin(GroupsMixin):
             self.leave()
             self._colocated = colocated
             self.joint_group = (GpuPair if colocated else JointGroup)(
-                self.store,
-                joint_rank=self.training_rank,
-                size=size,
+                self.control.of_world(joint_world(generation), rank=self.training_rank, size=size),
                 generation=generation,
                 timeout=self.timeout(Phase.JOINT),
                 device=self.device,

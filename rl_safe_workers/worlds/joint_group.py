@@ -17,12 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.errors import WeightSyncError, first_line
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.worlds.roll_call import RollCall
 
 _ASK_S = 1e-4
 _SHARE = 0.8
+
+
+def joint_world(generation: int) -> str:
+    """Names the world of trainers and rollout ranks, of which each rebuild makes another."""
+    return f"joint group {generation}"
 
 
 class JointGroup:
@@ -30,21 +36,17 @@ class JointGroup:
 
     def __init__(
         self,
-        store: Store,
+        control: ControlPlane,
         *,
-        joint_rank: int,
-        size: int,
         generation: int,
         timeout: timedelta,
         device: torch.device,
         sync_timeout: timedelta | None = None,
     ) -> None:
-        """Joins. Collective over: all ``size`` ranks; blocks until all have joined or ``timeout`` has passed.
+        """Joins. Collective over: all ranks of ``control``; blocks until all have joined or ``timeout`` has passed.
 
         Args:
-            store: The run's store.
-            joint_rank: This process's rank in the joint group.
-            size: Number of trainers and rollout ranks.
+            control: This process's place in the world `joint_world` of trainers and rollout ranks.
             generation: Counts rebuilds; each uses store keys of its own.
             timeout: Longest wait for the others.
             device: Where the tensors are: a CPU makes a gloo group, a GPU one of NCCL.
@@ -54,13 +56,12 @@ class JointGroup:
             PhaseTimeoutError: Naming the joint ranks that did not come in time.
             WeightSyncError: If the group cannot be connected.
         """
-        self.joint_rank, self.size, self.generation = joint_rank, size, generation
+        self.joint_rank, self.size, self.generation = control.rank, control.size, generation
         self._device, self._sync_timeout = device, sync_timeout or timeout
         # The group by itself would wait for the missing, too, but could not say who they are.
-        roll_call = RollCall(store, world=f"joint group {generation}", group_rank=joint_rank, size=size)
-        roll_call.arrive(Phase.JOINT, timeout=timeout)
+        control.barrier(Phase.JOINT, Deadline.after(timeout))
         # Over a connection of its own: NCCL waits in it for peers without end, and would keep everyone else out.
-        prefix = PrefixStore(f"joint/{generation}", store.clone())  # type: ignore[attr-defined]
+        prefix = PrefixStore(f"joint/{generation}", control.store.clone())  # type: ignore[attr-defined]
         # The stubs leave out what it inherits from Backend.
         self._group: Any = None
         self._works: deque[Any] = deque()
@@ -69,7 +70,7 @@ class JointGroup:
         failure = self._connect(prefix, timeout)
         if failure is not None:
             self.close()
-            raise WeightSyncError(f"joint rank {joint_rank} could not join the joint group: {failure}")
+            raise WeightSyncError(f"joint rank {self.joint_rank} could not join the joint group: {failure}")
 
     def _connect(self, store: Store, timeout: timedelta) -> str | None:
         """Returns what failed, not the exception: its traceback would keep the group."""
@@ -84,7 +85,7 @@ class JointGroup:
             # NCCL connects at the first collective, which would be in the middle of a run, when memory is full.
             self._group.broadcast(torch.zeros(1, device=self._device), 0).wait()
         except RuntimeError as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
         return self._wait(timeout)
 
     @property
@@ -112,7 +113,7 @@ class JointGroup:
         try:
             self._works.append(self._group.broadcast(tensor, source))
         except RuntimeError as error:
-            failure = str(error).splitlines()[0]
+            failure = first_line(error)
         else:
             self._started += 1
             return partial(self._finish, self._started)
@@ -126,7 +127,7 @@ class JointGroup:
             try:
                 self._works.popleft().wait()
             except RuntimeError as error:
-                failure = str(error).splitlines()[0]
+                failure = first_line(error)
         # Outside of the exception, whose traceback would keep the connections open.
         if failure is not None:
             raise self._failed(failure)
@@ -162,7 +163,7 @@ class JointGroup:
                 return None
             failure = f"timed out after {timeout.total_seconds():.1f} s: a peer is gone, or raise rl_safe.timeouts.sync"
         except RuntimeError as error:
-            failure = str(error).splitlines()[0]
+            failure = first_line(error)
         self.abort()
         return failure
 
@@ -195,9 +196,9 @@ def wait_for_stream(device: torch.device, timeout: timedelta) -> bool:
     """
     done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record(torch.cuda.current_stream(device))
-    deadline_s = time.monotonic() + timeout.total_seconds()
+    deadline = Deadline.after(timeout)
     while not done.query():
-        if time.monotonic() > deadline_s:
+        if deadline.expired:
             return False
         time.sleep(_ASK_S)
     return True

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
-from torch.distributed import PrefixStore
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 
 from rl_safe_workers.adapters.verl.pending import PendingSave
@@ -169,9 +168,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         if tree not in self._savers:
             dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             self._savers[tree] = Saver(
-                PrefixStore(f"{self.name}/{tree}", self.process.store),
-                training_rank=self.process.training_rank,
-                size=self.process.training_size,
+                self.process.control.scope(f"{self.name}/{tree}"),
                 replicas=Replicas(
                     dense=dense,
                     expert=parallel_state.get_expert_data_parallel_world_size(),
@@ -270,8 +267,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         describe: Callable[[], dict[str, Any]],
         restore: Callable[[dict[str, Any]], None],
     ) -> None:
-        store = PrefixStore(f"{self.name}/{tree}", self.process.store)
-        loader = Loader(store, training_rank=self.process.training_rank, size=self.process.training_size)
+        loader = Loader(self.process.control.scope(f"{self.name}/{tree}"))
         loader.load(describe, directory, timeout=self.process.remaining(), restore=restore)
 
     def _put_model(self, loaded: dict[str, Any]) -> None:

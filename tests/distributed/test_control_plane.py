@@ -8,10 +8,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+from rl_safe_workers.worlds.roll_call import RollCall
+
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.worlds.address import StoreAddress
-from rl_safe_workers.worlds.roll_call import RollCall
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.worker import Worker, exchange_address, run_config
