@@ -249,19 +249,24 @@ class Operation:
             self.forget_earlier()
         return dict.fromkeys(range(self.size), "gave no verdict") | found
 
-    def late(self, missing: Sequence[int], deadline: Deadline, *, place: str | None = None) -> PhaseTimeoutError:
+    def late(
+        self, missing: Sequence[int], deadline: Deadline, *, place: str | None = None, key: str | None = None
+    ) -> PhaseTimeoutError:
         """Returns the error of a wait for ranks that have not come.
 
         Args:
             missing: Their ranks.
             deadline: The deadline that has passed.
-            place: Where; None: not at a place. If somebody else has written there, the error says so.
+            place: Where this rank has come to. If somebody else has written there, the error says so.
+            key: What all wait for although all have come; for the error.
         """
-        detail = ""
+        detail = "" if key is None else f"all have come, and nothing is under key {self._key(key)!r} of the run's store"
         if place is not None:
             log = self._key(f"{place}/came")
-            if self._board.notes(log)[1]:
-                detail = f"key {log!r} of the run's store holds lines that no rank of this run has signed"
+            found, is_forged = self._board.notes(log)
+            if is_forged or self.rank not in found:
+                what = "holds what no rank of this run has signed" if is_forged else "has lost what this rank wrote"
+                detail = f"key {log!r} of the run's store {what}: another process writes to the store"
         return PhaseTimeoutError(
             phase=self.phase, group=self.world, missing=missing, waited_s=deadline.waited_s,
             setting=f"rl_safe.timeouts.{self.phase}", detail=detail,
@@ -431,7 +436,9 @@ class Gathering:
 
     def _late(self, deadline: Deadline) -> PhaseTimeoutError:
         missing = self._operation.absent(self._step, range(self._operation.size))
-        return self._operation.late(missing or [0], deadline, place=self._step)
+        if missing:
+            return self._operation.late(missing, deadline, place=self._step)
+        return self._operation.late([0], deadline, key=self._decision)
 
 
 class Mailbox:
