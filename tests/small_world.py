@@ -29,9 +29,7 @@ class SmallWorld:
 
     def plane(self, rank: int) -> ControlPlane:
         """A rank's place, made anew."""
-        return ControlPlane(
-            self.connect(), world="training world", rank=rank, size=self.size, secret=self.secret
-        )
+        return ControlPlane(self.connect(), world="training world", rank=rank, size=self.size, secret=self.secret)
 
     def each(self, call: Callable[[ControlPlane], Any], ranks: Collection[int] | None = None) -> list[Any]:
         """Calls a function for several ranks at once; returns their values or errors."""

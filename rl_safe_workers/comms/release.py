@@ -1,9 +1,9 @@
 """Gives the communicators' memory to the rollout, and takes it back: release and rebuild of every releasable group.
 
-    release   drain -> roll call -> drop every generation, all at once -> agreement
-    rebuild   roll call -> next generation of every group, first created first -> agreement -> bootstrap -> agreement
+    release   drain -> agreement -> drop every generation, all at once -> agreement
+    rebuild   agreement -> next generation of every group, first created first -> agreement -> bootstrap -> agreement
 
-Roll calls and agreements go over the store, since no group can carry them. A rank leaves either call only when all are
+The ranks agree over the store, since no group can carry that. A rank leaves either call only when all are
 done, so nobody starts a collective on a group that another still makes; and a rank that fails, fails them all.
 """
 

@@ -1,4 +1,4 @@
-"""Roll calls over a real store: everyone is waited for, and who does not come is named."""
+"""The control plane among processes: a rank that dies, a store that ends, and a store that was never there."""
 
 from __future__ import annotations
 
@@ -7,85 +7,60 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from rl_safe_workers.worlds.roll_call import RollCall
+import pytest
 
-from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.control.seal import new_secret
+from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, StoreLostError
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import run_ranks, values
-from tests.distributed.worker import Worker, exchange_address, run_config
+from tests.distributed.worker import Worker, control_plane, exchange_address, run_config
 
-SIZE, PATIENCE = 3, timedelta(seconds=1)
-
-
-def _roll_call(rank: int, address: StoreAddress, *, world: str = "training world") -> RollCall:
-    store = connect_store(address, timeout=timedelta(seconds=30))
-    return RollCall(store, world=world, group_rank=rank, size=SIZE)
+SIZE, PATIENCE_S = 3, 1.0
 
 
-def _arrive_late(rank: int, address: StoreAddress, late_s: float, patience: timedelta) -> tuple[float, float]:
-    roll_call = _roll_call(rank, address)
-    time.sleep(late_s if rank == 1 else 0)
-    came = time.monotonic()
-    roll_call.arrive(Phase.SAVE, timeout=patience)
-    return came, time.monotonic()
+def _barrier(plane: ControlPlane) -> Any:
+    plane.barrier("save", Deadline.after(PATIENCE_S))
 
 
-def test_nobody_goes_on_before_the_last_rank_has_come(address: StoreAddress) -> None:
-    times = values(run_ranks(_arrive_late, SIZE, address, 0.5, timedelta(seconds=20)))
-    last_came = max(came for came, _ in times)
-    assert last_came - min(came for came, _ in times) > 0.3
-    assert all(went_on >= last_came for _, went_on in times)
+def _decide(plane: ControlPlane) -> Any:
+    return plane.decide("vote", phase="save", deadline=Deadline.after(PATIENCE_S))
 
 
-def test_a_missing_rank_is_named_with_the_phase_the_world_the_wait_and_the_setting(address: StoreAddress) -> None:
-    present = run_ranks(_arrive_late, SIZE, address, 0, PATIENCE, ranks=[0, 2])
-    for error in [outcome.error for outcome in present]:
+def _verdicts(plane: ControlPlane) -> Any:
+    return plane.exchange_verdicts(None, phase="save", deadline=Deadline.after(PATIENCE_S))
+
+
+def _die_in_the_second(rank: int, address: StoreAddress, call: Callable[[ControlPlane], Any], dying: int) -> Any:
+    plane = control_plane(address, rank=rank, size=SIZE)
+    plane.barrier("world", Deadline.after(30))
+    if rank == dying:
+        os._exit(1)
+    return call(plane)
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize("call", [_barrier, _decide])
+def test_a_rank_that_dies_is_named_by_the_others(
+    call: Callable[[ControlPlane], Any], dying: int, address: StoreAddress
+) -> None:
+    outcomes = run_ranks(_die_in_the_second, SIZE, address, call, dying)
+    for error in [outcome.error for outcome in outcomes if outcome.rank != dying]:
         assert isinstance(error, PhaseTimeoutError)
-        assert (error.phase, error.group, error.missing) == ("save", "training world", (1,))
-        assert 1.0 <= error.waited_s < 5.0
-        assert str(error) == (
-            f"phase save: rank 1 of training world did not arrive within {error.waited_s:.1f} s; "
-            "to wait longer raise rl_safe.timeouts.save"
-        )
+        assert tuple(error.missing) == (dying,)
+        assert PATIENCE_S <= error.waited_s < PATIENCE_S + 4
 
 
-def test_a_rank_that_comes_after_the_deadline_was_missing(address: StoreAddress) -> None:
-    early = run_ranks(_arrive_late, SIZE, address, 2, PATIENCE)[0]
-    assert isinstance(early.error, PhaseTimeoutError)
-    assert early.error.missing == (1,)
+def test_a_rank_that_dies_has_given_no_verdict(address: StoreAddress) -> None:
+    zero, _, two = run_ranks(_die_in_the_second, SIZE, address, _verdicts, 1)
+    assert values([zero, two]) == [{1: "gave no verdict"}] * 2
 
 
-def _sequence(rank: int, address: StoreAddress, calls: dict[int, list[tuple[str, Phase]]]) -> None:
-    store_calls = {world: _roll_call(rank, address, world=world) for world in ("training world", "other world")}
-    for world, phase in calls[rank]:
-        store_calls[world].arrive(phase, timeout=PATIENCE)
-
-
-def _missing(address: StoreAddress, calls: dict[int, list[tuple[str, Phase]]]) -> list[tuple[int, ...] | None]:
-    errors = [outcome.error for outcome in run_ranks(_sequence, SIZE, address, calls)]
-    assert all(error is None or isinstance(error, PhaseTimeoutError) for error in errors), errors
-    return [None if error is None else error.missing for error in errors]
-
-
-def test_repeated_calls_of_a_phase_are_told_apart(address: StoreAddress) -> None:
-    train = ("training world", Phase.TRAIN)
-    assert _missing(address, {0: [train] * 3, 1: [train] * 2, 2: [train] * 3}) == [(1,), None, (1,)]
-
-
-def test_phases_are_counted_apart(address: StoreAddress) -> None:
-    train, save = ("training world", Phase.TRAIN), ("training world", Phase.SAVE)
-    assert _missing(address, {0: [save], 1: [save], 2: [train]}) == [(2,), (2,), (0, 1)]
-
-
-def test_worlds_on_one_store_do_not_answer_for_each_other(address: StoreAddress) -> None:
-    here, there = ("training world", Phase.TRAIN), ("other world", Phase.TRAIN)
-    assert _missing(address, {0: [here], 1: [here], 2: [there]}) == [(2,), (2,), (0, 1)]
-
-
-def _outlive_the_store(rank: int, file: Path, then: Callable[[Worker], None]) -> None:
+def _outlive_the_store(rank: int, file: Path, call: Callable[[Worker], Any]) -> Any:
     worker = Worker(run_config(file), rank=rank, size=2)
     worker.init_world(exchange_address(worker, file), backend="gloo")
     has_begun = file.with_name("has_begun")
@@ -95,7 +70,7 @@ def _outlive_the_store(rank: int, file: Path, then: Callable[[Worker], None]) ->
         os._exit(1)
     has_begun.touch()
     time.sleep(0.5)
-    then(worker)
+    return call(worker)
 
 
 def _enter_a_phase(worker: Worker) -> None:
@@ -104,7 +79,7 @@ def _enter_a_phase(worker: Worker) -> None:
 
 def test_a_rank_that_has_lost_the_store_says_whose_it_was(tmp_path: Path) -> None:
     error = run_ranks(_outlive_the_store, 2, tmp_path / "address", _enter_a_phase)[1].error
-    assert isinstance(error, CommunicatorError)
+    assert isinstance(error, StoreLostError)
     assert (
         "phase groups: rank 1 of training world has lost the run's store: its owner, training rank 0, has ended"
         in str(error)
@@ -112,10 +87,10 @@ def test_a_rank_that_has_lost_the_store_says_whose_it_was(tmp_path: Path) -> Non
 
 
 def _connect(rank: int, address: StoreAddress) -> None:
-    connect_store(address, timeout=PATIENCE)
+    connect_store(address, timeout=timedelta(seconds=1))
 
 
 def test_a_store_that_is_not_there_is_named() -> None:
-    error = run_ranks(_connect, 1, StoreAddress(host="127.0.0.1", port=1))[0].error
+    error = run_ranks(_connect, 1, StoreAddress(host="127.0.0.1", port=1, secret=new_secret()))[0].error
     assert isinstance(error, CommunicatorError)
     assert "no store at 127.0.0.1:1 within 1 s" in str(error)

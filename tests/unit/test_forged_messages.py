@@ -53,7 +53,7 @@ def _overwrite(store: Any, keys: dict[str, bytes]) -> None:
 
 def _append(store: Any, keys: dict[str, bytes]) -> None:
     for key in keys:
-        store.append(key, "\n0123[1, \"\"]")
+        store.append(key, '\n0123[1, ""]')
 
 
 def _add_lines_of_the_others(store: Any, keys: dict[str, bytes]) -> None:

@@ -6,6 +6,7 @@ import ast
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,49 @@ def test_shell_scripts_stop_at_the_first_failure_and_can_be_executed(script: Pat
     assert script.read_text().startswith("#!/usr/bin/env bash\n")
     assert "\nset -euo pipefail\n" in script.read_text()
     assert script.stat().st_mode & 0o111
+
+
+def _modules_where(is_wanted: Callable[[ast.AST], bool]) -> set[str]:
+    """Modules of the package with a node of a kind; benchmarks stand beside it."""
+    return {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "bench" and any(map(is_wanted, ast.walk(ast.parse(path.read_text()))))
+    }
+
+
+def _calls(*names: str) -> Callable[[ast.AST], bool]:
+    return lambda node: isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names
+
+
+def _names(*names: str) -> Callable[[ast.AST], bool]:
+    return lambda node: isinstance(node, ast.Name) and node.id in names
+
+
+def test_one_module_numbers_and_forgets_keys_of_the_store() -> None:
+    assert _modules_where(_calls("delete_key", "compare_set", "list_keys", "multi_get")) == {
+        "control/board.py",
+        "control/shared_secret.py",  # before there is a secret to sign with
+    }
+    counters = _modules_where(
+        lambda node: _calls("add")(node) and isinstance(node, ast.Call) and "store" in ast.unparse(node.func)
+    )
+    assert counters == set()
+
+
+def test_one_module_turns_a_lost_store_into_an_error() -> None:
+    # worlds/store.py tells of a store that never was there.
+    assert _modules_where(_names("DistNetworkError")) == {"control/board.py", "worlds/store.py"}
+    assert _modules_where(_names("DistStoreError")) == {"control/board.py"}
+    assert _modules_where(lambda n: isinstance(n, ast.Raise) and "StoreLostError(" in ast.unparse(n)) == {
+        "control/board.py"
+    }
+
+
+def test_one_module_makes_threads_for_bounded_work() -> None:
+    assert _modules_where(_calls("Thread")) == {
+        "control/deadline.py",
+        "checkpoint/writer.py",  # syncs a file beside its writing, and ends with it
+        "driver/actors.py",  # answers the driver's requests as long as the process lives
+        "driver/memory.py",  # samples memory as long as the run lives
+    }
