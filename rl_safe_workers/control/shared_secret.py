@@ -55,7 +55,7 @@ class SharedSecret:
             PhaseTimeoutError: If rank 0 does not make it in time.
             CommunicatorError: If what is there is not of this user, or the store is gone.
         """
-        self._store: Any = store.clone()  # type: ignore[attr-defined]
+        self._store: Any = store
         self._file: Path | None = None
         self._is_ours = rank == 0
         on_one_machine = _is_one_machine(store, size)
@@ -93,6 +93,7 @@ class SharedSecret:
                 raise PhaseTimeoutError(
                     phase=phase, group="the script", missing=[0], waited_s=deadline.waited_s,
                     setting=f"rl_safe.timeouts.{phase}",
+                    detail=f"there is no secret behind key {_KEY!r} of the run's store",
                 )  # fmt: skip
             time.sleep(_LOOK_S)
 
@@ -123,11 +124,16 @@ def _is_one_machine(store: Store, size: int) -> bool:
 
 
 def _read_file(place: str) -> bytes:
-    descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(file.fileno())
-        is_private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-        secret = file.read(SECRET_BYTES + 1) if is_private else b""
+    try:
+        descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(file.fileno())
+            is_private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+            secret = file.read(SECRET_BYTES + 1) if is_private else b""
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError):
+        raise _forged() from None
     if len(secret) != SECRET_BYTES:
         raise _forged()
     return secret
