@@ -1,4 +1,4 @@
-"""What a signature costs: operations of the control plane, signed and unsigned, by turns in one run.
+"""The cost of a signature: operations of the control plane, signed and unsigned, by turns in one run.
 
 The ranks take their turns in one thread, whose processor time is taken: a signature costs nothing else. A figure is
 what a rank spends on one operation, the mean of all ranks.
@@ -22,7 +22,7 @@ from rl_safe_workers.versions import installed_versions
 
 RANKS, ROUNDS, CALLS = 3, 20, 50
 DEAREST_US = 100
-"""What signatures may cost a rank in one operation, in microseconds."""
+"""Most microseconds that signatures may cost a rank in one operation."""
 _PATIENCE = timedelta(seconds=60)
 _REPORT = "x" * 500
 

@@ -21,7 +21,7 @@ _LATE = ("phase", "group", "missing", "waited_s", "setting", "detail")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What a rank has failed with, in fields that are fit for JSON.
+    """The failure of a rank, in fields that are fit for JSON.
 
     Example: ``Failure(kind="CheckpointError", text="no room", culprit=2)``
     """
@@ -32,7 +32,7 @@ class Failure:
     culprit: int | None = None
     """The rank that has failed; None: the one that reports it, or, if ranks are missing, none."""
     late: dict[str, Any] | None = None
-    """What a `PhaseTimeoutError` is made of, if that is the failure."""
+    """Fields of the `PhaseTimeoutError`, if that is the failure."""
 
     @classmethod
     def of(cls, error: BaseException, *, foreign: type[RlSafeError] = RunError) -> Self:

@@ -288,7 +288,7 @@ class Operation:
 
 
 class Report(NamedTuple):
-    """What a rank reports, and rank 0 decides."""
+    """The report of one rank, or the decision of rank 0."""
 
     failure: Failure | None
     value: Any
