@@ -50,6 +50,7 @@ NCCL_SOCKET_IFNAME = "NCCL_SOCKET_IFNAME"
 NCCL_CUMEM_ENABLE = "NCCL_CUMEM_ENABLE"
 """Read only: ``0`` keeps NCCL from mapping its memory itself, and so from giving it back."""
 LOCAL_RANK = "LOCAL_RANK"
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 """Which of the visible GPUs is this process's, where a launcher leaves all of them visible."""
 CUBLAS_WORKSPACE_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
 """``:4096:8``: cuBLAS gives the same bits each time."""
@@ -221,6 +222,12 @@ def local_rank() -> int | None:
     """This process's place among those of its host, if a launcher has set it."""
     value = os.environ.get(LOCAL_RANK)
     return int(value) if value and value.isdecimal() else None
+
+
+def local_world_size() -> int | None:
+    """Returns how many ranks torchrun, or who does as it does, has started on this machine; None if not told."""
+    value = os.environ.get(LOCAL_WORLD_SIZE)
+    return int(value) if value is not None and value.isdecimal() else None
 
 
 def nccl_cumem_is_off() -> bool:

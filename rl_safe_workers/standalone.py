@@ -6,7 +6,6 @@ The script creates the default group and Megatron's groups itself. Every rank is
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,10 @@ from rl_safe_workers.comms.bootstrap import Bootstrap
 from rl_safe_workers.comms.catalog import live_groups
 from rl_safe_workers.comms.late import LateWatch
 from rl_safe_workers.comms.report import BootstrapReport
-from rl_safe_workers.comms.teardown import abort_groups, destroy_groups, exchange_verdicts
+from rl_safe_workers.comms.teardown import abort_groups, destroy_groups
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.control.shared_secret import SharedSecret
 from rl_safe_workers.errors import CommunicatorError, Failure, LifecycleError, RlSafeError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cuda
@@ -34,7 +36,6 @@ from rl_safe_workers.topology.comms_plan import CommsPlan
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.workers.base import SafeWorker
-from rl_safe_workers.worlds.roll_call import RollCall
 from rl_safe_workers.worlds.training_world import TrainingWorld
 
 MINUTES_5 = timedelta(minutes=5)
@@ -51,6 +52,9 @@ class _Script:
     """The default group."""
     store: Store
     """Its store, from the first bootstrap on over a connection of its own."""
+    control: ControlPlane | None = None
+    """This rank's place among all; None until a call needs it."""
+    shared: SharedSecret | None = None
     groups: frozenset[str] = frozenset()
     """torch's names of the groups that the bootstrap has connected or left out."""
     late: LateWatch | None = None
@@ -63,10 +67,22 @@ class _Script:
 class _Rank(SafeWorker):
     """This process among the script's, with one deadline for all waits of a call."""
 
-    def __init__(self, store: Store, timeout: timedelta) -> None:
-        self.store = PrefixStore("rl_safe", store)
+    def __init__(self, script: _Script, timeout: timedelta, *, phase: Phase) -> None:
         self.training_rank, self.training_size = dist.get_rank(), dist.get_world_size()
-        self._deadline_s = time.monotonic() + timeout.total_seconds()
+        self.deadline = self._deadline = Deadline.after(timeout)
+        if script.control is None:
+            store = PrefixStore("rl_safe", script.store)
+            script.shared = SharedSecret(
+                store, rank=self.training_rank, size=self.training_size, phase=phase, deadline=self.deadline
+            )
+            script.control = ControlPlane(
+                store,
+                world="script",
+                rank=self.training_rank,
+                members=trainer_ids(range(self.training_size)),
+                secret=script.shared.secret,
+            )
+        self.control = script.control
 
 
 _script: _Script | None = None
@@ -105,13 +121,13 @@ def bootstrap(
     if script.late is None:
         # NCCL's first collectives wait in the group's own connection. Where they never end, a teardown still needs one.
         script.store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    rank = _Rank(script.store, timeout)
+    rank = _Rank(script, timeout, phase=Phase.BOOTSTRAP)
     plan, device = _agreed_plan(rank, features, max_ctas or {}, check_memory=script.late is None)
+    _withdraw(script)
     probe = outside_torch(device)
     work = Bootstrap(
-        rank.store, training_rank=rank.training_rank, layout=plan.layout, features=plan.features, limits=plan.limits,
-        device=device, probe=probe,
-    )  # fmt: skip
+        rank.control, layout=plan.layout, features=plan.features, limits=plan.limits, device=device, probe=probe
+    )
     report = work.run(timeout=rank.remaining())
     script.groups = frozenset(group.group.group_name for group in live_groups())
     script.late, script.watched = LateWatch(work.connected, probe=probe), {}
@@ -170,7 +186,7 @@ def teardown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
     script = _current()
     script.late = None
     try:
-        _end(_Rank(PrefixStore("teardown", script.store), timeout), leaving_on, timeout)
+        _end(script, leaving_on, timeout)
     except Exception as error:
         script.not_ended = in_one_line(error)
         abort_groups(_world(), timeout=_ABORT)
@@ -180,25 +196,25 @@ def teardown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
     _script = None
 
 
-def _end(rank: _Rank, leaving_on: str | None, timeout: timedelta) -> None:
+def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
     """Ends all groups together; raises what keeps this rank from it."""
-    failed = exchange_verdicts(
-        rank.store,
-        training_rank=rank.training_rank,
-        size=rank.training_size,
-        failure=leaving_on,
-        # A rank that has failed tells so and goes: others may be in a collective that ends only with its process.
-        timeout=rank.remaining() if leaving_on is None else min(timeout, _SECOND),
-    )
+    # A rank that has failed tells so and goes: others may be in a collective that ends only with its process.
+    rank = _Rank(script, timeout if leaving_on is None else min(timeout, _SECOND), phase=Phase.TEARDOWN)
+    failed = rank.control.exchange_verdicts(leaving_on, phase=Phase.TEARDOWN, deadline=rank.deadline)
     if failed:
+        # Some may have yet to read the secret; it goes with this process.
         raise CommunicatorError("teardown: " + "; ".join(f"rank {other} {reason}" for other, reason in failed.items()))
-    roll_call = RollCall(
-        rank.store, world="script", group_rank=rank.training_rank, members=trainer_ids(range(rank.training_size))
-    )
-    roll_call.arrive(Phase.TEARDOWN, timeout=rank.remaining())
+    _withdraw(script)
+    rank.control.barrier(Phase.TEARDOWN, rank.deadline)
     destroy_groups(_world(), timeout=rank.remaining())
     # The store may be rank 0's, which stays until every other rank has left its groups.
-    roll_call.sign_off(Phase.TEARDOWN, timeout=rank.remaining())
+    rank.control.sign_off(Phase.TEARDOWN, rank.deadline)
+
+
+def _withdraw(script: _Script) -> None:
+    """Removes the secret from where all have read it."""
+    if script.shared is not None:
+        script.shared.withdraw()
 
 
 def _failure_in_flight() -> str | None:

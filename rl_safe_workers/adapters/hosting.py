@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.adapters.totals import add_reports
-from rl_safe_workers.checkpoint.failures import as_checkpoint_error
 from rl_safe_workers.comms.bootstrap import Bootstrap, BootstrapStep
 from rl_safe_workers.comms.catalog import live_groups
 from rl_safe_workers.comms.groups import set_group_timeouts
@@ -25,6 +23,8 @@ from rl_safe_workers.comms.late import LateWatch
 from rl_safe_workers.comms.report import BootstrapReport, LedgerEntry
 from rl_safe_workers.comms.supervision import Supervision
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.shared_secret import SharedSecret
 from rl_safe_workers.errors import CheckpointError, LifecycleError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms.device_memory import outside_torch
@@ -60,7 +60,6 @@ class HostBootstrap(Bootstrap):
             CommunicatorError: As `Bootstrap.run`.
             PhaseTimeoutError: As `Bootstrap.run`.
         """
-        call = self._store.add(f"host_bootstrap/calls/{self._rank}", 1)
         live = list(live_groups())
         steps = [
             BootstrapStep(group=group, classes=classes, max_ctas=self._limits.get(key))
@@ -68,10 +67,7 @@ class HostBootstrap(Bootstrap):
             for group in live
             if group.group is mine and group.size > 1
         ]
-        work = Supervision(
-            self._store, "host_bootstrap", call, phase=Phase.BOOTSTRAP, training_rank=self._rank,
-            size=self._layout.world_size, timeout=timeout,
-        )  # fmt: skip
+        work = Supervision(self._control, "host_bootstrap", phase=Phase.BOOTSTRAP, timeout=timeout)
         work.compare("plan", {str(step.group): list(step.classes) for step in steps}, [s.group.ranks for s in steps])
         entries = tuple(entry for step in steps for entry in self._connect(step, work))
         work.finish()
@@ -101,7 +97,14 @@ class HostedTrainer(TeardownMixin):
         """Longest wait of one collective outside of phases."""
 
     def take_world(self, rl_safe: RlSafeConfig) -> None:
-        """Takes the host's default group, which holds trainers alone, as the training world. Not collective."""
+        """Takes the host's default group, which holds trainers alone, as the training world.
+
+        Collective over: the host's default group, through its store, for the secret that signs the control plane's
+        messages; see `control.shared_secret`.
+
+        Raises:
+            PhaseTimeoutError: If a rank does not come within the timeout of phase ``world``; names it.
+        """
         rank, size = dist.get_rank(), dist.get_world_size()
         self.setup_worker(
             training_rank=rank, training_size=size, rl_safe=rl_safe, megatron=MegatronConfig(), device=device_of_world()
@@ -111,7 +114,11 @@ class HostedTrainer(TeardownMixin):
             connection: Store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self.store = PrefixStore("rl_safe", connection)
             self.world = TrainingWorld(training_rank=rank, size=size, joint_ranks=tuple(range(size)))
-            self._open_roll_call()
+            deadline = Deadline.after(self.timeout(Phase.WORLD))
+            shared = SharedSecret(self.store, rank=rank, size=size, phase=Phase.WORLD, deadline=deadline)
+            self._open_control(shared.secret)
+            self.control.barrier(Phase.WORLD, deadline)
+            shared.withdraw()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -166,8 +173,8 @@ class HostedTrainer(TeardownMixin):
         report, connected = super()._connect_groups(probe, phase=phase, timeout=timeout)
         plan = self.plan_comms()
         host = HostBootstrap(
-            self.store, training_rank=self.training_rank, layout=plan.layout, features=plan.features,
-            limits=plan.limits, device=self.device, probe=probe,
+            self.control, layout=plan.layout, features=plan.features, limits=plan.limits, device=self.device,
+            probe=probe,
         )  # fmt: skip
         entries, of_host = host.run_host(self.host_groups(), timeout=timeout or self.remaining())
         report = replace(
@@ -198,10 +205,10 @@ class HostedTrainer(TeardownMixin):
         Raises:
             CheckpointError: If the others have not heard of it in a few seconds.
         """
-        self._deadline_s = min(self._deadline_s, time.monotonic() + _HEARD.total_seconds())
+        self._deadline = self._deadline.at_most(_HEARD)
         try:
             self.tell_failure(error)
-            self.together(phase, lambda: None, failure=as_checkpoint_error(error))
+            self.together(phase, lambda: None, failure=error)
         except PhaseTimeoutError:
             raise CheckpointError(f"training rank {self.training_rank}: {type(error).__name__}: {error}") from error
         raise AssertionError("an agreement with a failure raises")

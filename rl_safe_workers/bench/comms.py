@@ -139,8 +139,8 @@ def _run_layout(
     settings = [f"cluster.num_trainers={layout.ranks}", *overrides, *layout.overrides]
     jobs: list[dict[str, Any]] = [
         {
-            "warmup": warmup, "recipe": str(recipe), "overrides": settings, "port": address.port, "rows": rows,
-            "tokens": tokens,
+            "warmup": warmup, "recipe": str(recipe), "overrides": settings, "port": address.port,
+            "secret": address.secret.hex(), "rows": rows, "tokens": tokens,
         }
         for warmup, (_, address, _) in zip(warmups, stores, strict=True)
     ]  # fmt: skip

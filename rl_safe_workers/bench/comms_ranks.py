@@ -47,7 +47,7 @@ class Job:
     """A layout with one way of warming up.
 
     Example: ``Job(warmup="every group", recipe="recipes/quickstart_gpu.yaml", overrides=[…], port=4711,
-    rows=8, tokens=512)``
+    secret="…", rows=8, tokens=512)``
     """
 
     warmup: str
@@ -55,6 +55,8 @@ class Job:
     recipe: str
     overrides: list[str]
     port: int
+    secret: str
+    """Of the store, in hexadecimal digits."""
     rows: int
     """Sequences of a step on each data-parallel rank."""
     tokens: int
@@ -102,7 +104,7 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     worker.start(time.time())
     if job.warmup in ways:
         make_deterministic()  # as long as their figures are compared
-    worker.enter_world(StoreAddress(host="127.0.0.1", port=job.port))
+    worker.enter_world(StoreAddress(host="127.0.0.1", port=job.port, secret=bytes.fromhex(job.secret)))
     worker.groups()
     torch.zeros(1, device=worker.device)  # CUDA loads what fills tensors, which is no communicator's
     _synchronize(worker.device)

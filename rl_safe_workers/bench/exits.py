@@ -63,7 +63,7 @@ def run_ways(
     stores = [serve_store("127.0.0.1", timeout=timedelta(minutes=5)) for _ in ways]
     settings = [f"cluster.num_trainers={layout.ranks}", *overrides, *layout.overrides]
     jobs = [
-        Job(way=way, recipe=str(recipe), overrides=settings, port=address.port)
+        Job(way=way, recipe=str(recipe), overrides=settings, port=address.port, secret=address.secret.hex())
         for way, (_, address, _) in zip(ways, stores, strict=True)
     ]
     (file := folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")

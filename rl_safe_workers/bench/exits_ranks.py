@@ -31,7 +31,7 @@ OURS, EVERY, EVERY_TORCH = "ours", "every group", "every group, torch's end"
 class Job:
     """One life of all ranks.
 
-    Example: ``Job(way="ours", recipe="recipes/quickstart_gpu.yaml", overrides=[], port=4711)``
+    Example: ``Job(way="ours", recipe="recipes/quickstart_gpu.yaml", overrides=[], port=4711, secret="…")``
     """
 
     way: str
@@ -40,6 +40,8 @@ class Job:
     recipe: str
     overrides: list[str]
     port: int
+    secret: str
+    """Of the store, in hexadecimal digits."""
 
 
 def live_and_end(job: Job, rank: int) -> dict[str, float]:
@@ -48,7 +50,7 @@ def live_and_end(job: Job, rank: int) -> dict[str, float]:
     config = load_recipe(job.recipe, [*job.overrides, *limits])
     worker = TrainerWorker(config, training_rank=rank)
     worker.start(time.time())
-    worker.enter_world(StoreAddress(host="127.0.0.1", port=job.port))
+    worker.enter_world(StoreAddress(host="127.0.0.1", port=job.port, secret=bytes.fromhex(job.secret)))
     worker.groups()
     worker.bootstrap()
     if job.way != OURS:

@@ -275,7 +275,11 @@ def run_ranks(
         command = [sys.executable, "-m", RANKS, role, str(rank), str(address.port), job, text]
         environment = {**os.environ, **own, **(variables or {})}
         pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+        assert process.stdin is not None, "a pipe"
+        process.stdin.write(f"{address.secret.hex()}\n")  # other users can read the command line
+        process.stdin.flush()
+        processes.append(process)
     try:
         outputs = _outputs(processes, roles, job)
     finally:

@@ -301,7 +301,7 @@ def main() -> None:
     role, rank, port, job, text = sys.argv[1:6]
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(json.loads(text))))
     assert isinstance(config, RunConfig)
-    address = StoreAddress(host="127.0.0.1", port=int(port))
+    address = StoreAddress(host="127.0.0.1", port=int(port), secret=bytes.fromhex(sys.stdin.readline()))
     if role == "rollout":
         Rollout(config, address, int(rank)).receive()
         return

@@ -36,7 +36,11 @@ class Ranks:
         from rl_safe_workers.checkpoint.loader import Loader
         from rl_safe_workers.checkpoint.plan import Replicas
         from rl_safe_workers.checkpoint.saver import Saver
+        from rl_safe_workers.control.deadline import Deadline
+        from rl_safe_workers.control.plane import ControlPlane
+        from rl_safe_workers.control.shared_secret import SharedSecret
         from rl_safe_workers.platforms import cpu
+        from rl_safe_workers.ranks import trainer_ids
 
         torch.set_num_threads(1)
         cpu.apply()
@@ -46,8 +50,13 @@ class Ranks:
             "gloo", store=dist.PrefixStore("ranks", self.store), rank=rank, world_size=RANKS, timeout=PATIENCE
         )
         replicas = Replicas(dense=RANKS, expert=EXPERT_DP, optimizer=True)
-        self.saver = Saver(self.store, training_rank=rank, size=RANKS, replicas=replicas)
-        self.loader = Loader(self.store, training_rank=rank, size=RANKS)
+        deadline = Deadline.after(PATIENCE)
+        shared = SharedSecret(self.store, rank=rank, size=RANKS, phase="world", deadline=deadline)
+        members = trainer_ids(range(RANKS))
+        control = ControlPlane(self.store, world="bench", rank=rank, members=members, secret=shared.secret)
+        control.barrier("world", deadline)
+        shared.withdraw()
+        self.saver, self.loader = Saver(control, replicas=replicas), Loader(control)
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def timed(self, name: str, work: Callable[[], Any]) -> Any:

@@ -15,18 +15,17 @@ from typing import Any, BinaryIO
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from torch.distributed import Store
 
 from rl_safe_workers.checkpoint.archives import Archive
-from rl_safe_workers.checkpoint.failures import as_checkpoint_error, checkpoint_errors
 from rl_safe_workers.checkpoint.index import COMMON, ByteRange, CheckpointIndex, Chunk, chunk_bytes, read_index
 from rl_safe_workers.checkpoint.megatron import CONTENT_METADATA_KEY, fill_state
 from rl_safe_workers.checkpoint.pieces import Piece, Split, coalesce, split
 from rl_safe_workers.checkpoint.values import load_value
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, RlSafeError
 from rl_safe_workers.foreign_files import HOLE_BYTES, described, open_foreign
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.worlds.agreement import Agreement
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +57,8 @@ def read_content_metadata(directory: Path) -> dict[str, Any] | None:
 class Loader:
     """Loads of one rank. Every method is called by all ranks of the training world alike."""
 
-    def __init__(self, store: Store, *, training_rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, training_rank, size
-        self._loads = 0
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
 
     def load(
         self,
@@ -90,8 +88,7 @@ class Loader:
             CheckpointError: On every rank, if one cannot read its part.
             PhaseTimeoutError: Naming the ranks that did not report in time.
         """
-        # Counted in the store, which outlives a worker.
-        self._loads = self._store.add(f"load/calls/{self._rank}", 1)
+        operation, deadline = self._control.begin("load", phase=Phase.LOAD), Deadline.after(timeout)
         failure: Exception | None = None
         state, index, asked, complaint = {}, None, set[str](), ""
         try:
@@ -101,12 +98,13 @@ class Loader:
             complaint = compare(parts, index)
             asked = {s.key for s in parts.tensors} | {s.unique_key for s in parts.objects}
         except Exception as error:
-            failure = as_checkpoint_error(error)
-        self._agreement("ready").settle(
-            timeout,
+            failure = error
+        operation.gathering("ready").settle(
+            deadline,
             failure=failure,
             report=(sorted(asked), complaint),
-            decide=checkpoint_errors()(lambda reports: _check_fit(reports, index, strict)),
+            decide=lambda reports: _check_fit(reports, index, strict),
+            foreign=CheckpointError,
         )
         assert index is not None, "else the agreement has raised"
         loaded: dict[str, Any] = {}
@@ -119,15 +117,8 @@ class Loader:
         except Exception as error:
             failure = CheckpointError(f"{directory} cannot be loaded: {described(error)}")
             failure.__cause__ = error
-        self._agreement("read").settle(timeout, failure=failure)
-        # Every rank has come to this agreement, so none waits for those before.
-        self._agreement("ready").forget()
-        self._agreement("read", self._loads - 1).forget()
+        operation.gathering("read").settle(Deadline.after(timeout), failure=failure)
         return loaded
-
-    def _agreement(self, step: str, load: int | None = None) -> Agreement:
-        subject = f"load/{self._loads if load is None else load}/{step}"
-        return Agreement(self._store, subject, phase=Phase.LOAD, rank=self._rank, size=self._size)
 
 
 def compare(parts: Split, index: CheckpointIndex) -> str:

@@ -19,22 +19,21 @@ from typing import Any, NoReturn
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from torch.distributed import Store
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.storage import WriteResult
 
 from rl_safe_workers.checkpoint.catalogue import Catalogue, find_mismatch, places, to_metadata
 from rl_safe_workers.checkpoint.collector import collector_paused
-from rl_safe_workers.checkpoint.failures import as_checkpoint_error, checkpoint_errors
 from rl_safe_workers.checkpoint.flight import Flight, Written
 from rl_safe_workers.checkpoint.megatron import serialize_objects, store_common, write_format
 from rl_safe_workers.checkpoint.pieces import split
 from rl_safe_workers.checkpoint.plan import Plan, Replicas, make_plan
 from rl_safe_workers.checkpoint.staging import Staging
 from rl_safe_workers.checkpoint.writer import WrittenFile, write_items
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import ControlPlane, Operation
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.worlds.agreement import Agreement
 
 Commit = Callable[[Mapping[str, WrittenFile], Sequence[str]], Any]
 """Given every file written, by name, and every rank's note; its value must be fit for JSON."""
@@ -43,13 +42,10 @@ Commit = Callable[[Mapping[str, WrittenFile], Sequence[str]], Any]
 class Saver:
     """Saves of one rank, one at a time. Every method is called by all ranks of the training world alike."""
 
-    def __init__(self, store: Store, *, training_rank: int, size: int, replicas: Replicas) -> None:
-        self._store, self._rank, self._size, self._replicas = store, training_rank, size, replicas
+    def __init__(self, control: ControlPlane, *, replicas: Replicas) -> None:
+        self._control, self._rank, self._replicas = control, control.rank, replicas
         self._plan: Plan | None = None
         self._staging = Staging()
-        self._saves = 0
-        self._forgotten = 0
-        """Saves of which the store holds nothing any more."""
         self._catalogues: list[tuple[str, Catalogue]] = []
         """On rank 0, of every rank: the digest and the catalogue that were last compared."""
         self._flight: Flight | None = None
@@ -90,9 +86,7 @@ class Saver:
             PhaseTimeoutError: Naming the ranks that did not report in time.
         """
         assert self._flight is None, "finish the save before"
-        self._count_save()
-        subject = f"save/{self._saves}"
-        failure = None
+        operation, failure = self._control.begin("save", phase=Phase.SAVE), None
         try:
             parts = split(state)
             objects = parts.objects
@@ -102,16 +96,15 @@ class Saver:
             keys, blobs, serialized = serialize_objects(objects)
             plan = self._planned(parts.tensors, keys)
         except Exception as error:
-            failure = as_checkpoint_error(error)
+            failure = error
         size_bytes = 0 if failure else plan.size_bytes + sum(map(len, serialized))
-        self._agree_to_start(subject, failure, None if failure else plan, size_bytes, directory, timeout)
+        self._agree_to_start(operation, failure, None if failure else plan, size_bytes, directory, timeout)
         if not directory.is_dir():
             failure = CheckpointError(f"training rank {self._rank} does not see {directory}: is it shared storage?")
-        self._forget_saves_before()
         data = [shard.data for shard in parts.tensors]
         file = directory / f"__{self._rank}_0.distcp"
         self._flight = Flight(
-            self._agreement(f"{subject}/written"),
+            operation.gathering("written"),
             directory,
             rank=self._rank,
             commit=lambda written: self._commit(directory, written, commit),
@@ -125,7 +118,7 @@ class Saver:
                 pieces = self._staging.copy(pieces, plan.size_bytes)
             except Exception as error:
                 # The others are on their way already, and have to be told.
-                failure = as_checkpoint_error(error)
+                failure = error
 
         def write() -> Written:
             if failure is not None:
@@ -144,8 +137,8 @@ class Saver:
             PhaseTimeoutError: Naming the ranks that did not report in time.
         """
         assert self._flight is None, "finish the save before"
-        self._count_save()
-        self._agreement(f"save/{self._saves}/start").settle(timeout, failure=as_checkpoint_error(error))
+        start = self._control.begin("save", phase=Phase.SAVE).gathering("start")
+        start.settle(Deadline.after(timeout), failure=error, foreign=CheckpointError)
         raise AssertionError("an agreement with a failure raises")
 
     def save_with(
@@ -164,16 +157,17 @@ class Saver:
             PhaseTimeoutError: Naming the ranks that did not report in time.
         """
         assert self._flight is None, "finish the save before"
-        self._count_save()
-        subject, failure = f"save/{self._saves}", None
-        self._agreement(f"{subject}/start").settle(timeout, decide=checkpoint_errors()(lambda reports: prepare()))
-        self._forget_saves_before()
+        operation, failure = self._control.begin("save", phase=Phase.SAVE), None
+        start = operation.gathering("start")
+        start.settle(Deadline.after(timeout), decide=lambda reports: prepare(), foreign=CheckpointError)
         try:
             save()
         except Exception as error:
-            failure = as_checkpoint_error(error)
-        decide = checkpoint_errors()(lambda notes: commit({}, notes))
-        return self._agreement(f"{subject}/written").settle(timeout, failure=failure, report=note, decide=decide)
+            failure = error
+        return operation.gathering("written").settle(
+            Deadline.after(timeout), failure=failure, report=note, decide=lambda notes: commit({}, notes),
+            foreign=CheckpointError,
+        )  # fmt: skip
 
     def _planned(self, tensors: list[ShardedTensor], object_keys: list[str]) -> Plan:
         if self._plan is None or not self._plan.fits(tensors, object_keys):
@@ -182,7 +176,7 @@ class Saver:
 
     def _agree_to_start(
         self,
-        subject: str,
+        operation: Operation,
         failure: Exception | None,
         plan: Plan | None,
         size_bytes: int,
@@ -190,15 +184,17 @@ class Saver:
         timeout: timedelta,
     ) -> None:
         report = [plan.digest if plan else "", size_bytes]
-        compare: bool = self._agreement(f"{subject}/start").settle(
-            timeout, failure=failure, report=report, decide=lambda reports: self._decide_start(reports, directory)
-        )
+        compare: bool = operation.gathering("start").settle(
+            Deadline.after(timeout), failure=failure, report=report,
+            decide=lambda reports: self._decide_start(reports, directory), foreign=CheckpointError,
+        )  # fmt: skip
         if compare:
             assert plan is not None, "rank 0 decides only if every rank has a plan"
             catalogue = plan.catalogue.to_json().decode()
-            self._agreement(f"{subject}/compare").settle(timeout, report=catalogue, decide=self._compare)
+            operation.gathering("compare").settle(
+                Deadline.after(timeout), report=catalogue, decide=self._compare, foreign=CheckpointError
+            )
 
-    @checkpoint_errors()
     def _decide_start(self, reports: Sequence[tuple[str, int]], directory: Path) -> bool:
         """Decides on rank 0 whether there is room, and whether catalogues have to be compared."""
         needed, free = sum(size for _, size in reports), shutil.disk_usage(directory).free
@@ -206,7 +202,6 @@ class Saver:
             raise CheckpointError(f"{needed} bytes to save, {free} free in {directory}: make room there")
         return [digest for digest, _ in reports] != [digest for digest, _ in self._catalogues]
 
-    @checkpoint_errors()
     def _compare(self, reports: Sequence[str]) -> None:
         catalogues = [Catalogue.from_json(report.encode()) for report in reports]
         if mismatch := find_mismatch(catalogues):
@@ -239,7 +234,7 @@ class Saver:
         if self._flight is None:
             return False
         outcome = self._flight.poll()
-        if outcome is not None and not outcome[0]:
+        if outcome is not None and outcome.failure is None:
             self._flight = None
         return outcome is None
 
@@ -283,17 +278,3 @@ class Saver:
         FileSystemWriter(directory).finish(metadata, [results])
         write_format(directory)
         return commit(files, [written.note for written in everyone])
-
-    def _count_save(self) -> None:
-        """Gives this save's agreements names of their own; counted in the store, which outlives a worker."""
-        self._saves = self._store.add(f"save/calls/{self._rank}", 1)
-
-    def _forget_saves_before(self) -> None:
-        # Every rank has begun a new save, so none waits for an answer about those before.
-        for save in range(self._forgotten + 1, self._saves):
-            for step in ("start", "compare", "written"):
-                self._agreement(f"save/{save}/{step}").forget()
-        self._forgotten = self._saves - 1
-
-    def _agreement(self, subject: str) -> Agreement:
-        return Agreement(self._store, subject, phase=Phase.SAVE, rank=self._rank, size=self._size)

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
 
 from rl_safe_workers.comms.catalog import LiveGroup, live_groups
 from rl_safe_workers.comms.kernels import loaded_kernels
 from rl_safe_workers.comms.report import BootstrapReport, LedgerEntry
 from rl_safe_workers.comms.supervision import Supervision
+from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.groups import PIPELINE, Classes, Features, OpClass, connected_classes
 from rl_safe_workers.topology.layout import ParallelLayout
@@ -145,9 +145,8 @@ class Bootstrap:
 
     def __init__(
         self,
-        store: Store,
+        control: ControlPlane,
         *,
-        training_rank: int,
         layout: ParallelLayout,
         features: Features,
         limits: Mapping[str, int],
@@ -157,15 +156,14 @@ class Bootstrap:
         """Records what it needs.
 
         Args:
-            store: The run's store.
-            training_rank: This process's rank in the training world.
+            control: This rank's place in the training world.
             layout: Sizes of the training world's axes.
             features: What decides which collectives the groups carry.
             limits: CTAs by key, as `topology.budget.plan_limits` returned them.
             device: Where the one-element tensors live.
             probe: Tells the device memory that is not torch's; None where there is no device to ask.
         """
-        self._store, self._rank, self._layout, self._features = store, training_rank, layout, features
+        self._control, self._layout, self._features = control, layout, features
         self._limits, self._device, self._probe = limits, device, probe
         self.connected: dict[str, frozenset[OpClass]] = {}
 
@@ -187,11 +185,7 @@ class Bootstrap:
         started_s = time.monotonic()
         # First, so that a rank that fails below has counted, too. After groups were rebuilt, the keys of the bootstrap
         # before may still be in the store.
-        call = self._store.add(f"bootstrap/calls/{self._rank}", 1)
-        work = Supervision(
-            self._store, "bootstrap", call, phase=phase, training_rank=self._rank, size=self._layout.world_size,
-            timeout=timeout,
-        )  # fmt: skip
+        work = Supervision(self._control, "bootstrap", phase=phase, timeout=timeout)
         groups, steps = work.alone("the plan of the bootstrap", lambda: self._plan(elsewhere))
         unknown = tuple(str(group) for group in groups if not group.is_known)
         work.compare("plan", {str(s.group): [*s.classes, s.max_ctas] for s in steps}, [s.group.ranks for s in steps])

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-import threading
+import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from rl_safe_workers.control.deadline import Background, Deadline, DeadlineExceededError
 from rl_safe_workers.errors import CommunicatorError, foreign_cause, in_one_line
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
 Named = tuple[str, Any]
 """One of torch's backends, and a name for messages."""
@@ -70,7 +72,7 @@ def _end(backends: list[Named], how: str, patience: timedelta) -> Exception | No
             for named in held:
                 end([named])
 
-    late = failure_of(lambda: within(end_all, patience.total_seconds(), what=f"{how} of communicators"))
+    late = failure_of(lambda: within(end_all, patience, what=f"{how} of communicators"))
     return late or (failures[0] if failures else None)
 
 
@@ -89,39 +91,35 @@ def _one_abort(backends: Iterable[Any]) -> Iterator[None]:
 
 def _at_once(works: Sequence[Callable[[], None]]) -> None:
     """Does each in a thread of its own and waits for all."""
-    threads = [device_thread(work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    never = Deadline.after(math.inf)
+    for work in [in_background(work) for work in works]:
+        work.wait(never)
 
 
-def device_thread(work: Callable[[], object]) -> threading.Thread:
-    """Returns a thread on this one's device, which may be left behind."""
+def in_background(work: Callable[[], T]) -> Background[T]:
+    """Does work on a thread of its own, on this thread's device."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-    def run() -> None:
+    def run() -> T:
         if device is not None:
             torch.cuda.set_device(device)
-        work()
+        return work()
 
-    return threading.Thread(target=run, name="rl_safe ending", daemon=True)
+    return Background(run, name="rl_safe ending")
 
 
-def within(work: Callable[[], object], patience_s: float, *, what: str) -> None:
+def within(work: Callable[[], object], patience: timedelta, *, what: str) -> None:
     """Does on a thread of its own what has no deadline of its own; raises what it raised.
 
     Raises:
-        CommunicatorError: If it has not ended after ``patience_s``. The thread is left behind.
+        CommunicatorError: If it has not ended after ``patience``. The thread is left behind.
     """
-    outcomes: list[Exception | None] = []
-    thread = device_thread(lambda: outcomes.append(failure_of(work)))
-    thread.start()
-    thread.join(patience_s)
-    if not outcomes:
-        raise CommunicatorError(f"{what} did not end within {patience_s:.1f} s")
-    if outcomes[0] is not None:
-        raise outcomes[0]
+    try:
+        failure = in_background(lambda: failure_of(work)).wait(Deadline.after(patience))
+    except DeadlineExceededError:
+        raise CommunicatorError(f"{what} did not end within {patience.total_seconds():.1f} s") from None
+    if failure is not None:
+        raise failure
 
 
 def failure_of(work: Callable[[], object]) -> Exception | None:

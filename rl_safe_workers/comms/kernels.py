@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from rl_safe_workers.comms.channel import Channel
-from rl_safe_workers.comms.ending import device_thread
+from rl_safe_workers.comms.ending import in_background
+from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError
 
 _loaded: set[torch.device] = set()
 
@@ -60,10 +61,10 @@ def loaded_kernels(
         return
     kernels, alone = supervised(lambda: _load(device, probe, timeout))
     _loaded.add(device)
-    ending = device_thread(alone.shutdown)
-    ending.start()
+    ending = in_background(alone.shutdown)
     yield kernels
-    ending.join(timeout.total_seconds())
+    with suppress(DeadlineExceededError):
+        ending.wait(Deadline.after(timeout))
 
 
 def _load(device: torch.device, probe: Callable[[], int], timeout: timedelta) -> tuple[Kernels, Any]:

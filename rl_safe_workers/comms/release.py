@@ -1,9 +1,9 @@
 """Gives the communicators' memory to the rollout, and takes it back: release and rebuild of every releasable group.
 
-    release   drain -> roll call -> drop every generation, all at once -> agreement
-    rebuild   roll call -> next generation of every group, first created first -> agreement -> bootstrap -> agreement
+    release   drain -> agreement -> drop every generation, all at once -> agreement
+    rebuild   agreement -> next generation of every group, first created first -> agreement -> bootstrap -> agreement
 
-Roll calls and agreements go over the store, since no group can carry them. A rank leaves either call only when all are
+The ranks agree over the store, since no group can carry that. A rank leaves either call only when all are
 done, so nobody starts a collective on a group that another still makes; and a rank that fails, fails them all.
 """
 
@@ -18,23 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistNetworkError, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.comms.ending import end_alone, end_together, failure_of, within
 from rl_safe_workers.comms.releasable import STORE_PREFIX, GroupState, ReleasableGroup
-from rl_safe_workers.errors import (
-    CommunicatorError,
-    Failure,
-    PhaseTimeoutError,
-    RlSafeError,
-    StoreLostError,
-    first_line,
-)
+from rl_safe_workers.control.board import forget_where
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.errors import CommunicatorError, Failure, PhaseTimeoutError, RlSafeError, first_line
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id
-from rl_safe_workers.worlds.agreement import Agreement
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +73,7 @@ def releasable_groups() -> list[ReleasableGroup]:
 def release(
     groups: Iterable[dist.ProcessGroup] | None = None,
     *,
-    store: Store,
-    training_rank: int,
-    size: int,
+    control: ControlPlane,
     timeout: timedelta,
     phase: Phase = Phase.OFFLOAD,
     missing_call: str = "rebuild()",
@@ -94,9 +86,7 @@ def release(
 
     Args:
         groups: What to release; None for all that this process has. Every member of a group releases it.
-        store: The run's store.
-        training_rank: This process's rank.
-        size: Number of trainers.
+        control: This rank's place in the training world.
         timeout: Longest time that this takes.
         phase: The phase whose deadline that is, for errors.
         missing_call: What makes the groups usable again, for the error of whoever uses one before.
@@ -108,21 +98,21 @@ def release(
             some of its members only.
     """
     start_s = time.monotonic()
-    ranks = _Ranks(store, "release", phase=phase, training_rank=training_rank, size=size, timeout=timeout)
+    ranks = _Ranks(control, "release", phase=phase, timeout=timeout)
     live: list[ReleasableGroup] = []
 
     def drain() -> None:
         live.extend(_in_state(groups, GroupState.CONNECTED))
-        _drain(live, ranks.share())
+        _drain(live, ranks.deadline.share(_WORK_SHARE))
 
     failure = failure_of(drain)
     ranks.agree(failure, groups=live)
     gone = ranks.generations
     before = used_bytes() if used_bytes is not None else 0
     # Nobody is inside a collective any more, on any rank.
-    failure = _drop(live, missing_call, ranks.share())
+    failure = _drop(live, missing_call, ranks.deadline.share(_WORK_SHARE).remaining())
     ranks.agree(failure)
-    if training_rank == 0:
+    if control.rank == 0:
         _forget_keys(live, gone)
     report = ReleaseReport(
         groups=len(live),
@@ -136,9 +126,7 @@ def release(
 def rebuild(
     groups: Iterable[dist.ProcessGroup] | None = None,
     *,
-    store: Store,
-    training_rank: int,
-    size: int,
+    control: ControlPlane,
     timeout: timedelta,
     bootstrap: Callable[[timedelta], object] | None = None,
     phase: Phase = Phase.ONLOAD,
@@ -151,9 +139,7 @@ def rebuild(
 
     Args:
         groups: What to rebuild; None for all released ones of this process. Every member of a group rebuilds it.
-        store: The run's store.
-        training_rank: This process's rank.
-        size: Number of trainers.
+        control: This rank's place in the training world.
         timeout: Longest time that this takes.
         bootstrap: Called once every rank has its groups, to connect each op class of each within the time that it is
             given; collectives on the groups are bound by that, too.
@@ -166,7 +152,7 @@ def rebuild(
             only.
     """
     start_s = time.monotonic()
-    ranks = _Ranks(store, "rebuild", phase=phase, training_rank=training_rank, size=size, timeout=timeout)
+    ranks = _Ranks(control, "rebuild", phase=phase, timeout=timeout)
     before = used_bytes() if used_bytes is not None else 0
     released: list[ReleasableGroup] = []
     failure = failure_of(lambda: released.extend(_in_state(groups, GroupState.RELEASED)))
@@ -189,23 +175,12 @@ def rebuild(
 class _Ranks:
     """The agreements of one release or rebuild, one after the other, within one deadline."""
 
-    def __init__(
-        self, store: Store, what: str, *, phase: Phase, training_rank: int, size: int, timeout: timedelta
-    ) -> None:
-        self._store, self._what, self._phase = store, what, phase
-        self._rank, self._size = training_rank, size
+    def __init__(self, control: ControlPlane, what: str, *, phase: Phase, timeout: timedelta) -> None:
+        self._control, self._what, self._phase = control, what, phase
         self.generations: dict[str, int] = {}
         """Of every rank's groups at the last agreement, by the group's name; on rank 0."""
         self._together_s = time.monotonic()
-        self._deadline_s = self._together_s + timeout.total_seconds()
-
-    def remaining(self) -> timedelta:
-        """Time left, at least a tenth of a second."""
-        return timedelta(seconds=max(0.1, self._deadline_s - time.monotonic()))
-
-    def share(self) -> timedelta:
-        """The part of it for work that may hang."""
-        return self.remaining() * _WORK_SHARE
+        self.deadline = Deadline.after(timeout)
 
     def elapsed_s(self) -> float:
         """Seconds since the last agreement, at which all ranks were together."""
@@ -233,14 +208,6 @@ class _Ranks:
             PhaseTimeoutError: If a rank does not come.
             CommunicatorError: If a rank has failed, or not all members of a group brought it along.
         """
-        # Counted in the store, which outlives a worker; a step of a release and one of a rebuild are never the same.
-        try:
-            number = self._store.add(f"release/steps/{self._rank}", 1)
-        except DistNetworkError as error:
-            raise StoreLostError(
-                f"{self._what} on training rank {self._rank}: the run's store is lost: its owner, training rank 0, "
-                "has ended"
-            ) from error
         report = {
             "failure": None if failure is None else Failure.of(failure),
             "after_s": self.elapsed_s() if after_s is None else after_s,
@@ -253,22 +220,21 @@ class _Ranks:
             return outcome
 
         try:
-            outcome = self._agreement(number).settle(self.remaining(), report=report, decide=decide)
+            # A step of a release and one of a rebuild are never the same.
+            outcome = self._control.decide(
+                "release", phase=self._phase, deadline=self.deadline, report=report, decide=decide
+            )
         except RlSafeError as error:
             # Who has named the missing ranks knows better than who finds others gone, for that very reason.
             if isinstance(failure, PhaseTimeoutError):
                 raise failure from error
             raise error from failure
-        self._agreement(number - 1).forget()
         self._together_s = time.monotonic()
         if outcome["failures"]:
             culprit = None if outcome["culprit"] is None else trainer_id(outcome["culprit"])
             text = f"{self._what}: {'; '.join(outcome['failures'])}"
             raise CommunicatorError(text, culprit=culprit, foreign=ForeignCause(outcome["foreign"])) from failure
         return outcome
-
-    def _agreement(self, number: int) -> Agreement:
-        return Agreement(self._store, f"release/{number}", phase=self._phase, rank=self._rank, size=self._size)
 
 
 def _judge(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -315,23 +281,22 @@ def _in_state(groups: Iterable[dist.ProcessGroup] | None, state: GroupState) -> 
     return sorted(chosen, key=lambda group: group.serial)
 
 
-def _drain(groups: Sequence[ReleasableGroup], patience: timedelta) -> None:
+def _drain(groups: Sequence[ReleasableGroup], deadline: Deadline) -> None:
     """Waits until nothing of these groups is under way on this rank. Not collective.
 
     Raises:
         CommunicatorError: If something still is at the deadline, as a receive that nobody sends to.
     """
-    deadline_s = time.monotonic() + patience.total_seconds()
     for group in groups:
         for work in group.pending_works():
             try:
-                work.wait(_until(deadline_s))
+                work.wait(deadline.remaining())
             except RuntimeError as error:
                 raise CommunicatorError(
                     f"group {group.label} has an operation that does not end: {first_line(error)}"
                 ) from error
     if any("cuda" in group.channels for group in groups):
-        within(torch.cuda.synchronize, _until(deadline_s).total_seconds(), what="what is queued on the GPU")
+        within(torch.cuda.synchronize, deadline.remaining(), what="what is queued on the GPU")
 
 
 def _drop(groups: Sequence[ReleasableGroup], missing_call: str, patience: timedelta) -> Exception | None:
@@ -361,10 +326,10 @@ def _release_again(groups: Sequence[ReleasableGroup]) -> None:
 
 
 def _reconnect(groups: Sequence[ReleasableGroup], generation: int, ranks: _Ranks) -> None:
-    deadline_s = time.monotonic() + ranks.share().total_seconds()
+    deadline = ranks.deadline.share(_WORK_SHARE)
     for group in groups:
         try:
-            group.reconnect(generation, bound=_until(deadline_s))
+            group.reconnect(generation, bound=deadline.remaining())
         except RuntimeError as error:
             raise CommunicatorError(f"group {group.label} could not be connected again: {first_line(error)}") from error
 
@@ -373,32 +338,23 @@ def _bounded_bootstrap(
     groups: Sequence[ReleasableGroup], bootstrap: Callable[[timedelta], object], ranks: _Ranks
 ) -> None:
     for group in groups:
-        group.limit(ranks.share())
-    bootstrap(ranks.share())
+        group.limit(ranks.deadline.share(_WORK_SHARE).remaining())
+    bootstrap(ranks.deadline.share(_WORK_SHARE).remaining())
     for group in groups:
         group.limit(None)
-
-
-def _until(deadline_s: float) -> timedelta:
-    """Time left until a deadline on the monotonic clock, at least a tenth of a second."""
-    return timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
 
 
 def _forget_keys(groups: Sequence[ReleasableGroup], gone: Mapping[str, int]) -> None:
     """Deletes what generations that are gone everywhere have left in the store. One rank does it for all."""
     if not groups:
         return
-    store: Any = groups[0].get_group_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+
+    def is_gone(key: str) -> bool:
+        _, found, rest = key.partition(f"/{STORE_PREFIX}/")
+        name, generation = rest.split("/")[:2] if found else ("", "")
+        return generation.isdigit() and int(generation) <= gone.get(name, -1)
+
     try:
-        keys = store.list_keys()
+        forget_where(groups[0].get_group_store(), is_gone)
     except RuntimeError as error:
         logger.debug("keys of past generations stay in the store, which cannot list them: %s", error)
-        return
-    for key in keys:
-        _, found, rest = key.partition(f"/{STORE_PREFIX}/")
-        if found:
-            name, generation = rest.split("/")[:2]
-            if generation.isdigit() and int(generation) <= gone.get(name, -1):
-                store.delete_key(key)

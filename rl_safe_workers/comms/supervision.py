@@ -9,41 +9,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
-
-from rl_safe_workers.errors import (
-    Awaited,
-    CommunicatorError,
-    Failure,
-    PhaseTimeoutError,
-    StoreLostError,
-    foreign_cause,
-)
+from rl_safe_workers.control.deadline import Background, Deadline, DeadlineExceededError
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.errors import Awaited, CommunicatorError, Failure, PhaseTimeoutError, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id, trainer_ids
-from rl_safe_workers.worlds.attendance import absentees, attend
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _SLICE = timedelta(milliseconds=500)
 """How long a rank waits before it looks whether another one has given up."""
 _LOOK_S = 0.02
+"""How long a rank waits before it looks who was the first to fail."""
 _BEAT_S = 0.1
 """How often a rank shows that it lives, while another one looks who does."""
-_BETWEEN = "null"
+_BETWEEN = b"null"
 """Where a rank is that is in no part."""
 _COLLECTIVE = ("torch/distributed/distributed_c10d.py", "torch/cuda/__init__.py")
 """Where a thread is that issues a collective, or waits for the device to finish it."""
+_END = "end"
 _GRACE = timedelta(seconds=1)
 """What those wait longer who can only hear of a rank that is missing elsewhere."""
 
@@ -65,30 +58,19 @@ def _is_in_a_collective(thread: threading.Thread) -> bool:
 class Supervision:
     """One piece of work of a phase among all training ranks, in parts that each concern some of them."""
 
-    def __init__(
-        self, store: Store, subject: str, call: int, *, phase: Phase, training_rank: int, size: int, timeout: timedelta
-    ) -> None:
+    def __init__(self, control: ControlPlane, subject: str, *, phase: Phase, timeout: timedelta) -> None:
         """Begins; the deadline counts from now.
 
         Args:
-            store: A store that every training rank is connected to.
+            control: This rank's place in the training world.
             subject: A name of the work, e.g. ``"bootstrap"``.
-            call: How often it was begun, this time included; the same on all ranks.
             phase: The phase whose timeout counts, for errors.
-            training_rank: This process's rank.
-            size: Number of training ranks.
             timeout: Longest time for all parts together.
         """
-        # A connection of its own: NCCL's first collectives wait in the one that a group was made with, and whoever
-        # waits there keeps everyone else in the process out.
-        connection: Store = store.clone()  # type: ignore[attr-defined]
-        self._store = PrefixStore(f"{subject}/{call}", connection)
-        self._before = PrefixStore(f"{subject}/{call - 1}", connection)
-        self._keys: dict[str, None] = {}
-        """What this rank has put there, and is to remove."""
-        self._phase, self._rank, self._size = phase, training_rank, size
-        self._started_s = time.monotonic()
-        self._deadline_s = self._started_s + timeout.total_seconds()
+        self._operation = control.begin(subject, phase=phase)
+        self._phase, self._rank, self._size = phase, control.rank, control.size
+        self._deadline = Deadline.after(timeout)
+        self._beats = 0
 
     def part(self, name: str, ranks: Sequence[int], work: Callable[[], Any]) -> Any:
         """Does a part of the work once all who take part have come; returns its value.
@@ -109,7 +91,7 @@ class Supervision:
         """
         self._arrive(f"part/{_slot(name)}", name, ranks)
         value = self._run(name, work, ranks)
-        self._set(f"at/{self._rank}", _BETWEEN)
+        self._operation.put(f"at/{self._rank}", _BETWEEN)
         return value
 
     def alone(self, name: str, work: Callable[[], Any]) -> Any:
@@ -143,16 +125,15 @@ class Supervision:
         """
         slots = [_slot(key) for key in mine]
         planned = json.loads(json.dumps(dict(zip(slots, mine.values(), strict=True))))
-        self._set(f"{name}/{self._rank}", json.dumps(planned))
-        self._ask(attend, self._store, f"{name}/came", self._rank)
-        if self._rank == 0:
-            self._keys[f"{name}/came"] = None
+        self._operation.put(f"{name}/{self._rank}", json.dumps(planned).encode())
+        self._operation.come(name, range(self._size))
         others: dict[int, dict[str, Any]] = {}
         for key, slot, ranks in zip(mine, slots, members, strict=True):
             neighbour = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
             if neighbour not in others:
-                self._await(f"{name}/{neighbour}", partial(self._absent, name, ranks), part=key, ranks=ranks)
-                others[neighbour] = json.loads(self._ask(self._store.get, f"{name}/{neighbour}"))
+                theirs_come = partial(self._plan_of, f"{name}/{neighbour}")
+                absent = partial(self._operation.absent, name, ranks)
+                others[neighbour] = self._await(theirs_come, absent, part=key, ranks=ranks)
             theirs = others[neighbour]
             if theirs.get(slot) != planned[slot]:
                 text = f"it plans {planned[slot]}, but rank {neighbour} {theirs.get(slot)}"
@@ -162,7 +143,11 @@ class Supervision:
                 continue
             self._give_up(key, Failure(f"{text}: their configurations differ"))
         self._arrive(f"{name}/agreed", f"the {self._phase}'s plan", range(self._size))
-        self._set(f"at/{self._rank}", _BETWEEN)
+        self._operation.put(f"at/{self._rank}", _BETWEEN)
+
+    def _plan_of(self, key: str, patience: timedelta) -> dict[str, Any] | None:
+        found = self._operation.read([key], Deadline.after(patience))
+        return None if found is None else json.loads(found[0])
 
     def finish(self) -> None:
         """Waits until all training ranks are through. Collective over: the training world.
@@ -171,42 +156,47 @@ class Supervision:
             PhaseTimeoutError: As `part`, whichever part it was in.
             CommunicatorError: As `part`.
         """
-        self._deadline_s += _GRACE.total_seconds()
-        keys, self._keys = self._keys, {}
-        self._arrive("end", f"the {self._phase}", range(self._size))
+        self._deadline = self._deadline.plus(_GRACE)
+        self._arrive(_END, f"the {self._phase}", range(self._size))
         # All are through, so nobody reads these any more; of the call before nobody waits for the end either.
-        for key in keys:
-            self._ask(self._store.delete_key, key)
-        for key in ("end/came", "end/count", "end/all", "failed", "judge") if self._rank == 0 else ():
-            self._ask(self._before.delete_key, key)
+        self._operation.forget(but=_END)
+        self._operation.forget_earlier()
 
-    def _arrive(self, key: str, name: str, ranks: Sequence[int]) -> None:
-        self._set(f"at/{self._rank}", json.dumps([key, name, list(ranks)]))
-        self._ask(attend, self._store, f"{key}/came", self._rank)
-        if self._ask(self._store.add, f"{key}/count", 1) == len(ranks):
-            if key != "end":
-                self._keys |= dict.fromkeys((f"{key}/count", f"{key}/came"))
+    def _arrive(self, place: str, name: str, ranks: Sequence[int]) -> None:
+        self._operation.put(f"at/{self._rank}", json.dumps([place, name, list(ranks)]).encode())
+        if self._operation.arrive(place, ranks):
             # Those who have come before may have given up since.
             self._heed_failures()
-            self._set(f"{key}/all", "")
+            self._operation.open(place)
             return
-        self._await(f"{key}/all", partial(self._absent, key, ranks), part=name, ranks=ranks)
+        absent = partial(self._operation.absent, place, ranks)
+        self._await(partial(self._is_open, place), absent, part=name, ranks=ranks)
 
-    def _absent(self, key: str, ranks: Sequence[int]) -> list[int]:
-        absent: list[int] = self._ask(absentees, self._store, f"{key}/came", ranks)
-        return absent
+    def _is_open(self, place: str, patience: timedelta) -> bool | None:
+        return self._operation.is_open(place, patience) or None
 
-    def _await(self, key: str, absent: Callable[[], list[int]], *, part: str, ranks: Sequence[int]) -> None:
-        """Waits for a key; gives up with those that are absent when the time is up."""
-        while not self._ask(self._has_come, key):
+    def _await(
+        self, come: Callable[[timedelta], T | None], absent: Callable[[], list[int]], *, part: str, ranks: Sequence[int]
+    ) -> T:
+        """Waits for something and returns it; gives up with those that are absent when the time is up.
+
+        Args:
+            come: Waits for it so long; returns None if it has not come.
+            absent: Says who is not there.
+            part: The part of the work, for errors.
+            ranks: Training ranks that take part in it.
+        """
+        while (found := come(self._slice())) is None:
             self._beat()
             self._heed_failures()
-            late_s = time.monotonic() - self._deadline_s
+            late_s = -self._deadline.left_s
             # Whoever has come meanwhile may have gone on already, and says so at once unless it has died.
             if late_s > 0 and (absent() or late_s > _GRACE.total_seconds()):
                 self._let_one_judge()
-                if not self._ask(self._has_come, key):
-                    self._report_missing(*self._root(part, ranks, absent()))
+                if (found := come(self._slice())) is not None:
+                    break
+                self._report_missing(*self._root(part, ranks, absent()))
+        return found
 
     def _root(self, part: str, members: Sequence[int], missing: list[int]) -> tuple[str, Sequence[int], list[int]]:
         """Returns the part that everyone waits for in the end, its members, and who is missing there.
@@ -219,11 +209,11 @@ class Supervision:
         while waiting := [rank for rank in missing if rank not in seen]:
             rank = waiting[0]
             seen.add(rank)
-            place = json.loads(self._store.get(f"at/{rank}")) if self._store.check([f"at/{rank}"]) else None
+            place = json.loads(self._operation.peek(f"at/{rank}") or _BETWEEN)
             if place is None:
                 continue
             key, name, ranks = place
-            if absent := self._absent(key, ranks):
+            if absent := self._operation.absent(key, ranks):
                 part, members, missing = name, ranks, absent
             else:
                 inside[rank] = name, ranks
@@ -233,55 +223,43 @@ class Supervision:
         name, ranks = stuck[0]
         return name, ranks, self._silent(ranks)
 
-    def _has_come(self, key: str) -> bool:
-        try:
-            self._store.wait([key], min(_SLICE, max(timedelta(milliseconds=1), self._left())))
-        except DistStoreError:
-            return False
-        return True
-
-    def _left(self) -> timedelta:
-        return timedelta(seconds=self._deadline_s - time.monotonic())
+    def _slice(self) -> timedelta:
+        """Time until this rank looks whether another one has given up."""
+        return min(_SLICE, max(timedelta(milliseconds=1), timedelta(seconds=self._deadline.left_s)))
 
     def _run(self, name: str, work: Callable[[], Any], ranks: Sequence[int]) -> Any:
-        values: list[Any] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
+        def attempt() -> tuple[Any, BaseException | None]:
             try:
-                values.append(work())
+                return work(), None
             except BaseException as error:
-                errors.append(error)
+                return None, error
 
-        # Not of a pool, whose threads the end of the process waits for.
-        thread = threading.Thread(target=run, name=f"{self._phase} {name}", daemon=True)
-        thread.start()
-        looked_s = time.monotonic()
-        thread.join(_LOOK_S)
-        while thread.is_alive():
-            if time.monotonic() - looked_s > _SLICE.total_seconds():
-                looked_s = time.monotonic()
-                self._beat()
-                self._heed_failures()
-            if time.monotonic() > self._deadline_s:
-                self._set(f"elsewhere/{self._rank}", "" if _is_in_a_collective(thread) else "1")
+        running = Background(attempt, name=f"{self._phase} {name}")
+        try:
+            value, error = running.wait(self._deadline, on_tick=self._look, tick_s=_SLICE.total_seconds())
+        except DeadlineExceededError:
+            self._operation.put(f"elsewhere/{self._rank}", b"" if _is_in_a_collective(running.thread) else b"1")
+            self._let_one_judge()
+            self._report_missing(name, ranks, self._silent(ranks))
+        if error is not None:
+            if self._is_deadline(error):
                 self._let_one_judge()
                 self._report_missing(name, ranks, self._silent(ranks))
-            thread.join(_LOOK_S)
-        if errors:
-            if self._is_deadline(errors[0]):
-                self._let_one_judge()
-                self._report_missing(name, ranks, self._silent(ranks))
-            self._report(name, errors[0])
-        return values[0]
+            self._report(name, error)
+        return value
+
+    def _look(self) -> None:
+        self._beat()
+        self._heed_failures()
 
     def _is_deadline(self, error: BaseException) -> bool:
         """Whether a backend has only given up at the deadline, a little before us: its collectives share it."""
-        return foreign_cause(error) is ForeignCause.TIMEOUT and self._left() < _SLICE
+        is_timeout = foreign_cause(error) is ForeignCause.TIMEOUT
+        return is_timeout and self._deadline.left_s < _SLICE.total_seconds()
 
     def _beat(self) -> None:
-        self._keys[f"beat/{self._rank}"] = None
-        self._ask(self._store.add, f"beat/{self._rank}", 1)
+        self._beats += 1
+        self._operation.put(f"beat/{self._rank}", str(self._beats).encode())
 
     def _let_one_judge(self) -> None:
         """Lets the first who finds the time up find out who is missing, and the others wait to be told.
@@ -289,8 +267,7 @@ class Supervision:
         It takes requests in proportion to the ranks, which all of them together would be the square of. They return,
         to look for themselves, if they are not told.
         """
-        first = self._ask(self._store.compare_set, "judge", "", str(self._rank))
-        if int(first) != self._rank:
+        if int(self._operation.first("judge", str(self._rank).encode())) != self._rank:
             self._listen(2 * _SLICE + _GRACE)
 
     def _listen(self, patience: timedelta) -> None:
@@ -306,31 +283,23 @@ class Supervision:
 
         None if all are in it, and it does not end.
         """
-        before = [self._ask(self._store.add, f"beat/{rank}", 0) for rank in ranks]
+        before = [self._operation.peek(f"beat/{rank}") for rank in ranks]
         self._listen(2 * _SLICE)
-        after = [self._ask(self._store.add, f"beat/{rank}", 0) for rank in ranks]
+        after = [self._operation.peek(f"beat/{rank}") for rank in ranks]
         silent = [rank for rank, a, b in zip(ranks, before, after, strict=True) if a == b]
-        return silent or [rank for rank in ranks if self._is_elsewhere(rank)]
+        return silent or [rank for rank in ranks if self._operation.peek(f"elsewhere/{rank}")]
 
-    def _is_elsewhere(self, rank: int) -> bool:
-        key = f"elsewhere/{rank}"
-        return bool(self._ask(self._store.check, [key]) and self._ask(self._store.get, key))
-
-    def _set(self, key: str, value: str) -> None:
-        self._keys[key] = None
-        self._ask(self._store.set, key, value)
-
-    def _report_missing(self, name: str, ranks: Sequence[int], missing: Sequence[int]) -> None:
+    def _report_missing(self, name: str, ranks: Sequence[int], missing: Sequence[int]) -> NoReturn:
         late = PhaseTimeoutError(
             phase=self._phase,
             awaited=Awaited(name, frozenset(trainer_ids(ranks))),
             missing=trainer_ids(missing),
-            waited_s=time.monotonic() - self._started_s,
+            waited_s=self._deadline.waited_s,
             setting=f"rl_safe.timeouts.{self._phase}",
         )
         self._tell({"late": late.as_json()})
 
-    def _report(self, name: str, error: BaseException) -> None:
+    def _report(self, name: str, error: BaseException) -> NoReturn:
         """Tells all others, unless one of them was first; its failure is the cause of this one, then."""
         # A broken connection is how the others' end shows itself; who was first says so within a slice.
         if isinstance(error, RuntimeError):
@@ -343,18 +312,17 @@ class Supervision:
             self._heed_failures()
             time.sleep(_LOOK_S)
 
-    def _give_up(self, part: str, failure: Failure, *, cause: BaseException | None = None) -> None:
+    def _give_up(self, part: str, failure: Failure, *, cause: BaseException | None = None) -> NoReturn:
         self._tell({"part": part, "rank": self._rank, "failure": failure}, cause=cause)
 
-    def _tell(self, failure: dict[str, Any], *, cause: BaseException | None = None) -> None:
-        first = self._ask(self._store.compare_set, "failed", "", json.dumps(failure))
-        self._raise(json.loads(first), cause=cause)
+    def _tell(self, failure: dict[str, Any], *, cause: BaseException | None = None) -> NoReturn:
+        self._raise(json.loads(self._operation.first("failed", json.dumps(failure).encode())), cause=cause)
 
     def _heed_failures(self) -> None:
-        if self._ask(self._store.check, ["failed"]):
-            self._raise(json.loads(self._store.get("failed")))
+        if (failure := self._operation.peek("failed")) is not None:
+            self._raise(json.loads(failure))
 
-    def _raise(self, failure: dict[str, Any], *, cause: BaseException | None = None) -> None:
+    def _raise(self, failure: dict[str, Any], *, cause: BaseException | None = None) -> NoReturn:
         if "late" in failure:
             raise PhaseTimeoutError.from_json(failure["late"])
         text, foreign = Failure.from_json(failure["failure"])
@@ -363,12 +331,3 @@ class Supervision:
             culprit=trainer_id(failure["rank"]),
             foreign=foreign,
         ) from (cause if failure["rank"] == self._rank else None)
-
-    def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return request(*args)
-        except DistNetworkError as error:
-            raise StoreLostError(
-                f"phase {self._phase}: training rank {self._rank} has lost the run's store: its owner, training rank "
-                "0, has ended"
-            ) from error

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Backend
-from torch.distributed import Store
 
 from rl_safe_workers import env
 from rl_safe_workers.comms.catalog import LiveGroup, live_groups
 from rl_safe_workers.comms.ending import within
 from rl_safe_workers.comms.supervision import Supervision
+from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
@@ -41,16 +41,14 @@ def can_suspend(device: torch.device) -> bool:
 class Suspension:
     """Suspends and resumes the communicators of one training rank, always the same ones in the same order."""
 
-    def __init__(self, store: Store, *, training_rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, control: ControlPlane, *, device: torch.device) -> None:
         """Suspends nothing yet.
 
         Args:
-            store: The run's store.
-            training_rank: This process's rank in the training world.
-            size: Number of training ranks.
+            control: This rank's place in the training world.
             device: The communicators' device.
         """
-        self._store, self._rank, self._size, self._device = store, training_rank, size, device
+        self._control, self._device = control, device
         self._planned: list[LiveGroup] = []
         self._suspended: set[str] = set()
 
@@ -81,10 +79,7 @@ class Suspension:
 
     def _do(self, method: str, phase: Phase, timeout: timedelta) -> float:
         started_s = time.monotonic()
-        call = self._store.add(f"{method}/calls/{self._rank}", 1)
-        work = Supervision(
-            self._store, method, call, phase=phase, training_rank=self._rank, size=self._size, timeout=timeout
-        )
+        work = Supervision(self._control, method, phase=phase, timeout=timeout)
         if method == "suspend" and self._device.type == "cuda":
             work.alone("the wait for its GPU", partial(self._drain, timeout * _DRAIN_SHARE))
         # All members go through all groups, also those of which only some were suspended when one failed.
@@ -97,7 +92,7 @@ class Suspension:
     def _drain(self, patience: timedelta) -> None:
         """Waits for the GPU, which nothing else bounds: NCCL suspends no communicator that is in use."""
         wait = partial(torch.cuda.synchronize, self._device)
-        within(wait, patience.total_seconds(), what="what is queued on the GPU")
+        within(wait, patience, what="what is queued on the GPU")
 
     def _change(self, group: LiveGroup, method: str) -> None:
         name, backend = str(group), _backend(group.group, self._device)

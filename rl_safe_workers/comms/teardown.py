@@ -1,15 +1,13 @@
-"""Ends the training world: verdicts first, then every group destroyed in one order, or none."""
+"""Ends the groups of the training world: all of them destroyed at once, or aborted."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.comms.ending import Named, end_alone, end_together
@@ -18,47 +16,6 @@ from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.worlds.training_world import TrainingWorld
 
 logger = logging.getLogger(__name__)
-
-
-def exchange_verdicts(
-    store: Store, *, training_rank: int, size: int, failure: str | None, timeout: timedelta
-) -> dict[int, str]:
-    """Tells the others whether this rank is well, and learns who is not. Over the store; no collective.
-
-    Args:
-        store: The run's store.
-        training_rank: This process's rank.
-        size: Number of trainers.
-        failure: None if all is well, else one line of what failed.
-        timeout: Longest wait for all verdicts.
-
-    Returns:
-        Failure by training rank; empty if every rank is well. A rank that gave no verdict in time counts as failed,
-        and so does rank 0 if its store is gone.
-    """
-    try:
-        return _exchange(PrefixStore("verdict", store), training_rank, size, failure, timeout)
-    except DistNetworkError:
-        return {0: "has ended, and the run's store with it"}
-
-
-def _exchange(store: Store, training_rank: int, size: int, failure: str | None, timeout: timedelta) -> dict[int, str]:
-    store.append("all", f"{json.dumps([training_rank, failure or ''])}\n")  # type: ignore[attr-defined]
-    if failure:
-        store.add("failures", 1)
-    if store.add("verdicts", 1) == size:
-        store.set("complete", "1")
-    try:
-        store.wait(["complete"], timeout)
-    except DistStoreError:
-        logger.warning("teardown: not every trainer gave a verdict within %.0f s", timeout.total_seconds())
-    else:
-        # The common case costs each rank a few requests, however many ranks there are.
-        if store.add("failures", 0) == 0:
-            return {}
-    verdicts = dict.fromkeys(range(size), "gave no verdict")
-    verdicts |= dict(map(json.loads, store.get("all").decode().splitlines()))
-    return {rank: verdict for rank, verdict in verdicts.items() if verdict}
 
 
 def destroy_groups(world: TrainingWorld, *, timeout: timedelta) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from rl_safe_workers.config import ClusterConfig, RunConfig
+from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError, run_bounded
 from rl_safe_workers.findings import Finding
 from rl_safe_workers.recipe import LOCAL_RAY, ray_address
 
@@ -117,24 +117,16 @@ class Check(Generic[T]):
 
     def run(self, subject: Subject) -> Report:
         """Gathers within the deadline and judges; where it cannot, the report says why."""
-        found: list[T] = []
-        failures: list[Exception] = []
-
-        def gather() -> None:
-            try:
-                found.append(self.gather(subject))
-            except Exception as error:  # whatever it is, the other checks go on, and the report says it
-                failures.append(error)
-
-        # A thread that hangs in the kernel, as on a dead network file system, is left behind.
-        thread = threading.Thread(target=gather, name=f"check {self.name}", daemon=True)
-        thread.start()
-        thread.join(self.deadline_s)
-        if found:
-            return self.judge(found[0], subject)
-        if failures:
-            return self.not_made(f"{type(failures[0]).__name__}: {failures[0]}")
-        return self.not_made(f"no answer within {self.deadline_s:g} s")
+        try:
+            # What hangs in the kernel, as on a dead network file system, is left behind.
+            found = run_bounded(
+                lambda: self.gather(subject), Deadline.after(self.deadline_s), name=f"check {self.name}"
+            )
+        except DeadlineExceededError:
+            return self.not_made(f"no answer within {self.deadline_s:g} s")
+        except Exception as error:  # whatever it is, the other checks go on, and the report says it
+            return self.not_made(f"{type(error).__name__}: {error}")
+        return self.judge(found, subject)
 
     def not_made(self, reason: str) -> Report:
         """Returns the report of a check that was not made."""

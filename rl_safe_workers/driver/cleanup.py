@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
+
+from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError, run_bounded
 
 logger = logging.getLogger(__name__)
 
@@ -20,19 +21,12 @@ def attempt(what: str, action: Callable[[], object], *, timeout_s: float) -> boo
     Returns:
         Whether it succeeded in time.
     """
-    failures: list[Exception] = []
-
-    def run() -> None:
-        try:
-            action()
-        except Exception as error:  # the process is ending: whatever it is, the other steps matter more
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name=what, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
+    try:
+        run_bounded(action, Deadline.after(timeout_s), name=what)
+    except DeadlineExceededError:
         logger.warning("%s did not finish within %.0f s", what, timeout_s)
-    for error in failures:
+        return False
+    except Exception as error:  # the process is ending: whatever it is, the other steps matter more
         logger.warning("%s failed: %s: %s", what, type(error).__name__, error)
-    return not thread.is_alive() and not failures
+        return False
+    return True

@@ -8,10 +8,8 @@ import re
 import secrets
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from pathlib import Path
 
 import ray
@@ -21,6 +19,7 @@ from ray._private.services import canonicalize_bootstrap_address
 
 from rl_safe_workers import env
 from rl_safe_workers.config import ClusterConfig
+from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError, run_bounded
 from rl_safe_workers.driver.interrupts import SLICE_S
 from rl_safe_workers.driver.nodes import JOINING
 from rl_safe_workers.errors import Awaited, ClusterError, PhaseTimeoutError, RlSafeError
@@ -94,7 +93,7 @@ def join_ray(cluster: ClusterConfig, *, timeout_s: float, check: Callable[[], No
         ClusterError: If there is none, or it refuses.
         PhaseTimeoutError: If nothing answers at the address in time.
     """
-    asked, deadline = ray_address(cluster), time.monotonic() + timeout_s
+    asked, deadline = ray_address(cluster), Deadline.after(timeout_s)
     try:
         # A cluster that ended without a word has left its address behind.
         address = canonicalize_bootstrap_address(asked)
@@ -110,7 +109,7 @@ def join_ray(cluster: ClusterConfig, *, timeout_s: float, check: Callable[[], No
         ) from error
 
 
-def _knock(address: str, asked: str, deadline: float, timeout_s: float, check: Callable[[], None]) -> None:
+def _knock(address: str, asked: str, deadline: Deadline, timeout_s: float, check: Callable[[], None]) -> None:
     """Waits until something listens at an address: Ray itself would try for minutes."""
     match = _HOST_AND_PORT.fullmatch(address)
     if match is None:
@@ -121,30 +120,24 @@ def _knock(address: str, asked: str, deadline: float, timeout_s: float, check: C
             socket.create_connection((match["host"], int(match["port"])), timeout=SLICE_S).close()
             return
         except OSError as error:
-            if time.monotonic() >= deadline:
+            if deadline.expired:
                 raise _no_answer(address, asked, timeout_s, str(error)) from error
             time.sleep(SLICE_S)
 
 
-def _bounded(address: str, asked: str, deadline: float, timeout_s: float, check: Callable[[], None]) -> None:
+def _bounded(address: str, asked: str, deadline: Deadline, timeout_s: float, check: Callable[[], None]) -> None:
     """Joins on a thread, which is left behind if what listens there does not talk as Ray does."""
-    outcome: Future[None] = Future()
 
     def join() -> None:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-            outcome.set_result(None)
-        except BaseException as error:
-            outcome.set_exception(error)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
 
     # Ray warns that it sets no handler for SIGTERM on a thread: nor is it to.
     logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
-    threading.Thread(target=join, name="joining Ray", daemon=True).start()
-    while not wait([outcome], timeout=SLICE_S).done:
-        check()
-        if time.monotonic() >= deadline:
-            raise _no_answer(address, asked, timeout_s, "something listens there, and does not answer as Ray does")
-    outcome.result()
+    try:
+        run_bounded(join, deadline, name="joining Ray", on_tick=check, tick_s=SLICE_S)
+    except DeadlineExceededError:
+        reason = "something listens there, and does not answer as Ray does"
+        raise _no_answer(address, asked, timeout_s, reason) from None
 
 
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:

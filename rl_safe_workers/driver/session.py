@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation
 from rl_safe_workers.config import RunConfig
+from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError, run_bounded
 from rl_safe_workers.driver.actor_group import ActorRef, PendingCalls, gather, start_calls
 from rl_safe_workers.driver.actors import NODE_IP
 from rl_safe_workers.driver.cluster import Cluster
@@ -120,25 +119,14 @@ class Session:
             PhaseTimeoutError: Names the driver.
             Interrupted: On a signal.
         """
-        outcome: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                outcome.set_result(work())
-            except BaseException as error:
-                outcome.set_exception(error)
-
-        started_s = time.monotonic()
-        threading.Thread(target=run, name=phase, daemon=True).start()
-        while not wait([outcome], timeout=SLICE_S).done:
-            self._interrupts.check()
-            waited_s = time.monotonic() - started_s
-            if waited_s > self.timeout_s(phase):
-                raise PhaseTimeoutError(
-                    phase=phase, awaited=Awaited("the driver"), waited_s=waited_s,
-                    setting=f"rl_safe.timeouts.{phase}",
-                )  # fmt: skip
-        return outcome.result()
+        deadline = Deadline.after(self.timeout_s(phase))
+        try:
+            return run_bounded(work, deadline, name=phase, on_tick=self._interrupts.check, tick_s=SLICE_S)
+        except DeadlineExceededError:
+            raise PhaseTimeoutError(
+                phase=phase, awaited=Awaited("the driver"), waited_s=deadline.waited_s,
+                setting=f"rl_safe.timeouts.{phase}",
+            ) from None  # fmt: skip
 
     def _record(self, phase: Phase, seconds: float) -> None:
         self.totals[phase] = self.totals.get(phase, PhaseTotal()).plus(seconds)

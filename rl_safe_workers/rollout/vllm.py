@@ -131,6 +131,7 @@ class VllmRollout:
         with self.lifecycle.enter(Phase.JOINT):
             init_info = {
                 **asdict(address),
+                "secret": address.secret.hex(),  # vLLM passes text on, to an engine of this process or beside it
                 "joint_rank": joint_rank,
                 "trainers": self.config.cluster.num_trainers,
                 "size": size,

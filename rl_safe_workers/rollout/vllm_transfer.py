@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -23,13 +23,15 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.ranks import joint_ids
 from rl_safe_workers.rollout.direct_load import DirectLoad
 from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.gpu_pair import GpuPair
-from rl_safe_workers.worlds.joint_group import JointGroup
+from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
 from rl_safe_workers.worlds.store import connect_store
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ class JointInitInfo(WeightTransferInitInfo):
 
     host: str
     port: int
+    secret: str = field(repr=False)
+    """The run's secret in hexadecimal digits."""
     joint_rank: int
     trainers: int
     size: int
@@ -81,12 +85,14 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         """Joins the joint group. Collective over: trainers and rollout ranks."""
         self.shutdown()
         timeout = timedelta(seconds=init_info.join_timeout_s)
-        store = connect_store(StoreAddress(host=init_info.host, port=init_info.port), timeout=timeout)
+        secret = bytes.fromhex(init_info.secret)
+        store = connect_store(StoreAddress(host=init_info.host, port=init_info.port, secret=secret), timeout=timeout)
+        control = ControlPlane(
+            store, world=joint_world(init_info.generation), rank=init_info.joint_rank,
+            members=joint_ids(trainers=init_info.trainers, size=init_info.size), secret=secret,
+        )  # fmt: skip
         self._group = (GpuPair if init_info.colocated else JointGroup)(
-            store,
-            joint_rank=init_info.joint_rank,
-            trainers=init_info.trainers,
-            size=init_info.size,
+            control,
             generation=init_info.generation,
             timeout=timeout,
             device=self.device,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,15 +12,18 @@ from torch.distributed import Store
 
 from rl_safe_workers.comms.groups import set_group_timeouts
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
-from rl_safe_workers.errors import Failure, LifecycleError
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.errors import CheckpointError, Failure, LifecycleError, RunError
 from rl_safe_workers.lifecycle import Lifecycle, Phase
 from rl_safe_workers.ranks import Role
 from rl_safe_workers.topology.groups import Features
-from rl_safe_workers.worlds.agreement import Agreement
-from rl_safe_workers.worlds.roll_call import RollCall
 from rl_safe_workers.worlds.training_world import TrainingWorld
 
 T = TypeVar("T")
+
+_ON_STORAGE = (Phase.SAVE, Phase.LOAD, Phase.CONVERT)
+"""Phases in which what fails without an error of ours is a checkpoint, or the storage that it is on."""
 
 
 class MegatronHost(Protocol):
@@ -52,9 +54,10 @@ class SafeWorker:
     training_size: int
     store: Store
     world: TrainingWorld
-    roll_call: RollCall
+    control: ControlPlane
+    """This rank's place in the training world."""
     _lifecycle: Lifecycle | None = None
-    _deadline_s: float = 0.0
+    _deadline = Deadline(0.0, 0.0)
 
     def setup_worker(
         self,
@@ -99,8 +102,8 @@ class SafeWorker:
         """
         self.check_phase(phase)
         with self.lifecycle.enter(phase):
-            self._deadline_s = time.monotonic() + self.timeout(phase).total_seconds()
-            self.roll_call.arrive(phase, timeout=self.remaining())
+            self._deadline = Deadline.after(self.timeout(phase))
+            self.control.barrier(phase, self._deadline)
             set_group_timeouts(self.remaining())
             yield
 
@@ -122,7 +125,7 @@ class SafeWorker:
 
     def remaining(self) -> timedelta:
         """Time left in the current phase, at least a tenth of a second: several waits share one deadline."""
-        return timedelta(seconds=max(0.1, self._deadline_s - time.monotonic()))
+        return self._deadline.remaining()
 
     def together(self, phase: Phase, work: Callable[[], T], *, failure: Exception | None = None) -> T:
         """Does something on training rank 0 once all are well; every rank returns its value, or raises if it did.
@@ -137,7 +140,11 @@ class SafeWorker:
         Raises:
             RlSafeError: This rank's own failure, or the same kind of error with that of others.
         """
-        value: T = self._settle(phase, failure=failure, decide=lambda reports: work())
+        foreign = CheckpointError if phase in _ON_STORAGE else RunError
+        value: T = self.control.decide(
+            f"together/{phase}", phase=phase, deadline=self._deadline, failure=failure,
+            decide=lambda reports: work(), foreign=foreign,
+        )  # fmt: skip
         return value
 
     def failed_ranks(self, phase: Phase, failure: Failure | None) -> dict[int, Failure]:
@@ -145,17 +152,7 @@ class SafeWorker:
 
         Collective over: the training world, through the store, within the current phase's deadline.
         """
-        reports = self._settle(phase, report=failure, decide=list)
+        reports = self.control.decide(
+            f"failed_ranks/{phase}", phase=phase, deadline=self._deadline, report=failure, decide=list
+        )
         return {rank: Failure.from_json(report) for rank, report in enumerate(reports) if report is not None}
-
-    def _settle(self, phase: Phase, **arguments: Any) -> Any:
-        """Settles the next agreement of a phase, as `Agreement.settle`."""
-        # Counted in the store, which outlives a worker.
-        number = self.store.add(f"together/{phase}/{self.training_rank}", 1)
-        value = self._agreement(phase, number).settle(self.remaining(), **arguments)
-        self._agreement(phase, number - 1).forget()
-        return value
-
-    def _agreement(self, phase: Phase, number: int) -> Agreement:
-        subject = f"{phase}/{number}"
-        return Agreement(self.store, subject, phase=phase, rank=self.training_rank, size=self.training_size)

@@ -20,14 +20,14 @@ from rl_safe_workers.errors import Failure, LifecycleError, WeightSyncError, fir
 from rl_safe_workers.lifecycle import REQUIRES, Phase
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.platforms.device_memory import outside_torch
-from rl_safe_workers.ranks import Role, format_ranks, trainer_id
+from rl_safe_workers.ranks import Role, format_ranks, joint_ids, trainer_id
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.base import MegatronHost
 from rl_safe_workers.workers.groups import GroupsMixin
 from rl_safe_workers.workers.outgoing import Outgoing, Weights
 from rl_safe_workers.worlds.gpu_pair import GpuPair
-from rl_safe_workers.worlds.joint_group import JointGroup
+from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
 
 _WATCHED = (Phase.LOGPROB, Phase.TRAIN)
 _PAIR_SHARE, _FLUSH_SHARE = 0.5, 0.8
@@ -83,8 +83,7 @@ class CommsMixin(GroupsMixin):
         """
         plan = self.plan_comms()
         bootstrap = Bootstrap(
-            self.store,
-            training_rank=self.training_rank,
+            self.control,
             layout=plan.layout,
             features=plan.features,
             limits=plan.limits if probe is not None else {},
@@ -153,10 +152,11 @@ class CommsMixin(GroupsMixin):
             self.leave()
             self._colocated = colocated
             self.joint_group = (GpuPair if colocated else JointGroup)(
-                self.store,
-                joint_rank=self.training_rank,
-                trainers=self.training_size,
-                size=size,
+                self.control.of_world(
+                    joint_world(generation),
+                    rank=self.training_rank,
+                    members=joint_ids(trainers=self.training_size, size=size),
+                ),
                 generation=generation,
                 timeout=self.timeout(Phase.JOINT),
                 device=self.device,

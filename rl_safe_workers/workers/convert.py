@@ -22,7 +22,6 @@ from rl_safe_workers.checkpoint.convert import (
     lock_path,
     publish_conversion,
 )
-from rl_safe_workers.checkpoint.failures import as_checkpoint_error, checkpoint_errors
 from rl_safe_workers.checkpoint.hf_writer import MAX_SHARD_BYTES, copy_hf_files, write_hf_directory
 from rl_safe_workers.checkpoint.loader import read_content_metadata
 from rl_safe_workers.checkpoint.lock import exclusive
@@ -153,8 +152,7 @@ class ConvertMixin(ShardsMixin):
         """
         final, source = Path(out_dir).absolute(), Path(source)
         with self.phase(Phase.CONVERT):
-            prepare = checkpoint_errors()(lambda: _prepare_export(final, source, overwrite=overwrite))
-            dtypes = self.together(Phase.CONVERT, prepare)
+            dtypes = self.together(Phase.CONVERT, lambda: _prepare_export(final, source, overwrite=overwrite))
             weights, failure = cast(ConvertHost, self).export_hf_weights(), None
             try:
                 if self.training_rank == 0:
@@ -171,8 +169,7 @@ class ConvertMixin(ShardsMixin):
             except Exception as error:
                 failure = error
             failure = self._drain(weights) or failure
-            told = None if failure is None else as_checkpoint_error(failure)
-            self.together(Phase.CONVERT, lambda: None, failure=told)
+            self.together(Phase.CONVERT, lambda: None, failure=failure)
         return final
 
     def _dtype_name(self) -> str:
@@ -187,7 +184,6 @@ class ConvertMixin(ShardsMixin):
         """Holds the place on rank 0 for the body, on every rank's behalf; yields whether the conversion is there."""
         with ExitStack() as held:
 
-            @checkpoint_errors()
             def decide() -> bool:
                 make_parent(final)
                 patience = max(self.remaining() - timedelta(seconds=SLACK_S), self.remaining() / 2)

@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from rl_safe_workers.comms.groups import init_megatron_groups, world_options
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import TRAINING_WORLD, ControlPlane
 from rl_safe_workers.errors import CommunicatorError, Failure
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cuda
@@ -19,7 +21,6 @@ from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.workers.base import SafeWorker
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.door import Door
-from rl_safe_workers.worlds.roll_call import RollCall
 from rl_safe_workers.worlds.store import connect_store, serve_store
 from rl_safe_workers.worlds.training_world import carve_training_world, init_training_world
 
@@ -56,8 +57,8 @@ class GroupsMixin(SafeWorker):
         with self.lifecycle.enter(Phase.WORLD):
             if not hasattr(self, "store"):
                 self.store = connect_store(address, timeout=self.timeout(Phase.WORLD))
-            self._open_roll_call()
-            self.roll_call.arrive(Phase.WORLD, timeout=self.timeout(Phase.WORLD))
+            self._open_control(address.secret)
+            self.control.barrier(Phase.WORLD, Deadline.after(self.timeout(Phase.WORLD)))
             self.world = init_training_world(
                 self.store,
                 training_rank=self.training_rank,
@@ -73,7 +74,8 @@ class GroupsMixin(SafeWorker):
         Collective over: the training ranks; rollout ranks are never waited for.
 
         Args:
-            address: A store that every trainer reaches; the one under the host's default group will do.
+            address: A store that every trainer reaches, such as the one under the host's default group, and a secret
+                that every trainer was given.
             training_joint_ranks: Ranks of the trainers in the host's default group, ascending.
 
         Raises:
@@ -82,8 +84,8 @@ class GroupsMixin(SafeWorker):
         with self.lifecycle.enter(Phase.WORLD):
             if not hasattr(self, "store"):
                 self.store = connect_store(address, timeout=self.timeout(Phase.WORLD))
-            self._open_roll_call()
-            self.roll_call.arrive(Phase.WORLD, timeout=self.timeout(Phase.WORLD))
+            self._open_control(address.secret)
+            self.control.barrier(Phase.WORLD, Deadline.after(self.timeout(Phase.WORLD)))
             self.world = carve_training_world(
                 training_joint_ranks, timeout=self.timeout(Phase.WORLD), options=self._world_options()
             )
@@ -111,12 +113,13 @@ class GroupsMixin(SafeWorker):
     def _has_nccl(self) -> bool:
         return self.device.type == "cuda"
 
-    def _open_roll_call(self) -> None:
-        self.roll_call = RollCall(
+    def _open_control(self, secret: bytes) -> None:
+        self.control = ControlPlane(
             self.store,
-            world="training world",
-            group_rank=self.training_rank,
+            world=TRAINING_WORLD,
+            rank=self.training_rank,
             members=trainer_ids(range(self.training_size)),
+            secret=secret,
         )
 
     def init_groups(self, *, seed: int) -> None:

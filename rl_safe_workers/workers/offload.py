@@ -154,9 +154,7 @@ class OffloadMixin(CommsMixin):
         if can_suspend(self.device):
             return self._suspend_comms()
         report = release(
-            store=self.store,
-            training_rank=self.training_rank,
-            size=self.training_size,
+            control=self.control,
             timeout=self.remaining(),
             missing_call="onload()",
             used_bytes=outside_torch(self.device),
@@ -171,9 +169,7 @@ class OffloadMixin(CommsMixin):
 
     def _open_suspension(self) -> Suspension:
         if self._suspension is None:
-            self._suspension = Suspension(
-                self.store, training_rank=self.training_rank, size=self.training_size, device=self.device
-            )
+            self._suspension = Suspension(self.control, device=self.device)
         return self._suspension
 
     def rebuild_comms(self) -> None:
@@ -187,9 +183,7 @@ class OffloadMixin(CommsMixin):
             self._open_suspension().resume(timeout=self.remaining())
             return
         rebuild(
-            store=self.store,
-            training_rank=self.training_rank,
-            size=self.training_size,
+            control=self.control,
             timeout=self.remaining(),
             bootstrap=lambda patience: self._connect_groups(
                 outside_torch(self.device), phase=Phase.ONLOAD, timeout=patience

@@ -20,12 +20,10 @@ class ShardsMixin(SafeWorker):
         if self._saver is None:
             dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             replicas = Replicas(dense=dense, expert=parallel_state.get_expert_data_parallel_world_size())
-            self._saver = Saver(
-                self.store, training_rank=self.training_rank, size=self.training_size, replicas=replicas
-            )
+            self._saver = Saver(self.control, replicas=replicas)
         return self._saver
 
     def _open_loader(self) -> Loader:
         if self._loader is None:
-            self._loader = Loader(self.store, training_rank=self.training_rank, size=self.training_size)
+            self._loader = Loader(self.control)
         return self._loader

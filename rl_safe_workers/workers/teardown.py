@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from datetime import timedelta
 
 from rl_safe_workers.comms.ending import failure_of, within
-from rl_safe_workers.comms.teardown import abort_groups, destroy_groups, exchange_verdicts
+from rl_safe_workers.comms.teardown import abort_groups, destroy_groups
+from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import RlSafeError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.workers.comms import CommsMixin
@@ -47,29 +47,23 @@ class TeardownMixin(CommsMixin):
                 self.leave(failed=True)
                 return self._verdict or {}
             failure = self._finish_everything() if failure is None else self._give_up_everything(failure)
-            self._deadline_s = time.monotonic() + self.timeout(Phase.TEARDOWN).total_seconds()
+            self._deadline = Deadline.after(self.timeout(Phase.TEARDOWN))
             failure = self._leave_joint_group(failure)
-            failed = exchange_verdicts(
-                self.store,
-                training_rank=self.training_rank,
-                size=self.training_size,
-                failure=failure,
-                timeout=self.remaining(),
-            )
-            self._verdict = failed
-            if failed:
-                logger.warning("teardown: groups are aborted, because of %s", failed)
-                abort_groups(self.world, timeout=_ABORT)
-                return failed
             try:
-                self.roll_call.arrive(Phase.TEARDOWN, timeout=self.remaining())
+                failed = self.control.exchange_verdicts(failure, phase=Phase.TEARDOWN, deadline=self._deadline)
+                self._verdict = failed
+                if failed:
+                    logger.warning("teardown: groups are aborted, because of %s", failed)
+                    abort_groups(self.world, timeout=_ABORT)
+                    return failed
+                self.control.barrier(Phase.TEARDOWN, self._deadline)
             except RlSafeError as error:
                 self._verdict = {self.training_rank: str(error)}
                 abort_groups(self.world, timeout=_ABORT)
                 raise
             destroy_groups(self.world, timeout=self.remaining())
             # The owner of the store stays until every other trainer has left its groups.
-            self.roll_call.sign_off(Phase.TEARDOWN, timeout=self.remaining())
+            self.control.sign_off(Phase.TEARDOWN, self._deadline)
             return {}
 
     def _finish_everything(self) -> str | None:
@@ -89,9 +83,7 @@ class TeardownMixin(CommsMixin):
         if failure is not None:
             self.leave(failed=True)
             return failure
-        left = failure_of(
-            lambda: within(self.leave, _JOINT_SHARE * self.remaining().total_seconds(), what="leaving the joint group")
-        )
+        left = failure_of(lambda: within(self.leave, _JOINT_SHARE * self.remaining(), what="leaving the joint group"))
         return None if left is None else in_one_line(left)
 
     def _give_up_everything(self, failure: str) -> str:

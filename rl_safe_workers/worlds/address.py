@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAddress:
-    """Where the store listens, e.g. ``StoreAddress(host="127.0.0.1", port=40123)``."""
+    """Where the store listens, and what its messages are signed with.
+
+    Example: ``StoreAddress(host="127.0.0.1", port=40123, secret=new_secret())``
+    """
 
     host: str
     port: int
+    secret: bytes = field(repr=False)
+    """The run's secret, 32 bytes: whoever has it can forge any message. Keep it out of logs, errors and variables."""

@@ -16,13 +16,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, Store
 
-from rl_safe_workers.errors import WeightSyncError, first_line
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.errors import CommunicatorError, WeightSyncError, first_line
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import joint_ids
-from rl_safe_workers.worlds.roll_call import RollCall
+from rl_safe_workers.ranks import Role
 
 HALF_BYTES = 64 * 2**20
 """One half is read while the other is filled."""
@@ -44,23 +44,18 @@ class GpuPair:
 
     def __init__(
         self,
-        store: Store,
+        control: ControlPlane,
         *,
-        joint_rank: int,
-        trainers: int,
-        size: int,
         generation: int,
         timeout: timedelta,
         device: torch.device,
         sync_timeout: timedelta | None = None,
     ) -> None:
-        """Joins. Collective over: all ``size`` ranks, for the roll call.
+        """Joins. Collective over: all ranks of ``control``, for the barrier.
 
         Args:
-            store: The run's store.
-            joint_rank: Rank among trainers (0 to ``size / 2 - 1``) and rollout ranks, which are paired in order.
-            trainers: Number of trainers: half of all.
-            size: Number of trainers and rollout ranks.
+            control: This process's place in the world `joint_group.joint_world`: trainers first, then rollout ranks,
+                which are paired in order.
             generation: Counts rebuilds; each uses store keys of its own.
             timeout: Longest wait for the others.
             device: The GPU.
@@ -70,22 +65,22 @@ class GpuPair:
             PhaseTimeoutError: Naming the ranks that did not come in time.
             WeightSyncError: If the memory cannot be shared.
         """
+        joint_rank, size = control.rank, control.size
+        trainers = sum(one.role is Role.TRAINER for one in control.members)
         if size != 2 * trainers:
             raise WeightSyncError(f"{size} joint ranks do not make pairs: give each trainer one rollout rank")
         pairs = trainers
         self.joint_rank, self._sends = joint_rank, joint_rank < pairs
         self._timeout = sync_timeout or timeout
-        members = joint_ids(trainers=trainers, size=size)
-        roll_call = RollCall(store, world=f"joint group {generation}", group_rank=joint_rank, members=members)
-        roll_call.arrive(Phase.JOINT, timeout=timeout)
-        self._store = PrefixStore(f"pair/{generation}/{joint_rank % pairs}", store)
-        self._turn, self._deadline_s = 0, math.inf
+        control.barrier(Phase.JOINT, Deadline.after(timeout))
+        self._mailbox = control.mailbox(f"pair/{generation}/{joint_rank % pairs}")
+        self._turn, self._deadline = 0, Deadline.after(math.inf)
         self._unread: list[str] = []
         """Keys that the reader sets, of the last turns."""
         self._shared: torch.Tensor | None = None
         try:
             self._shared = self._share(device) if self._sends else self._map(device, timeout)
-        except RuntimeError as error:
+        except (RuntimeError, CommunicatorError) as error:
             reason = first_line(error)
             raise WeightSyncError(f"joint rank {joint_rank} could not share memory with its pair: {reason}") from error
 
@@ -94,12 +89,11 @@ class GpuPair:
             # Not out of a large block that is free just now, which could then never be given back.
             torch.cuda.empty_cache()
         shared = torch.empty(2 * HALF_BYTES, dtype=torch.uint8, device=device)
-        self._store.set(MEMORY_KEY, describe_memory(shared))
+        self._mailbox.leave(MEMORY_KEY, describe_memory(shared).encode())
         return shared
 
     def _map(self, device: torch.device, timeout: timedelta) -> torch.Tensor:
-        self._store.wait([MEMORY_KEY], timeout)
-        return map_memory(self._store.get(MEMORY_KEY), size_bytes=2 * HALF_BYTES, device=device)
+        return map_memory(self._take(MEMORY_KEY, timeout), size_bytes=2 * HALF_BYTES, device=device)
 
     @property
     def is_open(self) -> bool:
@@ -132,7 +126,7 @@ class GpuPair:
             raise WeightSyncError(f"joint rank {self.joint_rank}: the memory of the pair is closed")
         try:
             yield self._shared
-        except RuntimeError as error:  # the store's errors are such, too
+        except (RuntimeError, CommunicatorError) as error:
             self.close()
             reason = first_line(error)
             raise WeightSyncError(f"joint rank {self.joint_rank}: its pair did not keep up: {reason}") from error
@@ -145,20 +139,27 @@ class GpuPair:
             self._wait_for_reader(behind=1)
             half.copy_(block)
             _synchronize(block)
-            self._store.set(filled, "")
+            self._mailbox.leave(filled)
             self._unread.append(read)
         else:
             self._take(filled)
             block.copy_(half)
             _synchronize(block)
-            self._store.set(read, "")
+            self._mailbox.leave(read)
         self._turn += 1
 
-    def _take(self, key: str, timeout: timedelta | None = None) -> None:
-        """Waits for a key that this side alone reads, and removes it."""
-        left_s = min(self._deadline_s - time.monotonic(), (timeout or self._timeout).total_seconds())
-        self._store.wait([key], timedelta(seconds=max(0.001, left_s)))
-        self._store.delete_key(key)
+    def _take(self, key: str, timeout: timedelta | None = None) -> bytes:
+        """Waits for a message that this side alone reads, and removes it.
+
+        Raises:
+            CommunicatorError: If it does not come in time.
+        """
+        deadline = self._deadline.at_most(timeout or self._timeout)
+        started_s = time.monotonic()
+        message = self._mailbox.take(key, deadline)
+        if message is None:
+            raise CommunicatorError(f"wait timeout after {time.monotonic() - started_s:.1f} s, waiting for {key!r}")
+        return message
 
     def _wait_for_reader(self, *, behind: int, timeout: timedelta | None = None) -> None:
         """Waits until no more than ``behind`` turns are left to read."""
@@ -171,7 +172,7 @@ class GpuPair:
 
         Each turn alone may wait for ``sync_timeout``, and there may be many.
         """
-        self._deadline_s = time.monotonic() + timeout.total_seconds()
+        self._deadline = Deadline.after(timeout)
 
     def flush(self, timeout: timedelta | None = None) -> None:
         """Waits until everything passed so far has been read.
@@ -202,8 +203,7 @@ def describe_memory(shared: torch.Tensor) -> str:
 def map_memory(described: bytes, *, size_bytes: int, device: torch.device) -> torch.Tensor:
     """Maps the memory of another process on the same GPU.
 
-    The store has no password, so the text may come from anybody on its network. It is data: nothing in it names a
-    function, and every field is checked before CUDA sees it.
+    The text is data: nothing in it names a function, and every field is checked before CUDA sees it.
 
     Args:
         described: Text of `describe_memory`.

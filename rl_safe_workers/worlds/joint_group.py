@@ -17,14 +17,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import Failure, WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import joint_ids
-from rl_safe_workers.worlds.roll_call import RollCall
 
 _ASK_S = 1e-4
 _SHARE = 0.8
+
+
+def joint_world(generation: int) -> str:
+    """Names the world of trainers and rollout ranks, of which each rebuild makes another."""
+    return f"joint group {generation}"
 
 
 class JointGroup:
@@ -32,23 +37,17 @@ class JointGroup:
 
     def __init__(
         self,
-        store: Store,
+        control: ControlPlane,
         *,
-        joint_rank: int,
-        trainers: int,
-        size: int,
         generation: int,
         timeout: timedelta,
         device: torch.device,
         sync_timeout: timedelta | None = None,
     ) -> None:
-        """Joins. Collective over: all ``size`` ranks; blocks until all have joined or ``timeout`` has passed.
+        """Joins. Collective over: all ranks of ``control``; blocks until all have joined or ``timeout`` has passed.
 
         Args:
-            store: The run's store.
-            joint_rank: This process's rank in the joint group.
-            trainers: Number of trainers.
-            size: Number of trainers and rollout ranks.
+            control: This process's place in the world `joint_world` of trainers and rollout ranks.
             generation: Counts rebuilds; each uses store keys of its own.
             timeout: Longest wait for the others.
             device: Where the tensors are: a CPU makes a gloo group, a GPU one of NCCL.
@@ -58,14 +57,12 @@ class JointGroup:
             PhaseTimeoutError: Naming the ranks that did not come in time.
             WeightSyncError: If the group cannot be connected.
         """
-        self.joint_rank, self.size, self.generation = joint_rank, size, generation
+        self.joint_rank, self.size, self.generation = control.rank, control.size, generation
         self._device, self._sync_timeout = device, sync_timeout or timeout
         # The group by itself would wait for the missing, too, but could not say who they are.
-        members = joint_ids(trainers=trainers, size=size)
-        roll_call = RollCall(store, world=f"joint group {generation}", group_rank=joint_rank, members=members)
-        roll_call.arrive(Phase.JOINT, timeout=timeout)
+        control.barrier(Phase.JOINT, Deadline.after(timeout))
         # Over a connection of its own: NCCL waits in it for peers without end, and would keep everyone else out.
-        prefix = PrefixStore(f"joint/{generation}", store.clone())  # type: ignore[attr-defined]
+        prefix = PrefixStore(f"joint/{generation}", control.store.clone())  # type: ignore[attr-defined]
         # The stubs leave out what it inherits from Backend.
         self._group: Any = None
         self._works: deque[Any] = deque()
@@ -74,7 +71,7 @@ class JointGroup:
         failure = self._connect(prefix, timeout)
         if failure is not None:
             self.close()
-            text = f"joint rank {joint_rank} could not join the joint group: {failure.text}"
+            text = f"joint rank {self.joint_rank} could not join the joint group: {failure.text}"
             raise WeightSyncError(text, foreign=failure.foreign)
 
     def _connect(self, store: Store, timeout: timedelta) -> Failure | None:
@@ -208,9 +205,9 @@ def wait_for_stream(device: torch.device, timeout: timedelta) -> bool:
     """
     done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record(torch.cuda.current_stream(device))
-    deadline_s = time.monotonic() + timeout.total_seconds()
+    deadline = Deadline.after(timeout)
     while not done.query():
-        if time.monotonic() > deadline_s:
+        if deadline.expired:
             return False
         time.sleep(_ASK_S)
     return True

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import DistNetworkError, TCPStore
 
+from rl_safe_workers.control.seal import new_secret
 from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.door import Door
@@ -20,8 +21,8 @@ def serve_store(host: str, *, timeout: timedelta) -> tuple[TCPStore, StoreAddres
         timeout: How long this client's own ``get`` and ``wait`` block by default.
 
     Returns:
-        The server's store, its address, and the door of its port, which is open. The server lives as long as the
-        store object.
+        The server's store, its address with a new secret, and the door of its port, which is open. The server lives as
+        long as the store object.
     """
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
@@ -30,7 +31,7 @@ def serve_store(host: str, *, timeout: timedelta) -> tuple[TCPStore, StoreAddres
     store = TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
-    return store, StoreAddress(host=host, port=port), door
+    return store, StoreAddress(host=host, port=port, secret=new_secret()), door
 
 
 def connect_store(address: StoreAddress, *, timeout: timedelta) -> TCPStore:

@@ -20,7 +20,7 @@ from rl_safe_workers.checkpoint.retention import commit, start_save
 from rl_safe_workers.checkpoint.saver import Saver
 from rl_safe_workers.checkpoint.writer import WrittenFile, file_records
 from rl_safe_workers.worlds.address import StoreAddress
-from rl_safe_workers.worlds.store import connect_store
+from tests.distributed.worker import control_plane
 
 SIZE, EP, EXPERT_DP = 4, 2, 2
 EXPERTS, LAYERS = 8, 2
@@ -55,13 +55,13 @@ class Saving:
 
     def __init__(self, rank: int, address: StoreAddress, *, timeout_s: float = 20.0, size: int = SIZE) -> None:
         self.rank, self.timeout = rank, timedelta(seconds=timeout_s)
-        self.store = connect_store(address, timeout=timedelta(seconds=20))
+        self.control = control_plane(address, rank=rank, size=size)
+        self.store = self.control.store
         if not dist.is_initialized():
             prefix = dist.PrefixStore("world", self.store)
             dist.init_process_group("gloo", store=prefix, rank=rank, world_size=size, timeout=timedelta(seconds=20))
         replicas = Replicas(dense=size, expert=EXPERT_DP)
-        self.saver = Saver(self.store, training_rank=rank, size=size, replicas=replicas)
-        self.loader = Loader(self.store, training_rank=rank, size=size)
+        self.saver, self.loader = Saver(self.control, replicas=replicas), Loader(self.control)
 
     def save(
         self, state: dict[str, Any], root: Path, *, step: int, background: bool = False, finish: bool = True

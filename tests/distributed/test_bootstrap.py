@@ -21,6 +21,7 @@ from rl_safe_workers.comms.bootstrap import Bootstrap
 from rl_safe_workers.comms.catalog import live_groups
 from rl_safe_workers.comms.supervision import Supervision
 from rl_safe_workers.config import RunConfig
+from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import CommunicatorError, ConfigError, LifecycleError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id
@@ -410,13 +411,13 @@ def _rebuild(rank: int, address: StoreAddress, config: RunConfig) -> bool:
     worker.megatron.moe_token_dispatcher_type = "allgather"
     worker.init_groups(seed=0)
     known = worker.lifecycle.has_completed(Phase.BOOTSTRAP)
-    arrive = worker.roll_call.arrive
+    barrier = worker.control.barrier
 
-    def arrive_and_dawdle(*args: Any, **kwargs: Any) -> None:
-        arrive(*args, **kwargs)
+    def meet_and_dawdle(*args: Any, **kwargs: Any) -> None:
+        barrier(*args, **kwargs)
         time.sleep(0.2 * rank)
 
-    worker.roll_call.arrive = arrive_and_dawdle
+    worker.control.barrier = meet_and_dawdle
     worker.bootstrap()
     return known
 
@@ -436,7 +437,7 @@ def _limit(rank: int, address: StoreAddress, config: RunConfig, limits: dict[str
     except ConfigError as error:
         message = str(error)
     # Whoever left now would take the connections of those who are still in init_world.
-    worker.roll_call.arrive(Phase.TEARDOWN, timeout=worker.timeout(Phase.TEARDOWN))
+    worker.control.barrier(Phase.TEARDOWN, Deadline.after(worker.timeout(Phase.TEARDOWN)))
     return message, parallel_state.model_parallel_is_initialized()
 
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_safe_workers.checkpoint import hf_writer
 from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS, model_fingerprint, read_manifest
 from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, LifecycleError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.seeded import Family, create_seeded_model
@@ -104,7 +105,7 @@ def worker(rank: int, model: Path, dtype: str, layout: Layout, size: int = SIZE)
 def rebuilt(made: Worker, layout: Layout, model: Path, dtype: str) -> Worker:
     """Another model in the same world; under another layout only once the groups have been rebuilt."""
     other = worker(made.training_rank, model, dtype, layout)
-    other.store, other.world, other.roll_call = made.store, made.world, made.roll_call
+    other.store, other.world, other.control = made.store, made.world, made.control
     other.lifecycle.__dict__.update(made.lifecycle.__dict__)
     return other
 
@@ -233,10 +234,10 @@ def _places(rank: int, address: StoreAddress, models: Path, root: Path) -> dict[
     out, seen = made.convert_checkpoint(model, root / "out"), {}
 
     def on_rank_0(work: Callable[[], object]) -> None:
-        made.roll_call.arrive(Phase.CONVERT, timeout=timedelta(seconds=30))
+        made.control.barrier(Phase.CONVERT, Deadline.after(30))
         if rank == 0:
             work()
-        made.roll_call.arrive(Phase.CONVERT, timeout=timedelta(seconds=30))
+        made.control.barrier(Phase.CONVERT, Deadline.after(30))
 
     first = _files(out)
     made.convert_checkpoint(model, out)

@@ -16,9 +16,10 @@ from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.gpu_pair import GpuPair
+from rl_safe_workers.worlds.joint_group import joint_world
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import run_ranks, values
-from tests.distributed.worker import served_store
+from tests.distributed.worker import control_plane, served_store
 
 HALF_BYTES, PAIRS, SIZE = 1024, 2, 4
 ROUNDS = 6
@@ -37,12 +38,11 @@ class FilePair(GpuPair):
     def _share(self, device: torch.device) -> torch.Tensor:
         file = self.folder / f"of_{self.joint_rank}"
         shared = self._open(file)
-        self._store.set("memory", str(file))
+        self._mailbox.leave("memory", str(file).encode())
         return shared
 
     def _map(self, device: torch.device, timeout: timedelta) -> torch.Tensor:
-        self._store.wait(["memory"], timeout)
-        return self._open(Path(self._store.get("memory").decode()))
+        return self._open(Path(self._take("memory", timeout).decode()))
 
     def _open(self, file: Path) -> torch.Tensor:
         return torch.from_file(str(file), shared=True, size=2 * HALF_BYTES, dtype=torch.uint8)
@@ -50,7 +50,7 @@ class FilePair(GpuPair):
 
 def _join(
     joint_rank: int,
-    store: Store,
+    address: StoreAddress,
     folder: Path,
     *,
     size: int = SIZE,
@@ -60,8 +60,9 @@ def _join(
     pair: type[FilePair] = FilePair,
 ) -> FilePair:
     gpu_pair.HALF_BYTES, pair.folder = HALF_BYTES, folder
+    control = control_plane(address, rank=joint_rank, size=size, trainers=size // 2, world=joint_world(generation))
     return pair(
-        store, joint_rank=joint_rank, trainers=size // 2, size=size, generation=generation, timeout=timeout,
+        control, generation=generation, timeout=timeout,
         device=torch.device("cpu"), sync_timeout=sync_timeout,
     )  # fmt: skip
 
@@ -93,7 +94,7 @@ def _meet(store: Store, name: str, times: int) -> None:
 def _pass_on(joint_rank: int, address: StoreAddress, folder: Path) -> dict[str, Any]:
     """Passes several rounds on; between them, while everyone waits, each rank counts the store's keys."""
     store = connect_store(address, timeout=PATIENCE)
-    group = _join(joint_rank, store, folder)
+    group = _join(joint_rank, address, folder)
     received, keys = [], []
     for name in ("counting", "counted"):
         _meet(store, name, 1)
@@ -147,8 +148,7 @@ def test_nothing_is_left_in_the_store_once_it_is_flushed(passed: list[dict[str, 
 
 def _pass_alone(joint_rank: int, address: StoreAddress, folder: Path, absent: int) -> list[Any]:
     """One of the pair leaves after joining; the other has more to pass than fits into two halves."""
-    store = connect_store(address, timeout=PATIENCE)
-    group = _join(joint_rank, store, folder, size=2, sync_timeout=SHORT)
+    group = _join(joint_rank, address, folder, size=2, sync_timeout=SHORT)
     if joint_rank == absent:
         return []
     start_s = time.monotonic()
@@ -172,7 +172,7 @@ def test_a_side_that_never_comes_fails_the_other_within_the_sync_timeout(
 
 
 def _join_impatiently(joint_rank: int, address: StoreAddress, folder: Path) -> None:
-    _join(joint_rank, connect_store(address, timeout=PATIENCE), folder, generation=4, timeout=4 * SHORT)
+    _join(joint_rank, address, folder, generation=4, timeout=4 * SHORT)
 
 
 def test_a_rank_that_does_not_join_is_named(address: StoreAddress, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ class UnsharedPair(FilePair):
 
 
 def _join_unshared(joint_rank: int, address: StoreAddress, folder: Path) -> None:
-    _join(joint_rank, connect_store(address, timeout=PATIENCE), folder, size=2, timeout=4 * SHORT, pair=UnsharedPair)
+    _join(joint_rank, address, folder, size=2, timeout=4 * SHORT, pair=UnsharedPair)
 
 
 def test_memory_that_cannot_be_shared_fails_both_sides(address: StoreAddress, tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_memory_that_cannot_be_shared_fails_both_sides(address: StoreAddress, tm
 
 def _close_and_rejoin(joint_rank: int, address: StoreAddress, folder: Path) -> list[Any]:
     """The reader leaves before the first broadcast, of which keys stay behind."""
-    store, tensor = connect_store(address, timeout=PATIENCE), torch.full((3 * HALF_BYTES,), joint_rank + 1).byte()
-    first = _join(joint_rank, store, folder, size=2, sync_timeout=SHORT)
+    tensor = torch.full((3 * HALF_BYTES,), joint_rank + 1).byte()
+    first = _join(joint_rank, address, folder, size=2, sync_timeout=SHORT)
     if joint_rank == 0:
         with pytest.raises(WeightSyncError, match="did not keep up"):
             first.broadcast(torch.zeros_like(tensor), source=0)
@@ -213,7 +213,7 @@ def _close_and_rejoin(joint_rank: int, address: StoreAddress, folder: Path) -> l
     first.close()
     with pytest.raises(WeightSyncError, match=f"joint rank {joint_rank}: the memory of the pair is closed"):
         first.broadcast(tensor, source=0)
-    second = _join(joint_rank, store, folder, size=2, generation=1)
+    second = _join(joint_rank, address, folder, size=2, generation=1)
     second.broadcast(tensor, source=0)
     return [first.is_open, second.is_open, tensor.unique().tolist()]
 

@@ -18,10 +18,10 @@ from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import plan_buckets
 from rl_safe_workers.trainer.policy import MegatronPolicy
 from rl_safe_workers.worlds.address import StoreAddress
-from rl_safe_workers.worlds.joint_group import JointGroup
+from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import run_ranks, values
-from tests.distributed.worker import run_config
+from tests.distributed.worker import control_plane, run_config
 
 SIZE, BUCKET_BYTES = 4, 200_000
 PATIENCE = timedelta(seconds=60)
@@ -129,9 +129,8 @@ def _sync(rank: int, address: StoreAddress, config: RunConfig) -> Weights:
 
 def _receive(address: StoreAddress) -> Weights:
     store = connect_store(address, timeout=PATIENCE)
-    group = JointGroup(
-        store, joint_rank=SIZE, trainers=SIZE, size=SIZE + 1, generation=0, timeout=PATIENCE, device=torch.device("cpu")
-    )
+    control = control_plane(address, rank=SIZE, size=SIZE + 1, trainers=SIZE, world=joint_world(0))
+    group = JointGroup(control, generation=0, timeout=PATIENCE, device=torch.device("cpu"))
     received = {}
     for bucket in plan_buckets(pickle.loads(store.get("specs/0")), bucket_bytes=BUCKET_BYTES):
         buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)

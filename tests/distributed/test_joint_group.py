@@ -19,10 +19,10 @@ from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.rollout.protocol import plan_buckets
 from rl_safe_workers.worlds.address import StoreAddress
-from rl_safe_workers.worlds.joint_group import JointGroup
+from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import Outcome, run_ranks, values
-from tests.distributed.worker import Worker, run_config, served_store
+from tests.distributed.worker import Worker, control_plane, run_config, served_store
 
 TRAINERS, JOINT_SIZE, BUCKET_BYTES = 4, 5, 200_000
 PATIENCE = timedelta(seconds=10)
@@ -32,17 +32,8 @@ SYNC_S = 8.0
 def _join(
     joint_rank: int, address: StoreAddress, *, size: int = 3, generation: int = 0, timeout=PATIENCE
 ) -> JointGroup:
-    store = connect_store(address, timeout=PATIENCE)
-    device = torch.device("cpu")
-    return JointGroup(
-        store,
-        joint_rank=joint_rank,
-        trainers=size - 1,
-        size=size,
-        generation=generation,
-        timeout=timeout,
-        device=device,
-    )
+    control = control_plane(address, rank=joint_rank, size=size, trainers=size - 1, world=joint_world(generation))
+    return JointGroup(control, generation=generation, timeout=timeout, device=torch.device("cpu"))
 
 
 def _broadcast(joint_rank: int, address: StoreAddress) -> list[Any]:

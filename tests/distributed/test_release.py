@@ -23,15 +23,15 @@ from rl_safe_workers.comms.channel import Channel
 from rl_safe_workers.comms.releasable import GroupState, register_backend
 from rl_safe_workers.comms.release import RebuildReport, ReleaseReport, rebuild, releasable_groups, release
 from rl_safe_workers.config import RunConfig, SeededModelConfig
+from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.seeded import create_seeded_model
 from rl_safe_workers.worlds.address import StoreAddress
-from rl_safe_workers.worlds.store import connect_store
 from tests.distributed import reference
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.recording import Collective, recorded_collectives
-from tests.distributed.worker import Worker, run_config, served_store
+from tests.distributed.worker import Worker, control_plane, run_config, served_store
 
 SIZE = 4
 PATIENCE = timedelta(seconds=30)
@@ -47,7 +47,8 @@ class Ranks:
 
     def __init__(self, rank: int, address: StoreAddress, *, backend: str | None = None, size: int = SIZE) -> None:
         self.rank, self.size = rank, size
-        self.store: Store = connect_store(address, timeout=PATIENCE)
+        self.control = control_plane(address, rank=rank, size=size)
+        self.store: Store = self.control.store
         dist.init_process_group(
             backend or register_backend("gloo"),
             store=PrefixStore(f"train/{backend}", self.store),
@@ -57,10 +58,10 @@ class Ranks:
         )
 
     def release(self, groups: Any = None, *, timeout: timedelta = PATIENCE, **options: Any) -> ReleaseReport:
-        return release(groups, store=self.store, training_rank=self.rank, size=self.size, timeout=timeout, **options)
+        return release(groups, control=self.control, timeout=timeout, **options)
 
     def rebuild(self, groups: Any = None, *, timeout: timedelta = PATIENCE, **options: Any) -> RebuildReport:
-        return rebuild(groups, store=self.store, training_rank=self.rank, size=self.size, timeout=timeout, **options)
+        return rebuild(groups, control=self.control, timeout=timeout, **options)
 
 
 def _error(action: Callable[[], object]) -> tuple[type[BaseException], str, float]:
@@ -542,7 +543,7 @@ def _train(rank: int, address: StoreAddress, config: RunConfig, releases: bool) 
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     for cycle in range(CYCLES):
         if releases:
-            ranks = {"store": worker.store, "training_rank": rank, "size": SIZE, "timeout": PATIENCE}
+            ranks = {"control": worker.control, "timeout": PATIENCE}
             seen["times"].append((release(**ranks).seconds, rebuild(**ranks).seconds))
             seen["received"].add(_send_first(pipeline))
             for group in releasable_groups():
@@ -551,7 +552,7 @@ def _train(rank: int, address: StoreAddress, config: RunConfig, releases: bool) 
         if cycle % STEP_EVERY == 0:
             seen["losses"].append(worker.step(batch))
         if cycle in (WARM, CYCLES - 1):
-            worker.roll_call.arrive(Phase.TRAIN, timeout=PATIENCE)
+            worker.control.barrier(Phase.TRAIN, Deadline.after(PATIENCE))
             seen["sizes"].append(_sizes(worker.store))
     seen["digest"] = worker.digest()
     seen["members"] = {tuple(g.members) for g in releasable_groups()}

@@ -33,8 +33,10 @@ from rl_safe_workers.checkpoint.rng import rng_state, set_rng_state
 from rl_safe_workers.checkpoint.saver import Saver
 from rl_safe_workers.checkpoint.state import CONTENT_METADATA, restore_state, sharded_state
 from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.models.seeded import create_seeded_model
 from rl_safe_workers.platforms import cpu
+from rl_safe_workers.ranks import trainer_ids
 from rl_safe_workers.trainer.policy import MegatronPolicy
 from tests.distributed import reference
 from tests.distributed.ranks import run_ranks, values
@@ -80,8 +82,11 @@ class Held:
 TIMEOUT = timedelta(seconds=60)
 
 
-def _store() -> dist.Store:
-    return dist.PrefixStore("shards", dist.distributed_c10d._get_default_store())
+def _control() -> ControlPlane:
+    """A place in the world, made anew for each save and load."""
+    store = dist.PrefixStore("shards", dist.distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return ControlPlane(store, world="training world", rank=rank, members=trainer_ids(range(size)), secret=bytes(32))
 
 
 class Rank(MegatronPolicy):
@@ -140,7 +145,7 @@ class Rank(MegatronPolicy):
             dense=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
             expert=parallel_state.get_expert_data_parallel_world_size(),
         )
-        saver = Saver(_store(), training_rank=dist.get_rank(), size=dist.get_world_size(), replicas=replicas)
+        saver = Saver(_control(), replicas=replicas)
         saver.begin(
             state, directory, content_metadata=content_metadata, prepare=lambda: directory.mkdir(parents=True),
             commit=lambda files, notes: None, timeout=TIMEOUT, background=False,
@@ -155,7 +160,7 @@ class Rank(MegatronPolicy):
         dist_checkpointing.save(state, str(directory), sharded_strategy=strategy, content_metadata=CONTENT_METADATA)
 
     def load(self, directory: Path, **options: Any) -> None:
-        loader = Loader(_store(), training_rank=dist.get_rank(), size=dist.get_world_size())
+        loader = Loader(_control())
         loader.load(
             lambda: self.ours(is_loading=True, **options),
             directory,

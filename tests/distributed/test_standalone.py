@@ -252,7 +252,7 @@ TEARDOWN = timedelta(seconds=4)
 
 
 def _be_late_and_die_after_the_verdict() -> None:
-    standalone.RollCall.arrive = lambda *args, **kwargs: os._exit(1)
+    standalone.ControlPlane.barrier = lambda *args, **kwargs: os._exit(1)
     time.sleep(3)
 
 

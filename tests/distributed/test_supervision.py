@@ -12,8 +12,8 @@ from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.worlds.address import StoreAddress
-from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import run_ranks, values
+from tests.distributed.worker import control_plane
 
 SIZE = 2
 A_THOUSAND_RANKS = f"WORLD {list(range(2048))}"
@@ -21,10 +21,8 @@ A_THOUSAND_RANKS = f"WORLD {list(range(2048))}"
 
 
 def _work(rank: int, address: StoreAddress) -> Supervision:
-    store = connect_store(address, timeout=timedelta(seconds=30))
-    return Supervision(
-        store, "test", 1, phase=Phase.BOOTSTRAP, training_rank=rank, size=SIZE, timeout=timedelta(seconds=10)
-    )
+    control = control_plane(address, rank=rank, size=SIZE)
+    return Supervision(control, "test", phase=Phase.BOOTSTRAP, timeout=timedelta(seconds=10))
 
 
 def _large(rank: int, address: StoreAddress) -> int:

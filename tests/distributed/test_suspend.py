@@ -48,7 +48,7 @@ def _cycle(rank: int, address: StoreAddress, config: RunConfig, failing: int | N
     suspend._backend = lambda group, device: Recorder(
         record, by_id[id(group)], fails=rank == failing and by_id[id(group)] == broken
     )
-    suspension = Suspension(worker.store, training_rank=rank, size=SIZE, device=CPU)
+    suspension = Suspension(worker.control, device=CPU)
     error = ""
     try:
         suspension.suspend(worker.is_connected, timeout=TIMEOUT)
@@ -92,7 +92,7 @@ def _wait_for_a_gpu(rank: int, address: StoreAddress, config: RunConfig, stuck: 
 
     torch.cuda.synchronize = synchronize  # type: ignore[assignment]
     suspend._backend = lambda group, device: Recorder(record, "group", fails=False)
-    suspension = Suspension(worker.store, training_rank=rank, size=SIZE, device=torch.device("cuda", 0))
+    suspension = Suspension(worker.control, device=torch.device("cuda", 0))
     error, started_s = "", time.monotonic()
     try:
         suspension.suspend(worker.is_connected, timeout=GPU_TIMEOUT)

@@ -29,11 +29,11 @@ from rl_safe_workers.workers import comms
 from rl_safe_workers.workers.outgoing import Outgoing, Weights
 from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
-from rl_safe_workers.worlds.joint_group import JointGroup
+from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.test_gpu_pair import FilePair
-from tests.distributed.worker import Worker, run_config
+from tests.distributed.worker import Worker, control_plane, run_config
 
 TRAINERS, FAILING = 2, 1
 BUCKET_BYTES, HALF_BYTES = 200_000, 64 * 1024
@@ -140,10 +140,10 @@ def _receive(
 ) -> dict[str, str]:
     """Joins and receives so many buckets, or all; returns what has arrived."""
     store = connect_store(address, timeout=PATIENCE)
-    group = (Pair if case.colocated else JointGroup)(
-        store, joint_rank=joint_rank, trainers=TRAINERS, size=TRAINERS + case.rollouts, generation=generation,
-        timeout=PATIENCE, device=torch.device("cpu"),
-    )  # fmt: skip
+    size = TRAINERS + case.rollouts
+    control = control_plane(address, rank=joint_rank, size=size, trainers=TRAINERS, world=joint_world(generation))
+    kind = Pair if case.colocated else JointGroup
+    group = kind(control, generation=generation, timeout=PATIENCE, device=torch.device("cpu"))
     received = {}
     for bucket in plan_buckets(pickle.loads(store.get("specs")), bucket_bytes=BUCKET_BYTES)[:reads]:
         buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
@@ -304,9 +304,9 @@ LIMIT_S, READ_S = 1.0, 0.2
 def _pass_within_a_limit(joint_rank: int, address: StoreAddress, folder: Path, turns: int, reads: int) -> float:
     """The reader takes its time for each of a few turns, and reads no more. Returns how long the sender waits."""
     gpu_pair.HALF_BYTES, Pair.folder = HALF_BYTES, folder
-    store = connect_store(address, timeout=PATIENCE)
+    control = control_plane(address, rank=joint_rank, size=2, trainers=1, world=joint_world(0))
     pair = Pair(
-        store, joint_rank=joint_rank, trainers=1, size=2, generation=0, timeout=PATIENCE, device=torch.device("cpu"),
+        control, generation=0, timeout=PATIENCE, device=torch.device("cpu"),
         sync_timeout=timedelta(seconds=3 * LIMIT_S),
     )  # fmt: skip
     if joint_rank == 1:

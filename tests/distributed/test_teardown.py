@@ -135,7 +135,7 @@ def _one_dies_after_its_verdict(
     worker = Worker(config, rank=rank, size=SIZE)
     worker.start(address)
     if rank == 1:
-        worker.roll_call.arrive = lambda *args, **kwargs: os._exit(1)
+        worker.control.barrier = lambda *args, **kwargs: os._exit(1)
     aborted: list[bool] = []
     teardown_mixin.abort_groups = lambda *args, **kwargs: aborted.append(True)
     with pytest.raises(PhaseTimeoutError) as raised:

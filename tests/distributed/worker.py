@@ -22,13 +22,15 @@ from rl_safe_workers.config import (
     RunConfig,
     TimeoutsConfig,
 )
+from rl_safe_workers.control.plane import TRAINING_WORLD, ControlPlane
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cpu
+from rl_safe_workers.ranks import joint_ids
 from rl_safe_workers.trainer.batch import SequenceBatch
 from rl_safe_workers.trainer.policy import MegatronPolicy
 from rl_safe_workers.workers.actor import MegatronActorMixin
 from rl_safe_workers.worlds.address import StoreAddress
-from rl_safe_workers.worlds.store import serve_store
+from rl_safe_workers.worlds.store import connect_store, serve_store
 
 
 def run_config(
@@ -96,6 +98,21 @@ class Worker(MegatronActorMixin, MegatronPolicy):
         return state_digest(self.chunks, self.optimizer)
 
 
+def control_plane(
+    address: StoreAddress,
+    *,
+    rank: int,
+    size: int,
+    trainers: int | None = None,
+    world: str = TRAINING_WORLD,
+    patience_s: float = 30.0,
+) -> ControlPlane:
+    """A rank's place in a world of trainers, or also of rollout ranks, over a connection of its own."""
+    members = joint_ids(trainers=size if trainers is None else trainers, size=size)
+    store = connect_store(address, timeout=timedelta(seconds=patience_s))
+    return ControlPlane(store, world=world, rank=rank, members=members, secret=address.secret)
+
+
 @contextmanager
 def served_store() -> Iterator[StoreAddress]:
     """A store in this process, which outlives every rank."""
@@ -109,11 +126,12 @@ def exchange_address(worker: Worker, file: Path) -> StoreAddress:
     if worker.training_rank == 0:
         address = worker.serve_store("127.0.0.1")
         temporary = file.with_suffix(".tmp")
-        temporary.write_text(str(address.port))
+        temporary.write_text(f"{address.port} {address.secret.hex()}")
         temporary.rename(file)
         return address
     deadline = time.monotonic() + 60
     while not file.exists():
         assert time.monotonic() < deadline, "rank 0 did not write the store's address"
         time.sleep(0.01)
-    return StoreAddress(host="127.0.0.1", port=int(file.read_text()))
+    port, secret = file.read_text().split()
+    return StoreAddress(host="127.0.0.1", port=int(port), secret=bytes.fromhex(secret))

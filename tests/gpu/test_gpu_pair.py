@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import spawn
 
+from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.ranks import joint_ids
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.gpu_pair import MEMORY_KEY, GpuPair
+from rl_safe_workers.worlds.joint_group import joint_world
 from rl_safe_workers.worlds.store import connect_store, serve_store
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -31,8 +34,13 @@ def _contents(number: int) -> torch.Tensor:
 
 
 def _pair(rank: int, address: StoreAddress, device: torch.device) -> GpuPair:
+    return GpuPair(_control(rank, address), generation=0, timeout=PATIENCE, device=device)
+
+
+def _control(rank: int, address: StoreAddress) -> ControlPlane:
     store = connect_store(address, timeout=PATIENCE)
-    return GpuPair(store, joint_rank=rank, trainers=1, size=2, generation=0, timeout=PATIENCE, device=device)
+    members = joint_ids(trainers=1, size=2)
+    return ControlPlane(store, world=joint_world(0), rank=rank, members=members, secret=address.secret)
 
 
 def _pass_on(rank: int, address: StoreAddress, folder: str) -> None:
@@ -71,12 +79,12 @@ def _map_forged(rank: int, address: StoreAddress, folder: str) -> None:
 
     class Forged(GpuPair):
         def _map(self, device: torch.device, timeout: timedelta) -> torch.Tensor:
-            self._store.wait([MEMORY_KEY], timeout)
-            self._store.set(MEMORY_KEY, text.encode().hex())
+            self._take(MEMORY_KEY, timeout)
+            self._mailbox.leave(MEMORY_KEY, text.encode().hex().encode())
             return super()._map(device, timeout)
 
     with pytest.raises(WeightSyncError, match="holds no handle of the pair's memory"):
-        Forged(store, joint_rank=1, trainers=1, size=2, generation=0, timeout=PATIENCE, device=torch.device("cuda", 0))
+        Forged(_control(1, address), generation=0, timeout=PATIENCE, device=torch.device("cuda", 0))
     store.set("refused", "")
 
 

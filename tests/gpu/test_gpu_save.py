@@ -15,6 +15,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from rl_safe_workers.checkpoint.loader import Loader
 from rl_safe_workers.checkpoint.plan import Replicas
 from rl_safe_workers.checkpoint.saver import Saver
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.control.seal import new_secret
+from rl_safe_workers.ranks import trainer_ids
 
 TIMEOUT = timedelta(seconds=60)
 EXPERTS = 16
@@ -50,8 +53,8 @@ def _state(seed: int) -> dict[str, Any]:
 def test_what_was_on_the_gpu_when_the_save_began_comes_back(
     background: bool, store: dist.Store, tmp_path: Path
 ) -> None:
-    saver = Saver(store, training_rank=0, size=1, replicas=Replicas())
-    loader = Loader(store, training_rank=0, size=1)
+    control = ControlPlane(store, world="training world", rank=0, members=trainer_ids([0]), secret=new_secret())
+    saver, loader = Saver(control, replicas=Replicas()), Loader(control)
     for step in range(2):
         state, directory = _state(seed=step), tmp_path / str(step)
         saver.begin(

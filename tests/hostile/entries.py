@@ -80,11 +80,14 @@ def load(shards: str) -> int:
     import torch.distributed as dist
 
     from rl_safe_workers.checkpoint.loader import Loader
+    from rl_safe_workers.control.plane import ControlPlane
+    from rl_safe_workers.control.seal import new_secret
+    from rl_safe_workers.ranks import trainer_ids
     from tests.hostile.checkpoints import wanted_state
 
     store = dist.HashStore()
     dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=0, world_size=1)
-    loader = Loader(store, training_rank=0, size=1)
+    loader = Loader(ControlPlane(store, world="training world", rank=0, members=trainer_ids([0]), secret=new_secret()))
     loader.load(wanted_state, Path(shards), timeout=timedelta(seconds=20))
     return 0
 

@@ -14,10 +14,14 @@ import pytest
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed import HashStore
 
 from rl_safe_workers.adapters.nemo_rl.contract import NAMES
 from rl_safe_workers.adapters.nemo_rl.mixin import SafePolicyMixin
 from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.control.seal import new_secret
+from rl_safe_workers.ranks import trainer_ids
 from tests.nemo_rl.host import HostImpl
 
 HOST = SafePolicyMixin.host_module
@@ -83,7 +87,9 @@ def test_a_save_in_the_background_is_megatrons_own_with_both_flags_off(tmp_path:
         return "request"
 
     monkeypatch.setattr(dist_checkpointing, "save", save)
-    writer = ShardWriter(None, training_rank=0, size=1)  # type: ignore[arg-type]
+    writer = ShardWriter(
+        ControlPlane(HashStore(), world="training world", rank=0, members=trainer_ids([0]), secret=new_secret())
+    )
     bare = TorchDistSaveShardedStrategy("torch_dist", 1)
     with writer.saving("training", remaining=lambda: timedelta(seconds=1), optimizer_replicated=False):
         request = dist_checkpointing.save(

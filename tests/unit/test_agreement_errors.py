@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from rl_safe_workers.checkpoint.failures import as_checkpoint_error, checkpoint_errors
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.control.seal import new_secret
 from rl_safe_workers.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -22,20 +24,29 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id, trainer_ids
-from rl_safe_workers.worlds.agreement import Agreement
 
 PATIENCE = timedelta(seconds=20)
 
 
-def settled(failures: list[Exception | None], decide: Callable[[Any], Any] = list, **arguments: Any) -> list[Any]:
+def settled(
+    failures: list[Exception | None],
+    decide: Callable[[Any], Any] = list,
+    *,
+    timeout: timedelta = PATIENCE,
+    foreign: type[RlSafeError] = RunError,
+) -> list[Any]:
     """What the agreement comes to on each rank: its value or its error."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    secret, members = new_secret(), trainer_ids(range(2))
 
     def settle(rank: int) -> Any:
         store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
-        agreement = Agreement(store, "x", phase=Phase.CONVERT, rank=rank, size=2)
+        control = ControlPlane(store, world="training world", rank=rank, members=members, secret=secret)
         try:
-            return agreement.settle(arguments.get("timeout", PATIENCE), failure=failures[rank], decide=decide)
+            return control.decide(
+                "x", phase=Phase.CONVERT, deadline=Deadline.after(timeout), failure=failures[rank], decide=decide,
+                foreign=foreign,
+            )  # fmt: skip
         except RlSafeError as error:
             return error
 
@@ -51,7 +62,6 @@ def settled(failures: list[Exception | None], decide: Callable[[Any], Any] = lis
         (CommunicatorError("no"), CommunicatorError),
         (CheckpointMismatchError("no"), CheckpointMismatchError),
         (ConfigError("no"), ConfigError),
-        (as_checkpoint_error(ValueError("no")), CheckpointError),
     ],
 )
 def test_a_failure_keeps_its_class_on_every_rank(failure: Exception, kind: type[RlSafeError]) -> None:
@@ -62,12 +72,17 @@ def test_a_failure_keeps_its_class_on_every_rank(failure: Exception, kind: type[
     assert str(other) == f"training rank 1: {own}"
 
 
-@pytest.mark.parametrize(("guard", "kind"), [(lambda decide: decide, RunError), (checkpoint_errors(), CheckpointError)])
-def test_a_decision_that_fails_is_the_failure_of_training_rank_0(guard: Any, kind: type[RlSafeError]) -> None:
+@pytest.mark.parametrize("kind", [RunError, CheckpointError])
+def test_a_foreign_failure_is_of_the_kind_that_the_caller_names(kind: type[RlSafeError]) -> None:
+    assert [type(error) for error in settled([None, ValueError("no")], foreign=kind)] == [kind, kind]
+
+
+@pytest.mark.parametrize("kind", [RunError, CheckpointError])
+def test_a_decision_that_fails_is_the_failure_of_training_rank_0(kind: type[RlSafeError]) -> None:
     def decide(reports: Any) -> Any:
         raise ValueError("no")
 
-    for error in settled([None, None], guard(decide)):
+    for error in settled([None, None], decide, foreign=kind):
         assert (type(error), error.culprit, str(error)) == (kind, trainer_id(0), "ValueError: no")
 
 

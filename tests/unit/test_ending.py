@@ -95,6 +95,6 @@ def test_work_within_a_deadline_raises_what_it_raised() -> None:
     def fail() -> None:
         raise KeyError("x")
 
-    within(lambda: None, 1, what="nothing")
+    within(lambda: None, SOON, what="nothing")
     with pytest.raises(KeyError):
-        within(fail, 1, what="this")
+        within(fail, SOON, what="this")

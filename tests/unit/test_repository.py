@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ LIGHT_MODULES = (
     "rl_safe_workers.checkpoint.unpickle",
     "rl_safe_workers.cli.main",
     "rl_safe_workers.config",
+    "rl_safe_workers.control.deadline",
     "rl_safe_workers.driver.rewards",
     "rl_safe_workers.env",
     "rl_safe_workers.errors",
@@ -327,3 +329,49 @@ def test_the_first_line_of_an_error_is_taken_in_one_place() -> None:
 )
 def test_a_first_line_taken_by_hand_is_noticed(line: str) -> None:
     assert first_lines(line) == [1]
+
+
+def _modules_where(is_wanted: Callable[[ast.AST], bool]) -> set[str]:
+    """Modules of the package with a node of a kind; benchmarks stand beside it."""
+    return {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "bench" and any(map(is_wanted, ast.walk(ast.parse(path.read_text()))))
+    }
+
+
+def _calls(*names: str) -> Callable[[ast.AST], bool]:
+    return lambda node: isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names
+
+
+def _names(*names: str) -> Callable[[ast.AST], bool]:
+    return lambda node: isinstance(node, ast.Name) and node.id in names
+
+
+def test_one_module_numbers_and_forgets_keys_of_the_store() -> None:
+    assert _modules_where(_calls("delete_key", "compare_set", "list_keys", "multi_get")) == {
+        "control/board.py",
+        "control/shared_secret.py",  # before there is a secret to sign with
+    }
+    counters = _modules_where(
+        lambda node: _calls("add")(node) and isinstance(node, ast.Call) and "store" in ast.unparse(node.func)
+    )
+    assert counters == set()
+
+
+def test_one_module_turns_a_lost_store_into_an_error() -> None:
+    # worlds/store.py tells of a store that never was there.
+    assert _modules_where(_names("DistNetworkError")) == {"control/board.py", "worlds/store.py"}
+    assert _modules_where(_names("DistStoreError")) == {"control/board.py"}
+    assert _modules_where(lambda n: isinstance(n, ast.Raise) and "StoreLostError(" in ast.unparse(n)) == {
+        "control/board.py"
+    }
+
+
+def test_one_module_makes_threads_for_bounded_work() -> None:
+    assert _modules_where(_calls("Thread")) == {
+        "control/deadline.py",
+        "checkpoint/writer.py",  # syncs a file beside its writing, and ends with it
+        "driver/actors.py",  # answers the driver's requests as long as the process lives
+        "driver/memory.py",  # samples memory as long as the run lives
+    }

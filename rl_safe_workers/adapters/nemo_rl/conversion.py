@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_safe_workers.checkpoint.failures import checkpoint_errors
 from rl_safe_workers.checkpoint.lock import exclusive
 from rl_safe_workers.checkpoint.ownership import MARKER
 from rl_safe_workers.checkpoint.publish import make_parent, pending_path, publish, removed_on_failure, start_pending
@@ -82,7 +81,6 @@ def convert(
     pending = pending_path(final)
     with ExitStack() as stack:
 
-        @checkpoint_errors()
         def decide() -> bool:
             if is_complete(final) and not force:
                 return False  # without a lock: it may be where nothing can be written
@@ -111,7 +109,7 @@ def convert(
             raise  # every rank's
         except Exception as error:
             process.fail(Phase.CONVERT, error)
-        process.together(Phase.CONVERT, checkpoint_errors()(lambda: _publish(pending, final)))
+        process.together(Phase.CONVERT, lambda: _publish(pending, final))
 
 
 def _check_is_import(final: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -30,6 +29,7 @@ from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
 from rl_safe_workers.comms.ending import within
 from rl_safe_workers.comms.groups import nccl_config, set_group_timeouts
 from rl_safe_workers.config import MegatronConfig
+from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import CommunicatorError, RlSafeError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 
@@ -105,7 +105,7 @@ class PolicyProcess(HostedTrainer):
                 "saves and Megatron's groups would wait; this adapter supports NeMo RL's separate worlds alone"
             )
         self.take_world(self.settings.rl_safe())
-        self._writer = ShardWriter(self.store, training_rank=self.training_rank, size=size)
+        self._writer = ShardWriter(self.control)
 
     def _importing_model(self, original: Callable[..., None]) -> Callable[..., None]:
         def handle_model_import(
@@ -134,8 +134,8 @@ class PolicyProcess(HostedTrainer):
 
         No phase of the lifecycle: it comes before the groups of training, with groups of its own.
         """
-        self._deadline_s = time.monotonic() + self.timeout(Phase.CONVERT).total_seconds()
-        self.roll_call.arrive(Phase.CONVERT, timeout=self.remaining())
+        self._deadline = Deadline.after(self.timeout(Phase.CONVERT))
+        self.control.barrier(Phase.CONVERT, self._deadline)
         set_group_timeouts(self.remaining())
         before, self._importing = groups_now(), True
         try:
@@ -235,9 +235,9 @@ class PolicyProcess(HostedTrainer):
         """
         self.require_bootstrap("weight sync")
         with self.lifecycle.enter(Phase.JOINT):
-            seconds, before = self.settings.timeouts.joint, groups_now()
+            patience, before = timedelta(seconds=self.settings.timeouts.joint), groups_now()
             try:
-                within(join, seconds, what="joining the rollout ranks (rl_safe.timeouts.joint)")
+                within(join, patience, what="joining the rollout ranks (rl_safe.timeouts.joint)")
             finally:
                 joint = groups_now() - before
                 self.world = replace(self.world, host_groups=self.world.host_groups | joint)

@@ -18,7 +18,6 @@ from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from torch.distributed import PrefixStore, Store
 
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
 from rl_safe_workers.checkpoint.durable import fsync
@@ -26,6 +25,7 @@ from rl_safe_workers.checkpoint.plan import Replicas
 from rl_safe_workers.checkpoint.saver import Saver
 from rl_safe_workers.checkpoint.shard_folder import clear_shards
 from rl_safe_workers.checkpoint.writer import WrittenFile
+from rl_safe_workers.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class ShardWriter:
     """Writes what Bridge would have written, one saver for each kind of save: they plan once."""
 
-    def __init__(self, store: Store, *, training_rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, training_rank, size
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
         self._savers: dict[str, Saver] = {}
         self._awaits: Callable[[], Saver] | None = None
         """The saver that other ranks may wait in, until this rank has come to it."""
@@ -84,11 +84,11 @@ class ShardWriter:
         directory = Path(given.arguments["checkpoint_dir"]).absolute()
         self._awaits = None
         background = bool(given.arguments.get("async_sharded_save"))
-        if self._rank == 0:
+        if self._control.rank == 0:
             logger.info(
                 "%s save to %s on the %d training ranks alone: fully_parallel_save=False, "
                 "validate_access_integrity=False, written by %s",
-                kind, directory, self._size, "megatron-core in the background" if background else "rl_safe",
+                kind, directory, self._control.size, "megatron-core in the background" if background else "rl_safe",
             )  # fmt: skip
         if background:
             given.arguments["sharded_strategy"] = bare_strategy(given.arguments.get("sharded_strategy"))
@@ -114,8 +114,7 @@ class ShardWriter:
                 expert=parallel_state.get_expert_data_parallel_world_size(),
                 optimizer=optimizer_replicated,
             )
-            store = PrefixStore(f"nemo_rl/{kind}", self._store)
-            self._savers[kind] = Saver(store, training_rank=self._rank, size=self._size, replicas=replicas)
+            self._savers[kind] = Saver(self._control.scope(f"nemo_rl/{kind}"), replicas=replicas)
         return self._savers[kind]
 
 

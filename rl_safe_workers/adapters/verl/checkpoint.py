@@ -23,13 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
-from torch.distributed import PrefixStore
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 
 from rl_safe_workers.adapters.verl.pending import PendingSave
 from rl_safe_workers.adapters.verl.process import TrainerProcess
 from rl_safe_workers.checkpoint.durable import fsync
-from rl_safe_workers.checkpoint.failures import checkpoint_errors
 from rl_safe_workers.checkpoint.loader import Loader, read_content_metadata
 from rl_safe_workers.checkpoint.manifest import SHARDS
 from rl_safe_workers.checkpoint.optimizer_state import FULLY_RESHARDABLE, is_in_place
@@ -170,9 +168,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         if tree not in self._savers:
             dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             self._savers[tree] = Saver(
-                PrefixStore(f"{self.name}/{tree}", self.process.store),
-                training_rank=self.process.training_rank,
-                size=self.process.training_size,
+                self.process.control.scope(f"{self.name}/{tree}"),
                 replicas=Replicas(
                     dense=dense,
                     expert=parallel_state.get_expert_data_parallel_world_size(),
@@ -186,7 +182,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             self.process.together(Phase.SAVE, lambda: None)  # HF weights are written by now, on every rank
             self.process.follow(PendingSave(self.name, self._step_folder, async_requests, finalize_save_fn))
             return
-        self.process.together(Phase.SAVE, checkpoint_errors()(finalize_save_fn))
+        self.process.together(Phase.SAVE, finalize_save_fn)
         if self.rank != 0:
             finalize_save_fn()
 
@@ -251,7 +247,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             if not (Path(local_path) / MANIFEST).is_file():
                 raise CheckpointError(f"{local_path} is not a complete checkpoint: it has no {MANIFEST}")
 
-        self.process.together(Phase.LOAD, checkpoint_errors()(check))
+        self.process.together(Phase.LOAD, check)
 
     def _metadata_of(self, trees: Sequence[Path]) -> dict[str, Any]:
         for tree in trees:
@@ -271,8 +267,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         describe: Callable[[], dict[str, Any]],
         restore: Callable[[dict[str, Any]], None],
     ) -> None:
-        store = PrefixStore(f"{self.name}/{tree}", self.process.store)
-        loader = Loader(store, training_rank=self.process.training_rank, size=self.process.training_size)
+        loader = Loader(self.process.control.scope(f"{self.name}/{tree}"))
         loader.load(describe, directory, timeout=self.process.remaining(), restore=restore)
 
     def _put_model(self, loaded: dict[str, Any]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from rl_safe_workers.checkpoint.saver import Saver
+from rl_safe_workers.control.deadline import Deadline
 
 
 class PendingSave:
@@ -42,9 +42,9 @@ class PendingSave:
             CheckpointError: On every rank, if one has failed.
             PhaseTimeoutError: Naming the ranks that have not written in time.
         """
-        deadline_s = time.monotonic() + timeout.total_seconds()
+        deadline = Deadline.after(timeout)
         for saver in self._savers:
-            saver.finish(timedelta(seconds=max(0.1, deadline_s - time.monotonic())))
+            saver.finish(deadline.remaining())
 
     def finalise(self) -> None:
         """Does verl's last part."""

@@ -1,0 +1,209 @@
+"""The signed messages of a run in its store: the one module that numbers operations, names their keys and forgets them.
+
+    put, peek      a message under a key that one rank writes
+    first          a message that several ranks race to write; the first one stays
+    note, notes    lines of a log that many ranks add to, read with one request
+    number         counts the operations of a name, in the store, which outlives a worker
+
+The store's counters (``add``) are not used: nobody can sign a counter, and one that a stranger has made a word of costs
+whoever asks for it the connection.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
+
+from rl_safe_workers.control.seal import Seal
+from rl_safe_workers.errors import StoreLostError
+
+_ABSENT = "absent"
+"""No message: a message begins with its signature."""
+
+
+class Board:
+    """One rank's messages. No method but `wait` and `read` waits. Not thread-safe.
+
+    Every method raises StoreLostError if the process that owns the store has ended, and CommunicatorError, naming the
+    key, for a message that no rank of this run has signed.
+
+    Attributes:
+        phase: The phase that the rank is in, for errors.
+    """
+
+    def __init__(self, store: Store, *, secret: bytes, who: str) -> None:
+        """Connects.
+
+        Args:
+            store: The run's store.
+            secret: The run's secret; see `seal.new_secret`.
+            who: This process, for errors, e.g. ``"rank 1 of training world"``.
+        """
+        # A connection of its own: NCCL's first collectives wait in the one that a group was made with, and whoever
+        # waits there keeps everyone else in the process out.
+        self._store: Any = store.clone()  # type: ignore[attr-defined]
+        self._seal, self._who = Seal(secret), who
+        self.phase = ""
+        self._numbers: dict[str, int] = {}
+        self._mine: dict[str, dict[int, set[str]]] = {}
+        """Keys that this rank is to forget, by name and number of their operation."""
+
+    def of(self, who: str) -> Board:
+        """Returns the board of the same process as a rank of another world: one connection, one count."""
+        other = copy(self)
+        other._who = who
+        return other
+
+    def number(self, name: str, rank: int) -> int:
+        """Begins an operation; returns how many of this name the rank has begun, this one included.
+
+        The count is in the store: a worker that is made anew goes on with it. Whoever can also replay what was in the
+        store before can set such a worker's count back, and nobody else's: a living worker remembers its own.
+        """
+        key = f"{name}/number/{rank}"
+        if name not in self._numbers:
+            self._numbers[name] = int(self.peek(key) or b"0")
+        self._numbers[name] += 1
+        self.put(key, str(self._numbers[name]).encode())
+        return self._numbers[name]
+
+    def keep(self, name: str, number: int, key: str) -> str:
+        """Returns the full key of an operation, which this rank is to forget one day."""
+        full = self.key(name, number, key)
+        self._mine.setdefault(name, {}).setdefault(number, set()).add(full)
+        return full
+
+    def key(self, name: str, number: int, key: str) -> str:
+        """Returns the full key of an operation."""
+        return f"{name}/{number}/{key}"
+
+    def forget(self, name: str, *, before: int, but: str | None = None) -> None:
+        """Deletes this rank's keys of earlier operations of a name; once no rank needs them any more.
+
+        Args:
+            name: The operations'.
+            before: The first number that stays.
+            but: Start of the full keys that stay all the same.
+        """
+        kept = self._mine.get(name, {})
+        for number in [number for number in kept if number < before]:
+            keys = kept.pop(number)
+            if stay := {key for key in keys if but is not None and key.startswith(but)}:
+                kept[number] = stay
+            self.delete(keys - stay)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Deletes keys."""
+        with self._in_reach():
+            for key in keys:
+                self._store.delete_key(key)
+
+    def put(self, key: str, contents: bytes) -> None:
+        """Writes a message, or another in its place. Waits for no answer, which an owner free to go might not give."""
+        with self._in_reach():
+            self._store.set(key, self._seal.close(key, contents))
+
+    def peek(self, key: str) -> bytes | None:
+        """Returns a message; None if there is none."""
+        with self._in_reach():
+            # One request that never waits, unlike get: it sets nothing, since no message is equal to what it expects.
+            message = bytes(self._store.compare_set(key, _ABSENT, _ABSENT))
+        return None if message == _ABSENT.encode() else self._seal.open(key, message)
+
+    def read(self, keys: Sequence[str], timeout: timedelta) -> list[bytes] | None:
+        """Waits for messages with one request; returns them, or None if one is missing when the time is up."""
+        with self._in_reach():
+            self._store.set_timeout(timeout)
+            try:
+                messages = self._store.multi_get(list(keys))
+            except DistStoreError:
+                return None
+        return [self._seal.open(key, bytes(message)) for key, message in zip(keys, messages, strict=True)]
+
+    def first(self, key: str, contents: bytes) -> bytes:
+        """Writes a message unless there is one; returns the one that is there then. Takes ASCII alone."""
+        with self._in_reach():
+            message = self._store.compare_set(key, "", self._seal.close(key, contents, compress=False).decode("ascii"))
+        return self._seal.open(key, bytes(message))
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Checks whether there is something under every key, signed or not."""
+        with self._in_reach():
+            return bool(self._store.check(list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> bool:
+        """Waits until there is something under every key, signed or not; returns False when the time is up."""
+        with self._in_reach():
+            try:
+                self._store.wait(list(keys), timeout)
+            except DistStoreError:
+                return False
+        return True
+
+    def note(self, key: str, rank: int, text: str = "") -> None:
+        """Adds a rank's line to a log. Waits for no answer."""
+        line = json.dumps([rank, text]).encode()
+        with self._in_reach():
+            # On a line of its own, whatever somebody else has left at the end.
+            self._store.append(key, (b"\n" + self._seal.sign(key, line) + line).decode("ascii"))
+
+    def notes(self, key: str, *, at_least: int = 0) -> tuple[dict[int, str], bool]:
+        """Reads a log.
+
+        Args:
+            key: The log's.
+            at_least: Lines that there must be for the signatures to be checked at all: with fewer, nobody is there.
+
+        Returns:
+            The text of each rank that has signed a line, and whether there is something else that nobody has.
+        """
+        with self._in_reach():
+            log = bytes(self._store.compare_set(key, _ABSENT, _ABSENT))
+        if log == _ABSENT.encode() or log.count(b"\n") < at_least:
+            return {}, False
+        found: dict[int, str] = {}
+        is_forged = False
+        for row in filter(None, log.split(b"\n")):
+            signature, line = row[:64], row[64:]
+            if self._seal.is_signed(key, line, signature):
+                rank, text = json.loads(line)
+                found[rank] = text
+            else:
+                is_forged = True
+        return found, is_forged
+
+    def _in_reach(self) -> AbstractContextManager[None]:
+        return lost_store(f"phase {self.phase}: {self._who}")
+
+
+@contextmanager
+def lost_store(who: str) -> Iterator[None]:
+    """Turns what torch raises in the body once the store is gone into StoreLostError.
+
+    Args:
+        who: Who has lost it, for the error.
+    """
+    try:
+        yield
+    except DistNetworkError as error:
+        raise StoreLostError(f"{who} has lost the run's store: its owner, training rank 0, has ended") from error
+
+
+def forget_where(store: Store, is_gone: Callable[[str], bool]) -> None:
+    """Deletes what torch's own groups have left in a store, by full key. One rank does it for all.
+
+    Raises:
+        RuntimeError: If the store cannot list its keys.
+    """
+    inner: Any = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    for key in inner.list_keys():
+        if is_gone(key):
+            inner.delete_key(key)

@@ -1,0 +1,163 @@
+"""One deadline, and one way to run work under it. Pure Python: the driver and the doctor use it, too."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Generic, Self, TypeVar
+
+T = TypeVar("T")
+
+FLOOR = timedelta(seconds=0.1)
+"""Shortest time that `Deadline.remaining` gives: torch takes a timeout of zero for one without end."""
+TICK_S = 0.2
+"""Time between two ticks of a wait, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment of the monotonic clock that several waits share.
+
+    Example: ``deadline = Deadline.after(timedelta(minutes=5))``, then ``store.wait(keys, deadline.remaining())``.
+
+    Attributes:
+        started_s: When it was set, in seconds of the monotonic clock.
+        at_s: When it passes, in seconds of the monotonic clock.
+    """
+
+    started_s: float
+    at_s: float
+
+    @classmethod
+    def after(cls, time_left: timedelta | float) -> Self:
+        """Returns the deadline that passes after a time from now: a timedelta, or seconds."""
+        now_s = time.monotonic()
+        return cls(now_s, now_s + (time_left.total_seconds() if isinstance(time_left, timedelta) else time_left))
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left; negative once it has passed."""
+        return self.at_s - time.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since it was set."""
+        return time.monotonic() - self.started_s
+
+    @property
+    def expired(self) -> bool:
+        """True once it has passed."""
+        return self.left_s <= 0
+
+    def remaining(self) -> timedelta:
+        """Returns the time left, at least `FLOOR`."""
+        return max(FLOOR, timedelta(seconds=self.left_s)) if math.isfinite(self.at_s) else timedelta.max
+
+    def share(self, fraction: float) -> Deadline:
+        """Returns an earlier deadline: after a fraction, 0 to 1, of the time that is left now."""
+        return Deadline.after(fraction * self.remaining())
+
+    def at_most(self, time_left: timedelta) -> Deadline:
+        """Returns this deadline, or an earlier one that passes after a time from now."""
+        return Deadline(self.started_s, min(self.at_s, time.monotonic() + time_left.total_seconds()))
+
+    def plus(self, more: timedelta) -> Deadline:
+        """Returns a later deadline; ``started_s`` stays."""
+        return Deadline(self.started_s, self.at_s + more.total_seconds())
+
+
+class DeadlineExceededError(TimeoutError):
+    """Work that did not end within its deadline. Whoever bounds the work turns it into an error of the package.
+
+    Attributes:
+        work: The work, which goes on.
+    """
+
+    def __init__(self, work: Background[T]) -> None:
+        self.work: Background[T] = work
+        super().__init__(f"{work.name} did not end in time")
+
+
+class Background(Generic[T]):
+    """Work on a daemon thread of its own. The thread is of no pool: the end of the process waits for a pool's threads.
+
+    Attributes:
+        name: What the work is, for the thread and for errors.
+        thread: The thread, started.
+    """
+
+    def __init__(self, work: Callable[[], T], *, name: str) -> None:
+        """Starts the work."""
+        self.name = name
+        self._outcome: Future[T] = Future()
+        self.thread = threading.Thread(target=_fulfil, args=(work, self._outcome), name=name, daemon=True)
+        self.thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """True once the work has ended, well or not."""
+        return self._outcome.done()
+
+    def ends(self, deadline: Deadline) -> bool:
+        """Waits for the work to end, well or not; returns False if it has not when the deadline passes."""
+        # A longer wait overflows the lock's own clock.
+        return bool(wait([self._outcome], max(0.0, min(deadline.left_s, threading.TIMEOUT_MAX))).done)
+
+    def wait(self, deadline: Deadline, *, on_tick: Callable[[], object] | None = None, tick_s: float = TICK_S) -> T:
+        """Waits for the work; returns its value.
+
+        Args:
+            deadline: Longest wait. The work goes on when it has passed.
+            on_tick: Called again and again during the wait. What it raises ends the wait.
+            tick_s: Seconds between two such calls.
+
+        Raises:
+            BaseException: What the work has raised.
+            DeadlineExceededError: If the work has not ended in time.
+        """
+        while not self.ends(deadline if on_tick is None else deadline.at_most(timedelta(seconds=tick_s))):
+            if on_tick is not None:
+                on_tick()
+            if deadline.expired:
+                raise DeadlineExceededError(self)
+        # The work has ended, so the thread ends, too: nothing of it is left behind.
+        self.thread.join()
+        return self._outcome.result()
+
+
+def _fulfil(work: Callable[[], T], outcome: Future[T]) -> None:
+    try:
+        value = work()
+    except BaseException as error:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(value)
+
+
+def run_bounded(
+    work: Callable[[], T],
+    deadline: Deadline,
+    *,
+    name: str,
+    on_tick: Callable[[], object] | None = None,
+    tick_s: float = TICK_S,
+) -> T:
+    """Does work on a thread of its own; returns its value.
+
+    Args:
+        work: What may hang.
+        deadline: Longest wait. The thread is left behind when it has passed.
+        name: What the work is, for the thread and for errors.
+        on_tick: Called again and again during the wait. What it raises ends the wait, and leaves the thread behind.
+        tick_s: Seconds between two such calls.
+
+    Raises:
+        BaseException: What the work has raised.
+        DeadlineExceededError: If the work has not ended in time.
+    """
+    return Background(work, name=name).wait(deadline, on_tick=on_tick, tick_s=tick_s)

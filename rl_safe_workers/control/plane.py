@@ -1,0 +1,475 @@
+"""The control plane: how the ranks of a world wait for each other and agree, over the run's store, with a deadline.
+
+    barrier             nobody goes on before all have come
+    decide              every rank reports, rank 0 decides, every rank learns of it (gather and decide)
+    exchange_verdicts   every rank learns who is well, whoever is missing
+    sign_off            rank 0, which owns the store, stays until nobody needs it any more
+
+No collective and no process group takes part, so that nothing can be left hanging in one. Every message is signed; see
+`board`. A message that somebody removes is as one that was never sent: ranks are then named as missing that have come.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch.distributed import Store
+
+from rl_safe_workers.control.board import Board
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.failure import ReportedFailure, as_ours
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RlSafeError, RunError, StoreLostError
+from rl_safe_workers.ranks import RankId
+
+logger = logging.getLogger(__name__)
+
+TRAINING_WORLD = "training world"
+
+
+class ControlPlane:
+    """One rank's place among ``size`` ranks that agree over a store.
+
+    Every rank of the world makes the same calls of a name, in the same order. Calls of different names are independent.
+    Every method raises StoreLostError if the process that owns the store has ended, and CommunicatorError, naming the
+    key, for a message that no rank of this run has signed.
+
+    Attributes:
+        store: The store, for torch's own groups.
+        world: Name of the world, for keys and errors.
+        rank: This process's rank in it.
+        members: The ranks of the world, in their order.
+    """
+
+    def __init__(self, store: Store, *, world: str, rank: int, members: Sequence[RankId], secret: bytes) -> None:
+        """Takes a place. Not collective.
+
+        Args:
+            store: A store that every rank is connected to; the plane takes a connection of its own.
+            world: Name of the world; unique in the run, e.g. ``"training world"``.
+            rank: This process's rank in that world; 0 decides.
+            members: The ranks of that world, in their order there.
+            secret: The run's secret, 32 bytes.
+        """
+        self.store, self.world, self.rank, self.members = store, world, rank, tuple(members)
+        self._board = Board(store, secret=secret, who=f"rank {rank} of {world}")
+        self._scope = world
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+    def of_world(self, world: str, *, rank: int, members: Sequence[RankId]) -> ControlPlane:
+        """Returns this process's place in another world of the run. Not collective."""
+        other = ControlPlane.__new__(ControlPlane)
+        other.store, other.world, other.rank, other.members = self.store, world, rank, tuple(members)
+        other._board, other._scope = self._board.of(f"rank {rank} of {world}"), world
+        return other
+
+    def scope(self, name: str) -> ControlPlane:
+        """Returns the same place with names of its own: what is called there is counted apart. Not collective."""
+        other = self.of_world(self.world, rank=self.rank, members=self.members)
+        other._scope = f"{self._scope}/{name}"
+        return other
+
+    def begin(self, name: str, *, phase: str) -> Operation:
+        """Begins an operation of several steps. Not collective; every rank begins it.
+
+        Args:
+            name: What it is, e.g. ``"save"``.
+            phase: The phase whose deadline counts, for errors.
+        """
+        self._board.phase = phase
+        full = f"{self._scope}/{name}"
+        number = self._board.number(full, self.rank)
+        return Operation(self._board, full, number, phase=phase, world=self.world, rank=self.rank, members=self.members)
+
+    def barrier(self, phase: str, deadline: Deadline) -> None:
+        """Waits for all others. Collective over: every rank of the world.
+
+        Args:
+            phase: The phase, for errors; each is counted apart.
+            deadline: Longest wait.
+
+        Raises:
+            PhaseTimeoutError: If not all ranks have come in time; names those missing.
+        """
+        operation = self.begin(f"barrier/{phase}", phase=phase)
+        operation.meet("all", range(self.size), deadline)
+        operation.forget_earlier()
+
+    def decide(
+        self,
+        name: str,
+        *,
+        phase: str,
+        deadline: Deadline,
+        failure: Exception | None = None,
+        report: Any = None,
+        decide: Callable[[Sequence[Any]], Any] = lambda reports: None,
+        foreign: type[RlSafeError] = RunError,
+    ) -> Any:
+        """As `Gathering.settle`, as an operation of its own. Collective over: every rank of the world."""
+        gathering = self.begin(name, phase=phase).gathering("decision")
+        return gathering.settle(deadline, failure=failure, report=report, decide=decide, foreign=foreign)
+
+    def exchange_verdicts(self, failure: str | None, *, phase: str, deadline: Deadline) -> dict[int, str]:
+        """Tells the others whether this rank is well, and learns who is not.
+
+        Collective over: every rank of the world; it returns when the time is up, whoever is missing.
+
+        Args:
+            failure: None if all is well, else one line of what has failed.
+            phase: The phase, for errors.
+            deadline: Longest wait for all verdicts.
+
+        Returns:
+            Failure by rank; empty if every rank is well. A rank that has given no verdict in time counts as failed, and
+            so does rank 0 if its store is gone.
+        """
+        try:
+            operation = self.begin("verdicts", phase=phase)
+            verdicts = operation.exchange("given", failure or "", deadline)
+        except StoreLostError:
+            return {0: "has ended, and the run's store with it"}
+        return {rank: verdict for rank, verdict in verdicts.items() if verdict}
+
+    def sign_off(self, phase: str, deadline: Deadline) -> None:
+        """Says that this rank needs the store no more. Rank 0, its owner, waits for all others; nobody else waits.
+
+        After a `barrier` rank 0 could end its process, and the store with it, before the others have had their answer.
+
+        Args:
+            phase: The phase, for errors.
+            deadline: Longest wait of rank 0.
+
+        Raises:
+            PhaseTimeoutError: On rank 0, if not all others have signed off in time; names those missing.
+        """
+        operation = self.begin("signed_off", phase=phase)
+        if self.rank != 0:
+            operation.put(str(self.rank), b"")
+            return
+        others = [str(rank) for rank in range(1, self.size)]
+        if others and operation.read(others, deadline) is None:
+            missing = [rank for rank in range(1, self.size) if operation.peek(str(rank)) is None]
+            raise operation.late(missing, deadline)
+
+    def mailbox(self, name: str) -> Mailbox:
+        """Returns letter boxes between single ranks, by a name that is unique in the run. Not collective."""
+        return Mailbox(self._board, f"{self._scope}/{name}")
+
+
+class Operation:
+    """One numbered operation. Its keys are forgotten when a later one of its name has come to its end."""
+
+    def __init__(
+        self, board: Board, name: str, number: int, *, phase: str, world: str, rank: int, members: Sequence[RankId]
+    ) -> None:
+        """Made by `ControlPlane.begin`."""
+        self._board, self._name, self._number = board, name, number
+        self.phase, self.world, self.rank, self.members, self.size = phase, world, rank, members, len(members)
+
+    def gathering(self, step: str) -> Gathering:
+        """Returns a step in which every rank reports and rank 0 decides."""
+        return Gathering(self, step)
+
+    def put(self, key: str, contents: bytes) -> None:
+        """Writes a message that this rank is to forget."""
+        self._board.put(self._keep(key), contents)
+
+    def peek(self, key: str) -> bytes | None:
+        """Returns a message; None if there is none. Does not wait."""
+        return self._board.peek(self._key(key))
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Checks whether there is something under every key, signed or not. Does not wait."""
+        return self._board.has([self._key(key) for key in keys])
+
+    def read(self, keys: Sequence[str], deadline: Deadline) -> list[bytes] | None:
+        """Waits for messages; returns them, or None if one is missing when the time is up."""
+        return self._board.read([self._key(key) for key in keys], deadline.remaining())
+
+    def first(self, key: str, contents: bytes) -> bytes:
+        """Writes a message unless another rank has; returns the one that is there then."""
+        return self._board.first(self._keep(key), contents)
+
+    def come(self, place: str, ranks: Sequence[int], text: str = "") -> None:
+        """Says that this rank, one of ``ranks``, has come to a place. Does not wait."""
+        log = f"{place}/came"
+        self._board.note(self._keep(log) if self.rank == min(ranks) else self._key(log), self.rank, text)
+
+    def arrive(self, place: str, ranks: Sequence[int], text: str = "") -> bool:
+        """As `come`; returns True if all of ``ranks`` have come. Whoever gets that lets the others go on, by `open`."""
+        self.come(place, ranks, text)
+        found, _ = self._board.notes(self._key(f"{place}/came"), at_least=len(ranks))
+        return found.keys() >= set(ranks)
+
+    def open(self, place: str) -> None:
+        """Lets those who wait at a place go on."""
+        self.put(f"{place}/open", b"")
+
+    def is_open(self, place: str, timeout: timedelta) -> bool:
+        """Waits until those at a place may go on; returns False when the time is up."""
+        key = self._key(f"{place}/open")
+        return self._board.wait([key], timeout) and self._board.peek(key) is not None
+
+    def absent(self, place: str, ranks: Sequence[int]) -> list[int]:
+        """Returns those of the ranks that have not come to a place. Does not wait."""
+        found, _ = self._board.notes(self._key(f"{place}/came"))
+        return [rank for rank in ranks if rank not in found]
+
+    def meet(self, place: str, ranks: Sequence[int], deadline: Deadline) -> None:
+        """Waits at a place for others. Collective over: ``ranks``.
+
+        Raises:
+            PhaseTimeoutError: If not all have come in time; names those missing.
+        """
+        if self.arrive(place, ranks):
+            self.open(place)
+            return
+        while not self.is_open(place, deadline.remaining()):
+            # Somebody may have removed what wakes this rank: that all have come counts.
+            if not (missing := self.absent(place, ranks)):
+                return
+            if deadline.expired:
+                raise self.late(missing, deadline, place=place)
+
+    def exchange(self, place: str, text: str, deadline: Deadline) -> dict[int, str]:
+        """Gives this rank's text and waits for those of all others. Collective over: every rank of the world.
+
+        Returns:
+            Text by rank; ``"gave no verdict"`` for a rank that has given none in time.
+        """
+        if self.arrive(place, range(self.size), text):
+            self.open(place)
+        while not self.is_open(place, deadline.remaining()) and not deadline.expired:
+            if not self.absent(place, range(self.size)):
+                break
+        found, _ = self._board.notes(self._key(f"{place}/came"))
+        if len(found) < self.size:
+            logger.warning("phase %s: not every rank of %s gave a verdict in time", self.phase, self.world)
+        else:
+            self.forget_earlier()
+        return dict.fromkeys(range(self.size), "gave no verdict") | found
+
+    def late(
+        self, missing: Sequence[int], deadline: Deadline, *, place: str | None = None, key: str | None = None
+    ) -> PhaseTimeoutError:
+        """Returns the error of a wait for ranks that have not come.
+
+        Args:
+            missing: Their ranks.
+            deadline: The deadline that has passed.
+            place: Where this rank has come to. If somebody else has written there, the error says so.
+            key: What all wait for although all have come; for the error.
+        """
+        detail = "" if key is None else f"all have come, and nothing is under key {self._key(key)!r} of the run's store"
+        if place is not None:
+            log = self._key(f"{place}/came")
+            found, is_forged = self._board.notes(log)
+            if is_forged or self.rank not in found:
+                what = "holds what no rank of this run has signed" if is_forged else "has lost what this rank wrote"
+                detail = f"key {log!r} of the run's store {what}: another process writes to the store"
+        return PhaseTimeoutError(
+            phase=self.phase, awaited=Awaited(self.world, frozenset(self.members)),
+            missing=[self.members[rank] for rank in missing], waited_s=deadline.waited_s,
+            setting=f"rl_safe.timeouts.{self.phase}", detail=detail,
+        )  # fmt: skip
+
+    def forget(self, *, but: str) -> None:
+        """Deletes what this rank has written, but for the keys of a place; once nobody waits elsewhere any more."""
+        self._board.forget(self._name, before=self._number + 1, but=self._key(f"{but}/"))
+
+    def forget_earlier(self) -> None:
+        """Deletes what this rank has written in earlier operations of the name; once all have begun this one."""
+        self._board.forget(self._name, before=self._number)
+
+    def _key(self, key: str) -> str:
+        return self._board.key(self._name, self._number, key)
+
+    def _keep(self, key: str) -> str:
+        return self._board.keep(self._name, self._number, key)
+
+
+class Report(NamedTuple):
+    """The report of one rank, or the decision of rank 0."""
+
+    failure: ReportedFailure | None
+    value: Any
+    """Fit for JSON."""
+
+    def to_bytes(self) -> bytes:
+        """Returns it as JSON."""
+        return json.dumps([None if self.failure is None else self.failure.as_json(), self.value]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Report:
+        """Reads what `to_bytes` has made."""
+        failure, value = json.loads(data)
+        return cls(None if failure is None else ReportedFailure.from_json(failure), value)
+
+
+class Gathering:
+    """Every rank reports, rank 0 decides, every rank learns of it: one after the other, or at once by `settle`."""
+
+    def __init__(self, operation: Operation, step: str) -> None:
+        """Made by `Operation.gathering`."""
+        self._operation, self._step = operation, step
+        self._reports = [f"{step}/report/{rank}" for rank in range(operation.size)]
+        self._decision = f"{step}/decision"
+        self._is_concluded = False
+
+    def report(self, value: Any = None, *, failure: ReportedFailure | None = None) -> None:
+        """Publishes this rank's report, or another in its place. Does not wait."""
+        operation = self._operation
+        operation.put(self._reports[operation.rank], Report(failure, value).to_bytes())
+        operation.come(self._step, range(operation.size))
+
+    def all_reported(self) -> bool:
+        """Checks whether every rank has reported. Does not wait."""
+        return self._operation.has(self._reports)
+
+    def reports(self, deadline: Deadline) -> list[Report]:
+        """Waits for every rank's report; returns them by rank. Rank 0 calls it.
+
+        Raises:
+            PhaseTimeoutError: If some are missing when the time is up; names the ranks.
+        """
+        messages = self._operation.read(self._reports, deadline)
+        if messages is None:
+            raise self._late(deadline)
+        return [Report.from_bytes(message) for message in messages]
+
+    def values(self, deadline: Deadline) -> list[Any]:
+        """As `reports`: their values.
+
+        Raises:
+            PhaseTimeoutError: As `reports`.
+            RlSafeError: If a rank has failed: the first one's error, with the texts of all.
+        """
+        reports = self.reports(deadline)
+        failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure is not None}
+        if failures:
+            members = self._operation.members
+            text = "; ".join(f"training rank {rank}: {failure.text}" for rank, failure in failures.items())
+            first = next(iter(failures.values()))
+            # A rank that has failed with what it heard of another is no culprit.
+            culprits = [failure.by(members[rank]).culprit for rank, failure in failures.items()]
+            culprit = min((one for one in culprits if one is not None), default=members[min(failures)])
+            raise replace(first, text=text, culprit=culprit, late=None).error()
+        return [report.value for report in reports]
+
+    def conclude(self, value: Any = None, *, failure: ReportedFailure | None = None) -> None:
+        """Publishes the decision. Rank 0 calls it; a second time it changes nothing."""
+        if not self._is_concluded:
+            self._is_concluded = True
+            self._operation.put(self._decision, Report(failure, value).to_bytes())
+
+    def decision(self) -> Report | None:
+        """Returns the decision; None if there is none yet. Does not wait."""
+        message = self._operation.peek(self._decision)
+        return None if message is None else self._decided(message)
+
+    def await_decision(self, deadline: Deadline) -> Report:
+        """Waits for the decision.
+
+        Raises:
+            PhaseTimeoutError: If there is none when the time is up; names the ranks that have not reported, or rank 0.
+        """
+        messages = self._operation.read([self._decision], deadline)
+        if messages is None:
+            raise self._late(deadline)
+        return self._decided(messages[0])
+
+    def settle(
+        self,
+        deadline: Deadline,
+        *,
+        failure: Exception | None = None,
+        report: Any = None,
+        decide: Callable[[Sequence[Any]], Any] = lambda reports: None,
+        foreign: type[RlSafeError] = RunError,
+    ) -> Any:
+        """Reports, has rank 0 decide upon all reports, and returns its decision; raises on every rank if one failed.
+
+        Collective over: every rank of the world.
+
+        Args:
+            deadline: Longest wait, for the reports and for the decision.
+            failure: What this rank has failed with; None if it is well.
+            report: What it tells rank 0; fit for JSON.
+            decide: Called on rank 0 with every rank's report if all are well. Its value must be fit for JSON.
+            foreign: What an error that is not of this package becomes on every rank.
+
+        Raises:
+            RlSafeError: ``failure`` on the rank that has one, as one of ours; on the others the same kind of error,
+                naming that rank, as if ``decide`` raises.
+            PhaseTimeoutError: On every rank, if some do not report in time; names them.
+        """
+        self.report(report, failure=None if failure is None else ReportedFailure.of(failure, foreign=foreign))
+        if self._operation.rank == 0:
+            self.decide(deadline, decide, foreign=foreign)
+        decision = self.await_decision(deadline)
+        if isinstance(failure, RlSafeError):
+            raise failure
+        if failure is not None:
+            raise as_ours(failure, foreign) from failure
+        if decision.failure is not None:
+            raise decision.failure.error()
+        return decision.value
+
+    def decide(
+        self, deadline: Deadline, decide: Callable[[Sequence[Any]], Any], *, foreign: type[RlSafeError] = RunError
+    ) -> None:
+        """Waits for all reports, decides and publishes it, be it a failure. Rank 0 calls it."""
+        value, failure = None, None
+        try:
+            values = self.values(deadline)
+        except StoreLostError:
+            raise
+        except RlSafeError as error:
+            failure = ReportedFailure.of(error)
+        else:
+            try:
+                value = decide(values)
+            except Exception as error:
+                failure = ReportedFailure.of(error, foreign=foreign).by(self._operation.members[0])
+        self.conclude(value, failure=failure)
+
+    def _decided(self, message: bytes) -> Report:
+        # Rank 0 has read every report: all have begun this operation.
+        self._operation.forget_earlier()
+        return Report.from_bytes(message)
+
+    def _late(self, deadline: Deadline) -> PhaseTimeoutError:
+        missing = self._operation.absent(self._step, range(self._operation.size))
+        if missing:
+            return self._operation.late(missing, deadline, place=self._step)
+        return self._operation.late([0], deadline, key=self._decision)
+
+
+class Mailbox:
+    """Messages that one rank leaves and one other takes."""
+
+    def __init__(self, board: Board, name: str) -> None:
+        """Made by `ControlPlane.mailbox`."""
+        self._board, self._name = board, name
+
+    def leave(self, key: str, contents: bytes = b"") -> None:
+        """Leaves a message. Does not wait."""
+        self._board.put(f"{self._name}/{key}", contents)
+
+    def take(self, key: str, deadline: Deadline) -> bytes | None:
+        """Waits for a message and removes it; None if there is none when the time is up."""
+        full = f"{self._name}/{key}"
+        messages = self._board.read([full], deadline.remaining())
+        if messages is None:
+            return None
+        self._board.delete([full])
+        return messages[0]
