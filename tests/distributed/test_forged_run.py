@@ -70,8 +70,7 @@ def _attack(port: int, root: Path) -> dict[str, int]:
         _await(root / f"ready_{rank}")
     (root / "attacking").touch()
     while not all((root / f"done_{rank}").exists() for rank in range(SIZE)):
-        # The keys of gloo, which is connected already, are torch's.
-        for key in [key for key in store.list_keys() if key.startswith("training world/")]:
+        for key in chance.sample(keys := _keys_of_the_run(store), min(100, len(keys))):
             value = bytes(store.compare_set(key, "nothing", "nothing"))
             seen.append((key, value))
             misdeed = chance.choice(list(done))
@@ -84,10 +83,15 @@ def _attack(port: int, root: Path) -> dict[str, int]:
                 store.set(key, chance.choice(seen)[1])
             elif misdeed == "delete":
                 store.delete_key(key)
-            elif not value.isdigit():
-                # A counter that is none costs whoever adds to it the connection; so it makes new ones.
-                store.add(f"{key.rpartition('/')[0]}/{chance.randrange(SIZE)}/new", 1)
+            else:
+                # Adding to what is no number would cost the stranger the connection, so it makes new counters.
+                store.add(f"{key.partition('/bumped/')[0]}/bumped/{done['add']}", 1)
     return done
+
+
+def _keys_of_the_run(store: TCPStore) -> list[str]:
+    """All keys but those of gloo, which is connected already: they are torch's."""
+    return [key for key in store.list_keys() if key.startswith("training world/")]
 
 
 def _rank(rank: int, address: StoreAddress, root: Path) -> Any:
