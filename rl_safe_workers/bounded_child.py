@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 from rl_safe_workers import errors
 from rl_safe_workers.errors import RlSafeError
 from rl_safe_workers.foreign_files import TEXT_CHARACTERS, described, printable
+from rl_safe_workers.own_process import module_path
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rl_safe_workers.bounded_child import serve; serve()"
@@ -89,7 +90,7 @@ def call_bounded(
     with os.fdopen(os.memfd_create("complaints"), "w+b") as complaints:
         # Isolated from environment and working directory, which may be the very folder that is not trusted.
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", f"-Xutf8={sys.flags.utf8_mode}", "-c", _START, json.dumps(_module_path())],
+            [sys.executable, "-I", "-S", f"-Xutf8={sys.flags.utf8_mode}", "-c", _START, json.dumps(module_path())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, cwd="/", start_new_session=True,
         )  # fmt: skip
         try:
@@ -108,12 +109,6 @@ def call_bounded(
         memory = f"{limits.memory_bytes // 2**20} MiB of memory"
         raise failure(f"{subject} needs over {memory}, more than a sound one of its size: take another one")
     raise getattr(errors, kind)(text) if kind else failure(f"{subject} cannot be read: {text}")
-
-
-def _module_path() -> list[str]:
-    """The caller's, without its working directory."""
-    own = str(Path(__file__).parents[1])
-    return [*(path or own for path in sys.path), own]
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: Limits) -> bytes | None:
