@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rl_safe_workers.bounded_child import Limits, call_bounded, lift_time_limit
-from rl_safe_workers.checkpoint.archives import Archive, crc32_of, damaged_archives
+from rl_safe_workers.checkpoint.archives import Archive, crc32_of, damaged_archives, read_pickle
 from rl_safe_workers.checkpoint.audit_report import AuditReport, Findings
 from rl_safe_workers.checkpoint.collector import collector_paused
 from rl_safe_workers.checkpoint.index import (
@@ -48,7 +48,6 @@ from rl_safe_workers.checkpoint.index import (
 from rl_safe_workers.checkpoint.manifest_facts import ManifestFacts, read_manifest_facts
 from rl_safe_workers.checkpoint.ownership import INCOMPLETE
 from rl_safe_workers.checkpoint.rectangles import find_overlap, is_within
-from rl_safe_workers.checkpoint.unpickle import read_tree
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.foreign_files import open_foreign, printable
 
@@ -187,11 +186,11 @@ class _Audit:
             with self._opened(COMMON) as file:
                 size = os.fstat(file.fileno()).st_size
                 self.sizes.setdefault(name, size)
-                self._check_tree(Archive(file, 0, size, source=str(self.location.shards / COMMON)))
+                read_pickle(Archive(file, 0, size, source=str(self.location.shards / COMMON)))
         elif index and key and (place := index.objects[key]) and self._is_there(place):
             with self._opened(place.file) as file:
                 source = f"{key} in {self.location.shards / place.file}"
-                self._check_tree(Archive(file, place.offset, place.length, source=source))
+                read_pickle(Archive(file, place.offset, place.length, source=source))
         elif index and key is None and not (self.manifest and name in self.manifest.files):
             self.findings.add("common", f"there is neither a {COMMON} nor an object in its place")
 
@@ -201,11 +200,6 @@ class _Audit:
             return open_foreign(path, within=self.location.root)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-    def _check_tree(self, archive: Archive) -> None:
-        data = bytearray(archive.size("data.pkl"))
-        archive.read_into("data.pkl", data)
-        read_tree(bytes(data), source=archive.source)
 
     def _is_there(self, place: ByteRange) -> bool:
         return place.stop <= self.sizes.get(self._name(place.file), -1)

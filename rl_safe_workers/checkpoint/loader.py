@@ -35,6 +35,8 @@ LISTED = 10
 """Keys that an error names at most."""
 OURS_TO_IGNORE = ("rng_state/", "common_state/")
 """Objects that a load may leave out: random states of another number of ranks, and the common state."""
+OBJECT_BYTES = 512 * 2**20
+"""Largest object, or common state; a usual one has kilobytes."""
 ENVELOPE_BYTES = 2**20
 """What an archive may have around a tensor's elements; torch.save takes a thousandth of it."""
 
@@ -260,7 +262,9 @@ class Blobs:
         return Archive(self._opened(place.file), place.offset, place.length, source=f"{key} in {where},")
 
     def _dense(self, archive: Archive) -> Archive:
-        """Refuses an archive whose size nothing bounds but the file's, where little of that is on the disk."""
+        """Refuses an archive of no tensor that is too large, or of which little is on the disk."""
+        if archive.length > OBJECT_BYTES:
+            raise CheckpointError(f"{archive.source} has {archive.length} bytes; take another one")
         if archive.hole_bytes > HOLE_BYTES:
             raise CheckpointError(f"{archive.source} is mostly a hole; take another checkpoint")
         return archive
