@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,7 +37,6 @@ from rl_safe_workers.checkpoint.index import (
     CheckpointIndex,
     Format,
     Location,
-    TensorEntry,
     chunk_bytes,
     limits_of,
     locate,
@@ -47,7 +45,7 @@ from rl_safe_workers.checkpoint.index import (
 )
 from rl_safe_workers.checkpoint.manifest_facts import ManifestFacts, read_manifest_facts
 from rl_safe_workers.checkpoint.ownership import INCOMPLETE
-from rl_safe_workers.checkpoint.rectangles import find_overlap, is_within
+from rl_safe_workers.checkpoint.rectangles import uncovered
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.foreign_files import open_foreign, printable
 
@@ -161,7 +159,7 @@ class _Audit:
 
     def _check_coverage(self, index: CheckpointIndex) -> None:
         for key, entry in index.tensors.items():
-            for wrong in _uncovered(entry):
+            for wrong in uncovered([(chunk.offsets, chunk.sizes) for chunk in entry.chunks], entry.shape):
                 self.findings.add("coverage", f"{key} {list(entry.shape)}: {wrong}")
 
     def _check_places(self, index: CheckpointIndex) -> None:
@@ -280,22 +278,6 @@ def _unplaced(index: CheckpointIndex) -> Iterator[str]:
     for key, entry in index.tensors.items():
         yield from (f"{key} at {list(chunk.offsets)}" for chunk in entry.chunks if not chunk.place)
     yield from (key for key, place in index.objects.items() if not place)
-
-
-def _uncovered(entry: TensorEntry) -> Iterator[str]:
-    """Says what keeps a tensor from being covered exactly once."""
-    rectangles = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-    inside = [rectangle for rectangle in rectangles if is_within(rectangle, entry.shape)]
-    for offsets, sizes in rectangles if len(inside) < len(rectangles) else ():
-        if not is_within((offsets, sizes), entry.shape):
-            yield f"chunk {list(sizes)} at {list(offsets)} lies outside"
-    overlap = find_overlap(inside)
-    if overlap is not None:
-        (a, m), (b, n) = overlap
-        yield f"chunks {list(m)} at {list(a)} and {list(n)} at {list(b)} overlap"
-    missing = prod(entry.shape) - sum(prod(sizes) for _, sizes in inside)
-    if missing > 0:
-        yield f"{missing} of {prod(entry.shape)} elements{' or more' if overlap else ''} are stored nowhere"
 
 
 def _misplaced(ranges: list[tuple[int, int, str]], size: int | None) -> Iterator[str]:

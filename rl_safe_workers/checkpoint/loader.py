@@ -18,9 +18,18 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed import Store
 
 from rl_safe_workers.checkpoint.archives import Archive
-from rl_safe_workers.checkpoint.index import COMMON, ByteRange, CheckpointIndex, Chunk, chunk_bytes, read_index
+from rl_safe_workers.checkpoint.index import (
+    COMMON,
+    ByteRange,
+    CheckpointIndex,
+    Chunk,
+    TensorEntry,
+    chunk_bytes,
+    read_index,
+)
 from rl_safe_workers.checkpoint.megatron import CONTENT_METADATA_KEY, fill_state
 from rl_safe_workers.checkpoint.pieces import Piece, Split, coalesce, split
+from rl_safe_workers.checkpoint.rectangles import Index, uncovered
 from rl_safe_workers.checkpoint.values import load_value
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, RlSafeError
 from rl_safe_workers.foreign_files import HOLE_BYTES, described, open_foreign
@@ -285,18 +294,53 @@ class Blobs:
 
 @torch.no_grad()
 def read_pieces(tensors: Sequence[ShardedTensor], index: CheckpointIndex, blobs: Blobs) -> None:
-    """Fills sharded tensors from the stored chunks that they overlap."""
+    """Fills sharded tensors from the stored chunks that they overlap. Changes none if one cannot be filled.
+
+    Raises:
+        CheckpointError: If the chunks do not cover a tensor exactly once, or one is damaged.
+    """
     data = [tensor.data for tensor in tensors]
-    for piece in coalesce(tensors):
+    pieces = coalesce(tensors)
+    overlaps = [_covering(piece, index.tensors[piece.key]) for piece in pieces]
+    for piece, chunks in zip(pieces, overlaps, strict=True):
         target = piece.buffer(data)
         entry = index.tensors[piece.key]
-        for chunk, there, here in _overlaps(piece, entry.chunks):
+        if _stored(piece, entry) != piece.shape:
+            target.zero_()
+        for chunk, there, here in chunks:
             target[here].copy_(blobs.load_tensor(chunk, piece.key, chunk_bytes(entry, chunk))[there])
         piece.scatter(data, target)
 
 
-def _overlaps(piece: Piece, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, tuple[slice, ...], tuple[slice, ...]]]:
-    """Yields chunks that overlap a piece, with the overlap in the chunk and in the piece."""
+def _stored(piece: Piece, entry: TensorEntry) -> Index:
+    """Shape of what the checkpoint has of a piece: all of it, unless the shard allows another global shape."""
+    return tuple(
+        max(0, min(size, whole - at)) for at, size, whole in zip(piece.offset, piece.shape, entry.shape, strict=True)
+    )
+
+
+def _covering(piece: Piece, entry: TensorEntry) -> list[_Overlap]:
+    """The chunks that overlap a piece, which cover it exactly once.
+
+    Raises:
+        CheckpointError: If they do not.
+    """
+    found = list(_overlaps(piece, entry.chunks))
+    held = [(tuple(s.start for s in here), tuple(s.stop - s.start for s in here)) for _, _, here in found]
+    for wrong in uncovered(held, _stored(piece, entry)):
+        raise CheckpointError(
+            f"{piece.key} {list(entry.shape)} is not whole: of {list(piece.shape)} at {list(piece.offset)}, {wrong}; "
+            "take another checkpoint"
+        )
+    return found
+
+
+_Overlap = tuple[Chunk, tuple[slice, ...], tuple[slice, ...]]
+"""A chunk, and what it shares with a piece: where in the chunk, and where in the piece."""
+
+
+def _overlaps(piece: Piece, chunks: Iterable[Chunk]) -> Iterator[_Overlap]:
+    """Yields chunks that overlap a piece."""
     for chunk in chunks:
         there, here = [], []
         for c, n, p, m in zip(chunk.offsets, chunk.sizes, piece.offset, piece.shape, strict=True):

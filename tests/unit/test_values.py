@@ -22,14 +22,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from rl_safe_workers.checkpoint.archives import Archive
 from rl_safe_workers.checkpoint.format_names import COMMON_ENUMS, TREE_NAMES
-from rl_safe_workers.checkpoint.index import ByteRange, Chunk
-from rl_safe_workers.checkpoint.loader import Blobs
+from rl_safe_workers.checkpoint.index import ByteRange, CheckpointIndex, Chunk, Location, TensorEntry
+from rl_safe_workers.checkpoint.loader import Blobs, compare, read_pieces
+from rl_safe_workers.checkpoint.pieces import Split
+from rl_safe_workers.checkpoint.rectangles import Index
 from rl_safe_workers.checkpoint.values import _COLLECTIONS, _MAKERS, _STATEFUL, _TYPES, load_value
 from rl_safe_workers.errors import CheckpointError, UnsafeCheckpointError
 from tests.torch_dist import archive
@@ -278,6 +281,59 @@ def test_files_of_one_name_in_two_folders_are_two(tmp_path: Path) -> None:
         for folder, value in (("p", 1.0), ("q", 2.0)):
             chunk = Chunk((0,), (2,), ByteRange(f"{folder}/z", 0, size))
             assert blobs.load_tensor(chunk, "key", 8).tolist() == [value] * 2
+
+
+class _Ones(Blobs):
+    """Each chunk holds ones."""
+
+    def load_tensor(self, chunk: Chunk, key: str, nbytes: int) -> torch.Tensor:
+        return torch.ones(chunk.sizes)
+
+
+def _read(stored: Index, chunks: list[tuple[Index, Index]], shards: list[ShardedTensor], folder: Path) -> None:
+    entry = TensorEntry("float32", 4, stored, tuple(Chunk(at, size, ByteRange("f", 0, 1)) for at, size in chunks))
+    index = CheckpointIndex(
+        location=Location(root=folder, shards=folder), tensors={"w": entry}, objects={}, unclaimed=()
+    )
+    assert compare(Split(shards, [], {}), index) == ""
+    read_pieces(shards, index, _Ones(folder))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "said"),
+    [
+        ([], "16 of 16 elements are stored nowhere"),
+        ([((0, 0), (4, 2))], "8 of 16 elements are stored nowhere"),
+        ([((0, 0), (2, 4)), ((3, 0), (1, 4))], "4 of 16 elements are stored nowhere"),
+        ([((0, 0), (4, 2)), ((0, 1), (4, 2))], r"chunks \[4, 2\] at \[0, 0\] and .* overlap"),
+        ([((0, 0), (4, 2)), ((0, 0), (4, 2))], "overlap"),
+    ],
+)
+def test_a_tensor_with_a_hole_is_refused_by_name(chunks: Any, said: str, tmp_path: Path) -> None:
+    whole, row = torch.zeros(4, 4), torch.zeros(4)
+    with pytest.raises(CheckpointError, match=rf"^w \[4, 4\] is not whole: of \[4, 4\] at \[0, 0\], .*{said}"):
+        _read((4, 4), chunks, [ShardedTensor.from_rank_offsets("w", whole)], tmp_path)
+    assert whole.count_nonzero() == 0
+    rows = [ShardedTensor.from_rank_offsets("w", row, (0, n, 4), prepend_axis_num=1) for n in range(4)]
+    with pytest.raises(CheckpointError, match="is not whole"):
+        _read((4, 4), chunks, rows, tmp_path)
+
+
+def test_a_hole_where_nobody_reads_is_no_error(tmp_path: Path) -> None:
+    half = torch.zeros(2, 4)
+    _read((4, 4), [((0, 0), (3, 4))], [ShardedTensor.from_rank_offsets("w", half, (0, 0, 2))], tmp_path)
+    assert half.all()
+
+
+def test_what_another_shape_does_not_have_is_zero(tmp_path: Path) -> None:
+    rows = [torch.full((2, 3), 7.0) for _ in range(3)]
+    shards = [
+        ShardedTensor.from_rank_offsets("w", row, (0, n, 3), allow_shape_mismatch=True) for n, row in enumerate(rows)
+    ]
+    _read((3, 3), [((0, 0), (3, 3))], shards, tmp_path)
+    assert torch.cat(rows).sum(1).tolist() == [3, 3, 3, 0, 0, 0]
+    with pytest.raises(CheckpointError, match="3 of 9 elements are stored nowhere"):
+        _read((3, 3), [((0, 0), (2, 3))], shards, tmp_path)
 
 
 @pytest.mark.timeout(20)
