@@ -49,6 +49,9 @@ from rl_safe_workers.checkpoint.rectangles import uncovered
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.foreign_files import open_foreign, printable
 
+FileId = tuple[int, int]
+"""Device and inode."""
+
 
 def audit(directory: Path, *, deep: bool = False) -> AuditReport:
     """Checks a checkpoint and reports all that is wrong with it. Reads only; runs nothing that it asks for.
@@ -109,6 +112,8 @@ class _Audit:
         """Bytes of each file that is there, by path relative to the root."""
         self._wrong: set[str] = set()
         """Files whose size is known to be wrong; a deep audit need not read them."""
+        self._identities: dict[str, FileId] = {}
+        """Device and inode of each file that is there: many names may lead to the same bytes."""
 
     def check(self) -> None:
         """Everything that needs no reading of tensors."""
@@ -142,7 +147,7 @@ class _Audit:
         listed = self.manifest.files if self.manifest else {}
         for name in sorted(needed | listed.keys()):
             try:
-                size = self.sizes[name] = self._size_of(self.location.root / name)
+                size = self._look_at(name)
             except OSError as error:
                 missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
                 self.findings.add("file", f"{name} {'is missing' if missing else f'cannot be read: {error.strerror}'}")
@@ -153,9 +158,12 @@ class _Audit:
                 self.findings.add("file", f"{name} has {size} bytes, {listed[name].bytes} were written")
                 self._wrong.add(name)
 
-    def _size_of(self, path: Path) -> int:
-        with open_foreign(path, within=self.location.root) as file:
-            return os.fstat(file.fileno()).st_size
+    def _look_at(self, name: str) -> int:
+        """Notes the size and the identity of a file; returns the size."""
+        with open_foreign(self.location.root / name, within=self.location.root) as file:
+            status = os.fstat(file.fileno())
+        self.sizes[name], self._identities[name] = status.st_size, (status.st_dev, status.st_ino)
+        return status.st_size
 
     def _check_coverage(self, index: CheckpointIndex) -> None:
         for key, entry in index.tensors.items():
@@ -182,8 +190,7 @@ class _Audit:
         key = index.common_object if index else None
         if (self.location.shards / COMMON).exists():
             with self._opened(COMMON) as file:
-                size = os.fstat(file.fileno()).st_size
-                self.sizes.setdefault(name, size)
+                size = self._look_at(name)
                 read_pickle(Archive(file, 0, size, source=str(self.location.shards / COMMON)))
         elif index and key and (place := index.objects[key]) and self._is_there(place):
             with self._opened(place.file) as file:
@@ -203,27 +210,31 @@ class _Audit:
         return place.stop <= self.sizes.get(self._name(place.file), -1)
 
     def check_bytes(self) -> None:
-        """Reads the files through: those with a digest against it, the others archive by archive."""
+        """Reads the files through, each once: those with a digest against it, the others archive by archive."""
         digests = {name: file.digest for name, file in self.manifest.files.items()} if self.manifest else {}
+        read: dict[FileId, str] = {}
         for name, digest in sorted(digests.items()):
             if name in self.sizes and name not in self._wrong and digest:
+                identity = self._identities[name]
                 with self._readable(name):
-                    found = crc32_of(self.location.root / name, within=self.location.root)
-                    if found != digest:
+                    if identity not in read:
+                        read[identity] = crc32_of(self.location.root / name, within=self.location.root)
+                    if (found := read[identity]) != digest:
                         text = f"{name} does not have the bytes that were written: {found}, not {digest}"
                         self.findings.add("bytes", text)
-        archives: defaultdict[str, dict[ByteRange, str]] = defaultdict(dict)
+        archives: defaultdict[FileId, dict[ByteRange, str]] = defaultdict(dict)
         for key, place, _ in _placed(self.index) if self.index else []:
             if self._is_there(place) and not digests.get(self._name(place.file)):
-                archives[place.file][place] = key
+                archives[self._identities[self._name(place.file)]][place] = key
         size = self.sizes.get(self._name(COMMON))
         if size is not None and not digests.get(self._name(COMMON)):
-            archives[COMMON][ByteRange(COMMON, 0, size)] = COMMON
-        for name, owners in sorted(archives.items()):
+            archives[self._identities[self._name(COMMON)]][ByteRange(COMMON, 0, size)] = COMMON
+        for owners in sorted(archives.values(), key=lambda owners: min(place.file for place in owners)):
+            name = min(place.file for place in owners)
             with self._readable(name):
                 path = self.location.shards / name
                 for place, wrong in damaged_archives(path, list(owners), within=self.location.root):
-                    self.findings.add("bytes", f"{owners[place]} at {place.offset} of {name} {wrong}")
+                    self.findings.add("bytes", f"{owners[place]} at {place.offset} of {place.file} {wrong}")
 
     @contextmanager
     def _readable(self, name: str) -> Iterator[None]:
