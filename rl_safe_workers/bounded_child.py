@@ -1,8 +1,9 @@
 """Calls a function of this package in a process of its own, within limits of memory and time that the kernel keeps.
 
 Whoever made a file can lead its reader to use any amount of either, and what runs in C heeds no check of ours. The
-process has nothing of the caller's but its arguments and the path of its modules. It cannot write a file, and its
-answer is bytes, never a pickle. It does not outlive the caller.
+process has nothing of the caller's but its arguments and the path of its modules. Its answer is bytes, never a pickle.
+It does not outlive the caller. It cannot write a byte to a file; where the kernel has Landlock, it cannot make, empty
+or remove one either.
 
 Pure Python: starts in milliseconds, as does the process.
 """
@@ -28,11 +29,18 @@ from typing import Any, BinaryIO
 from rl_safe_workers import errors
 from rl_safe_workers.errors import RlSafeError
 from rl_safe_workers.foreign_files import TEXT_CHARACTERS, described, printable
+from rl_safe_workers.own_process import module_path
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rl_safe_workers.bounded_child import serve; serve()"
 )
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
+"""Numbers of system calls, the same on every platform."""
+_LANDLOCK_VERSION = 1
+"""Flag that asks which version of Landlock the kernel has."""
+_CHANGES, _TRUNCATION = 0b1_1111_1111_0010, 1 << 14
+"""Rights of Landlock: to write, make and remove files and folders, since version 1; to empty files, since version 3."""
 _BLOCK_BYTES = 2**20
 _ERROR_BYTES = 16 * TEXT_CHARACTERS
 """Room for an answer that is an error."""
@@ -89,7 +97,7 @@ def call_bounded(
     with os.fdopen(os.memfd_create("complaints"), "w+b") as complaints:
         # Isolated from environment and working directory, which may be the very folder that is not trusted.
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", f"-Xutf8={sys.flags.utf8_mode}", "-c", _START, json.dumps(_module_path())],
+            [sys.executable, "-I", "-S", f"-Xutf8={sys.flags.utf8_mode}", "-c", _START, json.dumps(module_path())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, cwd="/", start_new_session=True,
         )  # fmt: skip
         try:
@@ -108,12 +116,6 @@ def call_bounded(
         memory = f"{limits.memory_bytes // 2**20} MiB of memory"
         raise failure(f"{subject} needs over {memory}, more than a sound one of its size: take another one")
     raise getattr(errors, kind)(text) if kind else failure(f"{subject} cannot be read: {text}")
-
-
-def _module_path() -> list[str]:
-    """The caller's, without its working directory."""
-    own = str(Path(__file__).parents[1])
-    return [*(path or own for path in sys.path), own]
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: Limits) -> bytes | None:
@@ -171,7 +173,9 @@ def serve() -> None:
     module, name = request["function"]
     function = getattr(importlib.import_module(module), name)
     # From here on nothing can be written to a file, and that of complaints is one.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    silence = os.open(os.devnull, os.O_WRONLY)
+    _forbid_changes()
+    os.dup2(silence, sys.stderr.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     _bound(Limits(**request["limits"]))
     mark, answer = _call(function, request["arguments"])
@@ -201,6 +205,31 @@ def _tie_to_parent(parent: int) -> None:
     if os.getppid() != parent:  # it had ended before
         os._exit(1)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # a crash leaves no core file, and wakes nobody who collects them
+
+
+def landlock_version() -> int:
+    """Version of Landlock that the kernel offers; below 1 if it has none or keeps it from us."""
+    import ctypes
+
+    size, flags = ctypes.c_size_t(0), ctypes.c_uint(_LANDLOCK_VERSION)
+    return int(ctypes.CDLL(None).syscall(_LANDLOCK_CREATE_RULESET, None, size, flags))
+
+
+def _forbid_changes() -> None:
+    """Takes away the right to change what is on a disk, from a kernel that has Landlock (Linux 5.13) and lets us."""
+    import ctypes
+
+    version = landlock_version()
+    if version < 1:
+        return
+    system_call = ctypes.CDLL(None).syscall
+    handled = ctypes.c_uint64(_CHANGES | (_TRUNCATION if version >= 3 else 0))
+    size = ctypes.c_size_t(ctypes.sizeof(handled))
+    rules = system_call(_LANDLOCK_CREATE_RULESET, ctypes.byref(handled), size, ctypes.c_uint(0))
+    # A kernel takes no more rights from a process that could get them back by running a program.
+    ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if system_call(_LANDLOCK_RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0)) != 0:
+        raise OSError("the kernel has Landlock and does not apply it")
 
 
 def _bound(limits: Limits) -> None:

@@ -26,6 +26,8 @@ SMALL_BYTES = 2**20
 """Size limit for a file that holds a few settings."""
 HOLE_BYTES = 64 * 2**20
 """How much of a file that is read as a whole may be holes. A hole costs nothing to make and its size to read."""
+_MOST_DEPTH = 32
+"""How many folders of a checkpoint or a model lie inside each other at most."""
 _LONGEST_NAME = 255
 """Bytes of a name in a folder; all file systems of Linux take as many."""
 _LONGEST_PATH = 3_000
@@ -139,6 +141,24 @@ def read_json(path: Path, *, limit_bytes: int, within: Path | None = None, uid: 
         raise ValueError("not JSON that can be read: nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
+
+
+def entries_below(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Yields all that is in a folder at any depth. A link is yielded, and not followed.
+
+    Raises:
+        OSError: If a folder cannot be read, or folders lie inside each other too deeply.
+    """
+    pending = [(os.fspath(folder), 0)]
+    while pending:
+        at, depth = pending.pop()
+        if depth > _MOST_DEPTH:
+            raise OSError(errno.ELOOP, f"more than {_MOST_DEPTH} folders inside each other", str(folder))
+        with os.scandir(at) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append((entry.path, depth + 1))
+                yield entry
 
 
 def data_extents(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -29,10 +29,12 @@ _MOST_EXPANSIONS = 1_000
 """Interpolations that the values of a configuration may come down to."""
 _MOST_CHARACTERS = 2**20
 """Characters that a value may grow to by interpolation."""
-_REFERENCE = re.compile(r"\$\{\s*(?:\.*([\w.\[\]]+)|oc\.env:[^${}]*)\s*\}")
-"""An interpolation that says which key it leads to, or leads to none."""
-_INTERPOLATION = re.compile(r"\$\{\s*(?:(?!oc\.create\s*:)[\w.]+\s*:|[^${}():'\"\\]+\})")
+_REFERENCE = re.compile(r"\$\{\s*+(?:([\w.\[\]]++)|oc\.env:[^${}]*+)\s*+\}")
+"""An interpolation that says which key it leads to, or leads to none. Linear: no repetition gives back characters."""
+_INTERPOLATION = re.compile(r"\$\{\s*+(?:(?!oc\.create\s*+:)[\w.]++\s*+:|[^${}():'\"\\]++\})")
 """The beginning of an interpolation that says what it is: a key, or a resolver other than that which reads YAML."""
+_LONGEST_BASE_60 = 300
+"""Characters of a number of base 60."""
 _MOST_FILES = 50
 _TO_BE_GIVEN = "???"
 _FileId = tuple[int, int]
@@ -68,7 +70,16 @@ class _Loader(_Base):
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
+    def construct_number(self, node: yaml.ScalarNode) -> Any:
+        """A number of YAML 1.1, which may be one of base 60: ``1:30``. A long one takes minutes, or is no float."""
+        if ":" in node.value and len(node.value) > _LONGEST_BASE_60:
+            raise _refusal(f"a number of base 60 of more than {_LONGEST_BASE_60} characters", node.start_mark)
+        is_int = node.tag == f"{_STANDARD}int"
+        return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
 
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"{_STANDARD}{_kind}", _Loader.construct_number)
 _Loader.add_implicit_resolver(f"{_STANDARD}float", _FLOAT, list("-+0123456789"))
 
 

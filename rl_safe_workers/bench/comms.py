@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from rl_safe_workers.bench.gpu import count_gpus, gpu_row, make_model
 from rl_safe_workers.bench.table import Row, at_least, at_most
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError, RunError
+from rl_safe_workers.own_process import module_command
 from rl_safe_workers.worlds.store import serve_store
 
 RECIPE = Path(rl_safe_workers.__file__).parents[1] / "recipes" / "quickstart_gpu.yaml"
@@ -185,7 +185,7 @@ def run_processes(module: str, arguments: Sequence[str], out: Path, *, ranks: in
     """
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), *arguments],
+            module_command(module, str(rank), *arguments),
             env={
                 **os.environ,
                 **env.actor_env("trainer", out.name, 1.0),

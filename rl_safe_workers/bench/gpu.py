@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -34,6 +33,7 @@ from rl_safe_workers.driver import metrics as names
 from rl_safe_workers.driver.run import with_absolute_paths
 from rl_safe_workers.errors import ResourceError, RunError
 from rl_safe_workers.lifecycle import FREE_BYTES, Phase
+from rl_safe_workers.own_process import module_command
 from rl_safe_workers.ranks import Role
 from rl_safe_workers.recipe import load_recipe
 from rl_safe_workers.versions import installed_versions
@@ -117,7 +117,7 @@ def main_job(folder: Path, placement: str, report: Callable[[str], None]) -> lis
 def run_recipe(folder: Path, overrides: Sequence[str]) -> dict[str, float]:
     """Runs the quickstart for GPUs in an empty folder and looks at it from outside."""
     folder.mkdir()
-    command = [sys.executable, "-m", "rl_safe_workers", "run", str(RECIPE), "trainer.run_name=bench", *overrides]
+    command = module_command("rl_safe_workers", "run", str(RECIPE), "trainer.run_name=bench", *overrides)
     before_mib = gpu_memory_mib()
     bystanders = _processes_of(folder)
     code, complaint = _run(command, folder)
@@ -211,7 +211,7 @@ def resume(folder: Path, report: Callable[[str], None]) -> Row:
 
 def make_model(path: Path, spec: SeededModelConfig) -> None:
     """Makes a seeded model in bf16, in a process of its own, whose memory goes with it."""
-    make = [sys.executable, "-m", "rl_safe_workers.models.seeded", str(path), json.dumps(asdict(spec)), "bfloat16"]
+    make = module_command("rl_safe_workers.models.seeded", str(path), json.dumps(asdict(spec)), "bfloat16")
     subprocess.run(make, check=True, timeout=RUN_S)
 
 
@@ -272,7 +272,7 @@ def run_ranks(
     processes = []
     for gpu, (role, rank) in enumerate(roles):
         own = env.actor_env(role, run_id, config.rollout.kv_cache_gib) | {env.CUDA_VISIBLE_DEVICES: str(gpu)}
-        command = [sys.executable, "-m", RANKS, role, str(rank), str(address.port), job, text]
+        command = module_command(RANKS, role, str(rank), str(address.port), job, text)
         environment = {**os.environ, **own, **(variables or {})}
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from rl_safe_workers.driver import metrics as names
 from rl_safe_workers.driver.console import GIB
 from rl_safe_workers.driver.memory import MemorySampler
 from rl_safe_workers.errors import ConfigError, RunError
+from rl_safe_workers.own_process import module_command
 from rl_safe_workers.versions import installed_versions
 
 SEEDS = (0, 1, 2)
@@ -81,7 +81,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 def run_seed(seed: int, folder: Path) -> Figures:
     """Runs the recipe in an empty folder and measures it from outside."""
     overrides = [f"trainer.seed={seed}", f"trainer.total_training_steps={STEPS}", "trainer.run_name=bench"]
-    command = [sys.executable, "-m", "rl_safe_workers", "run", str(RECIPE), *overrides]
+    command = module_command("rl_safe_workers", "run", str(RECIPE), *overrides)
     started_s = time.monotonic()
     with MemorySampler() as memory:
         code, complaint = _run(command, folder)

@@ -23,6 +23,7 @@ from statistics import median
 from rl_safe_workers.bench.save_ranks import RANKS
 from rl_safe_workers.bench.table import Goal, Row, at_most, machine_in_words
 from rl_safe_workers.errors import RunError
+from rl_safe_workers.own_process import module_command
 from rl_safe_workers.versions import installed_versions
 
 ROUNDS = 2
@@ -74,7 +75,7 @@ def _run(job: str, report: Callable[[str], None], folder: Path | None = None) ->
             return _run(job, report, Path(own))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    command = [sys.executable, "-m", "rl_safe_workers.bench.save_ranks"]
+    command = module_command("rl_safe_workers.bench.save_ranks")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
@@ -106,9 +107,7 @@ def _listed(values: Sequence[float]) -> str:
 def _audit(directory: Path) -> float:
     """Seconds of the whole command, start of Python included."""
     started_s = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "rl_safe_workers", "audit", str(directory)], capture_output=True, text=True
-    )
+    done = subprocess.run(module_command("rl_safe_workers", "audit", str(directory)), capture_output=True, text=True)
     seconds = time.perf_counter() - started_s
     if done.returncode != 0:
         raise RunError(f"bench save: the audit of {directory} ended with exit code {done.returncode}: {done.stdout}")
@@ -124,7 +123,7 @@ def _many_tensors(folder: Path) -> Path:
         "checkpoint.save(state, checkpoint_id=sys.argv[1], no_dist=True)\n"
         "torch.save({}, sys.argv[1] + '/common.pt')\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(folder)], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-P", "-W", "ignore", "-c", code, str(folder)], check=True, capture_output=True)
     (folder / "metadata.json").write_text(
         '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}', encoding="utf-8"
     )

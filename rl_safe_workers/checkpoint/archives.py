@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 from rl_safe_workers.checkpoint.index import ByteRange
+from rl_safe_workers.checkpoint.unpickle import read_tree
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.foreign_files import TEXT_CHARACTERS, data_extents, described, hole_bytes, open_foreign, printable
 
 _BLOCK_BYTES = 4 * 2**20
 _DIRECTORY_BYTES = 16 * 2**20
 """Largest table of contents of an archive: some hundred thousand records."""
+PICKLE_BYTES = 16 * 2**20
+"""Largest pickle of an archive; tensors are beside it. A usual one has kilobytes."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 1
 _UNREADABLE = (
@@ -203,6 +206,20 @@ class Archive:
             if _crc_of(self._file, *self.place(name)) != entry.crc:
                 return name
         return None
+
+
+def read_pickle(archive: Archive) -> Any:
+    """Reads the pickle of an archive into the tree of `unpickle.read_tree`.
+
+    Raises:
+        UnsafeCheckpointError: If it asks for a name that no checkpoint needs; the message has the name.
+        CheckpointError: If it is malformed or too large.
+    """
+    if (size := archive.size("data.pkl")) > PICKLE_BYTES:
+        raise CheckpointError(f"{archive.source} holds a pickle of {size} bytes: take another one")
+    data = bytearray(size)
+    archive.read_into("data.pkl", data)
+    return read_tree(bytes(data), source=archive.source)
 
 
 def _shown(name: str) -> str:

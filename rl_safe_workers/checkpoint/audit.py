@@ -22,12 +22,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rl_safe_workers.bounded_child import Limits, call_bounded, lift_time_limit
-from rl_safe_workers.checkpoint.archives import Archive, crc32_of, damaged_archives
+from rl_safe_workers.checkpoint.archives import Archive, crc32_of, damaged_archives, read_pickle
 from rl_safe_workers.checkpoint.audit_report import AuditReport, Findings
 from rl_safe_workers.checkpoint.collector import collector_paused
 from rl_safe_workers.checkpoint.index import (
@@ -38,7 +37,6 @@ from rl_safe_workers.checkpoint.index import (
     CheckpointIndex,
     Format,
     Location,
-    TensorEntry,
     chunk_bytes,
     limits_of,
     locate,
@@ -47,10 +45,12 @@ from rl_safe_workers.checkpoint.index import (
 )
 from rl_safe_workers.checkpoint.manifest_facts import ManifestFacts, read_manifest_facts
 from rl_safe_workers.checkpoint.ownership import INCOMPLETE
-from rl_safe_workers.checkpoint.rectangles import find_overlap, is_within
-from rl_safe_workers.checkpoint.unpickle import read_tree
+from rl_safe_workers.checkpoint.rectangles import uncovered
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.foreign_files import open_foreign, printable
+
+FileId = tuple[int, int]
+"""Device and inode."""
 
 
 def audit(directory: Path, *, deep: bool = False) -> AuditReport:
@@ -112,6 +112,8 @@ class _Audit:
         """Bytes of each file that is there, by path relative to the root."""
         self._wrong: set[str] = set()
         """Files whose size is known to be wrong; a deep audit need not read them."""
+        self._identities: dict[str, FileId] = {}
+        """Device and inode of each file that is there: many names may lead to the same bytes."""
 
     def check(self) -> None:
         """Everything that needs no reading of tensors."""
@@ -145,7 +147,7 @@ class _Audit:
         listed = self.manifest.files if self.manifest else {}
         for name in sorted(needed | listed.keys()):
             try:
-                size = self.sizes[name] = self._size_of(self.location.root / name)
+                size = self._look_at(name)
             except OSError as error:
                 missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
                 self.findings.add("file", f"{name} {'is missing' if missing else f'cannot be read: {error.strerror}'}")
@@ -156,13 +158,16 @@ class _Audit:
                 self.findings.add("file", f"{name} has {size} bytes, {listed[name].bytes} were written")
                 self._wrong.add(name)
 
-    def _size_of(self, path: Path) -> int:
-        with open_foreign(path, within=self.location.root) as file:
-            return os.fstat(file.fileno()).st_size
+    def _look_at(self, name: str) -> int:
+        """Notes the size and the identity of a file; returns the size."""
+        with open_foreign(self.location.root / name, within=self.location.root) as file:
+            status = os.fstat(file.fileno())
+        self.sizes[name], self._identities[name] = status.st_size, (status.st_dev, status.st_ino)
+        return status.st_size
 
     def _check_coverage(self, index: CheckpointIndex) -> None:
         for key, entry in index.tensors.items():
-            for wrong in _uncovered(entry):
+            for wrong in uncovered([(chunk.offsets, chunk.sizes) for chunk in entry.chunks], entry.shape):
                 self.findings.add("coverage", f"{key} {list(entry.shape)}: {wrong}")
 
     def _check_places(self, index: CheckpointIndex) -> None:
@@ -185,13 +190,12 @@ class _Audit:
         key = index.common_object if index else None
         if (self.location.shards / COMMON).exists():
             with self._opened(COMMON) as file:
-                size = os.fstat(file.fileno()).st_size
-                self.sizes.setdefault(name, size)
-                self._check_tree(Archive(file, 0, size, source=str(self.location.shards / COMMON)))
+                size = self._look_at(name)
+                read_pickle(Archive(file, 0, size, source=str(self.location.shards / COMMON)))
         elif index and key and (place := index.objects[key]) and self._is_there(place):
             with self._opened(place.file) as file:
                 source = f"{key} in {self.location.shards / place.file}"
-                self._check_tree(Archive(file, place.offset, place.length, source=source))
+                read_pickle(Archive(file, place.offset, place.length, source=source))
         elif index and key is None and not (self.manifest and name in self.manifest.files):
             self.findings.add("common", f"there is neither a {COMMON} nor an object in its place")
 
@@ -202,36 +206,35 @@ class _Audit:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
-    def _check_tree(self, archive: Archive) -> None:
-        data = bytearray(archive.size("data.pkl"))
-        archive.read_into("data.pkl", data)
-        read_tree(bytes(data), source=archive.source)
-
     def _is_there(self, place: ByteRange) -> bool:
         return place.stop <= self.sizes.get(self._name(place.file), -1)
 
     def check_bytes(self) -> None:
-        """Reads the files through: those with a digest against it, the others archive by archive."""
+        """Reads the files through, each once: those with a digest against it, the others archive by archive."""
         digests = {name: file.digest for name, file in self.manifest.files.items()} if self.manifest else {}
+        read: dict[FileId, str] = {}
         for name, digest in sorted(digests.items()):
             if name in self.sizes and name not in self._wrong and digest:
+                identity = self._identities[name]
                 with self._readable(name):
-                    found = crc32_of(self.location.root / name, within=self.location.root)
-                    if found != digest:
+                    if identity not in read:
+                        read[identity] = crc32_of(self.location.root / name, within=self.location.root)
+                    if (found := read[identity]) != digest:
                         text = f"{name} does not have the bytes that were written: {found}, not {digest}"
                         self.findings.add("bytes", text)
-        archives: defaultdict[str, dict[ByteRange, str]] = defaultdict(dict)
+        archives: defaultdict[FileId, dict[ByteRange, str]] = defaultdict(dict)
         for key, place, _ in _placed(self.index) if self.index else []:
             if self._is_there(place) and not digests.get(self._name(place.file)):
-                archives[place.file][place] = key
+                archives[self._identities[self._name(place.file)]][place] = key
         size = self.sizes.get(self._name(COMMON))
         if size is not None and not digests.get(self._name(COMMON)):
-            archives[COMMON][ByteRange(COMMON, 0, size)] = COMMON
-        for name, owners in sorted(archives.items()):
+            archives[self._identities[self._name(COMMON)]][ByteRange(COMMON, 0, size)] = COMMON
+        for owners in sorted(archives.values(), key=lambda owners: min(place.file for place in owners)):
+            name = min(place.file for place in owners)
             with self._readable(name):
                 path = self.location.shards / name
                 for place, wrong in damaged_archives(path, list(owners), within=self.location.root):
-                    self.findings.add("bytes", f"{owners[place]} at {place.offset} of {name} {wrong}")
+                    self.findings.add("bytes", f"{owners[place]} at {place.offset} of {place.file} {wrong}")
 
     @contextmanager
     def _readable(self, name: str) -> Iterator[None]:
@@ -286,22 +289,6 @@ def _unplaced(index: CheckpointIndex) -> Iterator[str]:
     for key, entry in index.tensors.items():
         yield from (f"{key} at {list(chunk.offsets)}" for chunk in entry.chunks if not chunk.place)
     yield from (key for key, place in index.objects.items() if not place)
-
-
-def _uncovered(entry: TensorEntry) -> Iterator[str]:
-    """Says what keeps a tensor from being covered exactly once."""
-    rectangles = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-    inside = [rectangle for rectangle in rectangles if is_within(rectangle, entry.shape)]
-    for offsets, sizes in rectangles if len(inside) < len(rectangles) else ():
-        if not is_within((offsets, sizes), entry.shape):
-            yield f"chunk {list(sizes)} at {list(offsets)} lies outside"
-    overlap = find_overlap(inside)
-    if overlap is not None:
-        (a, m), (b, n) = overlap
-        yield f"chunks {list(m)} at {list(a)} and {list(n)} at {list(b)} overlap"
-    missing = prod(entry.shape) - sum(prod(sizes) for _, sizes in inside)
-    if missing > 0:
-        yield f"{missing} of {prod(entry.shape)} elements{' or more' if overlap else ''} are stored nowhere"
 
 
 def _misplaced(ranges: list[tuple[int, int, str]], size: int | None) -> Iterator[str]:

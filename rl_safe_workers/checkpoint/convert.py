@@ -27,7 +27,7 @@ from rl_safe_workers.checkpoint.manifest_facts import MANIFEST, check_manifest_j
 from rl_safe_workers.checkpoint.ownership import why_foreign
 from rl_safe_workers.checkpoint.publish import check_pending, publish
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
-from rl_safe_workers.foreign_files import kind_of, printable
+from rl_safe_workers.foreign_files import entries_below, kind_of, printable
 from rl_safe_workers.versions import WRITERS, version_of
 
 logger = logging.getLogger(__name__)
@@ -210,11 +210,11 @@ def own_hf_files(checkpoint: Path) -> Path | None:
     try:
         if kind_of(folder / "config.json") != "file":
             return None
+        found = [str(folder), *(entry.path for entry in entries_below(folder))]
     except OSError as error:
         raise CheckpointError(f"{printable(str(folder))} cannot be read: {error.strerror}; give model.path") from error
     inside = os.path.realpath(checkpoint)
-    found = [folder, *(Path(at) / name for at, folders, files in os.walk(folder) for name in (*folders, *files))]
     for path in found:
         if not Path(os.path.realpath(path)).is_relative_to(inside):
-            raise CheckpointError(f"{printable(str(path))} is a link that leads out of the checkpoint: refused")
+            raise CheckpointError(f"{printable(path)} is a link that leads out of the checkpoint: refused")
     return folder

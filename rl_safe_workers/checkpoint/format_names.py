@@ -68,7 +68,7 @@ COMMON_RECORDS: Names = {
         *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset"),
         *("getattr", "int", "list", "set", "str", "tuple"),
     ),
-    "collections": ("OrderedDict", "defaultdict", "deque"),
+    "collections": ("OrderedDict", "defaultdict"),
     "_codecs": ("encode",),
     "argparse": ("Namespace",),
     "datetime": ("date", "datetime", "time", "timedelta", "timezone"),

@@ -17,9 +17,18 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from rl_safe_workers.checkpoint.archives import Archive
-from rl_safe_workers.checkpoint.index import COMMON, ByteRange, CheckpointIndex, Chunk, chunk_bytes, read_index
+from rl_safe_workers.checkpoint.index import (
+    COMMON,
+    ByteRange,
+    CheckpointIndex,
+    Chunk,
+    TensorEntry,
+    chunk_bytes,
+    read_index,
+)
 from rl_safe_workers.checkpoint.megatron import CONTENT_METADATA_KEY, fill_state
 from rl_safe_workers.checkpoint.pieces import Piece, Split, coalesce, split
+from rl_safe_workers.checkpoint.rectangles import Index, uncovered
 from rl_safe_workers.checkpoint.values import load_value
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import ControlPlane
@@ -35,6 +44,8 @@ LISTED = 10
 """Keys that an error names at most."""
 OURS_TO_IGNORE = ("rng_state/", "common_state/")
 """Objects that a load may leave out: random states of another number of ranks, and the common state."""
+OBJECT_BYTES = 512 * 2**20
+"""Largest object, or common state; a usual one has kilobytes."""
 ENVELOPE_BYTES = 2**20
 """What an archive may have around a tensor's elements; torch.save takes a thousandth of it."""
 
@@ -252,7 +263,9 @@ class Blobs:
         return Archive(self._opened(place.file), place.offset, place.length, source=f"{key} in {where},")
 
     def _dense(self, archive: Archive) -> Archive:
-        """Refuses an archive whose size nothing bounds but the file's, where little of that is on the disk."""
+        """Refuses an archive of no tensor that is too large, or of which little is on the disk."""
+        if archive.length > OBJECT_BYTES:
+            raise CheckpointError(f"{archive.source} has {archive.length} bytes; take another one")
         if archive.hole_bytes > HOLE_BYTES:
             raise CheckpointError(f"{archive.source} is mostly a hole; take another checkpoint")
         return archive
@@ -273,18 +286,53 @@ class Blobs:
 
 @torch.no_grad()
 def read_pieces(tensors: Sequence[ShardedTensor], index: CheckpointIndex, blobs: Blobs) -> None:
-    """Fills sharded tensors from the stored chunks that they overlap."""
+    """Fills sharded tensors from the stored chunks that they overlap. Changes none if one cannot be filled.
+
+    Raises:
+        CheckpointError: If the chunks do not cover a tensor exactly once, or one is damaged.
+    """
     data = [tensor.data for tensor in tensors]
-    for piece in coalesce(tensors):
+    pieces = coalesce(tensors)
+    overlaps = [_covering(piece, index.tensors[piece.key]) for piece in pieces]
+    for piece, chunks in zip(pieces, overlaps, strict=True):
         target = piece.buffer(data)
         entry = index.tensors[piece.key]
-        for chunk, there, here in _overlaps(piece, entry.chunks):
+        if _stored(piece, entry) != piece.shape:
+            target.zero_()
+        for chunk, there, here in chunks:
             target[here].copy_(blobs.load_tensor(chunk, piece.key, chunk_bytes(entry, chunk))[there])
         piece.scatter(data, target)
 
 
-def _overlaps(piece: Piece, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, tuple[slice, ...], tuple[slice, ...]]]:
-    """Yields chunks that overlap a piece, with the overlap in the chunk and in the piece."""
+def _stored(piece: Piece, entry: TensorEntry) -> Index:
+    """Shape of what the checkpoint has of a piece: all of it, unless the shard allows another global shape."""
+    return tuple(
+        max(0, min(size, whole - at)) for at, size, whole in zip(piece.offset, piece.shape, entry.shape, strict=True)
+    )
+
+
+def _covering(piece: Piece, entry: TensorEntry) -> list[_Overlap]:
+    """The chunks that overlap a piece, which cover it exactly once.
+
+    Raises:
+        CheckpointError: If they do not.
+    """
+    found = list(_overlaps(piece, entry.chunks))
+    held = [(tuple(s.start for s in here), tuple(s.stop - s.start for s in here)) for _, _, here in found]
+    for wrong in uncovered(held, _stored(piece, entry)):
+        raise CheckpointError(
+            f"{piece.key} {list(entry.shape)} is not whole: of {list(piece.shape)} at {list(piece.offset)}, {wrong}; "
+            "take another checkpoint"
+        )
+    return found
+
+
+_Overlap = tuple[Chunk, tuple[slice, ...], tuple[slice, ...]]
+"""A chunk, and what it shares with a piece: where in the chunk, and where in the piece."""
+
+
+def _overlaps(piece: Piece, chunks: Iterable[Chunk]) -> Iterator[_Overlap]:
+    """Yields chunks that overlap a piece."""
     for chunk in chunks:
         there, here = [], []
         for c, n, p, m in zip(chunk.offsets, chunk.sizes, piece.offset, piece.shape, strict=True):

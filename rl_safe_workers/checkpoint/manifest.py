@@ -38,7 +38,7 @@ from rl_safe_workers.checkpoint.manifest_facts import MANIFEST, SCHEMA, read_man
 from rl_safe_workers.checkpoint.ownership import MARKER, STEP_DIR
 from rl_safe_workers.checkpoint.step_tracker import read_tracker
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
-from rl_safe_workers.foreign_files import printable
+from rl_safe_workers.foreign_files import entries_below, printable
 from rl_safe_workers.model_files import read_model_json
 
 SHARDS = "dist_ckpt"
@@ -106,9 +106,9 @@ def step_dir(root: Path, step: int) -> Path:
 
 def file_sizes(directory: Path) -> dict[str, int]:
     """Size in bytes of every file under a directory, by relative path, sorted; manifest and marker left out."""
-    files = sorted(p for p in directory.rglob("*") if p.is_file())
     left_out = {directory / MANIFEST, directory / MARKER}
-    return {str(p.relative_to(directory)): p.stat().st_size for p in files if p not in left_out}
+    files = sorted(Path(entry.path) for entry in entries_below(directory) if entry.is_file())
+    return {str(path.relative_to(directory)): path.stat().st_size for path in files if path not in left_out}
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

@@ -37,7 +37,7 @@ Text = Annotated[str, Field(max_length=256)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class FileRecord(_Strict):

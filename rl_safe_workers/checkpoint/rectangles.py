@@ -9,7 +9,7 @@ Pure Python: starts in milliseconds.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from math import prod
 
@@ -49,6 +49,21 @@ def find_overlap(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle]
         if found is not None:
             return found
     return None
+
+
+def uncovered(rectangles: Sequence[Rectangle], shape: Index) -> Iterator[str]:
+    """Says what keeps rectangles from covering a shape exactly once; yields nothing if they do."""
+    inside = [rectangle for rectangle in rectangles if is_within(rectangle, shape)]
+    for offsets, sizes in rectangles if len(inside) < len(rectangles) else ():
+        if not is_within((offsets, sizes), shape):
+            yield f"chunk {list(sizes)} at {list(offsets)} lies outside"
+    overlap = find_overlap(inside)
+    if overlap is not None:
+        (a, m), (b, n) = overlap
+        yield f"chunks {list(m)} at {list(a)} and {list(n)} at {list(b)} overlap"
+    missing = prod(shape) - sum(prod(sizes) for _, sizes in inside)
+    if missing > 0:
+        yield f"{missing} of {prod(shape)} elements{' or more' if overlap else ''} are stored nowhere"
 
 
 def _axes(group: Sequence[Rectangle]) -> list[Axis]:

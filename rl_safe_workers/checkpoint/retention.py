@@ -130,6 +130,10 @@ def settle(root: Path) -> None:
                 _warn_once(f"{printable(str(path))} {reason}: it is left alone")
             else:
                 _settle(path, step_dir(root, int(match[1])), was_replaced=match[2] is not None)
+    found = find_checkpoints(root)
+    if found.complete and found.complete[0][1].serial == found.highest_serial:
+        # The last commit stopped before it had named its checkpoint.
+        write_tracker(root, found.complete[0][1].step)
 
 
 def _settle(pending: Path, final: Path, *, was_replaced: bool) -> None:

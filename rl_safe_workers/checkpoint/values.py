@@ -1,7 +1,11 @@
 """Makes values of what archives of ``torch.save`` hold: tensors, and the arguments and states of other programs.
 
 No reader of pickles runs here. `unpickle.read_tree` gives what a pickle says, and here is made what a table knows how
-to make: nothing larger than the archive, and nothing of what the archive says is ever set on a class or called.
+to make. Nothing of what the archive says is ever set on a class or called.
+
+This runs in trainers, so time and memory are bounded whatever the file says: a value has at most half a million parts,
+of which a call costs twenty, and a copy one for each sixteen bytes; and a dict or set has few keys other than text and
+small integers, whose hashes a file can choose.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import io
 import pathlib
 import re
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -22,20 +26,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_safe_workers.checkpoint.archives import Archive
+from rl_safe_workers.checkpoint.archives import Archive, read_pickle
+from rl_safe_workers.checkpoint.collector import collector_paused
 from rl_safe_workers.checkpoint.format_names import COMMON_ENUMS, COMMON_RECORDS, ITEM_BITS, STORAGE_DTYPES
-from rl_safe_workers.checkpoint.unpickle import MALFORMED, Call, Name, Pairs, read_tree
+from rl_safe_workers.checkpoint.unpickle import MALFORMED, Call, Name, Pairs
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.foreign_files import described
 
-PICKLE_BYTES = 256 * 2**20
-"""Largest pickle of an archive; tensors are beside it."""
-KEYS = 10_000
+PARTS = 500_000
+"""What a value may hold, each part counted wherever it is: a pickle names an object again in two bytes."""
+_CALL_PARTS = 20
+"""Parts that a call costs: an object of torch takes some microseconds and up to a kilobyte."""
+_COPY_BYTES = 16
+"""Bytes that cost a part when they are copied."""
+CHOSEN_KEYS = 1_000
 """Keys of dicts and elements of sets whose hashes their maker can choose: of alike ones each is compared with all."""
-_SMALL = 2**60
-"""Integers up to here have hashes of their own."""
+_SMALL = 2**20
+"""Integers below have hashes that are few of them alike in any table."""
+_KEY_MEMBERS = 4
+"""Members of a tuple that is a key. Megatron's optimizer has keys of two dtypes."""
+_KEY_KINDS = (str, int, float, bytes, enum.Enum, torch.dtype, type(None))
+"""Of a key, and of the members of one that is a tuple; bool is an int."""
 _DTYPE = re.compile(r"[biufc]\d{1,2}|[SU]\d{1,6}")
 _SHORT = {int, str, bytes, datetime.timedelta, datetime.timezone}
+_SHORT_LENGTH = 4096
+"""Longest text that an object is made of: the longest path of Linux."""
+_DIMENSIONS, _LARGEST = 64, 2**63 - 1
+"""Of an array or tensor."""
 
 
 def load_value(archive: Archive) -> Any:
@@ -43,14 +60,12 @@ def load_value(archive: Archive) -> Any:
 
     Raises:
         UnsafeCheckpointError: If it asks for a name that no checkpoint needs; the message has the name.
-        CheckpointError: If it is damaged, of a class that is not installed here, or would be larger than the archive.
+        CheckpointError: If it is damaged, of a class that is not installed here, or has more parts than a value may.
     """
-    data = bytearray(_bounded(archive.size("data.pkl"), PICKLE_BYTES, archive))
-    archive.read_into("data.pkl", data)
-    tree = read_tree(bytes(data), source=archive.source)
     try:
-        _check_byte_order(archive)
-        return _Maker(archive, parts=10_000 + 16 * len(data)).make(tree)
+        with collector_paused():
+            _check_byte_order(archive)
+            return _Maker(archive).make(read_pickle(archive))
     except (*MALFORMED, RuntimeError, ImportError) as error:
         raise CheckpointError(
             f"{archive.source} cannot be read: what it holds is damaged, or not of what is installed here "
@@ -58,16 +73,10 @@ def load_value(archive: Archive) -> Any:
         ) from error
 
 
-def _bounded(size: int, limit: int, archive: Archive) -> int:
-    if size > limit:
-        raise CheckpointError(f"{archive.source} holds a pickle of {size} bytes: take another one")
-    return size
-
-
 def _check_byte_order(archive: Archive) -> None:
     if "byteorder" not in archive:
         return
-    order = bytearray(_bounded(archive.size("byteorder"), 16, archive))
+    order = bytearray(min(archive.size("byteorder"), 16))
     archive.read_into("byteorder", order)
     if order != b"little":
         raise ValueError("the bytes of a machine of another order")
@@ -76,21 +85,15 @@ def _check_byte_order(archive: Archive) -> None:
 class _Maker:
     """Makes one value, part by part, and counts what it makes: a part that is in many places is made for each."""
 
-    def __init__(self, archive: Archive, *, parts: int) -> None:
-        """Makes nothing yet.
-
-        Args:
-            archive: Has the storages.
-            parts: How many parts it makes at most. A pickle names an object again in two bytes, however large it is.
-        """
+    def __init__(self, archive: Archive) -> None:
+        """Makes nothing yet; the archive has the storages."""
         self._archive = archive
-        self._parts, self._keys = parts, KEYS
-        self._bytes = 4 * archive.length
+        self._parts, self._keys = PARTS, CHOSEN_KEYS
         self._storages: dict[str, torch.Tensor] = {}
 
     def make(self, part: Any) -> Any:
         """Makes a value of a part of the tree."""
-        self._spend(1)
+        self._spend()
         kind = type(part)
         if kind is list:
             return [self.make(item) for item in part]
@@ -104,23 +107,28 @@ class _Maker:
             return self._called(part)
         return part
 
-    def _spend(self, parts: int, size: int = 0) -> None:
-        self._parts -= parts
-        self._bytes -= size
-        if min(self._parts, self._bytes, self._keys) < 0:
-            raise ValueError("more than the file has")
+    def _spend(self, parts: int = 1, *, copied: int = 0) -> None:
+        """Counts what is made; ``copied`` is in bytes."""
+        self._parts -= parts + copied // _COPY_BYTES
+        if self._parts < 0:
+            raise ValueError(f"more than {PARTS} parts")
 
     def _pairs(self, items: list[Any]) -> list[tuple[Any, Any]]:
         return [(self._hashable(key), self.make(value)) for key, value in zip(items[::2], items[1::2], strict=True)]
 
     def _hashable(self, part: Any) -> Any:
         value = self.make(part)
+        members = value if type(value) is tuple else (value,)
+        if len(members) > _KEY_MEMBERS or not all(isinstance(member, _KEY_KINDS) for member in members):
+            raise TypeError(f"{type(value).__name__} as a key")
         if not (type(value) is str or (type(value) is int and abs(value) < _SMALL)):
             self._keys -= 1
-            self._spend(0)
+            if self._keys < 0:
+                raise ValueError(f"more than {CHOSEN_KEYS} keys other than text and small integers")
         return value
 
     def _called(self, call: Call) -> Any:
+        self._spend(_CALL_PARTS)
         module, _, name = call.name.rpartition(".")
         if call.name in _STATEFUL:
             return _STATEFUL[call.name](self, call)
@@ -132,7 +140,7 @@ class _Maker:
             return _COLLECTIONS[call.name](self, call)
         if name in COMMON_ENUMS.get(module, ()):
             (value,) = call.args
-            return _enum(call.name)(self.make(value))
+            return _enum(call.name)(_short(self.make(value)))
         raise TypeError(f"a call of {call.name}")
 
     def plain(self, call: Call) -> Any:
@@ -161,12 +169,12 @@ class _Maker:
         """Bytes, which protocol 2 keeps as text."""
         if _of(encoding, str) not in ("latin1", "latin-1"):
             raise ValueError("an encoding that no pickle has")
-        self._spend(1, len(_of(text, str)))
+        self._spend(copied=len(_of(text, str)))
         return bytes(text.encode("latin-1"))
 
     def content(self, content: Any = "", encoding: Any = "latin-1") -> bytes:
         """Bytes of bytes or of text; a number would be a size to allocate."""
-        return bytes(_of(self.make(content), bytes)) if type(content) is Call else self.text_as_bytes(content, encoding)
+        return _of(self.make(content), bytes) if type(content) is Call else self.text_as_bytes(content, encoding)
 
     def member(self, owner: Any, name: Any) -> Any:
         """A member of an enum, as Python 3.11.0 pickles it."""
@@ -176,10 +184,9 @@ class _Maker:
         """A constructor that takes no more than what it is given."""
 
         def call(*args: Any) -> Any:
-            values = [self.make(arg) for arg in args]
-            if not {type(value) for value in values} <= _SHORT:
-                raise TypeError(f"arguments for a {kind.__name__}")
-            self._spend(1, sum(len(value) for value in values if isinstance(value, str | bytes)))
+            values = [_short(self.make(arg)) for arg in args]
+            # A path is taken apart: a member of its own for every other character.
+            self._spend(sum(len(value) for value in values if isinstance(value, str | bytes)))
             return kind(*values)
 
         return call
@@ -216,8 +223,8 @@ class _Maker:
         """A tensor within its storage, each element of which it has once."""
         data, of_storage = self.storage(*_of(storage, Call).args)
         wanted = of_storage if type(dtype) is not Name else _constant(dtype.text)
-        sizes, strides = self.make(shape), self.make(stride)
-        if prod(sizes) * wanted.itemsize > data.numel() or any(size < 0 for size in sizes):
+        sizes, strides = _sizes(self.make(shape)), _sizes(self.make(stride))
+        if prod(sizes) * wanted.itemsize > data.numel():
             raise ValueError("a tensor larger than its storage")
         return data.view(wanted).as_strided(sizes, strides, _of(offset, int)).requires_grad_(_of(grad, bool))
 
@@ -248,11 +255,11 @@ class _Maker:
         return self._array(data, shape, dtype, "F" if order == "F" else "C")
 
     def _array(self, data: Any, shape: Any, dtype: Any, order: Any) -> np.ndarray[Any, Any]:
-        found, sizes = _of(self.make(dtype), np.dtype), _of(self.make(shape), tuple)
+        found, sizes = _of(self.make(dtype), np.dtype), _sizes(self.make(shape))
         content = _of(self.make(data), bytes, bytearray)
         if found.itemsize * prod(sizes) != len(content):
             raise ValueError(f"an array of shape {sizes} in {len(content)} bytes")
-        self._spend(1, len(content))
+        self._spend(copied=len(content))
         return np.ndarray(sizes, found, bytes(content), order=order).copy(order=order)
 
 
@@ -261,6 +268,21 @@ def _of(value: Any, *kinds: type) -> Any:
     if not isinstance(value, kinds):
         raise TypeError(f"{type(value).__name__} in the place of {kinds[0].__name__}")
     return value
+
+
+def _short(value: Any) -> Any:
+    """The value if an object may be made of it without a look at what it does with it."""
+    if type(value) not in _SHORT or (isinstance(value, str | bytes) and len(value) > _SHORT_LENGTH):
+        raise TypeError(f"a {type(value).__name__} to make an object of")
+    return value
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """The value if it can be the shape or the strides of an array; the product of others may take a day."""
+    sizes: tuple[int, ...] = _of(value, tuple)
+    if len(sizes) > _DIMENSIONS or not all(type(size) is int and 0 <= size <= _LARGEST for size in sizes):
+        raise ValueError("a shape that no array has")
+    return sizes
 
 
 def _class(name: str) -> Any:
@@ -340,6 +362,5 @@ def _default(maker: _Maker, call: Call) -> defaultdict[Any, Any]:
 _COLLECTIONS: dict[str, Callable[[_Maker, Call], Any]] = {
     "collections.OrderedDict": lambda maker, call: OrderedDict(maker._pairs(call.items)),
     "collections.defaultdict": _default,
-    "collections.deque": lambda maker, call: deque(maker.make(call.items), *maker.make(call.args[1:])),
 }
 """How to make what is filled after it is made."""

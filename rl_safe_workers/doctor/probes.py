@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
+
+from rl_safe_workers.own_process import module_command
 
 _LONGEST = 400
 
@@ -34,7 +35,7 @@ def ask(probe: str, *arguments: str, deadline_s: float) -> Answer:
         *arguments: What it is given.
         deadline_s: Seconds it may take, its imports included.
     """
-    command = [sys.executable, "-m", f"{__package__}.{probe}", *arguments]
+    command = module_command(f"{__package__}.{probe}", *arguments)
     try:
         done = subprocess.run(
             command, capture_output=True, stdin=subprocess.DEVNULL, text=True, errors="replace",

@@ -121,9 +121,9 @@ def _import_function(name: str) -> RewardFunction:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise RewardFunctionError(f"reward.function: {name!r} is not of the form module:function")
-    # As for `python -m`: a user's module lies beside the recipe that they run.
+    # A user's module lies beside the recipe that they run. Last, so that nothing there takes the place of torch, say.
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # importing a user's module may raise anything

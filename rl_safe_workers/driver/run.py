@@ -8,7 +8,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -58,6 +57,7 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase, PhaseEvent
+from rl_safe_workers.own_process import module_command
 from rl_safe_workers.recipe import to_yaml
 from rl_safe_workers.versions import installed_versions
 
@@ -406,7 +406,7 @@ def create_model(config: RunConfig, spec: SeededModelConfig, run_id: str, interr
     timeout_s = config.rl_safe.timeouts.start
     arguments = [config.model.path, json.dumps(asdict(spec)), config.model.dtype]
     process = subprocess.Popen(
-        [sys.executable, "-m", "rl_safe_workers.models.seeded", *arguments],
+        module_command("rl_safe_workers.models.seeded", *arguments),
         stderr=subprocess.PIPE,
         encoding="utf-8",
         errors="replace",

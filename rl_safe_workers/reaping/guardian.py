@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from rl_safe_workers import env
+from rl_safe_workers.own_process import module_command
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
 from rl_safe_workers.reaping.processes import ended, reap, run_processes
 
@@ -43,7 +44,7 @@ class Guardian:
             node: Only those of this node of the cluster; None: all on this machine.
         """
         whose = [run_id, *map(repr, since), str(kill_after_s), node or ""]
-        command = [sys.executable, "-m", "rl_safe_workers.reaping.guardian", *whose]
+        command = module_command("rl_safe_workers.reaping.guardian", *whose)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import struct
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A classic BPF program of one instruction: keep 0 bytes of every packet."""
 _ESTABLISHED = "01"
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Door:
@@ -37,7 +39,7 @@ class Door:
         self._listener = listener
         weakref.finalize(self, listener.close)
         self._host, self._port = listener.getsockname()[:2]
-        self._is_local = ipaddress.ip_address(self._host).is_loopback
+        self._address = _plain(ipaddress.ip_address(self._host))
 
     def shut(self) -> None:
         """Lets nobody in from now on.
@@ -45,7 +47,7 @@ class Door:
         Raises:
             CommunicatorError: If another user of this machine is connected already; names user and socket.
         """
-        if not self._is_local:
+        if not self._address.is_loopback:
             return
         program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
         try:
@@ -56,7 +58,7 @@ class Door:
             logger.warning(
                 "the run's store at %s:%d stays open to every user of this machine: %s", self._host, self._port, error
             )
-        if strangers := _connected_users(self._port) - {os.getuid()}:
+        if strangers := _connected_users(self._address, self._port) - {os.getuid()}:
             users = ", ".join(map(str, sorted(strangers)))
             raise CommunicatorError(
                 f"user {users} of this machine has connected to the run's store at {self._host}:{self._port}, which "
@@ -66,7 +68,7 @@ class Door:
 
     def open(self) -> None:
         """Lets everybody in again. Idempotent."""
-        if self._is_local:
+        if self._address.is_loopback:
             try:
                 self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
             except FileNotFoundError:
@@ -80,13 +82,29 @@ class Door:
         self.shut()
 
 
-def _connected_users(port: int) -> set[int]:
-    """Returns the users of this machine whose sockets are connected to a port of it."""
+def _connected_users(address: _Address, port: int) -> set[int]:
+    """Returns the users of this machine whose sockets are connected to an address and port of it."""
     users = set()
     for name in ("tcp", "tcp6"):
         table = Path("/proc/net") / name
         for row in table.read_text(encoding="ascii").splitlines()[1:] if table.exists() else ():
             fields = row.split()
-            if int(fields[2].rpartition(":")[2], 16) == port and fields[3] == _ESTABLISHED:
+            if fields[3] == _ESTABLISHED and _read_peer(fields[2]) == (address, port):
                 users.add(int(fields[7]))
     return users
+
+
+def _read_peer(text: str) -> tuple[_Address, int]:
+    """Reads an address and port of ``/proc/net/tcp``: ``0100007F:1F90`` is port 8080 of 127.0.0.1 on x86.
+
+    The kernel prints each 32 bits of an address, which are in network order, as a number of the machine.
+    """
+    address, _, port = text.partition(":")
+    words = [int(address[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(address), 8)]
+    return _plain(ipaddress.ip_address(b"".join(words))), int(port, 16)
+
+
+def _plain(address: _Address) -> _Address:
+    """The address of IPv4 if it is one of IPv6 that stands for it."""
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address

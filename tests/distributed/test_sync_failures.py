@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.errors import PhaseTimeoutError, RlSafeError, WeightSyncError, first_line
+from rl_safe_workers.errors import Failure, PhaseTimeoutError, RlSafeError, WeightSyncError, first_line
 from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers import comms
@@ -248,7 +248,7 @@ def test_a_bucket_that_cannot_be_packed_fails_all_trainers_at_once(
 
 
 def _has_no_room(worker: Worker, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker, "_bucket_buffers", lambda size_bytes: (NO_ROOM, []))
+    patch.setattr(worker, "_bucket_buffers", lambda size_bytes: (Failure(NO_ROOM), []))
 
 
 def test_a_rank_without_room_for_buckets_fails_all_trainers_at_once(run: Run) -> None:

@@ -22,6 +22,8 @@ from rl_safe_workers.ranks import trainer_ids
 TIMEOUT = timedelta(seconds=60)
 EXPERTS = 16
 
+SECRET = new_secret()
+
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[dist.Store]:
@@ -53,7 +55,7 @@ def _state(seed: int) -> dict[str, Any]:
 def test_what_was_on_the_gpu_when_the_save_began_comes_back(
     background: bool, store: dist.Store, tmp_path: Path
 ) -> None:
-    control = ControlPlane(store, world="training world", rank=0, members=trainer_ids([0]), secret=new_secret())
+    control = ControlPlane(store, world="training world", rank=0, members=trainer_ids([0]), secret=SECRET)
     saver, loader = Saver(control, replicas=Replicas()), Loader(control)
     for step in range(2):
         state, directory = _state(seed=step), tmp_path / str(step)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rl_safe_workers.bounded_child import Limits, call_bounded
+from rl_safe_workers.bounded_child import Limits, call_bounded, landlock_version
 from rl_safe_workers.errors import CheckpointError, UsageError
 
 LIMITS = Limits(memory_bytes=64 * 2**20, cpu_s=2, wall_s=20.0, answer_bytes=1000)
@@ -56,6 +56,23 @@ def _die(signum: int) -> bytes:
 
 def _write(path: str) -> bytes:
     Path(path).write_bytes(b"something")
+    return b""
+
+
+def _change(change: str, folder: str) -> bytes:
+    at = Path(folder)
+    changes: dict[str, Any] = {
+        "make": (at / "new").touch,
+        "empty": lambda: os.truncate(at / "file", 0),
+        "remove": (at / "file").unlink,
+        "rename": lambda: (at / "file").rename(at / "folder" / "file"),
+        "mkdir": (at / "new").mkdir,
+        "rmdir": (at / "folder").rmdir,
+        "symlink": lambda: (at / "new").symlink_to("file"),
+        "hardlink": lambda: (at / "folder" / "new").hardlink_to(at / "file"),
+        "fifo": lambda: os.mkfifo(at / "new"),
+    }
+    changes[change]()
     return b""
 
 
@@ -108,13 +125,26 @@ def test_a_process_that_is_killed_is_an_error_that_says_so(signum: int, blame: s
 def test_the_process_writes_no_file_and_takes_none_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(CheckpointError, match="File too large"):
+    with pytest.raises(CheckpointError, match="File too large|Permission denied"):
         _call(_write, path=str(tmp_path / "file"))
-    assert (tmp_path / "file").read_bytes() == b""
+    assert not (tmp_path / "file").exists() or (tmp_path / "file").read_bytes() == b""
     (tmp_path / "json.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert _call(_answer, text="well") == b"well"
+
+
+@pytest.mark.skipif(landlock_version() < 3, reason="this kernel has no Landlock that knows of truncation")
+@pytest.mark.parametrize(
+    "change", ["make", "empty", "remove", "rename", "mkdir", "rmdir", "symlink", "hardlink", "fifo"]
+)
+def test_the_process_changes_nothing_on_a_disk(tmp_path: Path, change: str) -> None:
+    (tmp_path / "file").write_text("content")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match=r"PermissionError|Permission denied|cross-device"):
+        _call(_change, change=change, folder=str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+    assert (tmp_path / "file").read_text() == "content"
 
 
 def test_the_process_loads_no_torch() -> None:

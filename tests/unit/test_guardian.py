@@ -56,7 +56,7 @@ def guardian_of(run_id: str) -> psutil.Process:
     while time.monotonic() < deadline:
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if run_id in process.cmdline() and "-m" in process.cmdline() and process.ppid() == 1:
+                if {run_id, "rl_safe_workers.reaping.guardian"} <= {*process.cmdline()} and process.ppid() == 1:
                     return process
         time.sleep(0.02)
     raise AssertionError("no guardian")

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from rl_safe_workers.checkpoint.archives import _after_zeros, crc32_of
-from rl_safe_workers.checkpoint.audit import audit
+from rl_safe_workers.checkpoint.audit import audit, audit_here
 from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
 from rl_safe_workers.checkpoint.unpickle import STEPS
 from tests.torch_dist import grid, write_checkpoint, write_metadata
@@ -213,6 +213,45 @@ def test_a_file_of_a_wrong_size_is_not_read(tmp_path: Path) -> None:
     manifest |= {"files": files, "driver_state": {}, "digests": {}}
     (root / MANIFEST).write_text(json.dumps(manifest))
     assert audit(root, deep=True).counts == {"file": 1}
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Sum of what this process has read with ``os.pread``."""
+    pread, counts = os.pread, list[int]()
+
+    def count(descriptor: int, size: int, offset: int) -> bytes:
+        block = pread(descriptor, size, offset)
+        counts.append(len(block))
+        return block
+
+    monkeypatch.setattr(os, "pread", count)
+    return lambda: sum(counts)
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_a_file_of_many_names_is_read_once(tmp_path: Path, has_manifest: bool, bytes_read: Callable[[], int]) -> None:
+    names = 20
+    shards = tmp_path / "global_step_1" / SHARDS
+    write_checkpoint(shards, {f"w{n}": grid((2**18,), (2**18,)) for n in range(names)}, objects=[], files=names)
+    size = (shards / "__0_0.distcp").stat().st_size
+    for number in range(1, names):
+        (shards / f"__{number}_0.distcp").unlink()
+        (shards / f"__{number}_0.distcp").hardlink_to(shards / "__0_0.distcp")
+    if has_manifest:
+        files = {f"{SHARDS}/{p.name}": {"bytes": p.stat().st_size, "digest": crc32_of(p)} for p in shards.iterdir()}
+        manifest = {"schema": 2, "step": 1, "model_fingerprint": "x", "layout": {}, "versions": {}, "saved_at": 1.0}
+        manifest |= {"files": files, "driver_state": {}, "digests": {}}
+        (shards.parent / MANIFEST).write_text(json.dumps(manifest))
+    before = bytes_read()
+    report = json.loads(audit_here(str(shards.parent if has_manifest else shards), str(shards), deep=True))
+    assert report["counts"] == {}
+    assert size <= bytes_read() - before < 2 * size
+    with (shards / "__7_0.distcp").open("r+b") as file:
+        file.seek(size // 2)
+        file.write(b"\1\2\3\4")
+    report = json.loads(audit_here(str(shards.parent if has_manifest else shards), str(shards), deep=True))
+    assert report["counts"] == {"bytes": names if has_manifest else 1}
 
 
 def test_a_folder_that_is_a_link_elsewhere_is_passed_over(tmp_path: Path) -> None:

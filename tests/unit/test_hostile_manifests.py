@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rl_safe_workers.checkpoint.audit import audit
+from rl_safe_workers.checkpoint.convert import own_hf_files
 from rl_safe_workers.checkpoint.manifest import (
     MANIFEST,
     SHARDS,
@@ -20,7 +22,8 @@ from rl_safe_workers.checkpoint.manifest import (
     last_serial,
     read_manifest,
 )
-from rl_safe_workers.checkpoint.manifest_facts import MAX_SERIAL
+from rl_safe_workers.checkpoint.manifest_facts import MAX_SERIAL, read_manifest_facts
+from rl_safe_workers.checkpoint.ownership import why_foreign
 from rl_safe_workers.checkpoint.retention import commit, prune
 from rl_safe_workers.checkpoint.step_tracker import TRACKER
 from rl_safe_workers.config import ResumeMode, RunConfig
@@ -184,6 +187,54 @@ def test_an_audit_finds_a_hostile_manifest(kind: str, root: Path) -> None:
     (path / SHARDS / ".metadata").write_bytes(b"")
     if kind != "a folder":  # then it has none
         assert audit(path).counts["manifest"] == 1
+
+
+@pytest.mark.parametrize("field", ["step", "saved_at"])
+@pytest.mark.parametrize("value", [-1, 10**12 + 1, 1e999, -1e999])
+def test_a_manifest_out_of_range_is_refused_wherever_it_lies(field: str, value: float, root: Path) -> None:
+    """Also in a folder of another name than a step's, as the audit and a conversion read one."""
+    path = (root / "global_step_20").rename(root / "copied")
+    text = (path / MANIFEST).read_text()
+    old = json.loads(text)[field]
+    number = str(value).replace("inf", "1e999")
+    (path / MANIFEST).write_text(text.replace(f'"{field}": {old}', f'"{field}": {number}'))
+    with pytest.raises(CheckpointError, match=f"is malformed: {field}: Input should be"):
+        read_manifest_facts(path)
+
+
+@pytest.fixture
+def nest(tmp_path: Path) -> Iterator[Callable[[Path, int], None]]:
+    """Makes folders inside each other, and removes them, since pytest cannot."""
+
+    def make(top: Path, count: int) -> None:
+        here = os.open(top, os.O_RDONLY)
+        for _ in range(count):
+            os.mkdir("d", dir_fd=here)
+            above, here = here, os.open("d", os.O_RDONLY, dir_fd=here)
+            os.close(above)
+        os.close(here)
+
+    yield make
+    subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
+
+
+@pytest.mark.parametrize("count", [40, 1400, 3000])
+def test_a_checkpoint_of_folders_without_end_is_passed_over(
+    count: int, root: Path, nest: Callable[[Path, int], None]
+) -> None:
+    nest(root / "global_step_20" / SHARDS, count)
+    found = find_checkpoints(root)
+    assert [manifest.step for _, manifest in found.complete] == [30, 10]
+    assert [str(error).partition(str(root))[2] for error in found.damaged] == [
+        "/global_step_20 cannot be read: more than 32 folders inside each other"
+    ]
+    assert why_foreign(root / "global_step_20") is not None
+    hf_files = root / "global_step_30" / "huggingface"
+    hf_files.mkdir()
+    (hf_files / "config.json").write_text("{}")
+    nest(hf_files, count)
+    with pytest.raises(CheckpointError, match="cannot be read: more than 32 folders"):
+        own_hf_files(hf_files.parent)
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

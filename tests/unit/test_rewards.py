@@ -90,6 +90,12 @@ def test_exact_match_ignores_surrounding_white_space_only() -> None:
     assert score("exact_match", "4 2", "42") == 0.0
 
 
+def test_the_working_directory_hides_no_installed_module(user_module: str) -> None:
+    sys.path[:] = [path for path in sys.path if path != str(Path.cwd())]
+    resolve_reward(f"{user_module}:half")
+    assert sys.path[-1] == str(Path.cwd())
+
+
 def test_a_misspelt_built_in_gets_the_nearest_name() -> None:
     assert "did you mean char_class" in complaint("char_clas")
 

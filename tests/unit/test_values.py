@@ -6,6 +6,7 @@ import argparse
 import datetime
 import enum
 import io
+import itertools
 import os
 import pickle
 import resource
@@ -14,21 +15,24 @@ import struct
 import types
 import warnings
 import zipfile
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from rl_safe_workers.checkpoint.archives import Archive
 from rl_safe_workers.checkpoint.format_names import COMMON_ENUMS, TREE_NAMES
-from rl_safe_workers.checkpoint.index import ByteRange, Chunk
-from rl_safe_workers.checkpoint.loader import Blobs
+from rl_safe_workers.checkpoint.index import ByteRange, CheckpointIndex, Chunk, Location, TensorEntry
+from rl_safe_workers.checkpoint.loader import Blobs, compare, read_pieces
+from rl_safe_workers.checkpoint.pieces import Split
+from rl_safe_workers.checkpoint.rectangles import Index
 from rl_safe_workers.checkpoint.values import _COLLECTIONS, _MAKERS, _STATEFUL, _TYPES, load_value
 from rl_safe_workers.errors import CheckpointError, UnsafeCheckpointError
 from tests.torch_dist import archive
@@ -61,11 +65,11 @@ def _text(value: str) -> bytes:
 
 VALUES = [
     {"a": 1, 2: [3.5, None, True], (1, "x"): (), -(2**62): 2**200},
+    [{(torch.bfloat16, torch.float32): [1, 2]}],
     argparse.Namespace(lr=1e-3, dtype=torch.bfloat16, save=Path("/x/y"), names={"a", "b"}, device=torch.device("cpu")),
     types.SimpleNamespace(inner=argparse.Namespace(x=frozenset({1}))),
     OrderedDict(b=1, a=2),
     defaultdict(list, {"x": [1]}),
-    deque([1, 2], 5),
     [b"", b"\x00\xff" * 50, bytearray(b"abc"), 1 + 2j],
     [signal.SIGTERM, ModelType.encoder_or_decoder, AttnBackend.auto],
     [torch.Size((2, 3)), torch.float8_e4m3fn, torch.strided],
@@ -142,7 +146,43 @@ TENSOR = (
 ONE, HUGE = b"K\x01\x85", b"J\x00\x00\x00\x40\x85"
 BUILD = b"}" + _text("_value_") + b"K\x09sb"
 
+
+def _thousands(part: bytes, thousands: int) -> bytes:
+    """A pickle of a part and a thousand references to it, so many times."""
+    return b"(" + part + b"q\x00(" + b"h\x00" * 1000 + b"tq\x01" + b"h\x01" * (thousands - 1) + b"t"
+
+
+def _colliding_tuples() -> bytes:
+    """A dict of 2,500 long tuples of -1 and -2, which have one hash."""
+    keys = itertools.islice(itertools.product((-1, -2), repeat=14), 2500)
+    members = (b"".join(b"J" + struct.pack("<i", member) for member in key) for key in keys)
+    return _pickled(
+        b"(" + b"K\x01" * 700 + b"tq\x00}(" + b"".join(b"(h\x00" + key + b"tN" for key in members) + b"u\x86"
+    )
+
+
 ATTACKS = {
+    "tuples with one hash": _colliding_tuples(),
+    "floats with one hash": _pickled(
+        b"}(" + b"".join(b"(G" + struct.pack(">d", 2.0 ** (61 * (n % 9)) * 3 ** (n % 7)) + b"K\x01"
+        + b"J" + struct.pack("<i", n) + b"tN" for n in range(1500)) + b"u"
+    ),
+    "a million lists": _pickled(_thousands(b"]", 1000)),
+    "thousands of dicts": _pickled(_thousands(b"ccollections\nOrderedDict\n)R", 1000)),
+    "thousands of paths": _pickled(_thousands(b"cpathlib\nPath\n" + _text("a/" * 2000) + b"\x85R", 10)),
+    "thousands of bytes": _pickled(
+        _thousands(b"c_codecs\nencode\n" + _text("a" * 10**6) + _text("latin1") + b"\x86R", 10)
+    ),
+    "a deque": _pickled(b"ccollections\ndeque\n)R"),
+    "a frozenset as a key": _pickled(b"}c__builtin__\nfrozenset\n]\x85RNs"),
+    "a shape of large numbers": _pickled(
+        TENSOR % (b"K\x04", b"K\x00", b"(\x8a\xff" + b"\x7f" * 255 + b"q\x07" + b"h\x07" * 99_000 + b"t", ONE),
+        _0=b"\0" * 16,
+    ),
+    "a member of an enum by gigabytes": _pickled(
+        b"(" + _text("x" * 10**6) + b"q\x00h\x00tq\x01csignal\nSignals\n(" + b"h\x01" * 1000 + b"t\x85R\x86"
+    ),
+    "a pickle of many bytes": _pickled(_text("x" * 17 * 2**20)),
     "more elements than bytes": _pickled(TENSOR % (b"M\x00\x40", b"K\x00", ONE, ONE), _0=b"\0" * 16),
     "a tensor past its storage": _pickled(TENSOR % (b"K\x04", b"K\x04", ONE, ONE), _0=b"\0" * 16),
     "a tensor before its storage": _pickled(TENSOR % (b"K\x04", b"J\xff\xff\xff\xff", ONE, ONE), _0=b"\0" * 16),
@@ -243,6 +283,59 @@ def test_files_of_one_name_in_two_folders_are_two(tmp_path: Path) -> None:
             assert blobs.load_tensor(chunk, "key", 8).tolist() == [value] * 2
 
 
+class _Ones(Blobs):
+    """Each chunk holds ones."""
+
+    def load_tensor(self, chunk: Chunk, key: str, nbytes: int) -> torch.Tensor:
+        return torch.ones(chunk.sizes)
+
+
+def _read(stored: Index, chunks: list[tuple[Index, Index]], shards: list[ShardedTensor], folder: Path) -> None:
+    entry = TensorEntry("float32", 4, stored, tuple(Chunk(at, size, ByteRange("f", 0, 1)) for at, size in chunks))
+    index = CheckpointIndex(
+        location=Location(root=folder, shards=folder), tensors={"w": entry}, objects={}, unclaimed=()
+    )
+    assert compare(Split(shards, [], {}), index) == ""
+    read_pieces(shards, index, _Ones(folder))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "said"),
+    [
+        ([], "16 of 16 elements are stored nowhere"),
+        ([((0, 0), (4, 2))], "8 of 16 elements are stored nowhere"),
+        ([((0, 0), (2, 4)), ((3, 0), (1, 4))], "4 of 16 elements are stored nowhere"),
+        ([((0, 0), (4, 2)), ((0, 1), (4, 2))], r"chunks \[4, 2\] at \[0, 0\] and .* overlap"),
+        ([((0, 0), (4, 2)), ((0, 0), (4, 2))], "overlap"),
+    ],
+)
+def test_a_tensor_with_a_hole_is_refused_by_name(chunks: Any, said: str, tmp_path: Path) -> None:
+    whole, row = torch.zeros(4, 4), torch.zeros(4)
+    with pytest.raises(CheckpointError, match=rf"^w \[4, 4\] is not whole: of \[4, 4\] at \[0, 0\], .*{said}"):
+        _read((4, 4), chunks, [ShardedTensor.from_rank_offsets("w", whole)], tmp_path)
+    assert whole.count_nonzero() == 0
+    rows = [ShardedTensor.from_rank_offsets("w", row, (0, n, 4), prepend_axis_num=1) for n in range(4)]
+    with pytest.raises(CheckpointError, match="is not whole"):
+        _read((4, 4), chunks, rows, tmp_path)
+
+
+def test_a_hole_where_nobody_reads_is_no_error(tmp_path: Path) -> None:
+    half = torch.zeros(2, 4)
+    _read((4, 4), [((0, 0), (3, 4))], [ShardedTensor.from_rank_offsets("w", half, (0, 0, 2))], tmp_path)
+    assert half.all()
+
+
+def test_what_another_shape_does_not_have_is_zero(tmp_path: Path) -> None:
+    rows = [torch.full((2, 3), 7.0) for _ in range(3)]
+    shards = [
+        ShardedTensor.from_rank_offsets("w", row, (0, n, 3), allow_shape_mismatch=True) for n, row in enumerate(rows)
+    ]
+    _read((3, 3), [((0, 0), (3, 3))], shards, tmp_path)
+    assert torch.cat(rows).sum(1).tolist() == [3, 3, 3, 0, 0, 0]
+    with pytest.raises(CheckpointError, match="3 of 9 elements are stored nowhere"):
+        _read((3, 3), [((0, 0), (2, 3))], shards, tmp_path)
+
+
 @pytest.mark.timeout(20)
 def test_shards_that_are_elsewhere_or_too_large_are_refused(tmp_path: Path) -> None:
     shards = tmp_path / "shards"
@@ -261,5 +354,5 @@ def test_shards_that_are_elsewhere_or_too_large_are_refused(tmp_path: Path) -> N
         ):
             with pytest.raises(CheckpointError, match=said):
                 blobs.load_tensor(Chunk((0,), (2,), ByteRange(name, 0, length)), "key", 8)
-        with pytest.raises(CheckpointError, match="mostly a hole|no archive"):
+        with pytest.raises(CheckpointError, match="has 1099511627776 bytes|no archive"):
             blobs.load_object(ByteRange("large", 0, 2**40), "key")

@@ -8,6 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,35 @@ def test_an_interpolation_that_could_be_anything_is_refused(text: str) -> None:
 )
 def test_interpolations_that_say_what_they_are_pass(text: str) -> None:
     check_interpolations({"a": {"b": text}})
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${" + "." * 10**5 + "-}",
+        "${" + "a" * 10**5 + "-}",
+        "${" + "[" * 10**5 + "-}",
+        "${" + " " * 10**5 + "(",
+        "${oc.env:" + " " * 10**5 + "$",
+        "${oc.create" + " " * 10**5 + "(",
+        "${a" + " " * 10**5 + "(",
+        "${" * 10**5,
+        "${a" * 10**5 + "}" * 10**5,
+    ],
+    ids=lambda text: text[:12].strip(),
+)
+def test_a_long_interpolation_is_read_in_linear_time(text: str) -> None:
+    with suppress(ConfigError):
+        check_interpolations({"a": text})
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", ["1" + ":1" * 10**5, "1" + ":1" * 1000 + ".5"])
+def test_a_long_number_of_base_60_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a number of base 60 of more than 300 characters at line 1, column 4"):
+        parse_yaml(f"a: {text}")
+    assert parse_yaml("a: 1:30") == {"a": 90}
 
 
 @pytest.mark.parametrize("name", ["os:environ", "oc.env:HOME"])
