@@ -8,7 +8,9 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -71,13 +73,16 @@ def reachable_and_writable(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[str, Any], list[str]]:
+def attacked() -> Iterator[tuple[Outcome, dict[str, Any], list[str]]]:
     """A run beside a neighbour, what the neighbour has tried, and folders that were open to it while the run lived."""
-    folder = tmp_path_factory.mktemp("attacked")
-    # The neighbour gets as far as the modes of the run's own folders allow, not those of pytest's.
-    for above in (folder, *folder.parents):
-        if above.stat().st_uid == os.getuid():
-            above.chmod(above.stat().st_mode | 0o755)
+    # Not below pytest's own folder, which every session of pytest closes to others.
+    with TemporaryDirectory(prefix="attacked_") as name:
+        yield _attack(Path(name))
+
+
+def _attack(folder: Path) -> tuple[Outcome, dict[str, Any], list[str]]:
+    # The neighbour gets as far as the modes of the run's own folders allow.
+    folder.chmod(0o755)
     (folder / "mine.py").write_text(REWARD)
     with running(command(STEP_S), folder) as run:
         run.wait_until(run.has_finished_a_step)
