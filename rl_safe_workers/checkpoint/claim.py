@@ -20,7 +20,7 @@ RUN_LOCK = "run.lock"
 
 @contextmanager
 def claimed(folders: Mapping[str, Path]) -> Iterator[None]:
-    """Holds folders against every other run; makes those that are not there.
+    """Holds folders against every other run; makes those that are not there, and removes them if they stay empty.
 
     The locks end with this process, whatever it dies of. They hold between hosts that share the file system.
 
@@ -28,22 +28,19 @@ def claimed(folders: Mapping[str, Path]) -> Iterator[None]:
         folders: Absolute paths, by the configuration key that names each.
 
     Raises:
-        ConfigError: If a folder cannot be made, or another run holds it; then names that run's process. Nothing is
-            left behind.
+        ConfigError: If a folder cannot be made, or another run holds it; then names that run's process.
     """
     made: list[Path] = []
-    with ExitStack() as held:
-        try:
+    try:
+        with ExitStack() as held:
             for key, folder in folders.items():
                 made += [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
                 _claim(folder, key, held)
-        except ConfigError:
-            held.close()
-            for path in made:  # a folder comes before its parents
-                with suppress(OSError):
-                    path.rmdir()
-            raise
-        yield
+            yield
+    finally:
+        for path in made:  # a folder comes before its parents
+            with suppress(OSError):  # something was written there
+                path.rmdir()
 
 
 def _claim(folder: Path, key: str, held: ExitStack) -> None:

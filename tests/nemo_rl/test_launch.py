@@ -150,7 +150,6 @@ def test_of_two_runs_that_save_to_one_folder_the_second_is_refused(registry, end
     with ExitStack() as third:
         begin(third)
     checkpointing["enabled"] = False
-    (tmp_path / "results").rmdir()
     with ExitStack() as unsaved:
         begin(unsaved)
     assert not (tmp_path / "results").exists()
