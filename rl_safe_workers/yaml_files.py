@@ -33,8 +33,8 @@ _REFERENCE = re.compile(r"\$\{\s*+(?:([\w.\[\]]++)|oc\.env:[^${}]*+)\s*+\}")
 """An interpolation that says which key it leads to, or leads to none. Linear: no repetition gives back characters."""
 _INTERPOLATION = re.compile(r"\$\{\s*+(?:(?!oc\.create\s*+:)[\w.]++\s*+:|[^${}():'\"\\]++\})")
 """The beginning of an interpolation that says what it is: a key, or a resolver other than that which reads YAML."""
-_LONGEST_BASE_60 = 300
-"""Characters of a number of base 60."""
+_LONGEST_NUMBER = 300
+"""Characters of a number."""
 _MOST_FILES = 50
 _TO_BE_GIVEN = "???"
 _FileId = tuple[int, int]
@@ -72,10 +72,13 @@ class _Loader(_Base):
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
         """A number of YAML 1.1, which may be one of base 60: ``1:30``. A long one takes minutes, or is no float."""
-        if ":" in node.value and len(node.value) > _LONGEST_BASE_60:
-            raise _refusal(f"a number of base 60 of more than {_LONGEST_BASE_60} characters", node.start_mark)
+        if len(node.value) > _LONGEST_NUMBER:
+            raise _refusal(f"a number of more than {_LONGEST_NUMBER} characters", node.start_mark)
         is_int = node.tag == f"{_STANDARD}int"
-        return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+        try:
+            return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+        except (ValueError, IndexError) as error:  # IndexError: ``!!int ""``
+            raise _refusal(f"{node.value!r} is no number", node.start_mark) from error
 
 
 for _kind in ("int", "float"):

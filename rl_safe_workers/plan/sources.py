@@ -205,14 +205,17 @@ def _select(config: DictConfig, key: str) -> Any:
 def _override(argument: str, *, host: str) -> dict[Any, Any]:
     text = argument.lstrip("+~")
     key, equals, value = text.partition("=")
+    refusal = ConfigError(f"--from {host}: {argument!r:.80} is not understood: it takes key=value or a YAML file")
     if not equals or not key or len(key) > _LONGEST_KEY:
-        raise ConfigError(f"--from {host}: {argument!r:.80} is not understood: it takes key=value or a YAML file")
+        raise refusal
     try:
         parse_yaml(value)
         return cast(dict[Any, Any], OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False))
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         first = first_line(error)
         raise ConfigError(f"--from {host}: {argument!r:.80} cannot be read ({first}): quote the value") from error
+    except IndexError as error:  # OmegaConf's, for a key that begins with a bracket
+        raise refusal from error
 
 
 def _to_config(layers: Sequence[Mapping[Any, Any]], *, host: str) -> DictConfig:

@@ -201,7 +201,7 @@ class Watch:
         if self._descriptor < 0:
             raise OSError(ctypes.get_errno(), "inotify is not to be had, and the harness needs it")
         self._names: dict[int, str] = {}
-        for path, _, _ in os.walk(folder):
+        for path in [path for path, _, _ in os.walk(folder)]:  # before it is watched: the walk opens folders
             number = self._libc.inotify_add_watch(self._descriptor, os.fsencode(path), _MASK)
             if number < 0:
                 raise OSError(ctypes.get_errno(), f"{path} cannot be watched")

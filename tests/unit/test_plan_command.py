@@ -122,6 +122,7 @@ def test_check_fails_for_a_plan_that_stops(capsys, facts: list[str], code: int) 
         (["--from"], "--from is empty: it takes one of verl, nemo-rl"),
         (["--from", "slime"], "--from=slime is not known: it takes one of verl, nemo-rl"),
         (["--from", "verl", "a"], "'a' is not understood: it takes key=value or a YAML file"),
+        (["--from", "verl", "[a=1"], "'[a=1' is not understood: it takes key=value or a YAML file"),
         (["--from", "verl", "trainer.nnodes=[1]"], "trainer.nnodes=[1] cannot be used"),
         (["--from", "verl", "a={"], "cannot be read"),
         (["--from", "nemo-rl"], "--from nemo-rl takes a YAML file"),

@@ -255,7 +255,7 @@ def test_a_long_interpolation_is_read_in_linear_time(text: str) -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("text", ["1" + ":1" * 10**5, "1" + ":1" * 1000 + ".5"])
 def test_a_long_number_of_base_60_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="a number of base 60 of more than 300 characters at line 1, column 4"):
+    with pytest.raises(ValueError, match="a number of more than 300 characters at line 1, column 4"):
         parse_yaml(f"a: {text}")
     assert parse_yaml("a: 1:30") == {"a": 90}
 
