@@ -96,8 +96,7 @@ def kind_of(path: str | Path) -> Kind | None:
         return None
     if stat.S_ISDIR(status.st_mode):
         return "folder"
-    # Files of the kernel look regular, and reading them may wait, or change something.
-    return "file" if stat.S_ISREG(status.st_mode) and status.st_dev not in _kernel_devices() else "other"
+    return "file" if _is_regular(status) else "other"
 
 
 def read_foreign(path: Path, *, limit_bytes: int, within: Path | None = None, uid: int | None = None) -> bytes:
@@ -116,7 +115,7 @@ def read_foreign(path: Path, *, limit_bytes: int, within: Path | None = None, ui
         size = os.fstat(file.fileno()).st_size
         # A read allocates what it asks for.
         data = file.read(size + 1) if size <= limit_bytes and hole_bytes(file, 0, size) <= HOLE_BYTES else None
-        if data is not None and size < len(data) <= limit_bytes:  # a file of /proc has no size
+        if data is not None and size < len(data) <= limit_bytes:  # it grows
             data += file.read(limit_bytes + 1 - len(data))
     if size > limit_bytes or (data is not None and len(data) > limit_bytes):
         raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
@@ -195,8 +194,13 @@ def _kernel_devices() -> frozenset[int]:
     return frozenset(folder.stat().st_dev for folder in (Path("/proc"), Path("/sys")) if folder.is_mount())
 
 
+def _is_regular(status: os.stat_result) -> bool:
+    # Files of the kernel look regular, and reading them may wait, or change something.
+    return stat.S_ISREG(status.st_mode) and status.st_dev not in _kernel_devices()
+
+
 def _check(status: os.stat_result, path: Path, uid: int | None) -> None:
-    if not stat.S_ISREG(status.st_mode):
+    if not _is_regular(status):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     if uid is not None and status.st_uid != uid:
         raise OSError(errno.EPERM, f"owned by user {status.st_uid}", str(path))

@@ -103,7 +103,7 @@ def _moved_files() -> Iterator[Case]:
         yield checkpoint(f"link-outside/{file}", lambda shards, site, f=file: move_outside(shards / f, site),
                          accepts=UNREAD[file])  # fmt: skip
     yield checkpoint("link-outside/ours-shard", lambda shards, site: move_outside(shards / FILES[-1], site), OURS,
-                     keeps_manifest=True, accepts=UNREAD[FILES[-1]])  # fmt: skip
+                     keeps_manifest=True, accepts=(*UNREAD[FILES[-1]], "manifest", "resume"))  # fmt: skip
     yield checkpoint("link-outside/manifest.json", lambda shards, site: move_outside(shards.parent / MANIFEST, site),
                      OURS, keeps_manifest=True, accepts=("index", "common", "load"))  # fmt: skip
     yield checkpoint("link-outside/dist_ckpt", lambda shards, site: move_outside(shards, site), OURS,

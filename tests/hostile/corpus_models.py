@@ -39,12 +39,15 @@ def model(name: str, change: Callable[[Site], None], **facts: object) -> Case:
 def cases() -> Iterator[Case]:
     """All of them."""
     for what in SPECIAL:
+        # Links in a model's folder are the user's own: the Hugging Face cache is made of them.
         for file, accepts in {
-            "config.json": ("weights",), WEIGHTS: ("plan",), "tokenizer.json": ("plan", "weights"), INDEX: ("plan",),
+            "config.json": ("weights",), WEIGHTS: ("plan",), INDEX: ("plan",),
+            "tokenizer.json": ("plan", "shape", "weights"),
         }.items():  # fmt: skip
             if (file, what) != (INDEX, "missing"):
                 yield model(f"{what}/{file}", partial(_replace, file, what),
-                            accepts=("plan", "weights", "shape") if (file, what) in _NO_INDEX else accepts)  # fmt: skip
+                            accepts=("plan", "weights", "shape") if (file, what) in _NO_INDEX else accepts,
+                            may_read_outside=what == "link-secret")  # fmt: skip
     for size in _SIZES:
         for word, value in _WRONG.items():
             yield model(f"config-{size}-{word}", partial(_configure, {size: value}), commands=SHAPES,
