@@ -56,7 +56,7 @@ class Flight:
         self._writing: Background[Written] | None = None
         self._committing: Background[Any] | None = None
         self._error: Exception | None = None
-        """What this rank itself has failed with."""
+        """This rank's own failure."""
         self._is_reported = self._is_logged = False
 
     def write(self, work: Callable[[], Written], *, background: bool) -> None:

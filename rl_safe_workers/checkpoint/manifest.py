@@ -144,7 +144,7 @@ class Found:
     damaged: list[CheckpointError]
     """One for each that has a manifest but is not what it says."""
     highest_serial: int
-    """What has a higher one does not come from this directory, see above."""
+    """A checkpoint with a higher serial was not saved in this directory, see above."""
 
 
 def find_checkpoints(root: Path) -> Found:

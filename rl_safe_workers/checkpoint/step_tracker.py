@@ -35,7 +35,7 @@ def check_tracker(root: Path, *, advice: str) -> None:
 
 
 def read_tracker(root: Path) -> int | None:
-    """Returns the step that the tracker file names; None if there is none, or it names no step."""
+    """Returns the step that the tracker file names; None if the file is missing or names no step."""
     try:
         text = read_foreign(root / TRACKER, limit_bytes=_LIMIT_BYTES).strip()
     except OSError:

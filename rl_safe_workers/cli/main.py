@@ -24,7 +24,7 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "examine this machine, for a recipe's run",
     "slices": "list what one host needs of a checkpoint, or copy it",
 }
-"""What each command does, by name, which is also that of its module in ``rl_safe_workers.cli``."""
+"""Help line of each command, by its name. The module in ``rl_safe_workers.cli`` has the same name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -110,7 +110,7 @@ class Board:
             self._store.set(key, self._seal.close(key, contents))
 
     def peek(self, key: str) -> bytes | None:
-        """Returns a message; None if there is none."""
+        """Returns a message; None if nobody has written it."""
         with self._in_reach():
             # One request that never waits, unlike get: it sets nothing, since no message is equal to what it expects.
             message = bytes(self._store.compare_set(key, _ABSENT, _ABSENT))
