@@ -88,7 +88,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
 }
 _HOST_AND_PORT = re.compile(r"(?!\w+://)\S+:\d+")
 HEARING_S = 1.0
-"""Twice what a rank waits at the store before it looks whether another one has given up (comms/supervision.py)."""
+"""Twice what a rank waits at the store before it looks whether another one has given up (control/supervision.py)."""
 LOGGERS = ("console", "tensorboard")
 
 

@@ -36,7 +36,7 @@ class BootstrapSettings:
     """What to do about it: ``warn`` or ``raise``."""
 
     def config(self) -> BootstrapConfig:
-        """The same as the node that the mixins share."""
+        """The same as the node that a `SafeTrainer` takes."""
         return BootstrapConfig(**{item.name: getattr(self, item.name) for item in fields(self)})
 
 

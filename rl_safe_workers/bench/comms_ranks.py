@@ -153,10 +153,10 @@ def _release_and_rebuild(worker: TrainerWorker, batch: SequenceBatch, figures: l
     for _ in range(CYCLES):
         started_s = time.perf_counter()
         with worker.phase(Phase.OFFLOAD):
-            freed.append(worker.release_comms())
+            freed.append(worker.safe.offloader.release_comms())
         away.append(time.perf_counter() - started_s)
         with worker.phase(Phase.ONLOAD):
-            worker.rebuild_comms()
+            worker.safe.offloader.rebuild_comms()
         _synchronize(worker.device)
         back.append(time.perf_counter() - started_s - away[-1])
         figures.append(worker.train(batch, len(batch)))

@@ -132,7 +132,7 @@ class Trainer(Ranks):
             self._sync()
         self._steps(_batch(self.rank))
         self._offload()
-        self.values["device_bytes"] = {e.phase: dict(e.device_bytes) for e in self.worker.lifecycle.drain_events()}
+        self.values["device_bytes"] = {e.phase: dict(e.device_bytes) for e in self.worker.safe.lifecycle.drain_events()}
 
     def _sync(self) -> None:
         """Weight syncs, until the last rollout rank has its weights in place, and broadcasts of as many bytes."""

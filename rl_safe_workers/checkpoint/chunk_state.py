@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from rl_safe_workers.checkpoint.flat_ranges import row_major
@@ -85,17 +84,13 @@ class ChunkLayout:
 
     Args:
         chunk: A model chunk wrapped in DistributedDataParallel.
-        metadata: A format like `state.CONTENT_METADATA`.
+        stock: What the ``sharded_state_dict`` of the module within made, in a format like `state.CONTENT_METADATA`.
 
     Raises:
         CheckpointError: As `windows_of`.
     """
 
-    def __init__(self, chunk: Any, metadata: dict[str, Any]) -> None:
-        # Of what DistributedDataParallel wraps: its own load passes the keys on without its prefix.
-        # A copy with the group: Megatron writes it into the dict that it is given (transformer/utils.py:205).
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        stock = chunk.module.sharded_state_dict(metadata={**metadata, "dp_cp_group": group})
+    def __init__(self, chunk: Any, stock: dict[str, Any]) -> None:
         places = _places(chunk.module)
         self._slots: list[_Slot] = []
         self._others: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import Any, BinaryIO
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from rl_safe_workers.checkpoint.archives import Archive
+from rl_safe_workers.checkpoint.archives import Archive, read_pickle
+from rl_safe_workers.checkpoint.collector import collector_paused
+from rl_safe_workers.checkpoint.convert import find_megatron_weights
 from rl_safe_workers.checkpoint.index import (
     COMMON,
     ByteRange,
@@ -26,15 +28,20 @@ from rl_safe_workers.checkpoint.index import (
     chunk_bytes,
     read_index,
 )
-from rl_safe_workers.checkpoint.megatron import CONTENT_METADATA_KEY, fill_state
+from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest, check_fingerprint, read_manifest
+from rl_safe_workers.checkpoint.megatron import CONTENT_METADATA_KEY, StateFilling
+from rl_safe_workers.checkpoint.model_state import model_state, restore_model
 from rl_safe_workers.checkpoint.pieces import Piece, Split, coalesce, split
 from rl_safe_workers.checkpoint.rectangles import Index, uncovered
-from rl_safe_workers.checkpoint.values import load_value
+from rl_safe_workers.checkpoint.state import restore_state, sharded_state, state_digest
+from rl_safe_workers.checkpoint.unpickle import MALFORMED
+from rl_safe_workers.checkpoint.values import make_value
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, RlSafeError
 from rl_safe_workers.foreign_files import HOLE_BYTES, described, open_foreign
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.worlds.training_rank import Part
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +128,8 @@ class Loader:
         loaded: dict[str, Any] = {}
         try:
             with Blobs(directory) as blobs:
-                loaded = fill_state(state, blobs.load_common(index), lambda shards: _read_shards(shards, index, blobs))
+                filling, common = StateFilling(state), blobs.load_common(index)
+                loaded = filling.finish(common, _read_shards(filling.shards, index, blobs))
             restore(loaded)
         except RlSafeError as error:
             failure = error
@@ -185,6 +193,37 @@ def _data_of(state: Any) -> Any:
     if isinstance(state, list):
         return [_data_of(v) for v in state]
     return state.data if isinstance(state, (ShardedTensor, ShardedObject)) else state
+
+
+def load_value(archive: Archive) -> Any:
+    """Makes the value that an archive of ``torch.save`` holds, on the host.
+
+    Raises:
+        UnsafeCheckpointError: If it asks for a name that no checkpoint needs; the message has the name.
+        CheckpointError: If it is damaged, of a class that is not installed here, or has more parts than a value may.
+    """
+    try:
+        with collector_paused():
+            _check_byte_order(archive)
+            value, storages = make_value(read_pickle(archive), archive.size)
+            for record, storage in storages.items():
+                if storage.numel():
+                    archive.read_into(record, storage.numpy())
+            return value
+    except (*MALFORMED, RuntimeError, ImportError) as error:
+        raise CheckpointError(
+            f"{archive.source} cannot be read: what it holds is damaged, or not of what is installed here "
+            f"({described(error)}); take another one"
+        ) from error
+
+
+def _check_byte_order(archive: Archive) -> None:
+    if "byteorder" not in archive:
+        return
+    order = bytearray(min(archive.size("byteorder"), 16))
+    archive.read_into("byteorder", order)
+    if order != b"little":
+        raise ValueError("the bytes of a machine of another order")
 
 
 class Blobs:
@@ -343,3 +382,88 @@ def _overlaps(piece: Piece, chunks: Iterable[Chunk]) -> Iterator[_Overlap]:
             here.append(slice(start - p, stop - p))
         else:
             yield chunk, tuple(there), tuple(here)
+
+
+class CheckpointLoads(Part):
+    """Loads checkpoints and conversions, saved under any layout, on the training world alone."""
+
+    def load_checkpoint(
+        self, path: str | Path, *, fingerprint: str, layout: Mapping[str, int], strict: bool = True
+    ) -> Manifest:
+        """Loads model, optimizer and random state, saved under any layout.
+
+        Collective over: the training world, in phase ``load``, through the store. Under another layout than it was
+        saved with, the random state stays what the seed made it.
+
+        Args:
+            path: A ``global_step_N`` directory.
+            fingerprint: Digest of this model's architecture.
+            layout: This run's parallel sizes.
+            strict: Whether keys of the checkpoint that no rank asks for are an error.
+
+        Returns:
+            The checkpoint's manifest, with the driver's state.
+
+        Raises:
+            CheckpointError: If the checkpoint is not complete or damaged, or this rank's state does not have the
+                digest that was saved.
+            CheckpointMismatchError: If it belongs to another model, with the keys that are missing or unexpected.
+            PhaseTimeoutError: If a trainer does not arrive in time; names it.
+        """
+        path = Path(path).absolute()
+        found: list[Manifest] = []
+
+        def describe() -> dict[str, Any]:
+            manifest = read_manifest(path)
+            check_fingerprint(manifest, path=path, fingerprint=fingerprint)
+            found.append(manifest)
+            host = self.rank.host
+            return sharded_state(
+                host.chunks, host.optimizer, training_rank=self.rank.training_rank, size=self.rank.training_size,
+                is_loading=True, metadata=read_content_metadata(path / SHARDS), rng=manifest.layout == dict(layout),
+            )  # fmt: skip
+
+        def restore(loaded: dict[str, Any]) -> None:
+            restore_state(self.rank.host.chunks, self.rank.host.optimizer, loaded)
+            if found[0].layout == dict(layout):
+                self._check_digest(found[0], path)
+
+        with self.rank.phase(Phase.LOAD):
+            Loader(self.rank.control).load(
+                describe, path / SHARDS, timeout=self.rank.remaining(), restore=restore, strict=strict
+            )
+        return found[0]
+
+    def _check_digest(self, manifest: Manifest, path: Path) -> None:
+        saved = manifest.digests.get(str(self.rank.training_rank))
+        if saved is not None and (loaded := state_digest(self.rank.host.chunks, self.rank.host.optimizer)) != saved:
+            raise CheckpointError(
+                f"{path}: the state loaded on training rank {self.rank.training_rank} is not what was saved "
+                f"(digest {loaded[:12]}, saved {saved[:12]})"
+            )
+
+    def load_model_weights(self, path: str | Path, *, fingerprint: str | None = None) -> None:
+        """Loads the model alone from a conversion or a training checkpoint, saved under any layout.
+
+        Collective over: the training world, in phase ``load``. The optimizer's copies follow; its moments stay.
+
+        Args:
+            path: What `convert_checkpoint` or ``save_checkpoint`` made, or another program's torch_dist directory.
+            fingerprint: Of the HF directory that it must be of; None: any.
+
+        Raises:
+            CheckpointError: If it is no checkpoint, or not complete.
+            CheckpointMismatchError: If it is of another model.
+        """
+        path = Path(path).absolute()
+        with self.rank.phase(Phase.LOAD):
+            weights = find_megatron_weights(path)
+            weights.check_is_of(fingerprint, path=path)
+            # A training checkpoint holds more than the model.
+            Loader(self.rank.control).load(
+                lambda: model_state(self.rank.host.chunks, read_content_metadata(weights.shards)),
+                weights.shards,
+                timeout=self.rank.remaining(),
+                restore=lambda loaded: restore_model(self.rank.host.chunks, self.rank.host.optimizer, loaded),
+                strict=False,
+            )

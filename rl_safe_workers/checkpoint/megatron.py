@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -131,28 +131,35 @@ def _identity(data: list[Any]) -> Any:
     return None
 
 
-def fill_state(
-    state: dict[str, Any], common: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
+class StateFilling:
     """Does what ``dist_checkpointing.load`` does with a state dict (serialization.py:62 to 180), but reads no file.
 
-    Args:
-        state: Megatron's sharded state dict.
-        common: The common state of the checkpoint.
-        read: Takes what of the state dict is sharded; returns it with tensors and objects in the place of that.
-
-    Raises:
-        CheckpointError: If the common state has something in the place of what is sharded.
+    Attributes:
+        shards: What of the state dict is sharded, to be read.
     """
-    force_all_tensors_to_non_fp8(state)
-    state, kept, factories = load_preprocess(state)
-    shards, _ = extract_sharded_base(state)
-    try:
-        merge(common, kept)
-        merge(common, read(shards))
-    except ValueError as error:
-        raise CheckpointError(
-            f"the common state of the checkpoint does not fit the model: {described(error)}"
-        ) from error
-    loaded: dict[str, Any] = apply_factory_merges(common, factories)
-    return loaded
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        """Takes Megatron's sharded state dict apart."""
+        force_all_tensors_to_non_fp8(state)
+        state, self._kept, self._factories = load_preprocess(state)
+        self.shards, _ = extract_sharded_base(state)
+
+    def finish(self, common: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
+        """Puts the state dict together.
+
+        Args:
+            common: The common state of the checkpoint.
+            read: `shards`, with tensors and objects in their places.
+
+        Raises:
+            CheckpointError: If the common state has something in the place of what is sharded.
+        """
+        try:
+            merge(common, self._kept)
+            merge(common, read)
+        except ValueError as error:
+            raise CheckpointError(
+                f"the common state of the checkpoint does not fit the model: {described(error)}"
+            ) from error
+        loaded: dict[str, Any] = apply_factory_merges(common, self._factories)
+        return loaded

@@ -10,30 +10,64 @@ One save goes through these steps. Whatever fails on one rank fails the save on 
 
 from __future__ import annotations
 
+import copy
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.storage import WriteResult
 
 from rl_safe_workers.checkpoint.catalogue import Catalogue, find_mismatch, places, to_metadata
 from rl_safe_workers.checkpoint.collector import collector_paused
-from rl_safe_workers.checkpoint.flight import Flight, Written
+from rl_safe_workers.checkpoint.manifest import SHARDS, step_dir
+from rl_safe_workers.checkpoint.manifest_making import check_driver_state, make_manifest
 from rl_safe_workers.checkpoint.megatron import serialize_objects, store_common, write_format
 from rl_safe_workers.checkpoint.pieces import split
 from rl_safe_workers.checkpoint.plan import Plan, Replicas, make_plan
+from rl_safe_workers.checkpoint.publish import pending_path
+from rl_safe_workers.checkpoint.retention import commit, prune, start_save
 from rl_safe_workers.checkpoint.staging import Staging
+from rl_safe_workers.checkpoint.state import CONTENT_METADATA, sharded_state, state_digest
+from rl_safe_workers.checkpoint.stock import save_with_megatron
 from rl_safe_workers.checkpoint.writer import WrittenFile, write_items
 from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.pending import PendingDecision
 from rl_safe_workers.control.plane import ControlPlane, Operation
 from rl_safe_workers.errors import CheckpointError
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase
+from rl_safe_workers.ranks import trainer_id
+from rl_safe_workers.worlds.training_rank import Part, TrainingRank
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a rank wrote. The commit gets one from every rank."""
+
+    file: WrittenFile | None
+    """None if it had nothing to write."""
+    blobs: list[int]
+    """Which blob at the end of the file belongs to each object of the catalogue."""
+    note: str
+    """Anything that the caller wants to tell the commit."""
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Written:
+        """Reads what JSON has made of ``asdict``."""
+        file = None if fields["file"] is None else WrittenFile(**fields["file"])
+        return cls(file=file, blobs=fields["blobs"], note=fields["note"])
+
 
 Commit = Callable[[Mapping[str, WrittenFile], Sequence[str]], Any]
 """Given every file written, by name, and every rank's note; its value must be fit for JSON."""
@@ -48,12 +82,12 @@ class Saver:
         self._staging = Staging()
         self._catalogues: list[tuple[str, Catalogue]] = []
         """On rank 0, of every rank: the digest and the catalogue that were last compared."""
-        self._flight: Flight | None = None
+        self._pending: PendingDecision | None = None
 
     @property
     def in_flight(self) -> bool:
         """Whether there is a save to `finish`: one that is not committed, or that has failed."""
-        return self._flight is not None
+        return self._pending is not None
 
     @collector_paused()
     def begin(
@@ -85,7 +119,7 @@ class Saver:
             CheckpointError: On every rank, if one cannot save, the ranks' tensors do not match, or there is no room.
             PhaseTimeoutError: Naming the ranks that did not report in time.
         """
-        assert self._flight is None, "finish the save before"
+        assert self._pending is None, "finish the save before"
         operation, failure = self._control.begin("save", phase=Phase.SAVE), None
         try:
             parts = split(state)
@@ -103,11 +137,13 @@ class Saver:
             failure = CheckpointError(f"training rank {self._rank} does not see {directory}: is it shared storage?")
         data = [shard.data for shard in parts.tensors]
         file = directory / f"__{self._rank}_0.distcp"
-        self._flight = Flight(
+        self._pending = PendingDecision(
             operation.gathering("written"),
-            directory,
-            rank=self._rank,
-            commit=lambda written: self._commit(directory, written, commit),
+            rank_id=trainer_id(self._rank),
+            subject=f"save of {directory.parent}",
+            setting="rl_safe.timeouts.save",
+            error=CheckpointError,
+            decide=lambda written: self._commit(directory, [Written.from_json(fields) for fields in written], commit),
         )
         # One at a time: a piece of many experts is a copy of them.
         pieces: Iterable[torch.Tensor] = (piece.tensor(data, rows) for piece, rows in plan.writes)
@@ -120,14 +156,14 @@ class Saver:
                 # The others are on their way already, and have to be told.
                 failure = error
 
-        def write() -> Written:
+        def write() -> dict[str, Any]:
             if failure is not None:
                 raise failure
-            if not plan.writes and not serialized:
-                return Written(file=None, blobs=blobs, note=note)
-            return Written(file=write_items(file, chain(pieces, serialized)), blobs=blobs, note=note)
+            is_empty = not plan.writes and not serialized
+            written = None if is_empty else write_items(file, chain(pieces, serialized))
+            return asdict(Written(file=written, blobs=blobs, note=note))
 
-        self._flight.write(write, background=background)
+        self._pending.start(write, background=background)
 
     def fail(self, error: Exception, timeout: timedelta) -> NoReturn:
         """Takes the place of `begin` or `save_with` on a rank that cannot describe its state: no rank saves.
@@ -136,7 +172,7 @@ class Saver:
             CheckpointError: Always, on every rank.
             PhaseTimeoutError: Naming the ranks that did not report in time.
         """
-        assert self._flight is None, "finish the save before"
+        assert self._pending is None, "finish the save before"
         start = self._control.begin("save", phase=Phase.SAVE).gathering("start")
         start.settle(Deadline.after(timeout), failure=error, foreign=CheckpointError)
         raise AssertionError("an agreement with a failure raises")
@@ -156,7 +192,7 @@ class Saver:
             CheckpointError: On every rank, if one has failed.
             PhaseTimeoutError: Naming the ranks that did not report in time.
         """
-        assert self._flight is None, "finish the save before"
+        assert self._pending is None, "finish the save before"
         operation, failure = self._control.begin("save", phase=Phase.SAVE), None
         start = operation.gathering("start")
         start.settle(Deadline.after(timeout), decide=lambda reports: prepare(), foreign=CheckpointError)
@@ -216,8 +252,8 @@ class Saver:
         Raises:
             CommunicatorError: If the run's store is gone.
         """
-        if self._flight is not None:
-            self._flight.advance()
+        if self._pending is not None:
+            self._pending.advance()
 
     def poll(self) -> bool:
         """Moves a save in the background on, without waiting. Not collective.
@@ -231,11 +267,11 @@ class Saver:
         Raises:
             CommunicatorError: If the run's store is gone.
         """
-        if self._flight is None:
+        if self._pending is None:
             return False
-        outcome = self._flight.poll()
+        outcome = self._pending.poll()
         if outcome is not None and outcome.failure is None:
-            self._flight = None
+            self._pending = None
         return outcome is None
 
     def finish(self, timeout: timedelta) -> Any:
@@ -246,8 +282,8 @@ class Saver:
             PhaseTimeoutError: Naming the ranks that had not written in time.
             CommunicatorError: If the run's store is gone.
         """
-        flight, self._flight = self._flight, None
-        return None if flight is None else flight.conclude(flight.finish(timeout))
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.finish(Deadline.after(timeout))
 
     def abandon(self, reason: str) -> None:
         """Gives up a save in flight and tells the others, whose `finish` then fails as soon as it can. Does not wait.
@@ -260,9 +296,9 @@ class Saver:
         Raises:
             CommunicatorError: If the run's store is gone.
         """
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.abandon(reason)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.abandon(reason)
 
     @collector_paused()
     def _commit(self, directory: Path, everyone: Sequence[Written], commit: Commit) -> Any:
@@ -278,3 +314,166 @@ class Saver:
         FileSystemWriter(directory).finish(metadata, [results])
         write_format(directory)
         return commit(files, [written.note for written in everyone])
+
+
+class CheckpointSaves(Part):
+    """Writes ``global_step_N`` directories that exist only when complete; no rollout rank takes part.
+
+    A save issues no collective at all: ranks agree over the run's store, so that none can be left hanging.
+    """
+
+    def __init__(self, rank: TrainingRank) -> None:
+        super().__init__(rank)
+        self._saver: Saver | None = None
+
+    def open_saver(self) -> Saver:
+        """Returns the rank's saver, made when first used: it needs the store and Megatron's groups."""
+        if self._saver is None:
+            dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+            replicas = Replicas(dense=dense, expert=parallel_state.get_expert_data_parallel_world_size())
+            self._saver = Saver(self.rank.control, replicas=replicas)
+        return self._saver
+
+    def before(self, phase: Phase) -> None:
+        """Finishes a save in the background before a phase that it must not reach into; else moves it on.
+
+        Raises:
+            CheckpointError: On every rank, before one of those phases, if the save has failed. Other phases do not
+                raise it: ranks learn of it at different times, and one that raised would leave the others waiting.
+        """
+        if self._saver is not None and self._saver.in_flight:
+            if phase in SAVE_ENDS_BEFORE:
+                self.finalize_checkpoint()
+            else:
+                self._saver.advance()
+
+    def abort(self, reason: str) -> None:
+        """Gives up a save in the background, so that the others need not wait for this rank."""
+        if self._saver is not None:
+            self._saver.abandon(reason)
+
+    def save_checkpoint(
+        self,
+        root: str | Path,
+        *,
+        step: int,
+        fingerprint: str,
+        layout: Mapping[str, int],
+        driver_state: dict[str, Any],
+        background: bool | None = None,
+    ) -> Path:
+        """Saves model, optimizer, random state and the driver's state.
+
+        Collective over: the training world, in phase ``save``, through the store: no process group takes part unless
+        one of Megatron's flags is on. With ``background`` it returns once this rank's state is copied to host memory;
+        `poll_checkpoint` and `finalize_checkpoint` see to the rest.
+
+        Args:
+            root: Directory of all checkpoints, on storage that every trainer sees.
+            step: Steps completed.
+            fingerprint: Digest of the model's architecture.
+            layout: Parallel sizes, for the record: a load may have others.
+            driver_state: JSON-friendly state of the driver: the data position.
+            background: Whether to write while training goes on; None: as ``rl_safe.checkpoint.async_save`` says.
+
+        Returns:
+            The checkpoint's path, which exists once the save is committed.
+
+        Raises:
+            CheckpointError: On every rank, if one cannot write, there is no room, or the ranks' tensors do not match;
+                the previous checkpoint stays as it was.
+            PhaseTimeoutError: If a trainer does not arrive, or has not written, in time; names it.
+        """
+        root = Path(root).absolute()
+        config = self.rank.rl_safe.checkpoint
+        background = config.async_save if background is None else background
+        final = step_dir(root, step)
+        pending = pending_path(final)
+        # A save in the background has its manifest written when the caller's own may have gone on.
+        driver_state = copy.deepcopy(driver_state)
+        with self.rank.phase(Phase.SAVE):
+            if self.rank.training_rank == 0:
+                logger.info(
+                    "save of step %d on the %d training ranks alone: fully_parallel_save=%s, "
+                    "validate_access_integrity=%s",
+                    step, self.rank.training_size, config.fully_parallel_save, config.validate_access_integrity,
+                )  # fmt: skip
+            saver = self.open_saver()
+            try:
+                self._check_default_group()
+                check_driver_state(driver_state)
+                state = sharded_state(
+                    self.rank.host.chunks, self.rank.host.optimizer,
+                    training_rank=self.rank.training_rank, size=self.rank.training_size, is_loading=False,
+                )  # fmt: skip
+                digest = state_digest(self.rank.host.chunks, self.rank.host.optimizer) if config.digest else ""
+            except Exception as error:
+                saver.fail(error, self.rank.remaining())
+
+            def commit_it(files: Mapping[str, WrittenFile], digests: Sequence[str]) -> str:
+                manifest = make_manifest(pending, files, digests, step, fingerprint, layout, driver_state)
+                path = commit(pending, manifest, durable=files)
+                removed = prune(root, keep_last=config.keep_last, but=path)
+                logger.info("saved %s%s", path, f", removed {', '.join(p.name for p in removed)}" if removed else "")
+                return str(path)
+
+            if config.fully_parallel_save or config.validate_access_integrity:
+                saver.save_with(
+                    lambda: save_with_megatron(state, pending / SHARDS, config, CONTENT_METADATA),
+                    prepare=lambda: start_save(root, step),
+                    commit=commit_it,
+                    timeout=self.rank.remaining(),
+                    note=digest,
+                )
+                return final
+            saver.begin(
+                state,
+                pending / SHARDS,
+                content_metadata=CONTENT_METADATA,
+                prepare=lambda: start_save(root, step),
+                commit=commit_it,
+                timeout=self.rank.remaining(),
+                background=background,
+                note=digest,
+            )
+            if not background:
+                saver.finish(self.rank.remaining())
+            return final
+
+    def _check_default_group(self) -> None:
+        """Refuses a default group that is not the training world: Megatron describes what a rank holds by its ranks."""
+        if (dist.get_rank(), dist.get_world_size()) != (self.rank.training_rank, self.rank.training_size):
+            raise CheckpointError(
+                f"training rank {self.rank.training_rank} of {self.rank.training_size} is rank {dist.get_rank()} of "
+                f"{dist.get_world_size()} in the default group: leave it what init_world or carve_world made it"
+            )
+
+    def poll_checkpoint(self) -> bool:
+        """Moves a save in the background on, without waiting. Not collective: ranks may call it as often as they like.
+
+        Every phase does it by itself when it is entered. Ranks learn at different times that a save has failed, so the
+        failure is logged here and raised by `finalize_checkpoint`, or by a phase that calls it, on every rank.
+
+        Returns:
+            Whether the save is still in progress.
+
+        Raises:
+            CommunicatorError: If the run's store is gone.
+        """
+        return self._saver is not None and self._saver.poll()
+
+    def finalize_checkpoint(self) -> Path | None:
+        """Waits for a save in the background to be committed. Collective over: the training world, through the store.
+
+        The phases offload, save, load, convert and teardown do it by themselves. The deadline is that of phase
+        ``save``, from now on.
+
+        Returns:
+            The checkpoint's path; None if no save is in progress.
+
+        Raises:
+            CheckpointError: On every rank, if the save has failed.
+            PhaseTimeoutError: Naming the ranks that have not written in time.
+        """
+        path = None if self._saver is None else self._saver.finish(self.rank.timeout(Phase.SAVE))
+        return None if path is None else Path(path)

@@ -67,7 +67,13 @@ class StateLayout:
     def __init__(self, chunks: Sequence[Any], optimizer: Any, metadata: dict[str, Any]) -> None:
         self.metadata = dict(metadata)
         self._chunk_ids = [id(chunk) for chunk in chunks]
-        self._chunks = [ChunkLayout(chunk, metadata) for chunk in chunks]
+        # A copy with the group: Megatron writes it into the dict that it is given (transformer/utils.py:205).
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        # Of what DistributedDataParallel wraps: its own load passes the keys on without its prefix.
+        self._chunks = [
+            ChunkLayout(chunk, chunk.module.sharded_state_dict(metadata={**metadata, "dp_cp_group": group}))
+            for chunk in chunks
+        ]
         self._parts: list[OptimizerLayout] | None = None
         if metadata.get("distrib_optim_sharding_type") == FULLY_RESHARDABLE and is_in_place(optimizer):
             windows = {key: value for chunk in self._chunks for key, value in chunk.windows().items()}

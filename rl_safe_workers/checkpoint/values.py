@@ -26,12 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_safe_workers.checkpoint.archives import Archive, read_pickle
-from rl_safe_workers.checkpoint.collector import collector_paused
 from rl_safe_workers.checkpoint.format_names import COMMON_ENUMS, COMMON_RECORDS, ITEM_BITS, STORAGE_DTYPES
-from rl_safe_workers.checkpoint.unpickle import MALFORMED, Call, Name, Pairs
-from rl_safe_workers.errors import CheckpointError
-from rl_safe_workers.foreign_files import described
+from rl_safe_workers.checkpoint.unpickle import Call, Name, Pairs
 
 PARTS = 500_000
 """What a value may hold, each part counted wherever it is: a pickle names an object again in two bytes."""
@@ -55,41 +51,34 @@ _DIMENSIONS, _LARGEST = 64, 2**63 - 1
 """Of an array or tensor."""
 
 
-def load_value(archive: Archive) -> Any:
-    """Makes the value that an archive of ``torch.save`` holds, on the host.
+def make_value(tree: Any, size_of: Callable[[str], int]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Makes the value that a pickle describes, on the host. Reads nothing.
+
+    Args:
+        tree: What the pickle says, see `unpickle.read_tree`.
+        size_of: Returns the bytes of a record of the archive, by its name.
+
+    Returns:
+        The value, and the storages of its tensors by the record that holds their bytes: uint8, to be filled.
 
     Raises:
-        UnsafeCheckpointError: If it asks for a name that no checkpoint needs; the message has the name.
-        CheckpointError: If it is damaged, of a class that is not installed here, or has more parts than a value may.
+        Exception: Of `MALFORMED`, RuntimeError or ImportError, if the tree is damaged, of a class that is not installed
+            here, or has more parts than a value may.
     """
-    try:
-        with collector_paused():
-            _check_byte_order(archive)
-            return _Maker(archive).make(read_pickle(archive))
-    except (*MALFORMED, RuntimeError, ImportError) as error:
-        raise CheckpointError(
-            f"{archive.source} cannot be read: what it holds is damaged, or not of what is installed here "
-            f"({described(error)}); take another one"
-        ) from error
-
-
-def _check_byte_order(archive: Archive) -> None:
-    if "byteorder" not in archive:
-        return
-    order = bytearray(min(archive.size("byteorder"), 16))
-    archive.read_into("byteorder", order)
-    if order != b"little":
-        raise ValueError("the bytes of a machine of another order")
+    maker = _Maker(size_of)
+    value = maker.make(tree)
+    return value, maker.storages
 
 
 class _Maker:
     """Makes one value, part by part, and counts what it makes: a part that is in many places is made for each."""
 
-    def __init__(self, archive: Archive) -> None:
-        """Makes nothing yet; the archive has the storages."""
-        self._archive = archive
+    def __init__(self, size_of: Callable[[str], int]) -> None:
+        """Makes nothing yet."""
+        self._size_of = size_of
         self._parts, self._keys = PARTS, CHOSEN_KEYS
-        self._storages: dict[str, torch.Tensor] = {}
+        self.storages: dict[str, torch.Tensor] = {}
+        """Storages by the record that holds their bytes."""
 
     def make(self, part: Any) -> Any:
         """Makes a value of a part of the tree."""
@@ -196,18 +185,16 @@ class _Maker:
         return [self._hashable(item) for item in _of(items, list, tuple)]
 
     def storage(self, kind: Any, key: Any, location: Any, count: Any) -> tuple[torch.Tensor, torch.dtype]:
-        """The bytes of a storage, read once, and the dtype that its kind has."""
+        """A storage, made once, and the dtype that its kind has."""
         name = _of(kind, Name).text.rpartition(".")[2].removesuffix("Storage")
         dtype = torch.uint8 if name == "Untyped" else getattr(torch, STORAGE_DTYPES[name])
-        size = self._archive.size(f"data/{_of(key, str)}")
+        record = f"data/{_of(key, str)}"
+        size = self._size_of(record)
         if size != _of(count, int) * dtype.itemsize:
             raise ValueError(f"a storage of {count} elements in {size} bytes")
-        if key not in self._storages:
-            data = torch.empty(size, dtype=torch.uint8)
-            if size:
-                self._archive.read_into(f"data/{key}", data.numpy())
-            self._storages[key] = data
-        return self._storages[key], dtype
+        if record not in self.storages:
+            self.storages[record] = torch.empty(size, dtype=torch.uint8)
+        return self.storages[record], dtype
 
     def tensor(
         self,

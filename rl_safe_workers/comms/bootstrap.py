@@ -24,8 +24,8 @@ import torch.distributed as dist
 from rl_safe_workers.comms.catalog import LiveGroup, live_groups
 from rl_safe_workers.comms.kernels import loaded_kernels
 from rl_safe_workers.comms.report import BootstrapReport, LedgerEntry
-from rl_safe_workers.comms.supervision import Supervision
 from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.control.supervision import Supervision
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.groups import PIPELINE, Classes, Features, OpClass, connected_classes
 from rl_safe_workers.topology.layout import ParallelLayout
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 Probe = Callable[[], int]
 """Bytes of device memory outside torch's allocator."""
+HostGroups = Sequence[tuple[Any, str, Classes]]
+"""A group of Megatron's, its key in ``nccl_communicator_config_path``, and what a host itself issues on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +208,35 @@ class Bootstrap:
         )  # fmt: skip
         self._log(report, plan_digest(steps))
         return report
+
+    def run_host(
+        self, wanted: HostGroups, *, timeout: timedelta
+    ) -> tuple[tuple[LedgerEntry, ...], Mapping[str, frozenset[OpClass]]]:
+        """Connects what a host itself issues on Megatron's groups. Collective over: the training world; after `run`.
+
+        Args:
+            wanted: In the same order on every rank.
+            timeout: Longest time for all of it.
+
+        Returns:
+            What each op class has cost this rank, and the op classes by torch's name of the group.
+
+        Raises:
+            CommunicatorError: As `run`.
+            PhaseTimeoutError: As `run`.
+        """
+        live = list(live_groups())
+        steps = [
+            BootstrapStep(group=group, classes=classes, max_ctas=self._limits.get(key))
+            for mine, key, classes in wanted
+            for group in live
+            if group.group is mine and group.size > 1
+        ]
+        work = Supervision(self._control, "host_bootstrap", phase=Phase.BOOTSTRAP, timeout=timeout)
+        work.compare("plan", {str(step.group): list(step.classes) for step in steps}, [s.group.ranks for s in steps])
+        entries = tuple(entry for step in steps for entry in self._connect(step, work))
+        work.finish()
+        return entries, {step.group.group.group_name: frozenset(step.classes) for step in steps}
 
     def _plan(self, elsewhere: Collection[Any]) -> tuple[Sequence[LiveGroup], list[BootstrapStep]]:
         groups = live_groups(elsewhere=elsewhere)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.config import MegatronConfig
 
@@ -85,13 +84,13 @@ def _initialize(config: MegatronConfig, *, timeout: timedelta, nccl_config: str 
     )
 
 
-def set_group_timeouts(timeout: timedelta) -> None:
-    """Bounds every later collective of the training world's groups. Not collective; microseconds.
-
-    Groups keep the timeout that they were created with, and a new group does not inherit its parent's; without this a
-    collective of a one-minute phase could wait for as long as the longest phase may take.
-    """
-    if dist.is_initialized():
-        groups = [g for g in parallel_state._global_process_group_list or [] if g is not None]
-        for group in [dist.group.WORLD, *groups]:
-            c10d._set_pg_timeout(timeout, group)
+def sizes_of_groups() -> MegatronConfig:
+    """Returns the sizes that Megatron's groups were made with. Not collective."""
+    return MegatronConfig(
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+    )

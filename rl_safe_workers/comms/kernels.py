@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rl_safe_workers.comms.channel import Channel
-from rl_safe_workers.comms.ending import in_background
+from rl_safe_workers.control.bounded import in_background
 from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError
 
 _loaded: set[torch.device] = set()

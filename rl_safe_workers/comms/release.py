@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from rl_safe_workers.comms.ending import end_alone, end_together, failure_of, within
 from rl_safe_workers.comms.releasable import STORE_PREFIX, GroupState, ReleasableGroup
+from rl_safe_workers.comms.teardown import end_alone, end_together
 from rl_safe_workers.control.board import forget_where
+from rl_safe_workers.control.bounded import failure_of, within
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import CommunicatorError, Failure, PhaseTimeoutError, RlSafeError, first_line

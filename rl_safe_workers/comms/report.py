@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.topology.memory import KERNEL_BYTES
@@ -82,3 +83,26 @@ class LateAllocation:
     def __str__(self) -> str:
         taken = "" if self.bytes is None else f" took {self.bytes / 2**20:.0f} MiB of device memory"
         return f"{self.operation} ({self.op_class}) on {self.group} {list(self.ranks)} in phase {self.phase}{taken}"
+
+
+def add_reports(first: BootstrapReport, second: BootstrapReport) -> BootstrapReport:
+    """What two bootstraps over the same groups have cost together; each op class of a group is listed once."""
+    entries: dict[Any, LedgerEntry] = {}
+    for entry in (*first.entries, *second.entries):
+        key = (entry.group, entry.ranks, entry.op_class)
+        entries[key] = _add_entries(entries[key], entry) if key in entries else entry
+    total = replace(
+        first, entries=tuple(entries.values()), unknown=tuple(dict.fromkeys(first.unknown + second.unknown)),
+        seconds=first.seconds + second.seconds, kernel_bytes=_sum(first.kernel_bytes, second.kernel_bytes),
+        kernel_seconds=first.kernel_seconds + second.kernel_seconds,
+    )  # fmt: skip
+    return replace(total, skipped=first.skipped - (total.groups - first.groups))
+
+
+def _add_entries(first: LedgerEntry, second: LedgerEntry) -> LedgerEntry:
+    """The same op class again: what was connected takes no memory a second time, so the prediction stays."""
+    return replace(first, seconds=first.seconds + second.seconds, bytes=_sum(first.bytes, second.bytes))
+
+
+def _sum(first: int | None, second: int | None) -> int | None:
+    return None if first is None and second is None else (first or 0) + (second or 0)

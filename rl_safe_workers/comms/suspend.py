@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import Backend
 
 from rl_safe_workers import env
 from rl_safe_workers.comms.catalog import LiveGroup, live_groups
-from rl_safe_workers.comms.ending import within
-from rl_safe_workers.comms.supervision import Supervision
+from rl_safe_workers.control.bounded import within
 from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.control.supervision import Supervision
 from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)

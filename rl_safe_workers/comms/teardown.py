@@ -1,21 +1,31 @@
-"""Ends the groups of the training world: all of them destroyed at once, or aborted."""
+"""Ends the groups of the training world within a deadline: all at once, aborted where that takes too long."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d as c10d
 
-from rl_safe_workers.comms.ending import Named, end_alone, end_together
 from rl_safe_workers.comms.releasable import ReleasableGroup
-from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.control.bounded import failure_of, in_background, within
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.errors import CommunicatorError, foreign_cause, in_one_line
 from rl_safe_workers.worlds.training_world import TrainingWorld
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Named = tuple[str, Any]
+"""One of torch's backends, and a name for messages."""
 
 
 def destroy_groups(world: TrainingWorld, *, timeout: timedelta) -> None:
@@ -82,3 +92,75 @@ def _backends(groups: Sequence[dist.ProcessGroup]) -> list[Named]:
             name = f"{group.group_desc or group.group_name} {dist.get_process_group_ranks(group)}"
             found += [(name, group._get_backend(device)) for device in group._device_types]
     return found
+
+
+def end_together(backends: list[Named], patience: timedelta) -> Exception | None:
+    """Shuts communicators down, also past failures. Collective over: each group, on NCCL.
+
+    All at once: then no group waits for another, whatever the order, and the half second that each takes to stop its
+    threads passes once. Where that does not end, as when a peer has died, they are aborted, which needs no peer.
+
+    Args:
+        backends: What to end; those that have ended are taken out.
+        patience: Longest time for all of it.
+
+    Returns:
+        The first failure, or None.
+    """
+    failure = _end(backends, "shutdown", patience / 2)
+    if failure is not None:
+        logger.warning("%s; aborting the communicators", failure)
+        end_alone(backends, patience / 2)
+    return failure
+
+
+def end_alone(backends: list[Named], patience: timedelta) -> Exception | None:
+    """Aborts communicators, whatever their other members do. Not collective. Otherwise as `end_together`."""
+    return _end(backends, "abort", patience)
+
+
+def _end(backends: list[Named], how: str, patience: timedelta) -> Exception | None:
+    failures: list[Exception] = []
+
+    def end(holder: list[Named]) -> None:
+        # The last reference is this thread's own: gloo takes 10 ms to close a group's connections when it goes.
+        named = holder.pop()
+        failure = failure_of(getattr(named[1], how))
+        if failure is not None:
+            text = f"group {named[0]}: {in_one_line(failure)}"
+            failures.append(CommunicatorError(text, foreign=foreign_cause(failure)))
+            return
+        with suppress(ValueError):  # aborted meanwhile
+            backends.remove(named)
+
+    def end_all() -> None:
+        if how == "shutdown":
+            _at_once([partial(end, [named]) for named in backends])
+            return
+        held = list(backends)  # until NCCL has aborted them all
+        with _one_abort(backend for _, backend in held):
+            for named in held:
+                end([named])
+
+    late = failure_of(lambda: within(end_all, patience, what=f"{how} of communicators"))
+    return late or (failures[0] if failures else None)
+
+
+@contextmanager
+def _one_abort(backends: Iterable[Any]) -> Iterator[None]:
+    """Makes one of all aborts of NCCL's in the body, so that none waits for another (pytorch#119797)."""
+    nccl = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
+    if nccl is not None:
+        nccl._group_start()
+    try:
+        yield
+    finally:
+        if nccl is not None:
+            nccl._group_end()
+
+
+def _at_once(works: Sequence[Callable[[], None]]) -> None:
+    """Does each in a thread of its own and waits for all."""
+    never = Deadline.after(math.inf)
+    for work in [in_background(work) for work in works]:
+        work.wait(never)

@@ -185,12 +185,12 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """Not for the trainers of this package, which send with `CommsMixin.send_weights`; vLLM 0.25 wants it here.
+        """Not for the trainers of this package, which send with `WeightSync.send_weights`; vLLM 0.25 wants it here.
 
         Raises:
             WeightSyncError: Always.
         """
-        raise WeightSyncError("trainers send with CommsMixin.send_weights")
+        raise WeightSyncError("trainers send with WeightSync.send_weights")
 
     def shutdown(self) -> None:
         """Leaves the joint group. Not collective; idempotent."""

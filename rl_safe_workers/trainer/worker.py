@@ -47,8 +47,9 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
     def __init__(self, config: RunConfig, *, training_rank: int) -> None:
         """Records the configuration; `start` prepares the platform."""
         self.config, self._rank = config, training_rank
-        # `start` may fail before it has set the worker up.
-        self._lifecycle = Lifecycle(role=Role.TRAINER, rank=training_rank)
+        self.chunks = []  # until `convert` builds the model
+        # The trainer's own, once `start` has set it up.
+        self.lifecycle = Lifecycle(role=Role.TRAINER, rank=training_rank)
 
     def start(self, launched_s: float) -> None:
         """Prepares the platform. Not collective.
@@ -61,25 +62,29 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
         observer = self._platform.observer(
             self._owned_bytes, shared=SHARED_PHASES if self.config.cluster.colocated else ()
         )
+        self.device = self._platform.start()
+        wanted = self.config.rollout.release_comms
         self.setup_worker(
             training_rank=self._rank,
             training_size=self.config.cluster.num_trainers,
             rl_safe=self.config.rl_safe,
             megatron=self.config.megatron,
-            device=self._platform.start(),
+            device=self.device,
             features=replace(
                 Features.of(self.config.megatron, colocated=self.config.cluster.colocated),
                 batched_p2p=False,  # mbridge's choice
                 variable_seq_lengths=sends_shapes(self.config.megatron),
                 **_features_of_model(self.config.model),
             ),
+            releases_comms=wanted == "always" or (wanted == "auto" and self.config.cluster.colocated),
         )
+        self.lifecycle = self.safe.lifecycle
         self.lifecycle.observer = observer
         with self.lifecycle.enter(Phase.START, since_s=launched_s):
             torch.manual_seed(self.config.trainer.seed)
 
     def _owned_bytes(self) -> dict[str, int]:
-        return megatron_owned(getattr(self, "chunks", ()), self.optimizer)
+        return megatron_owned(self.chunks, self.optimizer)
 
     def groups(self) -> None:
         """Creates Megatron's groups. Collective over: the training world."""
@@ -87,9 +92,8 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
 
     def enter_world(self, address: StoreAddress) -> None:
         """Joins the training world in isolated mode."""
-        wanted, backend = self.config.rollout.release_comms, self._platform.BACKEND
-        self.releases_comms = wanted == "always" or (wanted == "auto" and self.config.cluster.colocated)
-        if self.releases_comms and not can_suspend(self.device):
+        backend = self._platform.BACKEND
+        if self.safe.offloader.releases_comms and not can_suspend(self.device):
             backend = register_backend("nccl" if self.device.type == "cuda" else "gloo")
         self.init_world(address, backend=backend)
 
@@ -102,7 +106,7 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
         with self.phase(Phase.CONVERT):
             self.build()
             specs = self.weight_specs()
-            return specs if self.training_rank == 0 else ()
+            return specs if self._rank == 0 else ()
 
     def convert_to_megatron(self, hf_dir: Path, out_dir: Path, overwrite: bool) -> str:
         """Converts HF weights, without an optimizer; returns the conversion's path. Collective: training world."""

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch.distributed import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
@@ -130,3 +132,26 @@ def carve_training_world(
         host_groups=host_groups,
         host_group_count=host_group_count,
     )
+
+
+def set_group_timeouts(timeout: timedelta) -> None:
+    """Bounds every later collective of the training world's groups. Not collective; microseconds.
+
+    Groups keep the timeout that they were created with, and a new group does not inherit its parent's; without this a
+    collective of a one-minute phase could wait for as long as the longest phase may take.
+    """
+    if dist.is_initialized():
+        groups = [g for g in parallel_state._global_process_group_list or [] if g is not None]
+        for group in [dist.group.WORLD, *groups]:
+            c10d._set_pg_timeout(timeout, group)
+
+
+def device_of_world() -> torch.device:
+    """Returns where the default group's tensors are. Not collective.
+
+    Several backends of one group have no common name, so the one for GPUs counts.
+    """
+    backends = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
+    if "nccl" in backends.get("cuda", "") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -33,7 +33,7 @@ from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.trainer.batch import SequenceBatch
 from rl_safe_workers.trainer.worker import TrainerWorker
-from rl_safe_workers.workers import comms, teardown
+from rl_safe_workers.workers import communicators, safe_trainer
 from tests.chaos.plan import Fault
 from tests.chaos.striker import ChaosLifecycle, Striker
 
@@ -71,21 +71,24 @@ class ChaosTrainer(TrainerWorker):
             striker.inside(Phase.TEARDOWN)
             destroy_groups(*arguments, **options)
 
-        comms.Bootstrap = ChaosBootstrap  # type: ignore[attr-defined]
+        communicators.Bootstrap = ChaosBootstrap  # type: ignore[attr-defined]
         saver.write_items = write  # type: ignore[attr-defined]
-        teardown.destroy_groups = destroy  # type: ignore[attr-defined]
+        safe_trainer.destroy_groups = destroy  # type: ignore[attr-defined]
 
     def setup_worker(self, **arguments: Any) -> None:
         super().setup_worker(**arguments)
-        self._lifecycle = ChaosLifecycle(self.striker)
+        self.safe.lifecycle = ChaosLifecycle(self.striker)
+        check = self.safe.loads._check_digest
+
+        def check_digest(manifest: Manifest, path: Path) -> None:
+            check(manifest, path)
+            self.striker.inside(Phase.LOAD)
+
+        self.safe.loads._check_digest = check_digest  # type: ignore[method-assign]
 
     def load_hf_weights(self, path: str) -> None:
         self.striker.inside(Phase.CONVERT)
         super().load_hf_weights(path)
-
-    def _check_digest(self, manifest: Manifest, path: Path) -> None:
-        super()._check_digest(manifest, path)
-        self.striker.inside(Phase.LOAD)
 
     def update_policy(self, batch: SequenceBatch, **arguments: Any) -> list[dict[str, float]]:
         self.striker.inside(Phase.TRAIN)
@@ -93,9 +96,9 @@ class ChaosTrainer(TrainerWorker):
 
     def weight_specs(self) -> tuple[WeightSpec, ...]:
         specs = super().weight_specs()
-        outgoing = self._outgoing
+        outgoing = self.safe.weights._outgoing
         assert outgoing is not None
-        self._outgoing = dataclasses.replace(
+        self.safe.weights._outgoing = dataclasses.replace(
             outgoing, weights=lambda: _marked(outgoing.weights(), self.striker, Phase.SYNC)
         )
         return specs

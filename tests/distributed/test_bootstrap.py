@@ -19,9 +19,9 @@ from megatron.core.transformer import dot_product_attention
 
 from rl_safe_workers.comms.bootstrap import Bootstrap
 from rl_safe_workers.comms.catalog import live_groups
-from rl_safe_workers.comms.supervision import Supervision
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.supervision import Supervision
 from rl_safe_workers.errors import CommunicatorError, ConfigError, LifecycleError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id
@@ -231,8 +231,8 @@ def _stray(rank: int, address: StoreAddress, config: RunConfig, late: bool) -> l
     worker = _worker(rank, address, config)
     mine = _parts_of(worker)
     if rank == CULPRIT:
-        worker.store.set("parts", "\n".join(mine))
-    parts = worker.store.get("parts").decode()
+        worker.safe.store.set("parts", "\n".join(mine))
+    parts = worker.safe.store.get("parts").decode()
     config.rl_safe.timeouts.bootstrap = TIMEOUT_S
     found, part = [], Supervision.part
     for number, absent in enumerate(parts.split("\n")):
@@ -251,9 +251,9 @@ def _stray(rank: int, address: StoreAddress, config: RunConfig, late: bool) -> l
             except (PhaseTimeoutError, _LeftError) as raised:
                 error = raised
         found.append((absent, error, time.monotonic() - started_s))
-        if worker.store.add(f"met/{number}", 1) == SIZE:
-            worker.store.set(f"all/{number}", "")
-        worker.store.wait([f"all/{number}"])
+        if worker.safe.store.add(f"met/{number}", 1) == SIZE:
+            worker.safe.store.set(f"all/{number}", "")
+        worker.safe.store.wait([f"all/{number}"])
     return found
 
 
@@ -365,7 +365,7 @@ def _block_the_store(rank: int, address: StoreAddress, config: RunConfig) -> tup
     def issue(self: Bootstrap, op_class: OpClass, group: Any) -> Any:
         if rank == CULPRIT:
             raise ValueError("no such device")
-        return worker.store.get("never")
+        return worker.safe.store.get("never")
 
     Bootstrap._issue = issue
     started_s = time.monotonic()
@@ -390,11 +390,11 @@ def _repeat(rank: int, address: StoreAddress, config: RunConfig) -> list[int]:
     for turn in range(4):
         worker.bootstrap()
         for step in ("counting", "counted"):
-            if worker.store.add(f"{step}/{turn}", 1) == SIZE:
-                worker.store.set(f"{step}/{turn}/all", "")
-            worker.store.wait([f"{step}/{turn}/all"])
+            if worker.safe.store.add(f"{step}/{turn}", 1) == SIZE:
+                worker.safe.store.set(f"{step}/{turn}/all", "")
+            worker.safe.store.wait([f"{step}/{turn}/all"])
             if step == "counting":
-                keys.append(worker.store.num_keys() - 4 * turn)
+                keys.append(worker.safe.store.num_keys() - 4 * turn)
     return keys
 
 
@@ -408,16 +408,16 @@ def _rebuild(rank: int, address: StoreAddress, config: RunConfig) -> bool:
     worker = _worker(rank, address, config)
     worker.bootstrap()
     parallel_state.destroy_model_parallel()
-    worker.megatron.moe_token_dispatcher_type = "allgather"
+    worker.safe.megatron.moe_token_dispatcher_type = "allgather"
     worker.init_groups(seed=0)
-    known = worker.lifecycle.has_completed(Phase.BOOTSTRAP)
-    barrier = worker.control.barrier
+    known = worker.safe.lifecycle.has_completed(Phase.BOOTSTRAP)
+    barrier = worker.safe.control.barrier
 
     def meet_and_dawdle(*args: Any, **kwargs: Any) -> None:
         barrier(*args, **kwargs)
         time.sleep(0.2 * rank)
 
-    worker.control.barrier = meet_and_dawdle
+    worker.safe.control.barrier = meet_and_dawdle
     worker.bootstrap()
     return known
 
@@ -437,7 +437,7 @@ def _limit(rank: int, address: StoreAddress, config: RunConfig, limits: dict[str
     except ConfigError as error:
         message = str(error)
     # Whoever left now would take the connections of those who are still in init_world.
-    worker.control.barrier(Phase.TEARDOWN, Deadline.after(worker.timeout(Phase.TEARDOWN)))
+    worker.safe.control.barrier(Phase.TEARDOWN, Deadline.after(worker.safe.timeout(Phase.TEARDOWN)))
     return message, parallel_state.model_parallel_is_initialized()
 
 
@@ -475,10 +475,11 @@ def _offload_bootstraps(rank: int, address: StoreAddress, config: RunConfig) -> 
     worker = _worker(rank, address, config)
     worker.bootstrap()
     worker.convert()
-    worker.lifecycle.invalidate(Phase.BOOTSTRAP)
+    worker.safe.lifecycle.invalidate(Phase.BOOTSTRAP)
     with _recorded_bootstrap() as collectives:
         worker.offload()
-    return [worker.lifecycle.has_completed(Phase.BOOTSTRAP), worker.is_offloaded, len(collectives) > 0]
+    safe = worker.safe
+    return [safe.lifecycle.has_completed(Phase.BOOTSTRAP), safe.offloader.is_offloaded, len(collectives) > 0]
 
 
 def test_an_offload_bootstraps_first_if_so_configured(address, seeded_models) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from rl_safe_workers.checkpoint.audit import audit
 from rl_safe_workers.checkpoint.manifest import complete_checkpoints, read_manifest
 from rl_safe_workers.errors import CommunicatorError
-from rl_safe_workers.workers import groups as groups_mixin
+from rl_safe_workers.workers import world_entry
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 from rl_safe_workers.worlds.training_world import TrainingWorld, carve_training_world
@@ -108,7 +108,7 @@ def _do_not_carve(training_joint_ranks: list[int], *, timeout: timedelta, option
 def _train(worker: Worker, host: Host, address: StoreAddress, root: Path) -> dict[str, Any]:
     host_group = dist.group.WORLD
     if not host.carves:
-        groups_mixin.carve_training_world = _do_not_carve
+        world_entry.carve_training_world = _do_not_carve
     worker.carve_world(address, training_joint_ranks=host.trainers)
     worker.init_groups(seed=0)
     worker.bootstrap()
@@ -133,7 +133,7 @@ def _train(worker: Worker, host: Host, address: StoreAddress, root: Path) -> dic
 def _save_and_load(worker: Worker, root: Path, way: str, *, step: int) -> tuple[str, str, str]:
     """Digests of what is saved, of what a step makes of it, and of what is loaded."""
     saved = worker.digest()
-    worker.rl_safe.checkpoint.fully_parallel_save = way == "fully parallel"
+    worker.safe.rl_safe.checkpoint.fully_parallel_save = way == "fully parallel"
     path = worker.save_checkpoint(root, step=step, driver_state={}, background=way == "in the background", **IDENTITY)
     worker.step(reference.random_batch(rows=8, seed=step))
     moved = worker.digest()

@@ -245,8 +245,8 @@ def test_a_save_before_the_first_step_is_as_good_as_any(config: RunConfig, tmp_p
 def _record_saves(rank: int, address: StoreAddress, config: RunConfig, root: Path) -> dict[str, Any]:
     worker, recorded = _worker(rank, address, config), {}
     for step, (name, parallel, validate) in enumerate(FLAGS):
-        worker.rl_safe.checkpoint.fully_parallel_save = parallel
-        worker.rl_safe.checkpoint.validate_access_integrity = validate
+        worker.safe.rl_safe.checkpoint.fully_parallel_save = parallel
+        worker.safe.rl_safe.checkpoint.validate_access_integrity = validate
         with recorded_collectives() as collectives:
             worker.save_checkpoint(root, step=step, driver_state={}, **IDENTITY)
         recorded[name] = [(c.op, c.group) for c in collectives if len(c.ranks) > 1]

@@ -104,9 +104,10 @@ def worker(rank: int, model: Path, dtype: str, layout: Layout, size: int = SIZE)
 
 def rebuilt(made: Worker, layout: Layout, model: Path, dtype: str) -> Worker:
     """Another model in the same world; under another layout only once the groups have been rebuilt."""
-    other = worker(made.training_rank, model, dtype, layout)
-    other.store, other.world, other.control = made.store, made.world, made.control
-    other.lifecycle.__dict__.update(made.lifecycle.__dict__)
+    safe = made.safe
+    other = worker(safe.training_rank, model, dtype, layout)
+    other.safe.store, other.safe.world, other.safe._control = safe.store, safe.world, safe.control
+    other.safe.lifecycle.__dict__.update(safe.lifecycle.__dict__)
     return other
 
 
@@ -234,10 +235,10 @@ def _places(rank: int, address: StoreAddress, models: Path, root: Path) -> dict[
     out, seen = made.convert_checkpoint(model, root / "out"), {}
 
     def on_rank_0(work: Callable[[], object]) -> None:
-        made.control.barrier(Phase.CONVERT, Deadline.after(30))
+        made.safe.control.barrier(Phase.CONVERT, Deadline.after(30))
         if rank == 0:
             work()
-        made.control.barrier(Phase.CONVERT, Deadline.after(30))
+        made.safe.control.barrier(Phase.CONVERT, Deadline.after(30))
 
     first = _files(out)
     made.convert_checkpoint(model, out)
@@ -263,7 +264,7 @@ def _places(rank: int, address: StoreAddress, models: Path, root: Path) -> dict[
     made.convert_checkpoint(model, out, overwrite=True)
     seen["overwritten"] = (out / "notes.txt").exists()
     on_rank_0(lambda: _hold_lock(root / "held.lock"))
-    made.rl_safe.timeouts.convert = 3.0
+    made.safe.rl_safe.timeouts.convert = 3.0
     seen["held"] = _message(lambda: made.convert_checkpoint(model, root / "held"))
     assert made.teardown() == {}
     return seen

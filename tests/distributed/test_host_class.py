@@ -94,7 +94,7 @@ def _life(rank: int, address: StoreAddress, config: RunConfig, root: Path) -> li
     path = actor.save_checkpoint(root, step=1, fingerprint="f", layout={}, driver_state={})
     actor.load_checkpoint(path, fingerprint="f", layout={})
     assert actor.teardown() == {}
-    assert actor.lifecycle.has_completed(Phase.TEARDOWN)
+    assert actor.safe.lifecycle.has_completed(Phase.TEARDOWN)
     return refusals
 
 
@@ -119,7 +119,7 @@ def _sync(rank: int, address: StoreAddress, config: RunConfig) -> Weights:
     actor = BareActor(config)
     assert not hasattr(actor, "own_hf_weights")
     actor.set_up(rank, address)
-    actor.store.set(f"specs/{rank}", pickle.dumps(actor.weight_specs()))
+    actor.safe.store.set(f"specs/{rank}", pickle.dumps(actor.weight_specs()))
     actor.join(SIZE + 1)
     actor.send_weights(bucket_bytes=BUCKET_BYTES)
     weights = {name: _bits(weight) for name, weight in actor.export_hf_weights()}

@@ -144,9 +144,9 @@ def _train_and_send(worker: Worker, address: StoreAddress) -> dict[str, Any]:
     worker.start(address)
     worker.convert()
     specs = worker.weight_specs()
-    worker.store.set("specs", pickle.dumps(specs))
+    worker.safe.store.set("specs", pickle.dumps(specs))
     worker.join(JOINT_SIZE, generation=0)
-    worker.store.wait(["dying"])
+    worker.safe.store.wait(["dying"])
     time.sleep(0.5)
     start_s = time.monotonic()
     try:
@@ -227,7 +227,7 @@ def _send_unjoined(rank: int, address: StoreAddress, config: RunConfig) -> None:
         worker.join(2, generation=0)
     else:
         _join(1, address, size=2)
-        with worker.lifecycle.enter(Phase.JOINT):
+        with worker.safe.lifecycle.enter(Phase.JOINT):
             pass
     worker.weight_specs()
     worker.send_weights(bucket_bytes=BUCKET_BYTES)

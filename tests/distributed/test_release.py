@@ -543,7 +543,7 @@ def _train(rank: int, address: StoreAddress, config: RunConfig, releases: bool) 
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     for cycle in range(CYCLES):
         if releases:
-            ranks = {"control": worker.control, "timeout": PATIENCE}
+            ranks = {"control": worker.safe.control, "timeout": PATIENCE}
             seen["times"].append((release(**ranks).seconds, rebuild(**ranks).seconds))
             seen["received"].add(_send_first(pipeline))
             for group in releasable_groups():
@@ -552,8 +552,8 @@ def _train(rank: int, address: StoreAddress, config: RunConfig, releases: bool) 
         if cycle % STEP_EVERY == 0:
             seen["losses"].append(worker.step(batch))
         if cycle in (WARM, CYCLES - 1):
-            worker.control.barrier(Phase.TRAIN, Deadline.after(PATIENCE))
-            seen["sizes"].append(_sizes(worker.store))
+            worker.safe.control.barrier(Phase.TRAIN, Deadline.after(PATIENCE))
+            seen["sizes"].append(_sizes(worker.safe.store))
     seen["digest"] = worker.digest()
     seen["members"] = {tuple(g.members) for g in releasable_groups()}
     worker.teardown()

@@ -29,7 +29,7 @@ def _train(rank: int, address: StoreAddress, config: RunConfig, releases: bool, 
     random.seed(0)
     np.random.seed(0)
     worker = Worker(config, rank=rank, size=SIZE)
-    worker.releases_comms = releases
+    worker.safe.offloader.releases_comms = releases
     worker.init_world(address, backend=register_backend("gloo") if releases else "gloo")
     worker.init_groups(seed=0)
     worker.bootstrap()

@@ -20,12 +20,15 @@ from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers import bootstrap, guard, standalone, teardown
 from rl_safe_workers.comms.report import BootstrapReport
+from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import CommunicatorError, ConfigError, PhaseTimeoutError
 from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.topology.groups import Features, OpClass
 from rl_safe_workers.topology.memory import MIB
+from rl_safe_workers.workers import safe_trainer
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
+from rl_safe_workers.worlds.training_world import device_of_world
 from tests.distributed.ranks import run_ranks, values
 
 SIZE = 4
@@ -129,7 +132,7 @@ def test_the_device_is_this_processs_gpu_if_the_default_group_has_nccl(
     monkeypatch.setattr(dist, "get_backend", lambda: "undefined")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert standalone._device() == torch.device(expected)
+    assert device_of_world() == torch.device(expected)
 
 
 def _begin_with_room(rank: int, address: StoreAddress, mib: int, features: Features | None, narrow: int) -> str:
@@ -196,7 +199,7 @@ def _leave(rank: int, address: StoreAddress, leave: Callable[[], Any], timeout: 
     """Trains; rank 2 leaves its own way. Returns how each call of two teardowns ended, and what was aborted."""
     _begin(rank, address, **EP2)
     found: dict[str, Any] = {}
-    with mock.patch.object(standalone, "abort_groups", wraps=standalone.abort_groups) as abort:
+    with mock.patch.object(safe_trainer, "abort_groups", wraps=safe_trainer.abort_groups) as abort:
         try:
             try:
                 bootstrap()
@@ -252,7 +255,7 @@ TEARDOWN = timedelta(seconds=4)
 
 
 def _be_late_and_die_after_the_verdict() -> None:
-    standalone.ControlPlane.barrier = lambda *args, **kwargs: os._exit(1)
+    ControlPlane.barrier = lambda *args, **kwargs: os._exit(1)
     time.sleep(3)
 
 
@@ -267,7 +270,7 @@ def test_a_rank_lost_after_its_verdict_is_named_within_the_deadline_and_the_grou
         assert end["aborts"] == 1
         assert isinstance(end["on an exception"], KeyError)
         assert isinstance(end["second"], CommunicatorError)
-        assert "rank 2 of script did not arrive" in str(end["second"])
+        assert "rank 2 of training world did not arrive" in str(end["second"])
 
 
 def _occupy_the_groups_connection_and_fail() -> None:

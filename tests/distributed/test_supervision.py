@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from rl_safe_workers.comms.supervision import Supervision
+from rl_safe_workers.control.supervision import Supervision
 from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id, trainer_ids

@@ -42,17 +42,17 @@ def _cycle(rank: int, address: StoreAddress, config: RunConfig, failing: int | N
     worker = Worker(config, rank=rank, size=SIZE)
     worker.start(address)
     record: list[tuple[str, str]] = []
-    groups: list[LiveGroup] = [group for group in live_groups() if worker.is_connected(group)]
+    groups: list[LiveGroup] = [group for group in live_groups() if worker.safe.comms.is_connected(group)]
     by_id = {id(group.group): str(group) for group in groups}
     broken = by_id[id(groups[number].group)]
     suspend._backend = lambda group, device: Recorder(
         record, by_id[id(group)], fails=rank == failing and by_id[id(group)] == broken
     )
-    suspension = Suspension(worker.control, device=CPU)
+    suspension = Suspension(worker.safe.control, device=CPU)
     error = ""
     try:
-        suspension.suspend(worker.is_connected, timeout=TIMEOUT)
-        suspension.suspend(worker.is_connected, timeout=TIMEOUT)
+        suspension.suspend(worker.safe.comms.is_connected, timeout=TIMEOUT)
+        suspension.suspend(worker.safe.comms.is_connected, timeout=TIMEOUT)
     except CommunicatorError as raised:
         error = str(raised)
     suspension.resume(timeout=TIMEOUT)
@@ -92,10 +92,10 @@ def _wait_for_a_gpu(rank: int, address: StoreAddress, config: RunConfig, stuck: 
 
     torch.cuda.synchronize = synchronize  # type: ignore[assignment]
     suspend._backend = lambda group, device: Recorder(record, "group", fails=False)
-    suspension = Suspension(worker.control, device=torch.device("cuda", 0))
+    suspension = Suspension(worker.safe.control, device=torch.device("cuda", 0))
     error, started_s = "", time.monotonic()
     try:
-        suspension.suspend(worker.is_connected, timeout=GPU_TIMEOUT)
+        suspension.suspend(worker.safe.comms.is_connected, timeout=GPU_TIMEOUT)
     except CommunicatorError as raised:
         error = str(raised)
     seconds = time.monotonic() - started_s

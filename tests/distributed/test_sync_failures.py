@@ -25,7 +25,7 @@ from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import Failure, PhaseTimeoutError, RlSafeError, WeightSyncError, first_line
 from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
-from rl_safe_workers.workers import comms
+from rl_safe_workers.workers import weight_sync
 from rl_safe_workers.workers.outgoing import Outgoing, Weights
 from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
@@ -103,7 +103,7 @@ def _fail_once(worker: Worker, case: Case) -> dict[str, Any]:
         pack(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        if case.hinder is not None and worker.training_rank == FAILING:
+        if case.hinder is not None and worker.safe.training_rank == FAILING:
             case.hinder(worker, patch)
             pack = Outgoing.pack
         patch.setattr(Outgoing, "pack", counted)
@@ -113,17 +113,18 @@ def _fail_once(worker: Worker, case: Case) -> dict[str, Any]:
         except RlSafeError as caught:
             error = caught
         waited_s = time.monotonic() - start_s
-    return {"error": error, "waited_s": waited_s, "left": worker.joint_group is None, "packed": len(packed)}
+    left = worker.safe.weights.joint_group is None
+    return {"error": error, "waited_s": waited_s, "left": left, "packed": len(packed)}
 
 
 def _train(worker: Worker, address: StoreAddress, case: Case) -> Seen:
     worker.start(address)
     worker.convert()
     specs, size = worker.weight_specs(), TRAINERS + case.rollouts
-    worker.store.set("specs", pickle.dumps(specs))
+    worker.safe.store.set("specs", pickle.dumps(specs))
     worker.join(size, generation=0, colocated=case.colocated)
     first = _fail_once(worker, case)
-    worker.store.set("over", "")
+    worker.safe.store.set("over", "")
     if not case.again:
         return Seen(**first, summed=None, prints={})
     summed = torch.ones(1)
@@ -170,7 +171,7 @@ def _receive_in_vain(joint_rank: int, address: StoreAddress, case: Case) -> None
 
 
 def _joint_rank(rank: int, address: StoreAddress, config: RunConfig, folder: Path, case: Case) -> Any:
-    gpu_pair.HALF_BYTES, Pair.folder, comms.GpuPair = HALF_BYTES, folder, Pair
+    gpu_pair.HALF_BYTES, Pair.folder, weight_sync.GpuPair = HALF_BYTES, folder, Pair
     if rank < TRAINERS:
         return _train(Worker(config, rank=rank, size=TRAINERS), address, case)
     if rank < TRAINERS + case.rollouts:
@@ -248,7 +249,7 @@ def test_a_bucket_that_cannot_be_packed_fails_all_trainers_at_once(
 
 
 def _has_no_room(worker: Worker, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker, "_bucket_buffers", lambda size_bytes: (Failure(NO_ROOM), []))
+    patch.setattr(worker.safe.weights, "_bucket_buffers", lambda size_bytes: (Failure(NO_ROOM), []))
 
 
 def test_a_rank_without_room_for_buckets_fails_all_trainers_at_once(run: Run) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import LifecycleError, PhaseTimeoutError
 from rl_safe_workers.ranks import trainer_id
-from rl_safe_workers.workers import teardown as teardown_mixin
+from rl_safe_workers.workers import safe_trainer
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.recording import recorded_collectives
@@ -50,7 +50,7 @@ def _all_well(rank: int, address: StoreAddress, config: RunConfig) -> list[dict[
     worker.start(address)
     worker.join(SIZE)
     ends = [_end(worker), _end(worker)]
-    assert worker.joint_group is None
+    assert worker.safe.weights.joint_group is None
     return ends
 
 
@@ -135,9 +135,9 @@ def _one_dies_after_its_verdict(
     worker = Worker(config, rank=rank, size=SIZE)
     worker.start(address)
     if rank == 1:
-        worker.control.barrier = lambda *args, **kwargs: os._exit(1)
+        worker.safe.control.barrier = lambda *args, **kwargs: os._exit(1)
     aborted: list[bool] = []
-    teardown_mixin.abort_groups = lambda *args, **kwargs: aborted.append(True)
+    safe_trainer.abort_groups = lambda *args, **kwargs: aborted.append(True)
     with pytest.raises(PhaseTimeoutError) as raised:
         worker.teardown()
     return raised.value, worker.teardown(), aborted
@@ -162,14 +162,14 @@ def _owning(rank: int, end: Callable[[int, Worker], Any], config: RunConfig, fil
 
 def _dawdle_in_destruction(seconds: float) -> list[float]:
     """Returns a list that gets the time at which this rank went on."""
-    destroy, went_on_s = teardown_mixin.destroy_groups, []
+    destroy, went_on_s = safe_trainer.destroy_groups, []
 
     def destroy_slowly(world: Any, **kwargs: Any) -> None:
         time.sleep(seconds)
         went_on_s.append(time.monotonic())
         destroy(world, **kwargs)
 
-    teardown_mixin.destroy_groups = destroy_slowly
+    safe_trainer.destroy_groups = destroy_slowly
     return went_on_s
 
 

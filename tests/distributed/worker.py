@@ -60,13 +60,13 @@ class Worker(MegatronActorMixin, MegatronPolicy):
 
     def __init__(self, config: RunConfig, *, rank: int, size: int) -> None:
         cpu.apply()
-        self.config = config
+        self.config, self.device = config, torch.device("cpu")
         self.setup_worker(
             training_rank=rank,
             training_size=size,
             rl_safe=config.rl_safe,
             megatron=config.megatron,
-            device=torch.device("cpu"),
+            device=self.device,
         )
 
     def start(self, address: StoreAddress) -> None:
@@ -123,7 +123,7 @@ def served_store() -> Iterator[StoreAddress]:
 
 def exchange_address(worker: Worker, file: Path) -> StoreAddress:
     """Rank 0 serves the store and writes its address; the others wait for the file."""
-    if worker.training_rank == 0:
+    if worker.safe.training_rank == 0:
         address = worker.serve_store("127.0.0.1")
         temporary = file.with_suffix(".tmp")
         temporary.write_text(f"{address.port} {address.secret.hex()}")

@@ -16,7 +16,11 @@ from rl_safe_workers.errors import CheckpointError
 
 
 class _Alone:
-    """The process of a world of one rank."""
+    """The process of a world of one rank, and its trainer."""
+
+    @property
+    def trainer(self) -> _Alone:
+        return self
 
     def together(self, phase: Any, work: Callable[[], Any], *, failure: Exception | None = None) -> Any:
         return work()

@@ -86,7 +86,7 @@ def _set_up(rank: int, port: int, config: dict[str, Any]) -> dict[str, Any]:
         "import_groups": worker.safe.import_groups,
         "expert_data_connected": is_connected(expert_data),
         "flag": worker.mcore_state.cfg.checkpoint.fully_parallel_save,
-        "phases": [event.phase for event in worker.safe.lifecycle.drain_events()],
+        "phases": [event.phase for event in worker.safe.trainer.lifecycle.drain_events()],
         "report": worker.rl_safe_report(),
         "ended": worker.shutdown(),
         "again": worker.shutdown(),
@@ -228,7 +228,7 @@ def _steps(rank: int, port: int, config: dict[str, Any]) -> tuple[list[str], int
     worker.prepare_for_lp_inference()
     worker.train(batch())
     worker.offload_before_refit()
-    late = len(worker.safe.late_allocations())
+    late = len(worker.safe.trainer.comms.late_allocations())
     worker.shutdown()
     return worker.events, late
 
@@ -247,7 +247,7 @@ def test_a_step_finds_every_communicator_connected(stages, tiny_moe, tmp_path, p
 def _join_megatrons_rollout(rank: int, port: int, config: dict[str, Any], joint_port: int) -> dict[str, Any]:
     worker = start(rank, port, config)
     worker.init_collective_mcore_generation("127.0.0.1", joint_port, SIZE, rank_offset=0)
-    found: dict[str, Any] = {"phase": worker.safe.lifecycle.drain_events()[-1].phase}
+    found: dict[str, Any] = {"phase": worker.safe.trainer.lifecycle.drain_events()[-1].phase}
     joint = worker.refit_pg._get_backend(torch.device("cpu"))
     end_together = teardown.end_together
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.comms.ending import end_alone, end_together, within
+from rl_safe_workers.comms.teardown import end_alone, end_together
+from rl_safe_workers.control.bounded import within
 from rl_safe_workers.errors import CommunicatorError
 
 SOON = timedelta(seconds=0.4)

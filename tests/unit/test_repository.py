@@ -375,3 +375,26 @@ def test_one_module_makes_threads_for_bounded_work() -> None:
         "driver/actors.py",  # answers the driver's requests as long as the process lives
         "driver/memory.py",  # samples memory as long as the run lives
     }
+
+
+_OTHERS_CLASS = {"adapters/verl/trainers.py"}
+"""There ``self`` is verl's trainer, whose attributes are verl's to make."""
+
+
+def _asks_what_it_has(node: ast.AST) -> bool:
+    """Whether a call asks an object for an attribute of itself that may not be there."""
+    match node:
+        case ast.Call(func=ast.Name(id="hasattr"), args=[ast.Name(id="self"), _]):
+            return True
+        case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="self"), _, _]):
+            return True
+    return False
+
+
+def test_no_object_asks_whether_it_has_an_attribute() -> None:
+    assert _modules_where(_asks_what_it_has) == _OTHERS_CLASS
+
+
+@pytest.mark.parametrize("call", ['hasattr(self, "store")', 'getattr(self, "chunks", ())'])
+def test_an_object_that_asks_for_its_own_attribute_is_noticed(call: str) -> None:
+    assert any(map(_asks_what_it_has, ast.walk(ast.parse(call))))

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rl_safe_workers.adapters.verl.features import features_of
-from rl_safe_workers.adapters.verl.process import TrainerProcess
+from rl_safe_workers.adapters.verl.process import TrainerProcess, VerlComms
 from rl_safe_workers.adapters.verl.settings import read_node
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.topology.groups import Features
+from rl_safe_workers.workers.safe_trainer import SafeTrainer
 
 MOE = Features(moe=True, moe_dispatcher="alltoall")
 EXCHANGED = "tp_ep_mp"
@@ -23,59 +25,64 @@ def process(node: dict[str, Any] | None = None, *, features: Features = MOE, pip
     """One that has taken no world: TP2 EP2."""
     found = TrainerProcess.__new__(TrainerProcess)
     found.settings = read_node(node or {}, source="rl_safe")
-    found.rl_safe, found.features = found.settings.rl_safe(), features
-    found.training_rank, found.training_size = 0, 8
-    found.megatron = MegatronConfig(
+    sizes = MegatronConfig(
         tensor_model_parallel_size=2, pipeline_model_parallel_size=pipeline, expert_model_parallel_size=2,
         expert_tensor_parallel_size=1,
+    )  # fmt: skip
+    found._trainer = SafeTrainer(
+        training_rank=0, training_size=8, rl_safe=found.settings.rl_safe(), megatron=sizes, features=features,
+        device=torch.device("cpu"), host_comms=VerlComms(found.settings),
     )  # fmt: skip
     return found
 
 
+def limits_of(*args: Any, **kwargs: Any) -> dict[str, int]:
+    """What such a process would make groups with."""
+    return process(*args, **kwargs).trainer.comms.wanted_limits()
+
+
 def test_an_engine_alone_limits_what_carries_scalars_for_its_dispatcher() -> None:
-    assert process().wanted_limits()[EXCHANGED] == 1
-    assert EXCHANGED not in process(features=Features(moe=True, moe_dispatcher="allgather")).wanted_limits()
+    assert limits_of()[EXCHANGED] == 1
+    assert EXCHANGED not in limits_of(features=Features(moe=True, moe_dispatcher="allgather"))
 
 
 @pytest.mark.parametrize("own", ["alltoall", "allgather"])
 def test_a_group_is_limited_only_if_it_carries_scalars_for_every_engine_of_the_job(own) -> None:
-    limits = process(
-        {"dispatchers": ["allgather", "alltoall"]}, features=Features(moe=True, moe_dispatcher=own)
-    ).wanted_limits()
+    limits = limits_of({"dispatchers": ["allgather", "alltoall"]}, features=Features(moe=True, moe_dispatcher=own))
     assert EXCHANGED not in limits
     assert limits["mp"] == 1
 
 
 def test_limits_that_were_set_hold_for_every_engine_and_without_a_budget() -> None:
     node = {"bootstrap": {"max_ctas": {EXCHANGED: 8, "ep": 4}}, "dispatchers": ["allgather", "alltoall"]}
-    limits = process(node).wanted_limits()
+    limits = limits_of(node)
     assert (limits[EXCHANGED], limits["ep"]) == (8, 4)
-    assert process({"bootstrap": {"budget": False, "max_ctas": {"ep": 4}}}).wanted_limits() == {"ep": 4}
+    assert limits_of({"bootstrap": {"budget": False, "max_ctas": {"ep": 4}}}) == {"ep": 4}
 
 
 def test_the_default_group_has_no_limit() -> None:
-    assert "world" not in process().wanted_limits()
+    assert "world" not in limits_of()
 
 
 def test_groups_that_changes_of_weights_are_gathered_over_have_no_limit() -> None:
-    assert EXCHANGED not in process({"delta_weights": True}).wanted_limits()
-    staged = process({"delta_weights": True}, pipeline=2).wanted_limits()
+    assert EXCHANGED not in limits_of({"delta_weights": True})
+    staged = limits_of({"delta_weights": True}, pipeline=2)
     assert staged[EXCHANGED] == 1, "with stages they go over the default group"
     node = {"delta_weights": True, "bootstrap": {"max_ctas": {EXCHANGED: 8}}}
-    assert process(node).wanted_limits()[EXCHANGED] == 8
+    assert limits_of(node)[EXCHANGED] == 8
 
 
 def test_a_group_that_is_not_in_the_layout_is_refused() -> None:
     with pytest.raises(ConfigError, match="inter_ep_dp: Megatron creates none in this layout"):
-        process({"bootstrap": {"max_ctas": {"inter_ep_dp": 8}}}).wanted_limits()
+        limits_of({"bootstrap": {"max_ctas": {"inter_ep_dp": 8}}})
 
 
 def test_an_engine_that_finds_groups_too_narrow_says_what_to_set(caplog) -> None:
     first = process()
-    first._limits = first.wanted_limits()
+    first.trainer.comms.limits = first.trainer.comms.wanted_limits()
     first._check_limits()
     assert caplog.text == ""
-    first.features = Features(moe=True, moe_dispatcher="allgather")
+    first.trainer.features = Features(moe=True, moe_dispatcher="allgather")
     first._check_limits()
     assert "fewer channels than it needs: tp_ep_mp; set actor_rollout_ref.rl_safe.bootstrap.max_ctas.tp_ep_mp=64" in (
         caplog.text

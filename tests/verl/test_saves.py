@@ -119,7 +119,7 @@ def _background_save(rank: int, model: Path, root: Path) -> tuple[bool, bool, di
     is_seen_while_training = manifest.exists()
     dist.barrier()
     worker.save_checkpoint(str(root / "global_step_4" / "actor"), global_step=4)
-    assert worker.engine.process.teardown() == {}
+    assert worker.engine.process.trainer.teardown() == {}
     dist_ended = (root / "global_step_4" / "actor" / "ckpt_contents.json").exists() and tracker.read_text() == "4"
     return is_seen_while_training, dist_ended, before
 
@@ -149,7 +149,7 @@ def _uploaded_save(rank: int, model: Path, root: Path) -> dict[str, Any]:
     process = worker.engine.process
 
     def seen(src: str, dst: str, **kwargs: Any) -> bool:
-        uploaded.append((process.lifecycle.current, 0 < process.remaining().total_seconds() <= 60))
+        uploaded.append((process.trainer.lifecycle.current, 0 < process.trainer.remaining().total_seconds() <= 60))
         return bool(copy(src, dst, **kwargs))
 
     hdfs_io.copy = seen
@@ -164,7 +164,7 @@ def _uploaded_save(rank: int, model: Path, root: Path) -> dict[str, Any]:
     }
     worker.save_checkpoint(str(root / "local" / "global_step_2" / "actor"), global_step=2)
     found["without upload"] = process.metrics()["rl_safe/saves_in_background"]
-    assert process.teardown() == {}
+    assert process.trainer.teardown() == {}
     found["named"] = (root / "local" / "latest_checkpointed_iteration.txt").read_text()
     return found
 
@@ -204,7 +204,7 @@ def _timed_saves(rank: int, model: Path, root: Path, layers: int) -> list[tuple[
         return time.perf_counter() - started_s
 
     def ours(path: str, described: dict[str, Any]) -> None:
-        with process.phase(Phase.SAVE):
+        with process.trainer.phase(Phase.SAVE):
             manager._save_dist_checkpoint(path, described)
 
     stock = functools.partial(MegatronCheckpointManager._save_dist_checkpoint, manager)

@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers.adapters.totals import add_reports
-from rl_safe_workers.adapters.verl.pending import PendingSave
-from rl_safe_workers.adapters.verl.process import TrainerProcess
+from rl_safe_workers.adapters.verl.pending import PendingSave, PendingSaves
 from rl_safe_workers.adapters.verl.tracker import FILE
-from rl_safe_workers.comms.report import BootstrapReport, LateAllocation, LedgerEntry
+from rl_safe_workers.comms.report import BootstrapReport, LateAllocation, LedgerEntry, add_reports
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.groups import OpClass
 from tests.verl.host import train, training_worker
@@ -39,18 +37,18 @@ def _two_engines(rank: int, model: Path, dispatchers: list[str]) -> dict[str, An
     first = _engine(model, dispatcher=dispatchers[0])
     process = first.engine.process
     alone = process.metrics()
-    process._late.found.append(LATE)
+    process.trainer.comms._late.found.append(LATE)
     _engine(model, "value_model", dispatcher=dispatchers[1])
-    kept = process.late_allocations()
+    kept = process.trainer.comms.late_allocations()
     train(first, 1)
-    entries = [(entry.group, entry.op_class) for entry in process.report.entries]
+    entries = [(entry.group, entry.op_class) for entry in process.trainer.comms.report.entries]
     return {
         "alone": alone,
         "both": process.metrics(),
         "kept": kept,
-        "new": process.late_allocations()[1:],
+        "new": process.trainer.comms.late_allocations()[1:],
         "entries": entries,
-        "groups": process.report.groups + process.report.skipped,
+        "groups": process.trainer.comms.report.groups + process.trainer.comms.report.skipped,
     }
 
 
@@ -100,7 +98,7 @@ def _save_both(rank: int, model: Path, root: Path, background: dict[str, bool]) 
     process, folder = workers["actor"].engine.process, root / "global_step_1"
     workers["actor"].save_checkpoint(str(folder / "actor"), global_step=1)
     of_actor = process.save_seconds
-    while any(save.is_in_progress() for save in process._pending):
+    while any(save.is_in_progress() for save in process.saves._pending):
         time.sleep(0.05)
     manager = workers["critic"].engine.checkpoint_mananager
     describe, seen = manager._build_extra_state_dict, []
@@ -120,7 +118,7 @@ def _save_both(rank: int, model: Path, root: Path, background: dict[str, bool]) 
         "named before the step's last files": (root / FILE).exists(),
     }
     dist.barrier()
-    assert process.teardown() == {}
+    assert process.trainer.teardown() == {}
     found["named"] = (root / FILE).read_text() if (root / FILE).exists() else None
     found["complete"] = all((folder / role / "ckpt_contents.json").exists() for role in kinds)
     return found
@@ -147,17 +145,17 @@ def test_a_critic_does_not_save_in_the_background_where_verls_driver_names_the_s
     ids=["another_of_the_step", "again", "the_next_step"],
 )
 def test_a_save_waits_for_those_in_the_background_but_of_other_engines_of_its_step(engine, folder, waits) -> None:
-    process, waited = TrainerProcess.__new__(TrainerProcess), []
-    process._pending = [PendingSave("critic-1", Path("global_step_1"), [], lambda: None)]
-    process.finish_saves = lambda: waited.append(True)
-    process.finish_saves_before(engine, Path(folder))
+    saves, waited = PendingSaves(None, None), []
+    saves.follow(PendingSave("critic-1", Path("global_step_1"), [], lambda: None))
+    saves.finish = lambda: waited.append(True)
+    saves.finish_before(engine, Path(folder))
     assert bool(waited) == waits
 
 
 def _gather_changes(rank: int, model: Path) -> list[LateAllocation]:
     os.environ["RL_SAFE_VERL"] = json.dumps({"delta_weights": True})
     process = _engine(model, tensor_model_parallel_size=2, expert_tensor_parallel_size=1).engine.process
-    with process.phase(Phase.TRAIN):
+    with process.trainer.phase(Phase.TRAIN):
         for group in (
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_expert_tensor_and_model_parallel_group(),
@@ -166,7 +164,7 @@ def _gather_changes(rank: int, model: Path) -> list[LateAllocation]:
             dist.all_gather(parts, torch.zeros(1), group=group)
             first = dist.get_global_rank(group, 0)
             dist.gather(torch.zeros(1), parts if dist.get_rank() == first else None, dst=first, group=group)
-    return process.late_allocations()
+    return process.trainer.comms.late_allocations()
 
 
 def test_gathers_of_changes_of_weights_are_connected_where_they_are_configured(tiny_moe) -> None:

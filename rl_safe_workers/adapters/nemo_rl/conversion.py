@@ -12,8 +12,9 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.checkpoint.lock import exclusive
 from rl_safe_workers.checkpoint.ownership import MARKER
 from rl_safe_workers.checkpoint.publish import make_parent, pending_path, publish, removed_on_failure, start_pending
@@ -32,22 +33,6 @@ _OF_AN_IMPORT = frozenset({ITERATION, TRACKER, "latest_train_state.pt", MARKER})
 """What lies in an import of NeMo RL's; a directory with anything else is someone else's."""
 
 
-class ConvertingProcess(Protocol):
-    """What a conversion needs of the process: agreements within its deadline, and no more."""
-
-    def together(self, phase: Phase, work: Callable[[], Any], *, failure: Exception | None = None) -> Any:
-        """As `SafeWorker.together`."""
-        ...
-
-    def fail(self, phase: Phase, error: Exception) -> Any:
-        """Tells the others of a failure of this rank alone; raises it."""
-        ...
-
-    def remaining(self) -> Any:
-        """Time left."""
-        ...
-
-
 def is_complete(path: Path) -> bool:
     """Whether a conversion is there to its last file."""
     return all((path / name).is_file() for name in (*_FILES, TRACKER))
@@ -59,7 +44,7 @@ def is_from_hf(config: Mapping[str, Any]) -> bool:
 
 
 def convert(
-    process: ConvertingProcess,
+    process: HostedTrainer,
     run_import: Callable[[str, bool], None],
     path: str,
     *,
@@ -88,7 +73,7 @@ def convert(
             # Two runs take turns; the second finds what the first has made.
             lock = final.with_name(f"{final.name}.lock")
             stack.enter_context(
-                exclusive(lock, timeout=process.remaining() / 2, setting="rl_safe.timeouts.convert")
+                exclusive(lock, timeout=process.trainer.remaining() / 2, setting="rl_safe.timeouts.convert")
             )  # on rank 0
             if is_complete(final) and not force:
                 return False
@@ -100,7 +85,7 @@ def convert(
             stack.enter_context(removed_on_failure(pending, what="the conversion"))
             return True
 
-        if not process.together(Phase.CONVERT, decide):
+        if not process.trainer.together(Phase.CONVERT, decide):
             run_import(str(final), True)
             return
         try:
@@ -109,7 +94,7 @@ def convert(
             raise  # every rank's
         except Exception as error:
             process.fail(Phase.CONVERT, error)
-        process.together(Phase.CONVERT, lambda: _publish(pending, final))
+        process.trainer.together(Phase.CONVERT, lambda: _publish(pending, final))
 
 
 def _check_is_import(final: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from rl_safe_workers.comms.ending import Named, end_together
+from rl_safe_workers.comms.teardown import Named, end_together
 from rl_safe_workers.errors import CommunicatorError
 
 logger = logging.getLogger(__name__)

@@ -55,17 +55,17 @@ class SafePolicyMixin:
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> Any:
         """Offloads gradients and optimizer; not before communicators are connected."""
-        self.safe.require_bootstrap("offload")
+        self.safe.trainer.comms.require("offload")
         return super().prepare_for_lp_inference(*args, **kwargs)  # type: ignore[misc]
 
     def offload_before_refit(self, *args: Any, **kwargs: Any) -> Any:
         """Offloads; not before communicators are connected."""
-        self.safe.require_bootstrap("offload")
+        self.safe.trainer.comms.require("offload")
         return super().offload_before_refit(*args, **kwargs)  # type: ignore[misc]
 
     def offload_after_refit(self, *args: Any, **kwargs: Any) -> Any:
         """Offloads; not before communicators are connected."""
-        self.safe.require_bootstrap("offload")
+        self.safe.trainer.comms.require("offload")
         return super().offload_after_refit(*args, **kwargs)  # type: ignore[misc]
 
     def init_collective(self, *args: Any, **kwargs: Any) -> None:
@@ -107,13 +107,14 @@ class SafePolicyMixin:
         except (CommunicatorError, PhaseTimeoutError) as error:
             # Aborted: the process can end. NeMo RL kills it in any case, and would print no more than this.
             logger.warning("shutdown: %s", error)
-            failed = {self.safe.training_rank: str(error)}
+            failed = {self.safe.trainer.training_rank: str(error)}
         return bool(super().shutdown()) and not failed  # type: ignore[misc]
 
     def rl_safe_report(self) -> dict[str, float]:
         """What this rank has to tell of the adapter. Not collective."""
-        report = self.safe.report
-        found = {"import_groups": float(self.safe.import_groups), "late": float(len(self.safe.late_allocations()))}
+        comms = self.safe.trainer.comms
+        report = comms.report
+        found = {"import_groups": float(self.safe.import_groups), "late": float(len(comms.late_allocations()))}
         if report is not None:
             found |= {
                 "bootstrap_groups": float(report.groups), "bootstrap_s": report.seconds,

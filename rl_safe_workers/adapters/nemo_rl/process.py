@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers.adapters.hosting import HostedTrainer, HostGroups, sizes_of_groups
+from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.nemo_rl.conversion import convert, is_from_hf
 from rl_safe_workers.adapters.nemo_rl.features import features_of
 from rl_safe_workers.adapters.nemo_rl.host_groups import nemo_rl_groups
@@ -26,14 +26,27 @@ from rl_safe_workers.adapters.nemo_rl.import_groups import end_groups_since, gro
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
 from rl_safe_workers.adapters.nemo_rl.settings import NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
-from rl_safe_workers.comms.ending import within
-from rl_safe_workers.comms.groups import nccl_config, set_group_timeouts
+from rl_safe_workers.comms.bootstrap import HostGroups
+from rl_safe_workers.comms.groups import nccl_config, sizes_of_groups
 from rl_safe_workers.config import MegatronConfig
-from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.bounded import within
 from rl_safe_workers.errors import CommunicatorError, RlSafeError, in_one_line
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.workers.communicators import HostComms
+from rl_safe_workers.worlds.training_world import set_group_timeouts
 
 logger = logging.getLogger(__name__)
+
+
+class NemoRlComms(HostComms):
+    """What NeMo RL adds to Megatron's communication."""
+
+    missing_groups = "NeMo RL has not made Megatron's groups by initialize_model_parallel()"
+    makes_groups = True
+
+    def groups(self) -> HostGroups:
+        """Returns the groups that NeMo RL itself uses."""
+        return nemo_rl_groups()
 
 
 class PolicyProcess(HostedTrainer):
@@ -43,8 +56,6 @@ class PolicyProcess(HostedTrainer):
         import_groups: How many groups an import has made, which were ended.
     """
 
-    _without_groups = "NeMo RL has not made Megatron's groups by initialize_model_parallel()"
-
     def __init__(self, settings: NemoRlSettings) -> None:
         """Records the settings. Touches nothing."""
         self.settings = settings
@@ -52,11 +63,6 @@ class PolicyProcess(HostedTrainer):
         self._importing = False
         self._distributed_optimizer = True
         self._writer: ShardWriter | None = None
-
-    @property
-    def has_world(self) -> bool:
-        """Whether the default group exists and is ours."""
-        return hasattr(self, "world")
 
     @contextmanager
     def setting_up(self, host: Any, config: Mapping[str, Any], *, workers: int | None) -> Iterator[None]:
@@ -74,13 +80,13 @@ class PolicyProcess(HostedTrainer):
             stack.enter_context(replaced(parallel_state, "initialize_model_parallel", self._creating_groups))
             try:
                 yield
-                self.require_bootstrap("the end of set-up")
+                self.trainer.comms.require("the end of set-up")
             except Exception as error:
                 # Else the others would wait for this rank in their next collective.
                 self.end(in_one_line(error))
                 raise
         # A warning, because NeMo RL shows nothing less of other packages.
-        logger.warning("rl_safe active: training rank %d of %d", self.training_rank, self.training_size)
+        logger.warning("rl_safe active: training rank %d of %d", self.trainer.training_rank, self.trainer.training_size)
 
     def _setting_up_world(self, original: Callable[[], None], workers: int | None) -> Callable[[], None]:
         timeout = timedelta(seconds=self.settings.timeouts.world)
@@ -104,8 +110,8 @@ class PolicyProcess(HostedTrainer):
                 f"the default group has {size} ranks and the policy {workers} workers: others are in it, for whom "
                 "saves and Megatron's groups would wait; this adapter supports NeMo RL's separate worlds alone"
             )
-        self.take_world(self.settings.rl_safe())
-        self._writer = ShardWriter(self.control)
+        self.take_world(self.settings.rl_safe(), comms=NemoRlComms(), outside_timeout=self._outside_timeout)
+        self._writer = ShardWriter(self.trainer.control)
 
     def _importing_model(self, original: Callable[..., None]) -> Callable[..., None]:
         def handle_model_import(
@@ -134,23 +140,21 @@ class PolicyProcess(HostedTrainer):
 
         No phase of the lifecycle: it comes before the groups of training, with groups of its own.
         """
-        self._deadline = Deadline.after(self.timeout(Phase.CONVERT))
-        self.control.barrier(Phase.CONVERT, self._deadline)
-        set_group_timeouts(self.remaining())
+        self.trainer.meet(Phase.CONVERT)
         before, self._importing = groups_now(), True
         try:
             with self._written("conversion", optimizer_replicated=True):
                 yield
-            self.import_groups = end_groups_since(before, timeout=self.remaining())
+            self.import_groups = end_groups_since(before, timeout=self.trainer.remaining())
         finally:
             self._importing = False
-        set_group_timeouts(self.outside_timeout)
+        set_group_timeouts(self._outside_timeout)
 
     def _building(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def setup_model_and_optimizer(policy_cfg: Any, megatron_cfg: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.features is None:
-                self.features = features_of(megatron_cfg)
-                self._distributed_optimizer = self.features.distributed_optimizer
+            if self.trainer.features is None:
+                self.trainer.features = features_of(megatron_cfg)
+                self._distributed_optimizer = self.trainer.features.distributed_optimizer
             # So that its logs say what is done; what is done, `ShardWriter` decides.
             megatron_cfg.checkpoint.fully_parallel_save = False
             return original(policy_cfg, megatron_cfg, *args, **kwargs)
@@ -162,7 +166,7 @@ class PolicyProcess(HostedTrainer):
 
         @functools.wraps(original)  # Bridge looks at its signature (training/initialize.py:794)
         def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-            if self._importing or self.lifecycle.has_completed(Phase.BOOTSTRAP):
+            if self._importing or self.trainer.lifecycle.has_completed(Phase.BOOTSTRAP):
                 kwargs["distributed_timeout_minutes"] = self._minutes()
                 original(*args, **kwargs)
                 return
@@ -172,45 +176,42 @@ class PolicyProcess(HostedTrainer):
 
     def _create_groups(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Creates the groups of training and connects them: the device holds no model yet."""
-        with self.phase(Phase.GROUPS):
-            self.megatron = _asked(kwargs)
+        trainer, comms = self.trainer, self.trainer.comms
+        with trainer.phase(Phase.GROUPS):
+            trainer.megatron = _asked(kwargs)
             given = kwargs.get("nccl_communicator_config_path")
-            self._limits = self.wanted_limits() if self._has_nccl and given is None else {}
-            with nccl_config(self._limits) if self._limits else nullcontext() as path:
+            comms.limits = comms.wanted_limits() if comms.has_nccl and given is None else {}
+            with nccl_config(comms.limits) if comms.limits else nullcontext() as path:
                 if path is not None:
                     kwargs["nccl_communicator_config_path"] = path
                 kwargs["distributed_timeout_minutes"] = self._minutes()
                 original(*args, **kwargs)
-            self.megatron = sizes_of_groups()
-            if self._has_nccl:
-                self._check_memory(self.plan_comms())
-        self.plan_comms().check_backend(dist.get_backend_config())
-        self.bootstrap()
-
-    def host_groups(self) -> HostGroups:
-        """As `HostedTrainer.host_groups`."""
-        return nemo_rl_groups()
+            trainer.megatron = sizes_of_groups()
+            comms.check_memory()
+        comms.plan().check_backend(dist.get_backend_config())
+        comms.bootstrap()
 
     @property
-    def outside_timeout(self) -> timedelta:
-        """As `HostedTrainer.outside_timeout`."""
+    def _outside_timeout(self) -> timedelta:
+        """Longest wait of one collective outside of phases."""
         return timedelta(seconds=self.settings.timeouts.world)
 
     def _minutes(self) -> float:
         # Annotated as an int; Megatron makes a timedelta of it, which takes a fraction.
-        inside = self._importing or self.lifecycle.current is not None
-        return (self.remaining() if inside else self.outside_timeout).total_seconds() / 60
+        inside = self._importing or self.trainer.lifecycle.current is not None
+        return (self.trainer.remaining() if inside else self._outside_timeout).total_seconds() / 60
 
     @contextmanager
     def outermost(self, phase: Phase) -> Iterator[None]:
         """As `phase`, for a method that the host also calls inside of another phase: nothing there."""
-        with nullcontext() if self.lifecycle.current is not None else self.phase(phase):
+        with nullcontext() if self.trainer.lifecycle.current is not None else self.trainer.phase(phase):
             yield
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Phase ``save``, with what megatron-core would write written by us. Collective over: the training world."""
-        with self.phase(Phase.SAVE), self._written("training", optimizer_replicated=not self._distributed_optimizer):
+        replicated = not self._distributed_optimizer
+        with self.trainer.phase(Phase.SAVE), self._written("training", optimizer_replicated=replicated):
             try:
                 yield
             except RlSafeError:
@@ -221,7 +222,7 @@ class PolicyProcess(HostedTrainer):
     @contextmanager
     def _written(self, kind: str, *, optimizer_replicated: bool) -> Iterator[None]:
         assert self._writer is not None, "made with the world"
-        with self._writer.saving(kind, remaining=self.remaining, optimizer_replicated=optimizer_replicated):
+        with self._writer.saving(kind, remaining=self.trainer.remaining, optimizer_replicated=optimizer_replicated):
             yield
 
     def join_host(self, join: Callable[[], object]) -> None:
@@ -233,23 +234,24 @@ class PolicyProcess(HostedTrainer):
             LifecycleError: If the bootstrap has not run.
             CommunicatorError: If it has not ended after ``timeouts.joint``.
         """
-        self.require_bootstrap("weight sync")
-        with self.lifecycle.enter(Phase.JOINT):
+        self.trainer.comms.require("weight sync")
+        with self.trainer.lifecycle.enter(Phase.JOINT):
             patience, before = timedelta(seconds=self.settings.timeouts.joint), groups_now()
             try:
                 within(join, patience, what="joining the rollout ranks (rl_safe.timeouts.joint)")
             finally:
                 joint = groups_now() - before
-                self.world = replace(self.world, host_groups=self.world.host_groups | joint)
+                world = self.trainer.world
+                self.trainer.world = replace(world, host_groups=world.host_groups | joint)
 
     def tell_failure(self, error: Exception) -> None:
         """As `HostedTrainer.tell_failure`: whoever saves waits for this rank's shards."""
         if self._writer is not None:
-            self._writer.fail(error, self.remaining())
+            self._writer.fail(error, self.trainer.remaining())
 
     def end(self, failure: str | None = None) -> dict[int, str]:
-        """As `teardown`; nothing where there is no world yet."""
-        return self.teardown(failure) if self.has_world else {}
+        """As `SafeTrainer.teardown`; nothing where there is no world yet."""
+        return self.trainer.teardown(failure) if self.has_world else {}
 
 
 def _asked(kwargs: Mapping[str, Any]) -> MegatronConfig:

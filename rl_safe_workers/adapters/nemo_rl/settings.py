@@ -52,7 +52,7 @@ class NemoRlSettings:
     bootstrap: BootstrapSettings = field(default_factory=BootstrapSettings)
 
     def rl_safe(self) -> RlSafeConfig:
-        """The same as the node that the mixins share."""
+        """The same as the node that a `SafeTrainer` takes."""
         own = asdict(self.timeouts)
         return RlSafeConfig(
             timeouts=TimeoutsConfig(**own, groups=self.timeouts.bootstrap),

@@ -97,8 +97,8 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     def _describe(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         return sharded_state(
-            self.model, self.optimizer, training_rank=self.process.training_rank, size=self.process.training_size,
-            is_loading=is_loading, metadata=metadata, rng=False,
+            self.model, self.optimizer, training_rank=self.process.trainer.training_rank,
+            size=self.process.trainer.training_size, is_loading=is_loading, metadata=metadata, rng=False,
         )  # fmt: skip
 
     def save_checkpoint(
@@ -115,10 +115,10 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         """
         self._notice_upload(hdfs_path)
         self._step_folder = Path(local_path).absolute().parent
-        self.process.finish_saves_before(self.name, self._step_folder)
+        self.process.saves.finish_before(self.name, self._step_folder)
         self.process.tracker.begin(self.name, self._step_folder, global_step)
         started_s = time.monotonic()
-        with self.process.phase(Phase.SAVE):
+        with self.process.trainer.phase(Phase.SAVE):
             try:
                 self._uncommit(local_path)
                 super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
@@ -133,7 +133,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             logger.warning(
                 "%s: saves are uploaded to %s, so they do not go on in the background, whatever async_save says; "
                 "writing and upload together end within rl_safe.timeouts.save=%.0f s",
-                self.name, hdfs_path, self.process.timeout(Phase.SAVE).total_seconds(),
+                self.name, hdfs_path, self.process.trainer.timeout(Phase.SAVE).total_seconds(),
             )  # fmt: skip
         self._uploads = hdfs_path is not None
 
@@ -156,19 +156,19 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             content_metadata=self._build_sharded_state_dict_metadata(),
             prepare=functools.partial(clear_shards, directory, below=self._step_folder.parent),
             commit=functools.partial(_make_durable, directory),
-            timeout=self.process.remaining(),
+            timeout=self.process.trainer.remaining(),
             background=background,
         )
         if background:
             return saver
-        saver.finish(self.process.remaining())
+        saver.finish(self.process.trainer.remaining())
         return None
 
     def _saver(self, tree: str) -> Saver:
         if tree not in self._savers:
             dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             self._savers[tree] = Saver(
-                self.process.control.scope(f"{self.name}/{tree}"),
+                self.process.trainer.control.scope(f"{self.name}/{tree}"),
                 replicas=Replicas(
                     dense=dense,
                     expert=parallel_state.get_expert_data_parallel_world_size(),
@@ -179,10 +179,10 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     def _dispatch_finalize(self, async_requests: list[Saver], finalize_save_fn: Callable[[], None]) -> None:
         if async_requests:
-            self.process.together(Phase.SAVE, lambda: None)  # HF weights are written by now, on every rank
-            self.process.follow(PendingSave(self.name, self._step_folder, async_requests, finalize_save_fn))
+            self.process.trainer.together(Phase.SAVE, lambda: None)  # HF weights are written by now, on every rank
+            self.process.saves.follow(PendingSave(self.name, self._step_folder, async_requests, finalize_save_fn))
             return
-        self.process.together(Phase.SAVE, finalize_save_fn)
+        self.process.trainer.together(Phase.SAVE, finalize_save_fn)
         if self.rank != 0:
             finalize_save_fn()
 
@@ -217,7 +217,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             CheckpointError: On every rank, if one cannot read its part, or there is no complete checkpoint.
             CheckpointMismatchError: On every rank, with the keys and shapes that differ.
         """
-        with self.process.phase(Phase.LOAD):
+        with self.process.trainer.phase(Phase.LOAD):
             if self.use_megatron_fsdp or self.peft_cls is not None:
                 super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
                 return
@@ -247,7 +247,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             if not (Path(local_path) / MANIFEST).is_file():
                 raise CheckpointError(f"{local_path} is not a complete checkpoint: it has no {MANIFEST}")
 
-        self.process.together(Phase.LOAD, check)
+        self.process.trainer.together(Phase.LOAD, check)
 
     def _metadata_of(self, trees: Sequence[Path]) -> dict[str, Any]:
         for tree in trees:
@@ -267,8 +267,8 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         describe: Callable[[], dict[str, Any]],
         restore: Callable[[dict[str, Any]], None],
     ) -> None:
-        loader = Loader(self.process.control.scope(f"{self.name}/{tree}"))
-        loader.load(describe, directory, timeout=self.process.remaining(), restore=restore)
+        loader = Loader(self.process.trainer.control.scope(f"{self.name}/{tree}"))
+        loader.load(describe, directory, timeout=self.process.trainer.remaining(), restore=restore)
 
     def _put_model(self, loaded: dict[str, Any]) -> None:
         for index, chunk in enumerate(self.model):

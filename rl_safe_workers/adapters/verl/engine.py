@@ -53,7 +53,7 @@ class SafeEngineMixin:
         # A warning, because verl shows nothing less of its workers.
         logger.warning(
             "rl_safe active: %s on training rank %d of %d",
-            type(self).__name__, self.process.training_rank, self.process.training_size,
+            type(self).__name__, self.process.trainer.training_rank, self.process.trainer.training_size,
         )  # fmt: skip
 
     def initialize(self) -> None:
@@ -68,23 +68,23 @@ class SafeEngineMixin:
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """One update, as a phase: it begins once every rank has come, and names who has not."""
-        with self.process.phase(Phase.TRAIN):
+        with self.process.trainer.phase(Phase.TRAIN):
             return super().train_batch(data, loss_function)  # type: ignore[misc]
 
     def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
         """One forward batch, as a phase."""
-        with self.process.phase(Phase.LOGPROB):
+        with self.process.trainer.phase(Phase.LOGPROB):
             return super().infer_batch(data, loss_function)  # type: ignore[misc]
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves state between device and host; not to the host before communicators are connected."""
         if device == "cpu":
-            self.process.require_bootstrap("offload")
+            self.process.trainer.comms.require("offload")
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)  # type: ignore[misc]
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
         """What a weight sync sends; not before communicators are connected."""
-        self.process.require_bootstrap("weight sync")
+        self.process.trainer.comms.require("weight sync")
         return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
 
     def save_checkpoint(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core import parallel_state
 
-from rl_safe_workers.adapters.hosting import HostGroups
+from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.topology.groups import Classes, OpClass
 
 DATA_PARALLEL: Classes = (OpClass.REDUCE, OpClass.GATHER_SCATTER)

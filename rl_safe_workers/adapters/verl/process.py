@@ -11,34 +11,56 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers.adapters.hosting import HostedTrainer, HostGroups, sizes_of_groups
+from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.host_groups import DELTA_KEYS, verl_groups
-from rl_safe_workers.adapters.verl.pending import PendingSave
+from rl_safe_workers.adapters.verl.pending import PendingSaves
 from rl_safe_workers.adapters.verl.settings import NODE, VerlSettings
 from rl_safe_workers.adapters.verl.tracker import StepTracker
-from rl_safe_workers.comms.groups import create_megatron_groups
+from rl_safe_workers.comms.bootstrap import HostGroups
+from rl_safe_workers.comms.groups import create_megatron_groups, sizes_of_groups
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.budget import NCCL_MAXIMUM
 from rl_safe_workers.topology.groups import Features
+from rl_safe_workers.workers.communicators import HostComms
 
 logger = logging.getLogger(__name__)
 
-_FINISHES_SAVES = frozenset({Phase.LOAD, Phase.TEARDOWN})
-"""Phases that begin by finishing every save in the background."""
+
+class VerlComms(HostComms):
+    """What verl adds to Megatron's communication."""
+
+    missing_groups = "build the engine first"
+    makes_groups = True
+
+    def __init__(self, settings: VerlSettings) -> None:
+        self._settings = settings
+
+    def groups(self) -> HostGroups:
+        """Returns the groups that verl itself uses."""
+        return verl_groups(delta_weights=self._settings.delta_weights)
+
+    def models(self, own: Features) -> Collection[Features]:
+        """Returns this engine's features, with the dispatcher of each engine of the job."""
+        return {own, *(replace(own, moe_dispatcher=dispatcher) for dispatcher in self._settings.dispatchers)}
+
+    def unlimited(self, megatron: MegatronConfig) -> Collection[str]:
+        """Returns the groups that delta weights are gathered over."""
+        if not self._settings.delta_weights or megatron.pipeline_model_parallel_size > 1:
+            return ()
+        experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+        sizes = zip(DELTA_KEYS, (megatron.tensor_model_parallel_size, experts), strict=True)
+        return [key for key, size in sizes if size > 1]
 
 
 class TrainerProcess(HostedTrainer):
     """What the engines of one process share: phases with deadlines, the bootstrap, saves in flight, the teardown."""
-
-    _without_groups = "build the engine first"
 
     def __init__(self, settings: VerlSettings) -> None:
         """Takes the default group as the training world. Not collective."""
@@ -47,8 +69,10 @@ class TrainerProcess(HostedTrainer):
         self.tracker = StepTracker()
         self._bootstrapped: set[Features] = set()
         self._engines = 0
-        self._pending: list[PendingSave] = []
-        self.take_world(settings.rl_safe())
+        timeout = timedelta(seconds=settings.nccl_timeout)
+        self.take_world(settings.rl_safe(), comms=VerlComms(settings), outside_timeout=timeout)
+        self.saves = PendingSaves(self.trainer, self.tracker)
+        self.trainer.add_part(self.saves)
 
     def add_engine(self, *, is_critic: bool, background: bool) -> str:
         """Names an engine of this process that saves, alike on every rank.
@@ -62,11 +86,6 @@ class TrainerProcess(HostedTrainer):
         self.tracker.add(name, background=background, is_critic=is_critic)
         return name
 
-    @property
-    def outside_timeout(self) -> timedelta:
-        """As `HostedTrainer.outside_timeout`."""
-        return timedelta(seconds=self.settings.nccl_timeout)
-
     @contextmanager
     def creating_groups(self, features: Features, engine: Any) -> Iterator[None]:
         """Creates Megatron's groups, and wraps the host's own creation, which does nothing where there are any.
@@ -79,21 +98,22 @@ class TrainerProcess(HostedTrainer):
             features: Of the first engine's model; the engines of a process share its groups.
             engine: verl's ``McoreEngineConfig``.
         """
-        if self.lifecycle.has_completed(Phase.GROUPS):
+        trainer = self.trainer
+        if trainer.lifecycle.has_completed(Phase.GROUPS):
             yield
             return
-        with self.phase(Phase.GROUPS):
-            self.features = features
+        with trainer.phase(Phase.GROUPS):
+            trainer.features = features
             # Groups for dynamic context parallelism are verl's to check and create.
             if not engine.dynamic_context_parallel and not parallel_state.model_parallel_is_initialized():
                 self._create_groups(engine)
             yield
-            self.megatron = sizes_of_groups()
-            if self._has_nccl:
-                self._check_memory(self.plan_comms())
+            trainer.megatron = sizes_of_groups()
+            trainer.comms.check_memory()
 
     def _create_groups(self, engine: Any) -> None:
-        self.megatron = MegatronConfig(
+        trainer = self.trainer
+        trainer.megatron = MegatronConfig(
             tensor_model_parallel_size=engine.tensor_model_parallel_size,
             pipeline_model_parallel_size=engine.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=engine.virtual_pipeline_model_parallel_size,
@@ -101,117 +121,45 @@ class TrainerProcess(HostedTrainer):
             expert_tensor_parallel_size=engine.expert_tensor_parallel_size or engine.tensor_model_parallel_size,
             context_parallel_size=engine.context_parallel_size,
         )
-        if self._has_nccl:
-            self._limits = self.wanted_limits()
+        if trainer.comms.has_nccl:
+            trainer.comms.limits = trainer.comms.wanted_limits()
         create_megatron_groups(
-            self.megatron, timeout=self.remaining(), limits=self._limits if self._has_nccl else None,
-            with_gloo_twins=True,
+            trainer.megatron, timeout=trainer.remaining(),
+            limits=trainer.comms.limits if trainer.comms.has_nccl else None, with_gloo_twins=True,
         )  # fmt: skip
-
-    def host_groups(self) -> HostGroups:
-        """As `HostedTrainer.host_groups`."""
-        return verl_groups(delta_weights=self.settings.delta_weights)
-
-    def models(self) -> Collection[Features]:
-        """As `HostedTrainer.models`: this engine's, with the dispatcher of each engine of the job."""
-        (own,) = super().models()
-        return {own, *(replace(own, moe_dispatcher=dispatcher) for dispatcher in self.settings.dispatchers)}
-
-    def unlimited(self) -> Collection[str]:
-        """As `HostedTrainer.unlimited`."""
-        if not self.settings.delta_weights or self.megatron.pipeline_model_parallel_size > 1:
-            return ()
-        experts = self.megatron.expert_model_parallel_size * self.megatron.expert_tensor_parallel_size
-        sizes = zip(DELTA_KEYS, (self.megatron.tensor_model_parallel_size, experts), strict=True)
-        return [key for key, size in sizes if size > 1]
 
     def connect(self, features: Features) -> None:
         """Connects every communicator for what models like this one need. Collective over: the training world."""
         if features in self._bootstrapped:
             return
-        self.features = features
+        self.trainer.features = features
         self._check_limits()
-        self.plan_comms().check_backend(dist.get_backend_config())
-        self.bootstrap()
+        self.trainer.comms.plan().check_backend(dist.get_backend_config())
+        self.trainer.comms.bootstrap()
         self._bootstrapped.add(features)
 
     def _check_limits(self) -> None:
         """Warns of groups with fewer channels than this engine would give them: an engine before it has made them."""
-        wanted = self.wanted_limits()
-        if narrow := [key for key, limit in self._limits.items() if wanted.get(key, NCCL_MAXIMUM) > limit]:
+        wanted = self.trainer.comms.wanted_limits()
+        if narrow := [key for key, limit in self.trainer.comms.limits.items() if wanted.get(key, NCCL_MAXIMUM) > limit]:
             logger.warning(
                 "training rank %d: an engine shares groups that have fewer channels than it needs: %s; set %s",
-                self.training_rank, ", ".join(narrow),
+                self.trainer.training_rank, ", ".join(narrow),
                 " ".join(f"{NODE}.bootstrap.max_ctas.{key}={wanted.get(key, NCCL_MAXIMUM)}" for key in narrow),
             )  # fmt: skip
-
-    def check_phase(self, phase: Phase) -> None:
-        """Finishes saves in the background before a phase that they must not reach into; else moves them on."""
-        super().check_phase(phase)
-        if phase in _FINISHES_SAVES:
-            self.finish_saves()
-        else:
-            self.poll_saves()
-
-    def follow(self, save: PendingSave) -> None:
-        """Sees to the end of a save in the background."""
-        self._pending.append(save)
-
-    def poll_saves(self) -> None:
-        """Finalises saves in the background once all of them are written. Not collective; does not wait."""
-        still = [save.is_in_progress() for save in self._pending]
-        # A failure is raised by `finish_saves`, on every rank.
-        if not any(still) and not any(save.has_failed for save in self._pending):
-            self._finalise()
-
-    def finish_saves_before(self, engine: str, step_folder: Path) -> None:
-        """Finishes saves in the background before an engine's next; those of the same step by others go on.
-
-        Raises:
-            CheckpointError: As `finish_saves`.
-            PhaseTimeoutError: As `finish_saves`.
-        """
-        if any(save.engine == engine or save.step_folder != step_folder for save in self._pending):
-            self.finish_saves()
-
-    def finish_saves(self) -> None:
-        """Waits for saves in the background and finalises them. Collective over: the training world, by the store.
-
-        Raises:
-            CheckpointError: On every rank, if one has failed.
-            PhaseTimeoutError: Naming the ranks that have not written in time.
-        """
-        try:
-            for save in self._pending:
-                save.finish(self.timeout(Phase.SAVE))
-            self._finalise()
-        finally:
-            self._pending = []
-
-    def _finalise(self) -> None:
-        pending, self._pending = self._pending, []
-        for save in pending:
-            save.finalise()
-        self.tracker.name(writes=self.training_rank == 0)
-
-    def give_up(self, reason: str) -> None:
-        """Gives up saves in the background, so that the others need not wait for this rank."""
-        super().give_up(reason)
-        pending, self._pending = self._pending, []
-        for save in pending:
-            save.abandon(reason)
 
     def metrics(self) -> dict[str, float]:
         """What this rank has to tell of the adapter, under the names of verl's metrics.
 
         Of saves, what they took since the last call.
         """
-        found = {"rl_safe/active": 1.0, "rl_safe/saves_in_background": float(len(self._pending))}
-        if self.report is not None:
-            found["rl_safe/bootstrap_groups"] = float(self.report.groups)
-            found["rl_safe/bootstrap_mib"] = (self.report.bytes or 0) / 2**20
-            found["rl_safe/late_allocations"] = float(len(self.late_allocations()))
-            found["timing_s/rl_safe_bootstrap"] = self.report.seconds
+        found = {"rl_safe/active": 1.0, "rl_safe/saves_in_background": float(len(self.saves))}
+        comms = self.trainer.comms
+        if comms.report is not None:
+            found["rl_safe/bootstrap_groups"] = float(comms.report.groups)
+            found["rl_safe/bootstrap_mib"] = (comms.report.bytes or 0) / 2**20
+            found["rl_safe/late_allocations"] = float(len(comms.late_allocations()))
+            found["timing_s/rl_safe_bootstrap"] = comms.report.seconds
         if self.save_seconds:
             # Told once, though worker groups of one process ask in turn: the trainer takes the largest answer.
             found["timing_s/rl_safe_save"], self.save_seconds = self.save_seconds, 0.0

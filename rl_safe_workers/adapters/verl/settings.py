@@ -58,7 +58,7 @@ class VerlSettings:
     """Token dispatchers of all engines of the job, which may share groups; empty if not known; see `TAKEN`."""
 
     def rl_safe(self) -> RlSafeConfig:
-        """The same as the node that the mixins share."""
+        """The same as the node that a `SafeTrainer` takes."""
         own = asdict(self.timeouts)
         return RlSafeConfig(
             timeouts=TimeoutsConfig(**own, world=self.nccl_timeout, groups=self.timeouts.bootstrap),

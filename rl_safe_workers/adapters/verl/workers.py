@@ -42,7 +42,7 @@ class _Calls:
             Failure by training rank; empty if every rank was well.
         """
         process = existing_process()
-        return {} if process is None else process.teardown(failure)
+        return {} if process is None else process.trainer.teardown(failure)
 
 
 class SafeTrainingWorker(_Calls, TrainingWorker):

@@ -1,139 +1,54 @@
-"""The comms mixin: bootstrap, the joint group, and weights over it."""
+"""Weights on their way from the trainers to the rollout ranks, over the joint group."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
-from types import MappingProxyType
-from typing import cast
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
-from rl_safe_workers.comms.bootstrap import Bootstrap
-from rl_safe_workers.comms.catalog import LiveGroup
-from rl_safe_workers.comms.late import LateWatch
-from rl_safe_workers.comms.report import BootstrapReport, LateAllocation
 from rl_safe_workers.errors import Failure, LifecycleError, WeightSyncError, first_line, foreign_cause
-from rl_safe_workers.lifecycle import REQUIRES, Phase
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.own_weights import OwnWeight
-from rl_safe_workers.platforms.device_memory import outside_torch
-from rl_safe_workers.ranks import Role, format_ranks, joint_ids, trainer_id
+from rl_safe_workers.ranks import format_ranks, joint_ids, trainer_id
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
-from rl_safe_workers.topology.groups import OpClass
-from rl_safe_workers.workers.base import MegatronHost
-from rl_safe_workers.workers.groups import GroupsMixin
 from rl_safe_workers.workers.outgoing import Outgoing, Weights
+from rl_safe_workers.workers.world_entry import WorldEntry
 from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
+from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
-_WATCHED = (Phase.LOGPROB, Phase.TRAIN)
 _PAIR_SHARE, _FLUSH_SHARE = 0.5, 0.8
 """Of the time that is left of a sync, for rollout ranks that do not read: before the other trainers, who wait in the
 world's broadcasts meanwhile, give up; the rest is to agree on how it went."""
 
 
-class CommsMixin(GroupsMixin):
-    """Connects communicators early and sends weights over the joint group."""
+@runtime_checkable
+class OwnWeightsHost(Protocol):
+    """A host that can tell which weights each rank has. Without this rank 0 sends them all."""
 
-    joint_group: JointGroup | GpuPair | None = None
-    _colocated = False
-    _late: LateWatch | None = None
-    _connected: Mapping[str, frozenset[OpClass]] = MappingProxyType({})
-    """Op classes by torch's name of the group."""
-    _watched: Counter[Phase]
-    _outgoing: Outgoing | None = None
-    _buckets: dict[int, list[Bucket]]
-    """By ``bucket_bytes``."""
+    def own_hf_weights(self) -> Sequence[OwnWeight] | None:
+        """Lists the HF weights that this rank takes part in making alone; None if it cannot tell."""
+        ...
 
-    def bootstrap(self) -> BootstrapReport:
-        """Connects every communicator for every op class it will carry. Collective over: the training world.
 
-        Idempotent; call it again after groups were built anew.
+class WeightSync(Part):
+    """Joins the joint group and sends weights over it.
 
-        Returns:
-            What each op class of each group has cost this rank.
+    Attributes:
+        joint_group: The group of trainers and rollout ranks; None before `join` and after `leave`.
+    """
 
-        Raises:
-            CommunicatorError: On every rank, if plans differ or a rank fails; names it.
-            PhaseTimeoutError: On every rank, if one does not come to a group within ``rl_safe.timeouts.bootstrap``.
-        """
-        with self.phase(Phase.BOOTSTRAP):
-            probe = outside_torch(self.device)
-            report, self._connected = self._connect_groups(probe)
-            self._watched = Counter()
-            self._late = LateWatch(self._connected, probe=probe)
-            return report
-
-    def is_connected(self, group: LiveGroup) -> bool:
-        """Whether the bootstrap has connected a group."""
-        return group.group.group_name in self._connected
-
-    def _connect_groups(
-        self, probe: Callable[[], int] | None, *, phase: Phase = Phase.BOOTSTRAP, timeout: timedelta | None = None
-    ) -> tuple[BootstrapReport, Mapping[str, frozenset[OpClass]]]:
-        """Connects every group; also after they were released. Collective over: the training world.
-
-        Args:
-            probe: Tells the device memory that is not torch's.
-            phase: The phase that this is part of, for errors.
-            timeout: Longest time for it; None: what is left of the phase.
-        """
-        plan = self.plan_comms()
-        bootstrap = Bootstrap(
-            self.control,
-            layout=plan.layout,
-            features=plan.features,
-            limits=plan.limits if probe is not None else {},
-            device=self.device,
-            probe=probe,
-        )
-        report = bootstrap.run(timeout=timeout or self.remaining(), elsewhere=self.world.host_groups, phase=phase)
-        return report, bootstrap.connected
-
-    @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
-        """As `SafeWorker.phase`; in the first training steps it also looks for memory that collectives take late.
-
-        Raises:
-            CommunicatorError: If one does, and ``rl_safe.bootstrap.on_late`` is ``raise``.
-        """
-        with super().phase(phase):
-            watch, wanted = self._late, self.rl_safe.bootstrap.watch_steps
-            if watch is None or phase not in _WATCHED or self._watched[phase] >= wanted:
-                yield
-                return
-            self._watched[phase] += 1
-            with watch.watching(phase) as found:
-                yield
-            watch.report(
-                found, who=f"training rank {self.training_rank}", refuse=self.rl_safe.bootstrap.on_late == "raise"
-            )
-
-    def late_allocations(self) -> list[LateAllocation]:
-        """What the bootstrap has missed, as the first training steps showed. Not collective."""
-        return [] if self._late is None else list(self._late.found)
-
-    def check_phase(self, phase: Phase) -> None:
-        """Holds every phase that needs connected communicators back until the bootstrap has run.
-
-        Raises:
-            LifecycleError: If it has not, and ``rl_safe.bootstrap.on_missing`` does not say to run it now.
-        """
-        super().check_phase(phase)
-        needs_bootstrap = Phase.BOOTSTRAP in REQUIRES[Role.TRAINER].get(phase, ())
-        if not needs_bootstrap or self.lifecycle.has_completed(Phase.BOOTSTRAP):
-            return
-        if self.rl_safe.bootstrap.on_missing == "bootstrap":
-            self.bootstrap()
-            return
-        raise LifecycleError(
-            f"phase {phase} on training rank {self.training_rank}: the bootstrap has not run, so communicators would "
-            "connect later, when memory is full; call bootstrap() after init_groups(), "
-            "or set rl_safe.bootstrap.on_missing=bootstrap"
-        )
+    def __init__(self, rank: TrainingRank, entry: WorldEntry) -> None:
+        super().__init__(rank)
+        self._entry = entry
+        self.joint_group: JointGroup | GpuPair | None = None
+        self._colocated = False
+        self._outgoing: Outgoing | None = None
+        self._buckets: dict[int, list[Bucket]] = {}
+        """By ``bucket_bytes``."""
 
     def join(self, size: int, *, generation: int = 0, colocated: bool = False) -> None:
         """Joins the joint group as joint rank = training rank. Collective over: trainers and rollout ranks.
@@ -147,20 +62,21 @@ class CommsMixin(GroupsMixin):
             PhaseTimeoutError: If some joint rank does not arrive in time; names it.
             WeightSyncError: If the group cannot be connected.
         """
-        self.check_phase(Phase.JOINT)
-        with self.lifecycle.enter(Phase.JOINT), self._door.opened() if self._door else nullcontext():
+        self.rank.before(Phase.JOINT)
+        door = self._entry.door
+        with self.rank.lifecycle.enter(Phase.JOINT), nullcontext() if door is None else door.opened():
             self.leave()
             self._colocated = colocated
             self.joint_group = (GpuPair if colocated else JointGroup)(
-                self.control.of_world(
+                self.rank.control.of_world(
                     joint_world(generation),
-                    rank=self.training_rank,
-                    members=joint_ids(trainers=self.training_size, size=size),
+                    rank=self.rank.training_rank,
+                    members=joint_ids(trainers=self.rank.training_size, size=size),
                 ),
                 generation=generation,
-                timeout=self.timeout(Phase.JOINT),
-                device=self.device,
-                sync_timeout=self.timeout(Phase.SYNC),
+                timeout=self.rank.timeout(Phase.JOINT),
+                device=self.rank.device,
+                sync_timeout=self.rank.timeout(Phase.SYNC),
             )
 
     def leave(self, *, failed: bool = False) -> None:
@@ -169,9 +85,14 @@ class CommsMixin(GroupsMixin):
         Args:
             failed: Whether something in it may never end; it is given up then, without waiting.
         """
-        group, self.joint_group = self.joint_group, None
+        group = self.detach()
         if group is not None:
             (group.abort if failed else group.close)()
+
+    def detach(self) -> JointGroup | GpuPair | None:
+        """Returns the joint group, which is the caller's to close from now on; None if there is none."""
+        group, self.joint_group = self.joint_group, None
+        return group
 
     def weight_specs(self) -> tuple[WeightSpec, ...]:
         """Describes all HF weights in the order they are sent. Collective over: the training world.
@@ -180,11 +101,12 @@ class CommsMixin(GroupsMixin):
         `MegatronPolicy` does, sends each weight from a rank that holds it; of any other, ``export_hf_weights`` brings
         them all to training rank 0.
         """
-        own: Sequence[OwnWeight] | None = getattr(self, "own_hf_weights", lambda: None)()
+        host = self.rank.host
+        own = host.own_hf_weights() if isinstance(host, OwnWeightsHost) else None
         if own is None:
-            self._outgoing = Outgoing.of_all(cast(MegatronHost, self).export_hf_weights)
+            self._outgoing = Outgoing.of_all(host.export_hf_weights)
         else:
-            self._outgoing = Outgoing.of_own(own, training_rank=self.training_rank)
+            self._outgoing = Outgoing.of_own(own, training_rank=self.rank.training_rank)
         self._buckets = {}
         return self._outgoing.specs
 
@@ -207,8 +129,8 @@ class CommsMixin(GroupsMixin):
                 next generation.
         """
         if self._outgoing is None:
-            raise LifecycleError(f"training rank {self.training_rank}: call weight_specs() before send_weights()")
-        with self.phase(Phase.SYNC):
+            raise LifecycleError(f"training rank {self.rank.training_rank}: call weight_specs() before send_weights()")
+        with self.rank.phase(Phase.SYNC):
             if bucket_bytes not in self._buckets:
                 self._buckets[bucket_bytes] = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
             buckets = self._buckets[bucket_bytes]
@@ -223,7 +145,7 @@ class CommsMixin(GroupsMixin):
     def _bucket_buffers(self, size_bytes: int) -> tuple[Failure | None, list[torch.Tensor]]:
         """Returns room for two buckets, or why there is none."""
         try:
-            return None, [torch.empty(size_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+            return None, [torch.empty(size_bytes, dtype=torch.uint8, device=self.rank.device) for _ in range(2)]
         except RuntimeError as error:
             text = f"there is no room for two buckets of {size_bytes} bytes: {first_line(error)}"
             return Failure(text, foreign_cause(error)), []
@@ -239,7 +161,7 @@ class CommsMixin(GroupsMixin):
             # Whoever waits for this rank in the joint group hears of it at once.
             self.leave(failed=True)
         elif group is not None:
-            group.limit(_PAIR_SHARE * self.remaining())
+            group.limit(_PAIR_SHARE * self.rank.remaining())
         weights = outgoing.weights()
         on_its_way: Callable[[], None] | None = None
         for number, bucket in enumerate(buckets):
@@ -248,7 +170,7 @@ class CommsMixin(GroupsMixin):
             if buffer is None:
                 break
             failed_now = self._pack(bucket, weights, buffer, outgoing)
-            if self._colocated and self.training_size > 1:
+            if self._colocated and self.rank.training_size > 1:
                 # Each trainer passes everything on to the rollout rank beside it.
                 dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
             if failure is None and failed_now is None and group is not None:
@@ -271,7 +193,7 @@ class CommsMixin(GroupsMixin):
 
     def _pack(self, bucket: Bucket, weights: Weights, buffer: torch.Tensor, outgoing: Outgoing) -> Failure | None:
         try:
-            outgoing.pack(bucket, weights, buffer, training_rank=self.training_rank)
+            outgoing.pack(bucket, weights, buffer, training_rank=self.rank.training_rank)
         except Exception as error:
             return Failure.of(error)
         return None
@@ -280,18 +202,18 @@ class CommsMixin(GroupsMixin):
         try:
             if on_its_way is not None:
                 on_its_way()
-            group.flush(_FLUSH_SHARE * self.remaining())
+            group.flush(_FLUSH_SHARE * self.rank.remaining())
         except WeightSyncError as error:
             return Failure.of(error)
         return None
 
     def _agree(self, failure: Failure | None) -> None:
         """Raises on every trainer if one has failed. Over the store: the world's own groups may be what has failed."""
-        failed = self.failed_ranks(Phase.SYNC, failure)
+        failed = self.rank.failed_ranks(Phase.SYNC, failure)
         if failed:
             self.leave(failed=True)
             # A rank that has failed itself says so.
-            culprit = self.training_rank if self.training_rank in failed else min(failed)
+            culprit = self.rank.training_rank if self.rank.training_rank in failed else min(failed)
             text, foreign = failed[culprit]
             raise WeightSyncError(
                 f"weight sync failed on training rank {format_ranks(failed)}: {text}",

@@ -1,4 +1,4 @@
-"""The convert mixin: HF weights to Megatron's shards and back, on the training world alone."""
+"""HF weights to Megatron's shards and back, on the training world alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -18,15 +18,13 @@ from rl_safe_workers.checkpoint.convert import (
     OURS,
     ConvertedModel,
     find_conversion,
-    find_megatron_weights,
     lock_path,
     publish_conversion,
 )
 from rl_safe_workers.checkpoint.hf_writer import MAX_SHARD_BYTES, copy_hf_files, write_hf_directory
-from rl_safe_workers.checkpoint.loader import read_content_metadata
 from rl_safe_workers.checkpoint.lock import exclusive
 from rl_safe_workers.checkpoint.manifest import SHARDS, model_fingerprint
-from rl_safe_workers.checkpoint.model_state import model_state, restore_model
+from rl_safe_workers.checkpoint.model_state import model_state
 from rl_safe_workers.checkpoint.publish import (
     check_export,
     make_parent,
@@ -34,13 +32,13 @@ from rl_safe_workers.checkpoint.publish import (
     removed_on_failure,
     start_pending,
 )
+from rl_safe_workers.checkpoint.saver import CheckpointSaves
 from rl_safe_workers.checkpoint.state import CONTENT_METADATA
 from rl_safe_workers.checkpoint.writer import WrittenFile, file_records
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.hf_reader import HfReader
 from rl_safe_workers.topology.layout import ParallelLayout
-from rl_safe_workers.workers.base import MegatronHost
-from rl_safe_workers.workers.shards import ShardsMixin
+from rl_safe_workers.worlds.training_rank import MegatronHost, Part, TrainingRank
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +54,13 @@ class ConvertHost(MegatronHost, Protocol):
         ...
 
 
-class ConvertMixin(ShardsMixin):
+class Conversions(Part):
     """Converts with both of megatron-core's flags off. No rollout rank takes part; a result is whole or absent."""
 
-    chunks: list[Any]
-    optimizer: Any
+    def __init__(self, rank: TrainingRank, saves: CheckpointSaves) -> None:
+        """Needs the part whose saver writes the shards."""
+        super().__init__(rank)
+        self._saves = saves
 
     def convert_checkpoint(self, hf_dir: str | Path, out_dir: str | Path, *, overwrite: bool = False) -> Path:
         """Reads HF weights into the model, weight by weight, and saves them as Megatron's shards, the model alone.
@@ -85,7 +85,7 @@ class ConvertMixin(ShardsMixin):
             PhaseTimeoutError: If a trainer does not arrive in time; names it.
         """
         final = Path(out_dir).absolute()
-        with self.phase(Phase.CONVERT):
+        with self.rank.phase(Phase.CONVERT):
             model = ConvertedModel(fingerprint=model_fingerprint(hf_dir), dtype=self._dtype_name())
             with self._turn(final, model, overwrite=overwrite) as is_there:
                 if is_there:
@@ -93,32 +93,6 @@ class ConvertMixin(ShardsMixin):
                 else:
                     self._convert(Path(hf_dir).absolute(), final, model, overwrite=overwrite)
         return final
-
-    def load_model_weights(self, path: str | Path, *, fingerprint: str | None = None) -> None:
-        """Loads the model alone from a conversion or a training checkpoint, saved under any layout.
-
-        Collective over: the training world, in phase ``load``. The optimizer's copies follow; its moments stay.
-
-        Args:
-            path: What `convert_checkpoint` or ``save_checkpoint`` made, or another program's torch_dist directory.
-            fingerprint: Of the HF directory that it must be of; None: any.
-
-        Raises:
-            CheckpointError: If it is no checkpoint, or not complete.
-            CheckpointMismatchError: If it is of another model.
-        """
-        path = Path(path).absolute()
-        with self.phase(Phase.LOAD):
-            weights = find_megatron_weights(path)
-            weights.check_is_of(fingerprint, path=path)
-            # A training checkpoint holds more than the model.
-            self._open_loader().load(
-                lambda: model_state(self.chunks, read_content_metadata(weights.shards)),
-                weights.shards,
-                timeout=self.remaining(),
-                restore=lambda loaded: restore_model(self.chunks, self.optimizer, loaded),
-                strict=False,
-            )
 
     def export_hf(
         self,
@@ -151,11 +125,11 @@ class ConvertMixin(ShardsMixin):
             PhaseTimeoutError: If a trainer does not arrive in time; names it.
         """
         final, source = Path(out_dir).absolute(), Path(source)
-        with self.phase(Phase.CONVERT):
-            dtypes = self.together(Phase.CONVERT, lambda: _prepare_export(final, source, overwrite=overwrite))
-            weights, failure = cast(ConvertHost, self).export_hf_weights(), None
+        with self.rank.phase(Phase.CONVERT):
+            dtypes = self.rank.together(Phase.CONVERT, lambda: _prepare_export(final, source, overwrite=overwrite))
+            weights, failure = self.rank.host.export_hf_weights(), None
             try:
-                if self.training_rank == 0:
+                if self.rank.training_rank == 0:
                     write_hf_directory(
                         final,
                         weights,
@@ -169,15 +143,15 @@ class ConvertMixin(ShardsMixin):
             except Exception as error:
                 failure = error
             failure = self._drain(weights) or failure
-            self.together(Phase.CONVERT, lambda: None, failure=failure)
+            self.rank.together(Phase.CONVERT, lambda: None, failure=failure)
         return final
 
     def _dtype_name(self) -> str:
-        parameter = next(self.chunks[0].parameters())
+        parameter = next(self.rank.host.chunks[0].parameters())
         return str(parameter.dtype).removeprefix("torch.")
 
     def _layout(self) -> dict[str, int]:
-        return asdict(ParallelLayout.of(self.megatron, world_size=self.training_size))
+        return asdict(ParallelLayout.of(self.rank.megatron, world_size=self.rank.training_size))
 
     @contextmanager
     def _turn(self, final: Path, model: ConvertedModel, *, overwrite: bool) -> Iterator[bool]:
@@ -186,37 +160,37 @@ class ConvertMixin(ShardsMixin):
 
             def decide() -> bool:
                 make_parent(final)
-                patience = max(self.remaining() - timedelta(seconds=SLACK_S), self.remaining() / 2)
+                patience = max(self.rank.remaining() - timedelta(seconds=SLACK_S), self.rank.remaining() / 2)
                 held.enter_context(
                     exclusive(lock_path(final), timeout=patience, setting=f"rl_safe.timeouts.{Phase.CONVERT}")
                 )
                 return find_conversion(final, model, overwrite=overwrite) is not None
 
-            yield self.together(Phase.CONVERT, decide)
+            yield self.rank.together(Phase.CONVERT, decide)
 
     def _convert(self, hf_dir: Path, final: Path, model: ConvertedModel, *, overwrite: bool) -> None:
-        if self.training_rank == 0:
+        if self.rank.training_rank == 0:
             logger.info(
                 "conversion of %s to %s on the %d training ranks alone: fully_parallel_save=False, "
                 "validate_access_integrity=False",
-                hf_dir, final, self.training_size,
+                hf_dir, final, self.rank.training_size,
             )  # fmt: skip
         pending = pending_path(final)
-        with removed_on_failure(pending, what="the conversion") if self.training_rank == 0 else ExitStack():
-            cast(ConvertHost, self).load_hf_weights(str(hf_dir))
-            if self.optimizer is not None:
-                self.optimizer.reload_model_params()
-            saver = self._open_saver()
+        with removed_on_failure(pending, what="the conversion") if self.rank.training_rank == 0 else ExitStack():
+            self.rank.host.load_hf_weights(str(hf_dir))
+            if self.rank.host.optimizer is not None:
+                self.rank.host.optimizer.reload_model_params()
+            saver = self._saves.open_saver()
             saver.begin(
-                model_state(self.chunks),
+                model_state(self.rank.host.chunks),
                 pending / SHARDS,
                 content_metadata=CONTENT_METADATA,
                 prepare=lambda: (start_pending(final, what="a conversion", holds=OURS) / SHARDS).mkdir(),
                 commit=lambda files, notes: self._publish(files, hf_dir, final, model, overwrite=overwrite),
-                timeout=self.remaining(),
+                timeout=self.rank.remaining(),
                 background=False,
             )
-            saver.finish(self.remaining())
+            saver.finish(self.rank.remaining())
 
     def _publish(
         self, written: Mapping[str, WrittenFile], hf_dir: Path, final: Path, model: ConvertedModel, *, overwrite: bool

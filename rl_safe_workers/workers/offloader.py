@@ -1,4 +1,4 @@
-"""The offload mixin: Megatron state out of the rollout's way and back, bit for bit."""
+"""Megatron's state out of the rollout's way and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rl_safe_workers.errors import LifecycleError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms.device_memory import outside_torch
 from rl_safe_workers.platforms.pinned import host_buffer
-from rl_safe_workers.workers.comms import CommsMixin
+from rl_safe_workers.workers.communicators import Communicators
+from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
 USES_STATE = frozenset({Phase.CONVERT, Phase.LOAD, Phase.LOGPROB, Phase.TRAIN, Phase.SYNC, Phase.SAVE})
 """Phases that read or write parameters, gradients or optimizer state."""
@@ -94,31 +95,36 @@ def _synchronize(tensors: list[torch.Tensor]) -> None:
         torch.cuda.current_stream(tensors[0].device).synchronize()
 
 
-class OffloadMixin(CommsMixin):
+class Offloader(Part):
     """Moves parameters and optimizer state to host memory and frees gradients, as ``megatron.*_offload`` says.
 
     The storage of Megatron's buffers is resized in place, so that every view into them stays valid. Optimizer state
     keeps its tensor objects.
+
+    Attributes:
+        is_offloaded: Whether the state is in host memory.
+        releases_comms: Whether an offload gives up the communicators' memory, too.
     """
 
-    chunks: list[Any]
-    optimizer: Any
-    _host_params: Sequence[torch.Tensor] = ()
-    """Pinned copies of the parameter buffers, kept from cycle to cycle."""
-    _host_optimizer: _HostCopy | None = None
-    _suspension: Suspension | None = None
-    is_offloaded: bool = False
+    def __init__(self, rank: TrainingRank, comms: Communicators, *, releases_comms: bool) -> None:
+        super().__init__(rank)
+        self._comms = comms
+        self.is_offloaded, self.releases_comms = False, releases_comms
+        self._host_params: Sequence[torch.Tensor] = ()
+        """Pinned copies of the parameter buffers, kept from cycle to cycle."""
+        self._host_optimizer: _HostCopy | None = None
+        self._suspension: Suspension | None = None
 
-    def check_phase(self, phase: Phase) -> None:
+    def before(self, phase: Phase) -> None:
         """Refuses phases that use what is offloaded.
 
         Raises:
             LifecycleError: If it is not back on the device.
         """
-        super().check_phase(phase)
         if self.is_offloaded and phase in USES_STATE:
             raise LifecycleError(
-                f"phase {phase} on training rank {self.training_rank}: its state is in host memory; call onload() first"
+                f"phase {phase} on training rank {self.rank.training_rank}: its state is in host memory; "
+                "call onload() first"
             )
 
     def offload(self) -> int:
@@ -133,7 +139,7 @@ class OffloadMixin(CommsMixin):
         Raises:
             LifecycleError: If the bootstrap has not run.
         """
-        with self.phase(Phase.OFFLOAD):
+        with self.rank.phase(Phase.OFFLOAD):
             if self.is_offloaded:
                 return 0
             freed = self._offload()
@@ -151,25 +157,25 @@ class OffloadMixin(CommsMixin):
             CommunicatorError: On every rank, if one failed; names it.
             PhaseTimeoutError: If one does not come in time; names it.
         """
-        if can_suspend(self.device):
+        if can_suspend(self.rank.device):
             return self._suspend_comms()
         report = release(
-            control=self.control,
-            timeout=self.remaining(),
+            control=self.rank.control,
+            timeout=self.rank.remaining(),
             missing_call="onload()",
-            used_bytes=outside_torch(self.device),
+            used_bytes=outside_torch(self.rank.device),
         )
         return report.freed_bytes
 
     def _suspend_comms(self) -> int:
-        probe = outside_torch(self.device)
+        probe = outside_torch(self.rank.device)
         before = probe() if probe is not None else 0
-        self._open_suspension().suspend(self.is_connected, timeout=self.remaining())
+        self._open_suspension().suspend(self._comms.is_connected, timeout=self.rank.remaining())
         return before - probe() if probe is not None else 0
 
     def _open_suspension(self) -> Suspension:
         if self._suspension is None:
-            self._suspension = Suspension(self.control, device=self.device)
+            self._suspension = Suspension(self.rank.control, device=self.rank.device)
         return self._suspension
 
     def rebuild_comms(self) -> None:
@@ -179,34 +185,34 @@ class OffloadMixin(CommsMixin):
             CommunicatorError: As `release_comms`.
             PhaseTimeoutError: As `release_comms`.
         """
-        if can_suspend(self.device):
-            self._open_suspension().resume(timeout=self.remaining())
+        if can_suspend(self.rank.device):
+            self._open_suspension().resume(timeout=self.rank.remaining())
             return
         rebuild(
-            control=self.control,
-            timeout=self.remaining(),
-            bootstrap=lambda patience: self._connect_groups(
-                outside_torch(self.device), phase=Phase.ONLOAD, timeout=patience
+            control=self.rank.control,
+            timeout=self.rank.remaining(),
+            bootstrap=lambda patience: self._comms.connect_all(
+                outside_torch(self.rank.device), phase=Phase.ONLOAD, timeout=patience
             ),
-            used_bytes=outside_torch(self.device),
+            used_bytes=outside_torch(self.rank.device),
         )
 
     def _offload(self) -> int:
         freed = 0
         buffers = list(self._ddp_buffers())
         # All copies first: if there is no host memory for them, nothing has been given up.
-        if self.megatron.param_offload:
+        if self.rank.megatron.param_offload:
             self._copy_params([buffer.param_data for buffer in buffers])
-        if self.megatron.optimizer_offload:
+        if self.rank.megatron.optimizer_offload:
             self._copy_optimizer()
         self.is_offloaded = True
-        if self.megatron.param_offload:
+        if self.rank.megatron.param_offload:
             freed += sum(self._release(buffer.param_data) for buffer in buffers)
-        if self.megatron.grad_offload:
+        if self.rank.megatron.grad_offload:
             freed += sum(self._release(buffer.grad_data) for buffer in buffers)
-        if self.megatron.optimizer_offload and self._host_optimizer is not None:
+        if self.rank.megatron.optimizer_offload and self._host_optimizer is not None:
             freed += self._host_optimizer.release()
-        if self.device.type == "cuda":
+        if self.rank.device.type == "cuda":
             # Of 32 MiB each, cut out of large free blocks in the middle of a step: one holds gigabytes back.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
@@ -228,28 +234,28 @@ class OffloadMixin(CommsMixin):
 
     def onload(self) -> None:
         """Brings everything back; gradients come back as zeros. Collective over: the training world. Idempotent."""
-        with self.phase(Phase.ONLOAD):
+        with self.rank.phase(Phase.ONLOAD):
             if not self.is_offloaded:
                 return
             if self.releases_comms:
                 # First: NCCL takes its memory from the device itself, which torch may have filled after this.
                 self.rebuild_comms()
             buffers = list(self._ddp_buffers())
-            if self.megatron.param_offload:
+            if self.rank.megatron.param_offload:
                 for buffer, host in zip(buffers, self._host_params, strict=True):
                     self._allocate(buffer.param_data)
                     buffer.param_data.copy_(host, non_blocking=True)
-            if self.megatron.grad_offload:
+            if self.rank.megatron.grad_offload:
                 for buffer in buffers:
                     self._allocate(buffer.grad_data)
                     buffer.grad_data.zero_()
-            if self.megatron.optimizer_offload and self._host_optimizer is not None:
+            if self.rank.megatron.optimizer_offload and self._host_optimizer is not None:
                 self._host_optimizer.give_back()
             _synchronize([buffer.param_data for buffer in buffers])
             self.is_offloaded = False
 
     def _ddp_buffers(self) -> Iterator[Any]:
-        for chunk in self.chunks:
+        for chunk in self.rank.host.chunks:
             yield from chunk.buffers
             yield from chunk.expert_parallel_buffers
 
@@ -257,7 +263,7 @@ class OffloadMixin(CommsMixin):
         """Main parameters and moments, except main parameters that are views of the parameter buffers, as in fp32."""
         in_buffers = {buffer.param_data.untyped_storage().data_ptr() for buffer in self._ddp_buffers()}
         tensors: list[torch.Tensor] = []
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for part in getattr(self.rank.host.optimizer, "chained_optimizers", [self.rank.host.optimizer]):
             if part.optimizer is None:
                 continue  # Megatron's stub, on a rank without parameters of a kind
             main = [param for group in part.optimizer.param_groups for param in group["params"]]

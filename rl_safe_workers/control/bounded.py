@@ -1,0 +1,55 @@
+"""Work of a process with a GPU on a thread of its own, under a deadline: its failure is an error of ours."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+
+from rl_safe_workers.control.deadline import Background, Deadline, DeadlineExceededError
+from rl_safe_workers.errors import CommunicatorError
+
+T = TypeVar("T")
+
+
+def in_background(work: Callable[[], T]) -> Background[T]:
+    """Does work on a thread of its own, on this thread's device."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> T:
+        if device is not None:
+            torch.cuda.set_device(device)
+        return work()
+
+    return Background(run, name="rl_safe ending")
+
+
+def within(work: Callable[[], object], patience: timedelta, *, what: str) -> None:
+    """Does on a thread of its own what has no deadline of its own; raises what it raised.
+
+    Raises:
+        CommunicatorError: If it has not ended after ``patience``. The thread is left behind.
+    """
+    try:
+        failure = in_background(lambda: failure_of(work)).wait(Deadline.after(patience))
+    except DeadlineExceededError:
+        raise CommunicatorError(f"{what} did not end within {patience.total_seconds():.1f} s") from None
+    if failure is not None:
+        raise failure
+
+
+def failure_of(work: Callable[[], object]) -> Exception | None:
+    """Does something and returns what it raised, to be told to the others."""
+    try:
+        work()
+    except Exception as error:
+        link: BaseException | None = error
+        while link is not None:
+            # What a frame holds, such as a work of gloo, would keep the connections open.
+            traceback.clear_frames(link.__traceback__)
+            link = link.__cause__ or link.__context__
+        return error
+    return None

@@ -1,0 +1,289 @@
+"""Megatron's groups of a trainer, and their communicators: made with limits, connected early, watched for late ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from rl_safe_workers.comms.bootstrap import Bootstrap, HostGroups
+from rl_safe_workers.comms.catalog import LiveGroup
+from rl_safe_workers.comms.groups import init_megatron_groups, world_options
+from rl_safe_workers.comms.late import LateWatch
+from rl_safe_workers.comms.report import BootstrapReport, LateAllocation, add_reports
+from rl_safe_workers.config import MegatronConfig
+from rl_safe_workers.errors import CommunicatorError, Failure, LifecycleError
+from rl_safe_workers.lifecycle import REQUIRES, Phase
+from rl_safe_workers.platforms import cuda
+from rl_safe_workers.platforms.device_memory import free_bytes, outside_torch
+from rl_safe_workers.ranks import Role, trainer_id
+from rl_safe_workers.topology.comms_plan import CommsPlan
+from rl_safe_workers.topology.groups import Features, OpClass
+from rl_safe_workers.topology.layout import ParallelLayout
+from rl_safe_workers.worlds.training_rank import Part, TrainingRank
+
+_WATCHED = (Phase.LOGPROB, Phase.TRAIN)
+
+
+class HostComms:
+    """What a host framework adds to Megatron's own communication. An adapter overrides what applies to its host."""
+
+    missing_groups = "call bootstrap() after init_groups()"
+    """What to do where there has been no bootstrap, for errors."""
+    makes_groups = False
+    """Whether the host makes Megatron's groups, with the limits of `Communicators.limits`, or none."""
+
+    def groups(self) -> HostGroups:
+        """Returns what the host itself issues on Megatron's groups, once they exist."""
+        return ()
+
+    def models(self, own: Features) -> Collection[Features]:
+        """Returns what decides about the collectives of every model that shares the groups, this one's among them."""
+        return (own,)
+
+    def unlimited(self, megatron: MegatronConfig) -> Collection[str]:
+        """Returns keys of groups that the host sends weights over: they have a limit only if the user has set one."""
+        return ()
+
+
+class Communicators(Part):
+    """Makes and connects the communicators of one rank.
+
+    Attributes:
+        limits: NCCL's channels at most, by Megatron's key of a group, that a host's groups were made with.
+        report: What all bootstraps of these groups have cost; None until one has run.
+    """
+
+    def __init__(self, rank: TrainingRank, host: HostComms) -> None:
+        super().__init__(rank)
+        self._host = host
+        self.limits: Mapping[str, int] = {}
+        self.report: BootstrapReport | None = None
+        self._late: LateWatch | None = None
+        self._connected: Mapping[str, frozenset[OpClass]] = {}
+        """Op classes by torch's name of the group."""
+        self._watched = Counter[str]()
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether groups are NCCL's."""
+        return self.rank.device.type == "cuda"
+
+    def plan(self) -> CommsPlan:
+        """Returns what the communicators will be, from the configuration alone. Not collective.
+
+        Raises:
+            ConfigError: If ``rl_safe.bootstrap.max_ctas`` limits a group that there is not, or to no number of CTAs.
+        """
+        layout, features, settings = self._layout(), self._features(), self.rank.rl_safe.bootstrap
+        own = settings.max_ctas.limits()
+        if self._host.makes_groups:
+            CommsPlan.of(layout, features, own, budget=settings.budget)  # refuses settings that cannot be
+            return CommsPlan.of(layout, features, self.limits, budget=False)
+        return CommsPlan.of(layout, features, own, budget=settings.budget)
+
+    def _layout(self) -> ParallelLayout:
+        return ParallelLayout.of(self.rank.megatron, world_size=self.rank.training_size)
+
+    def _features(self) -> Features:
+        return self.rank.features or Features.of(self.rank.megatron)
+
+    def wanted_limits(self) -> dict[str, int]:
+        """Returns limits that suit all models over a host's groups. The default group is the host's: it has none.
+
+        Raises:
+            ConfigError: As `plan`.
+        """
+        settings = self.rank.rl_safe.bootstrap
+        layout, own = self._layout(), settings.max_ctas.limits()
+        models = self._host.models(self._features())
+        plans = [CommsPlan.of(layout, model, own, budget=settings.budget).limits for model in models]
+        free = {"world", *(set(self._host.unlimited(self.rank.megatron)) - own.keys())}
+        shared = set.intersection(*(set(plan) for plan in plans)) - free
+        return {key: max(plan[key] for plan in plans) for key in sorted(shared)}
+
+    def world_options(self) -> Any:
+        """Returns the backend's options for a default group that we make; None for its own."""
+        return world_options(self.plan().limits) if self.has_nccl else None
+
+    def init_groups(self, *, seed: int) -> None:
+        """Creates Megatron's groups and seeds its RNG tracker. Collective over: the training world.
+
+        Raises:
+            ConfigError: As `plan`, before any group is made.
+            CommunicatorError: Before any is made, if the backend lacks what a group will carry, or the device has less
+                memory free than the groups will take.
+        """
+        plan = self.plan()
+        plan.check_backend(dist.get_backend_config())
+        with self.rank.phase(Phase.GROUPS):
+            self.check_memory()
+            init_megatron_groups(
+                self.rank.megatron,
+                seed=seed,
+                timeout=self.rank.timeout(Phase.GROUPS),
+                limits=plan.limits if self.has_nccl else None,
+            )
+            # A rebuilt set of groups needs its own bootstrap.
+            self.rank.lifecycle.invalidate(Phase.BOOTSTRAP)
+
+    def check_memory(self) -> None:
+        """Refuses the groups on every rank if one has no room for them. Collective over: the training world.
+
+        Raises:
+            CommunicatorError: On every rank, naming the first rank that has no room.
+        """
+        if not self.has_nccl:
+            return
+        failure = None
+        try:
+            self.plan().check_fits(free_bytes=free_bytes(self.rank.device), gpus_per_node=cuda.gpus_of_this_node())
+        except CommunicatorError as error:
+            failure = Failure.of(error)
+        for rank, (text, foreign) in self.rank.failed_ranks(Phase.GROUPS, failure).items():
+            raise CommunicatorError(f"training rank {rank}: {text}", culprit=trainer_id(rank), foreign=foreign)
+
+    def bootstrap(self) -> BootstrapReport:
+        """Connects every communicator for every op class it will carry. Collective over: the training world.
+
+        Idempotent; call it again after groups were built anew, or for another model over the groups of a host.
+
+        Returns:
+            What each op class of each group has cost this rank; of a host's groups, in all bootstraps together.
+
+        Raises:
+            CommunicatorError: On every rank, if plans differ or a rank fails; names it.
+            PhaseTimeoutError: On every rank, if one does not come to a group within ``rl_safe.timeouts.bootstrap``.
+        """
+        with self.rank.phase(Phase.BOOTSTRAP):
+            probe = outside_torch(self.rank.device)
+            late = self.late_allocations()
+            report, connected = self.connect_all(probe)
+            if self._host.makes_groups and self.report is not None:
+                report, connected = add_reports(self.report, report), _united(self._connected, connected)
+            else:
+                late = []
+            self.report, self._connected, self._watched = report, connected, Counter()
+            self._late = LateWatch(connected, probe=probe)
+            self._late.found += late
+            return report
+
+    def connect_all(
+        self, probe: Callable[[], int] | None, *, phase: Phase = Phase.BOOTSTRAP, timeout: timedelta | None = None
+    ) -> tuple[BootstrapReport, Mapping[str, frozenset[OpClass]]]:
+        """Connects every group; also after they were released. Collective over: the training world.
+
+        Args:
+            probe: Tells the device memory that is not torch's.
+            phase: The phase that this is part of, for errors.
+            timeout: Longest time for it; None: what is left of the phase.
+
+        Returns:
+            The report, and the op classes by torch's name of the group.
+        """
+        plan = self.plan()
+        work = Bootstrap(
+            self.rank.control,
+            layout=plan.layout,
+            features=plan.features,
+            limits=plan.limits if probe is not None else {},
+            device=self.rank.device,
+            probe=probe,
+        )
+        report = work.run(timeout=timeout or self.rank.remaining(), elsewhere=self.rank.world.host_groups, phase=phase)
+        wanted = self._host.groups()
+        if not wanted:
+            return report, work.connected
+        entries, of_host = work.run_host(wanted, timeout=timeout or self.rank.remaining())
+        report = replace(
+            report, entries=report.entries + entries, skipped=report.skipped - len(of_host.keys() - work.connected),
+            seconds=report.seconds + sum(entry.seconds for entry in entries),
+        )  # fmt: skip
+        return report, _united(work.connected, of_host)
+
+    def is_connected(self, group: LiveGroup) -> bool:
+        """Whether the bootstrap has connected a group."""
+        return group.group.group_name in self._connected
+
+    def late_allocations(self) -> list[LateAllocation]:
+        """Returns what the bootstrap has missed, as the first training steps showed. Not collective."""
+        return [] if self._late is None else list(self._late.found)
+
+    def require(self, what: str) -> None:
+        """Holds something of the host's back until the bootstrap has run.
+
+        Args:
+            what: For the error, e.g. ``"offload"``.
+
+        Raises:
+            LifecycleError: If it has not, and ``bootstrap.on_missing`` does not say to run it now.
+        """
+        lifecycle = self.rank.lifecycle
+        if lifecycle.has_completed(Phase.BOOTSTRAP):
+            return
+        if self.rank.rl_safe.bootstrap.on_missing == "bootstrap" and (
+            lifecycle.has_completed(Phase.GROUPS) or not self._host.makes_groups
+        ):
+            self.bootstrap()
+            return
+        raise LifecycleError(
+            f"{what} on training rank {self.rank.training_rank}: the bootstrap has not run, so communicators would "
+            f"connect later, when memory is full; {self._host.missing_groups}, "
+            "or set rl_safe.bootstrap.on_missing=bootstrap"
+        )
+
+    def before(self, phase: Phase) -> None:
+        """Holds every phase that needs connected communicators back until the bootstrap has run.
+
+        Raises:
+            LifecycleError: As `require`.
+        """
+        if Phase.BOOTSTRAP in REQUIRES[Role.TRAINER].get(phase, ()):
+            self.require(f"phase {phase}")
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Looks in the first training steps for memory that collectives take late.
+
+        Raises:
+            CommunicatorError: If one does, and ``rl_safe.bootstrap.on_late`` is ``raise``.
+        """
+        settings = self.rank.rl_safe.bootstrap
+        if phase not in _WATCHED:
+            yield
+            return
+        with self.watching(phase, steps=settings.watch_steps, refuse=settings.on_late == "raise"):
+            yield
+
+    @contextmanager
+    def watching(self, name: str, *, steps: int, refuse: bool) -> Iterator[None]:
+        """Looks in the body for memory that collectives take late. Not collective.
+
+        Args:
+            name: A name of the body, for errors.
+            steps: In how many bodies of the name to look.
+            refuse: Whether to raise what is found; else it is in the warnings.
+
+        Raises:
+            CommunicatorError: If ``refuse``, and the bootstrap has missed something.
+        """
+        watch = self._late
+        if watch is None or self._watched[name] >= steps:
+            yield
+            return
+        self._watched[name] += 1
+        with watch.watching(name) as found:
+            yield
+        watch.report(found, who=f"training rank {self.rank.training_rank}", refuse=refuse)
+
+
+def _united(
+    first: Mapping[str, frozenset[OpClass]], second: Mapping[str, frozenset[OpClass]]
+) -> dict[str, frozenset[OpClass]]:
+    nothing: frozenset[OpClass] = frozenset()
+    return {name: first.get(name, nothing) | second.get(name, nothing) for name in first.keys() | second.keys()}

@@ -1,0 +1,172 @@
+"""What makes a Megatron trainer safe beside vLLM: one rank of the training world, and the parts that guard it."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from rl_safe_workers.checkpoint.loader import CheckpointLoads
+from rl_safe_workers.checkpoint.saver import CheckpointSaves
+from rl_safe_workers.comms.teardown import abort_groups, destroy_groups
+from rl_safe_workers.config import MegatronConfig, RlSafeConfig
+from rl_safe_workers.control.bounded import failure_of, within
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.errors import RlSafeError, in_one_line
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.topology.groups import Features
+from rl_safe_workers.workers.communicators import Communicators, HostComms
+from rl_safe_workers.workers.conversions import Conversions
+from rl_safe_workers.workers.offloader import Offloader
+from rl_safe_workers.workers.weight_sync import WeightSync
+from rl_safe_workers.workers.world_entry import WorldEntry
+from rl_safe_workers.worlds.training_rank import Part, TrainingRank
+
+logger = logging.getLogger(__name__)
+
+_ABORT = timedelta(seconds=10)
+"""Longest time to abort groups that cannot be destroyed."""
+_JOINT_SHARE = 0.5
+"""Of the teardown's time, to leave the joint group."""
+
+
+class SafeTrainer(TrainingRank):
+    """One training rank with all its parts.
+
+    The order of calls::
+
+        entry.init_world, carve_world or adopt_world → comms.init_groups → comms.bootstrap
+            → (the host builds its model) → weights.join → offloader, weights, saves, loads … → teardown
+
+    Attributes:
+        entry: How this rank comes into the training world.
+        comms: Megatron's groups and their communicators.
+        weights: Weight sync to rollout ranks.
+        saves: Checkpoints that are written.
+        loads: Checkpoints and conversions that are read.
+        conversions: HF weights to Megatron's shards and back.
+        offloader: The trainer's state out of the rollout's way.
+    """
+
+    def __init__(
+        self,
+        *,
+        training_rank: int,
+        training_size: int,
+        rl_safe: RlSafeConfig,
+        megatron: MegatronConfig,
+        device: torch.device,
+        host: Any = None,
+        features: Features | None = None,
+        host_comms: HostComms | None = None,
+        releases_comms: bool = False,
+        outside_timeout: timedelta | None = None,
+    ) -> None:
+        """Records this rank's place and settings. Touches no device and no network.
+
+        Args:
+            training_rank: This process's rank in the training world.
+            training_size: Number of trainers.
+            rl_safe: Our settings.
+            megatron: The parallel sizes and offload settings.
+            device: Where tensors are.
+            host: The trainer's class, see `MegatronHost`; None if only groups and the exit are guarded.
+            features: What decides about collectives; None: taken from ``megatron``.
+            host_comms: What a host framework adds to Megatron's communication; None: nothing.
+            releases_comms: Whether an offload gives up the communicators' memory, too.
+            outside_timeout: Longest wait of a collective outside of phases; None: as in the phase before.
+        """
+        super().__init__(
+            training_rank=training_rank, training_size=training_size, rl_safe=rl_safe, megatron=megatron,
+            device=device, host=host, features=features, outside_timeout=outside_timeout,
+        )  # fmt: skip
+        self.comms = Communicators(self, host_comms or HostComms())
+        self.entry = WorldEntry(self, world_options=self.comms.world_options)
+        self.weights = WeightSync(self, self.entry)
+        self.saves = CheckpointSaves(self)
+        self.loads = CheckpointLoads(self)
+        self.conversions = Conversions(self, self.saves)
+        self.offloader = Offloader(self, self.comms, releases_comms=releases_comms)
+        # A save in the background may need the bootstrap's result, and the offload refuses only what is left then.
+        self.parts = (self.comms, self.saves, self.offloader)
+        self._verdict: dict[int, str] | None = None
+
+    def add_part(self, part: Part) -> None:
+        """Has a host's own part asked before each phase, after all others."""
+        self.parts = (*self.parts, part)
+
+    def teardown(self, failure: str | None = None) -> dict[int, str]:
+        """Exchanges verdicts, then destroys every group if all is well. Idempotent; also after a partial set-up.
+
+        Collective over: the training world. If some rank failed or gave no verdict, or does not come after it has given
+        one, groups are not destroyed, which would wait for that rank, but aborted, so that this process can end by
+        itself.
+
+        Args:
+            failure: None if this rank is well, else one line of what failed.
+
+        Returns:
+            Failure by training rank; empty if every rank was well.
+
+        Raises:
+            CommunicatorError: If the groups could not be destroyed within ``rl_safe.timeouts.teardown``.
+            PhaseTimeoutError: If a rank that was well does not come in time; names it.
+        """
+        with self.lifecycle.enter(Phase.TEARDOWN):
+            if not self.has_world or self._verdict is not None:
+                self.weights.leave(failed=True)
+                return self._verdict or {}
+            failure = self._finish_everything() if failure is None else self._give_up_everything(failure)
+            self.deadline = Deadline.after(self.timeout(Phase.TEARDOWN))
+            failure = self._leave_joint_group(failure)
+            try:
+                failed = self.control.exchange_verdicts(failure, phase=Phase.TEARDOWN, deadline=self.deadline)
+                self._verdict = failed
+                if failed:
+                    logger.warning("teardown: groups are aborted, because of %s", failed)
+                    abort_groups(self.world, timeout=_ABORT)
+                    return failed
+                self.control.barrier(Phase.TEARDOWN, self.deadline)
+            except RlSafeError as error:
+                self._verdict = {self.training_rank: str(error)}
+                abort_groups(self.world, timeout=_ABORT)
+                raise
+            destroy_groups(self.world, timeout=self.remaining())
+            # The owner of the store stays until every other trainer has left its groups.
+            self.control.sign_off(Phase.TEARDOWN, self.deadline)
+            return {}
+
+    def _finish_everything(self) -> str | None:
+        """Lets the parts finish what must not reach into the teardown; returns what failed, or None."""
+        try:
+            self.before(Phase.TEARDOWN)
+        except RlSafeError as error:
+            logger.warning("teardown: %s", error)
+            return str(error)
+        return None
+
+    def _leave_joint_group(self, failure: str | None) -> str | None:
+        """Leaves it without waiting where something has failed; NCCL waits for rollout ranks else, here not too long.
+
+        Returns what has failed, or None.
+        """
+        if failure is not None:
+            self.weights.leave(failed=True)
+            return failure
+        group = self.weights.detach()
+        if group is None:
+            return None
+        patience = _JOINT_SHARE * self.remaining()
+        left = failure_of(lambda: within(group.close, patience, what="leaving the joint group"))
+        return None if left is None else in_one_line(left)
+
+    def _give_up_everything(self, failure: str) -> str:
+        """Lets the parts tell whoever waits for this rank that it has failed; returns what has failed."""
+        try:
+            self.abort(failure)
+        except RlSafeError as error:
+            # The verdicts say so, too: they are exchanged over the same store.
+            logger.warning("teardown: %s", error)
+        return failure

@@ -1,0 +1,116 @@
+"""How a trainer comes into the training world: it makes the world, carves it out of a host's, or takes the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.shared_secret import SharedSecret
+from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.door import Door
+from rl_safe_workers.worlds.store import connect_store, serve_store
+from rl_safe_workers.worlds.training_rank import Part, TrainingRank
+from rl_safe_workers.worlds.training_world import TrainingWorld, carve_training_world, init_training_world
+
+
+class WorldEntry(Part):
+    """Brings a rank into the training world.
+
+    Attributes:
+        door: Of the store, on the rank that serves it; else None.
+    """
+
+    def __init__(self, rank: TrainingRank, *, world_options: Callable[[], Any]) -> None:
+        """Joins nothing yet.
+
+        Args:
+            rank: This rank.
+            world_options: Makes the backend's options of the default group; None for its own.
+        """
+        super().__init__(rank)
+        self._world_options = world_options
+        self.door: Door | None = None
+
+    def serve_store(self, host: str) -> StoreAddress:
+        """Starts the run's store in this process, which must then be the last of the trainers to end."""
+        self.rank.store, address, self.door = serve_store(host, timeout=self.rank.timeout(Phase.WORLD))
+        return address
+
+    def init_world(self, address: StoreAddress, *, backend: str) -> None:
+        """Creates the training world as the default group: isolated mode. Collective over: all trainers.
+
+        Args:
+            address: Where the store of `serve_store` listens.
+            backend: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+        """
+        with self.rank.lifecycle.enter(Phase.WORLD):
+            self._meet_at(address)
+            self.rank.world = init_training_world(
+                self.rank.store,
+                training_rank=self.rank.training_rank,
+                size=self.rank.training_size,
+                backend=backend,
+                timeout=self.rank.timeout(Phase.WORLD),
+                options=self._world_options(),
+            )
+
+    def carve_world(self, address: StoreAddress, *, training_joint_ranks: Sequence[int]) -> None:
+        """Makes the trainers' subgroup of the host's default group the default one: carved mode.
+
+        Collective over: the training ranks; rollout ranks are never waited for.
+
+        Args:
+            address: A store that every trainer reaches, such as the one under the host's default group, and a secret
+                that every trainer was given.
+            training_joint_ranks: Ranks of the trainers in the host's default group, ascending.
+
+        Raises:
+            CommunicatorError: As `carve_training_world`, or if this worker was set up as another training rank.
+        """
+        with self.rank.lifecycle.enter(Phase.WORLD):
+            self._meet_at(address)
+            world = carve_training_world(
+                training_joint_ranks, timeout=self.rank.timeout(Phase.WORLD), options=self._world_options()
+            )
+            self.rank.world = world
+            place = (world.training_rank, world.size)
+            expected = (self.rank.training_rank, self.rank.training_size)
+            if place != expected:
+                raise CommunicatorError(
+                    f"this process is training rank {place[0]} of {place[1]} in {list(training_joint_ranks)}, but was "
+                    f"set up as training rank {expected[0]} of {expected[1]}: give setup_worker the former"
+                )
+
+    def _meet_at(self, address: StoreAddress) -> None:
+        if not self.rank.has_store:
+            self.rank.store = connect_store(address, timeout=self.rank.timeout(Phase.WORLD))
+        self.rank.open_control(address.secret)
+        self.rank.control.barrier(Phase.WORLD, Deadline.after(self.rank.timeout(Phase.WORLD)))
+
+    def adopt_world(self) -> None:
+        """Takes the default group as the training world: the host has made it, of trainers alone.
+
+        Collective over: the default group, through its store, for the secret that signs the control plane's messages;
+        see `control.shared_secret`.
+
+        Raises:
+            PhaseTimeoutError: If a rank does not come within the timeout of phase ``world``; names it.
+        """
+        rank, size = dist.get_rank(), dist.get_world_size()
+        with self.rank.lifecycle.enter(Phase.WORLD):
+            # A connection of its own: NCCL waits in the group's for peers, and would keep everyone else out.
+            connection: Store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            self.rank.store = PrefixStore("rl_safe", connection)
+            self.rank.world = TrainingWorld(training_rank=rank, size=size, joint_ranks=tuple(range(size)))
+            deadline = Deadline.after(self.rank.timeout(Phase.WORLD))
+            shared = SharedSecret(self.rank.store, rank=rank, size=size, phase=Phase.WORLD, deadline=deadline)
+            self.rank.open_control(shared.secret)
+            self.rank.control.barrier(Phase.WORLD, deadline)
+            shared.withdraw()
