@@ -23,8 +23,10 @@ SCHEMA = 3
 MANIFEST = "manifest.json"
 MAX_SERIAL = 10**9
 """No directory sees a billion saves: a manifest with a higher serial is not valid."""
-MANIFEST_BYTES = 64 * 2**20
-"""Size limit of a manifest: room for half a million files."""
+MAX_FILES = 2**18
+"""Most files of a manifest: a rank writes one, and there are a few besides, so 131,072 ranks have half as many."""
+MANIFEST_BYTES = 40 * 2**20
+"""Size limit of a manifest: `MAX_FILES` at 160 bytes each. A shard's name, size and digest take 100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,13 @@ def check_manifest_json(fields: Mapping[str, Any], *, where: str) -> None:
     """
     from rl_safe_workers.checkpoint.manifest_schema import manifest_complaint
 
+    # Before they are checked one by one.
+    for name, section in fields.items():
+        if isinstance(section, Mapping) and len(section) > MAX_FILES:
+            raise CheckpointError(
+                f"{where} is malformed: {printable(name[:200])} has more than {MAX_FILES} entries; "
+                "take another checkpoint"
+            )
     if (wrong := manifest_complaint(fields)) is not None:
         raise CheckpointError(f"{where} is malformed: {wrong}; take another checkpoint")
 

@@ -10,9 +10,11 @@ import importlib
 import math
 import string
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from rl_safe_workers.errors import RewardFunctionError
@@ -122,14 +124,44 @@ def _import_function(name: str) -> RewardFunction:
     if not module_name or not attribute:
         raise RewardFunctionError(f"reward.function: {name!r} is not of the form module:function")
     # A user's module lies beside the recipe that they run. Last, so that nothing there takes the place of torch, say.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+    with _found_in(Path.cwd()) as is_from_there:
+        try:
+            module = importlib.import_module(module_name)
+        except (Exception, SystemExit) as error:  # importing a user's module may raise anything
+            raise RewardFunctionError(
+                f"reward.function: importing {module_name!r:.100} failed: {type(error).__name__}: {error}; "
+                "check the module"
+            ) from error
+        function = _function_of(module, module_name, attribute)
+        is_from_there(module)
+        return function
+
+
+@contextmanager
+def _found_in(folder: Path) -> Iterator[Callable[[ModuleType], None]]:
+    """Has modules found in a folder for the body; for good if a module that the body shows is from there.
+
+    Such a module may import others of the folder when it is called.
+    """
+    entry, stays = str(folder), False
+
+    def show(module: ModuleType) -> None:
+        nonlocal stays
+        file = getattr(module, "__file__", None)
+        stays = file is not None and Path(file).is_relative_to(folder)
+
+    if entry in sys.path:
+        yield show
+        return
+    sys.path.append(entry)
     try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
-        raise RewardFunctionError(
-            f"reward.function: importing {module_name!r:.100} failed: {type(error).__name__}: {error}; check the module"
-        ) from error
+        yield show
+    finally:
+        if not stays:
+            sys.path.remove(entry)
+
+
+def _function_of(module: ModuleType, module_name: str, attribute: str) -> RewardFunction:
     function: RewardFunction | None = getattr(module, attribute, None)
     if not callable(function):
         what = "is not callable" if hasattr(module, attribute) else "does not exist"

@@ -67,4 +67,11 @@ class HfReader:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Returns the dtype of every weight; reads headers and no data to speak of."""
-        return {name: self._open(file).get_slice(name)[:0].dtype for name, file in self._file_of.items()}
+        return {name: self._dtype(name) for name in self._file_of}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        file = self._open(self._file_of[name])
+        part = file.get_slice(name)
+        # A scalar cannot be sliced.
+        found: torch.Tensor = part[:0] if part.get_shape() else file.get_tensor(name)
+        return found.dtype

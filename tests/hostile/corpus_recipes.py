@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -23,7 +24,10 @@ trainer: {run_name: good, output_dir: outputs, default_local_dir: checkpoints}
 OWN = (Command("recipe", (RECIPE,)), Command("plan", (RECIPE,)), Command("plan", (RECIPE, "--json")))
 OTHERS = (Command("plan", ("--from", "verl", RECIPE)), Command("plan", ("--from", "nemo-rl", RECIPE)))
 """The same file as other frameworks' settings."""
+OTHER_HOSTS = ("plan-from-verl", "plan-from-nemo-rl")
 MIB = 2**20
+_NOT_PLANNED = ("timestamp", "timestamp-bad")
+"""Wrong in a section that a plan does not look at."""
 
 
 def put_recipe(site: Site, text: str | bytes) -> None:
@@ -44,21 +48,27 @@ def recipe(name: str, text: Callable[[Site], str | bytes] | str | bytes, **facts
     def make(site: Site) -> None:
         put_recipe(site, text(site) if callable(text) else text)
 
-    fields = {"commands": (*OWN, *OTHERS), "accepts": ("plan-from-verl", "plan-from-nemo-rl"), **facts}
+    fields = {"commands": (*OWN, *OTHERS), "accepts": OTHER_HOSTS, **facts}
     return Case(name=f"recipe/{name}", make=make, **fields)  # type: ignore[arg-type]
 
 
 def cases() -> Iterator[Case]:
     """All of them."""
     for name, text in STRUCTURES.items():
-        yield recipe(name, text)
+        accepts = (*OTHER_HOSTS, "plan") if name in _NOT_PLANNED else OTHER_HOSTS
+        yield recipe(name, text, accepts=accepts)
     for name, text in LENIENT.items():
-        yield recipe(name, text, accepts=EITHER)
+        # A model's folder is the user's own, wherever it lies.
+        yield recipe(name, text, accepts=EITHER, may_read_outside=name == "model-outside")
     for what in SPECIAL:
-        yield Case(name=f"recipe/file-{what}", make=partial(_put_special, what), commands=(*OWN, *OTHERS))
-        yield Case(
-            name=f"recipe/defaults-file-{what}", make=partial(_put_special_default, what), commands=(*OWN, OTHERS[1])
-        )
+        # A recipe is the user's own, so that a link is followed; what lies behind it is not shown.
+        facts: dict[str, Any] = {
+            "may_read_outside": what == "link-secret",
+            "accepts": EITHER if what in ("empty", "link-secret") else (),
+        }
+        yield Case(name=f"recipe/file-{what}", make=partial(_put_special, what), commands=(*OWN, *OTHERS), **facts)
+        make = partial(_put_special_default, what)
+        yield Case(name=f"recipe/defaults-file-{what}", make=make, commands=(*OWN, OTHERS[1]), **facts)
     yield from _defaults()
     yield from _names()
     yield from _grown()
@@ -175,7 +185,6 @@ STRUCTURES: dict[str, Callable[[Site], str | bytes] | str | bytes] = {
     "surrogate-bytes": BASE + "reward: {function: \ud800}\n",
     "binary": bytes(range(256)) * 400,
     "directive": "%YAML 9.9\n---\n" + BASE,
-    "directive-long": "%TAG ! " + "x" * 100_000 + "\n---\n" + BASE,
     "anchor-long": _section("actor", "&" + "a" * 10**6 + " 1"),
     "alias-unknown": _section("actor", "*nothing"),
     "alias-escape": _section("actor", "*\x1b[2J"),
@@ -189,6 +198,7 @@ STRUCTURES: dict[str, Callable[[Site], str | bytes] | str | bytes] = {
 """What is no recipe, by name."""
 
 LENIENT: dict[str, Callable[[Site], str | bytes] | str | bytes] = {
+    "directive-long": "%TAG ! " + "x" * 100_000 + "\n---\n" + BASE,
     "utf-16": BASE.encode("utf-16"),
     "byte-order-mark": b"\xef\xbb\xbf" + BASE.encode(),
     "environment": _section("reward", "{function: '${oc.env:HOME}'}"),
@@ -297,12 +307,16 @@ _BAD_FOLDERS = {
     "escape": r'"\e[2J"', "surrogate": r'"\ud800"', "own-file": RECIPE, "device": "/dev/zero", "proc": "/proc/self",
 }  # fmt: skip
 
+_NO_FOLDER = ("file", "below-file", "own-file", "device")
+"""Of these, where a path is one, but no folder can be."""
+
 
 def _names() -> Iterator[Case]:
     for word, value in _BAD_NAMES.items():
         yield recipe(f"run-name-{word}", BASE.replace("run_name: good", f"run_name: {value}"), commands=OWN)
     for word, value in _BAD_FOLDERS.items():
-        accepts = EITHER if word == "proc" else ()
+        # A plan makes no folder.
+        accepts = EITHER if word == "proc" else ("plan",) if word in _NO_FOLDER else ()
         yield recipe(f"output-dir-{word}", BASE.replace("output_dir: outputs", f"output_dir: {value}"), commands=OWN,
                      accepts=accepts)  # fmt: skip
         text = BASE.replace("default_local_dir: checkpoints", f"default_local_dir: {value}, save_freq: 1")

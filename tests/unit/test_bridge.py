@@ -120,3 +120,9 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "one.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(ModelError, match=r"one.safetensors cannot be read: .*; download the model again"):
         HfReader(tmp_path)
+
+
+def test_the_dtype_of_a_scalar_is_read(tmp_path: Path) -> None:
+    weights = {"scale": torch.tensor(2.0, dtype=torch.bfloat16), "weight": torch.zeros(2, 3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert HfReader(tmp_path).dtypes() == {"scale": torch.bfloat16, "weight": torch.float32}

@@ -202,7 +202,7 @@ def test_a_vast_hole_is_checked_without_being_read(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_a_file_of_a_wrong_size_is_not_read(tmp_path: Path) -> None:
     root = tmp_path / "global_step_1"
-    write_checkpoint(root / SHARDS, {}, objects=[])
+    write_checkpoint(root / SHARDS, {"weight": grid((4,), (4,))}, objects=[])
     _hole(root / SHARDS / "__0_0.distcp", 10 * TIB)
     files = {
         f"{SHARDS}/{path.name}": {"bytes": path.stat().st_size, "digest": crc32_of(path)}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rl_safe_workers.checkpoint import manifest_facts
 from rl_safe_workers.checkpoint.audit import audit
 from rl_safe_workers.checkpoint.convert import own_hf_files
 from rl_safe_workers.checkpoint.manifest import (
@@ -339,6 +340,16 @@ def test_a_name_that_no_save_gives_is_no_checkpoint(name: str, root: Path) -> No
     (root / "global_step_30").rename(root / name)
     assert resumed_step(root) == 20
     assert len(find_checkpoints(root).damaged) == ("9" in name)
+
+
+def test_a_manifest_of_more_files_than_any_run_writes_is_refused_before_they_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest_facts, "MAX_FILES", 3)
+    files = {f"{SHARDS}/__{rank}_0.distcp": "no record" for rank in range(4)}
+    (tmp_path / MANIFEST).write_text(json.dumps({"schema": 3, "files": files}))
+    with pytest.raises(CheckpointError, match=r"is malformed: files has more than 3 entries; take another"):
+        read_manifest_facts(tmp_path)
 
 
 def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:

@@ -136,6 +136,13 @@ def test_metadata_of_a_wrong_shape_is_damage(tmp_path: Path, metadata: object) -
         read_index(tmp_path)
 
 
+def test_metadata_that_names_nothing_is_damage(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {})
+    write_metadata(tmp_path, Metadata({}, storage_data={}))
+    with pytest.raises(CheckpointError, match=r"\.metadata names neither a tensor nor an object: it is damaged"):
+        read_index(tmp_path)
+
+
 def test_a_stream_transform_is_refused(tmp_path: Path) -> None:
     metadata = write_checkpoint(tmp_path, {"weight": grid((4,), (4,))})
     metadata.storage_data[MetadataIndex("weight", (0,))] = _StorageInfo("__0_0.distcp", 0, 9, ["zstd"])

@@ -164,6 +164,18 @@ def test_a_module_that_fails_at_import_is_one_error(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["sys:nowhere", "sys:version", "os:nowhere", "..:f", "a b:f", "\x1b[2J:f", ":f", "f:"])
-def test_a_name_of_no_function_is_one_error(name: str) -> None:
+def test_a_name_of_no_function_is_one_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
     with pytest.raises(RewardFunctionError, match=r"reward.function"):
         resolve_reward(name)
+    assert sys.path == before
+
+
+def test_a_function_from_elsewhere_does_not_put_the_folder_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    resolve_reward("os:getpid")
+    assert sys.path == before
