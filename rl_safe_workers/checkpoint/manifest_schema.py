@@ -5,7 +5,8 @@ Imports pydantic, which takes a tenth of a second: import this where a manifest 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -108,4 +109,23 @@ def manifest_complaint(fields: Mapping[str, Any]) -> str | None:
     """Returns what is wrong with a manifest, in one line; None if there is nothing."""
     schema = fields["schema"]
     model = _MODELS.get(schema) if type(schema) is int else None
-    return "schema: not a number from 1 up" if model is None else complaint(model, fields)
+    if model is None:
+        return "schema: not a number from 1 up"
+    return next((found for part in _parts(fields) if (found := complaint(model, part)) is not None), None)
+
+
+_AT_ONCE = 1_000
+"""Entries of a section that are checked together. Pydantic describes all that is wrong before it returns."""
+_LONG = ("files", "digests", "layout", "versions")
+"""Sections that may have many entries."""
+
+
+def _parts(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields the manifest with the first entries of each section, then with the next ones of one section at a time."""
+    sections = {name: fields[name] for name in _LONG if isinstance(fields.get(name), dict)}
+    yield {**fields, **{name: dict(islice(section.items(), _AT_ONCE)) for name, section in sections.items()}}
+    rest = {**fields, "driver_state": {}, **{name: dict(islice(s.items(), 1)) for name, s in sections.items()}}
+    for name, section in sections.items():
+        entries = islice(section.items(), _AT_ONCE, None)
+        while batch := dict(islice(entries, _AT_ONCE)):
+            yield {**rest, name: batch}

@@ -352,6 +352,19 @@ def test_a_manifest_of_more_files_than_any_run_writes_is_refused_before_they_are
         read_manifest_facts(tmp_path)
 
 
+@pytest.mark.parametrize("wrong", [0, 999, 1_000, 2_499])
+def test_every_entry_of_a_long_manifest_is_checked(wrong: int, root: Path) -> None:
+    path = root / "global_step_20" / MANIFEST
+    fields = json.loads(path.read_text())
+    files = {f"{SHARDS}/__{rank}_0.distcp": dict(RECORD) for rank in range(2_500)}
+    path.write_text(json.dumps({**fields, "files": files}))
+    assert len(read_manifest_facts(path.parent).files) == 2_500
+    files[f"{SHARDS}/__{wrong}_0.distcp"]["bytes"] = -1
+    path.write_text(json.dumps({**fields, "files": files}))
+    with pytest.raises(CheckpointError, match=rf"files.*__{wrong}_0.distcp.bytes: Input should be greater"):
+        read_manifest_facts(path.parent)
+
+
 def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     from dataclasses import replace
 
