@@ -286,8 +286,14 @@ class Repeats:
     of: RankId
 
 
-Cause = Raised | Died | Victim | Repeats
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The rank's process was stopped, e.g. by SIGSTOP, and does nothing before it is continued."""
+
+
+Cause = Raised | Died | Victim | Repeats | Stopped
 """How a rank came to fail."""
+_PLAIN_CAUSES = {cause.__name__: cause for cause in (Raised, Died, Victim, Stopped)}
 
 
 class RankError(RunError):
@@ -301,12 +307,37 @@ class RankError(RunError):
         trace: The remote traceback as text.
         raised_at: Unix time of the exception (`lifecycle.unix_now`), or of when a death was noticed: to find the first
             of several.
+        place: The line of code that it failed at or was last seen at, e.g. ``"train.py:12 (step)"``; None if unknown.
     """
 
-    def __init__(self, *, rank_id: RankId, phase: str, cause: Cause, text: str, trace: str, raised_at: float) -> None:
+    def __init__(
+        self,
+        *,
+        rank_id: RankId,
+        phase: str,
+        cause: Cause,
+        text: str,
+        trace: str,
+        raised_at: float,
+        place: str | None = None,
+    ) -> None:
         self.rank_id, self.phase, self.cause = rank_id, str(phase), cause
-        self.text, self.trace, self.raised_at = text, trace, raised_at
+        self.text, self.trace, self.raised_at, self.place = text, trace, raised_at, place
         super().__init__(f"{rank_id} failed in phase {phase}: {text}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the fields, fit for JSON: how one rank tells the others."""
+        of = list(self.cause.of) if isinstance(self.cause, Repeats) else type(self.cause).__name__
+        plain = {name: getattr(self, name) for name in ("phase", "text", "trace", "raised_at", "place")}
+        return {**plain, "rank_id": list(self.rank_id), "cause": of}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> RankError:
+        """Makes the error of another rank out of what its `as_json` has returned."""
+        role, rank = fields["rank_id"]
+        of = fields["cause"]
+        cause = _PLAIN_CAUSES[of]() if isinstance(of, str) else Repeats(RankId(Role(of[0]), of[1]))
+        return cls(**{**fields, "rank_id": RankId(Role(role), rank), "cause": cause})
 
 
 class ClusterError(RunError):

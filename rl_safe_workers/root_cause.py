@@ -1,10 +1,11 @@
 """What a run has failed by: the one failure that all others follow from, out of what each rank reports.
 
-Pure functions over typed facts. No message of ours is looked at.
+Functions over typed facts. No message of ours is looked at.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -17,9 +18,12 @@ from rl_safe_workers.errors import (
     Repeats,
     RlSafeError,
     RunError,
+    Stopped,
     Victim,
     foreign_cause,
 )
+from rl_safe_workers.frames import place_of
+from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.ranks import RankId
 
 
@@ -51,12 +55,37 @@ def cause_of(error: Exception, rank_id: RankId) -> Cause:
     return Raised() if culprit is None or culprit == rank_id else Repeats(culprit)
 
 
+def report_of(error: Exception, rank_id: RankId, phase: str) -> PhaseTimeoutError | RankError:
+    """Returns what a rank reports of an error that it has caught.
+
+    Args:
+        error: What was raised.
+        rank_id: The rank.
+        phase: The phase that the rank was in.
+
+    Returns:
+        A RankError with the line of code; or the PhaseTimeoutError as it was, which names the ranks that are missing.
+    """
+    if isinstance(error, PhaseTimeoutError):
+        return error
+    raised_at = unix_now()  # before the trace, which takes a while
+    return RankError(
+        rank_id=rank_id,
+        phase=phase,
+        cause=cause_of(error, rank_id),
+        text=f"{type(error).__name__}: {error}",
+        trace="".join(traceback.format_exception(error)),
+        raised_at=raised_at,
+        place=place_of(error),
+    )
+
+
 def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId] = ()) -> RootCause:
     """Finds what the failures of several ranks follow from.
 
-    In this order, and of several the earliest: a rank that died; one that raised; one that repeats the failure of a
-    rank of which nothing else is known; a phase's deadline, by the report that names missing ranks which have reported
-    no wait of their own; and a rank that waited in vain, for those that are pending still.
+    In this order, and of several the earliest: a rank that died; one that raised; one that was stopped; one that
+    repeats the failure of a rank of which nothing else is known; a phase's deadline, by the report that names missing
+    ranks which have reported no wait of their own; and a rank that waited in vain, for those that are pending still.
 
     Args:
         reports: What each rank has failed with, at least one: a RankError of its own, or the PhaseTimeoutError that it
@@ -73,17 +102,19 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
         match error:
             # A missing rank that has reported a wait of its own did not come because of that.
             case PhaseTimeoutError(missing=missing) if missing - victims:
-                return 3, len(missing & victims), at_s, rank_id
+                return 4, len(missing & victims), at_s, rank_id
             case PhaseTimeoutError():
-                return 5, 0, at_s, rank_id
+                return 6, 0, at_s, rank_id
             case RankError(cause=Died()):
                 return 0, 0, at_s, rank_id
-            case RankError(cause=Repeats(of=root)) if root not in victims:
+            case RankError(cause=Stopped()):
                 return 2, 0, at_s, rank_id
+            case RankError(cause=Repeats(of=root)) if root not in victims:
+                return 3, 0, at_s, rank_id
             case RankError(cause=Victim()):
-                return 4, 0, at_s, rank_id
+                return 5, 0, at_s, rank_id
             case RankError(cause=Repeats()):
-                return 6, 0, at_s, rank_id
+                return 7, 0, at_s, rank_id
         return 1, 0, at_s, rank_id
 
     rank_id, error = min(reports.items(), key=likelihood)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -10,6 +11,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, Self, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -161,3 +164,25 @@ def run_bounded(
         DeadlineExceededError: If the work has not ended in time.
     """
     return Background(work, name=name).wait(deadline, on_tick=on_tick, tick_s=tick_s)
+
+
+def attempt(what: str, action: Callable[[], object], *, timeout_s: float) -> bool:
+    """Does one step of a clean-up. Never raises: a failure is logged, and the next step can run.
+
+    Args:
+        what: The step, for the log, e.g. ``"shutting down Ray"``.
+        action: Runs on a thread of its own, which is left behind if it does not end in time.
+        timeout_s: Longest wait, in seconds.
+
+    Returns:
+        True if it succeeded in time.
+    """
+    try:
+        run_bounded(action, Deadline.after(timeout_s), name=what)
+    except DeadlineExceededError:
+        logger.warning("%s did not finish within %.0f s", what, timeout_s)
+        return False
+    except Exception as error:  # the process is ending: whatever it is, the other steps matter more
+        logger.warning("%s failed: %s: %s", what, type(error).__name__, error)
+        return False
+    return True

@@ -3,6 +3,7 @@
     barrier             nobody goes on before all have come
     decide              every rank reports, rank 0 decides, every rank learns of it (gather and decide)
     exchange_verdicts   every rank learns who is well, whoever is missing
+    report_failure      a rank says what it has failed with; whoever looks into the store learns of it
     sign_off            rank 0, which owns the store, stays until nobody needs it any more
 
 No collective and no process group takes part, so that nothing can be left hanging in one. Every message is signed; see
@@ -23,8 +24,9 @@ from torch.distributed import Store
 from rl_safe_workers.control.board import Board
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.failure import ReportedFailure, as_ours
-from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RlSafeError, RunError, StoreLostError
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, RlSafeError, RunError, StoreLostError
 from rl_safe_workers.ranks import RankId
+from rl_safe_workers.root_cause import report_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,8 @@ class ControlPlane:
         Args:
             store: A store that every rank is connected to; the plane takes a connection of its own.
             world: Name of the world; unique in the run, e.g. ``"training world"``.
-            rank: This process's rank in that world; 0 decides.
+            rank: This process's rank in that world; 0 decides. A process outside the world, such as the one that has
+                started its ranks, gives -1: it may only look at `reported_failures`.
             members: The ranks of that world, in their order there.
             secret: The run's secret, 32 bytes.
         """
@@ -159,6 +162,34 @@ class ControlPlane:
         if others and operation.read(others, deadline) is None:
             missing = [rank for rank in range(1, self.size) if operation.peek(str(rank)) is None]
             raise operation.late(missing, deadline)
+
+    def report_failure(self, error: Exception, *, phase: str) -> None:
+        """Leaves word of this rank's failure, for whoever finds out what the run has failed by. Does not wait.
+
+        Args:
+            error: What it has caught.
+            phase: The phase that it was in.
+        """
+        report = report_of(error, self.members[self.rank], phase)
+        kind = "late" if isinstance(report, PhaseTimeoutError) else "failed"
+        self._board.phase = phase
+        self._board.put(self._failure_key(self.rank), json.dumps({kind: report.as_json()}).encode())
+
+    def reported_failures(self) -> dict[RankId, RunError]:
+        """Returns what each rank has said of its failure. Does not wait; not collective.
+
+        Returns:
+            By rank, as `root_cause.root_cause` takes it; empty if no rank has reported any.
+        """
+        found: dict[RankId, RunError] = {}
+        for rank, rank_id in enumerate(self.members):
+            if (message := self._board.peek(self._failure_key(rank))) is not None:
+                ((kind, fields),) = json.loads(message).items()
+                found[rank_id] = (PhaseTimeoutError if kind == "late" else RankError).from_json(fields)
+        return found
+
+    def _failure_key(self, rank: int) -> str:
+        return f"{self._scope}/failure/{rank}"
 
     def mailbox(self, name: str) -> Mailbox:
         """Returns letter boxes between single ranks, by a name that is unique in the run. Not collective."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray._private import state as ray_state
 from ray.exceptions import RayActorError, RayError
 
 from rl_safe_workers.driver.actors import Reply
@@ -126,6 +127,27 @@ def _fetch(calls: PendingCalls, ref: Any) -> Reply:
     except RayError as error:
         return Reply(error=died(calls.refs[ref], calls.phase, text=in_one_line(error), trace=str(error)))
     return reply
+
+
+def is_dead(actor: ActorRef) -> bool:
+    """Asks Ray's directory whether an actor has ended; it answers at once."""
+    # Ray's own function, since its public one needs the dashboard.
+    return bool(ray_state.actors(actor_id=actor.handle._actor_id.hex()).get("State") == "DEAD")
+
+
+def listed_actors() -> list[dict[str, Any]]:
+    """Returns Ray's list of this driver's actors, fit for JSON; it needs no dashboard."""
+    if not ray.is_initialized():
+        return []
+    job = ray.get_runtime_context().get_job_id()
+    return [
+        {
+            "class": actor["ActorClassName"], "state": actor["State"], "pid": actor["Pid"],
+            "address": actor["Address"]["IPAddress"], "node_id": actor["Address"]["NodeID"],
+        }
+        for actor in ray_state.actors().values()
+        if actor["JobID"] == job
+    ]  # fmt: skip
 
 
 def died(actor: ActorRef, phase: Phase, *, text: str = "the process died", trace: str = "") -> RankError:

@@ -18,11 +18,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_safe_workers import env
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.driver.actor_group import ActorRef
-from rl_safe_workers.driver.actors import RolloutActor, TrainerActor
-from rl_safe_workers.driver.cleanup import attempt
-from rl_safe_workers.driver.hang import collect_evidence
-from rl_safe_workers.driver.inquiry import Answers, ask_here
+from rl_safe_workers.control.deadline import attempt
+from rl_safe_workers.diagnostics.answering import read_place
+from rl_safe_workers.diagnostics.hang import collect_evidence
+from rl_safe_workers.diagnostics.inquiry import Answers, ask_ranks, processes_of_run
+from rl_safe_workers.driver.actor_group import ActorRef, listed_actors
+from rl_safe_workers.driver.actors import CALL_FRAME, RolloutActor, TrainerActor
 from rl_safe_workers.driver.interrupts import Interrupts
 from rl_safe_workers.driver.joining import join_ray, start_ray
 from rl_safe_workers.driver.node_agent import NodePlace
@@ -31,7 +32,7 @@ from rl_safe_workers.driver.node_check import check_nodes
 from rl_safe_workers.driver.nodes import Node, lost_among
 from rl_safe_workers.driver.placement import Reservation, reserve
 from rl_safe_workers.driver.preflight import layout_of
-from rl_safe_workers.errors import PhaseTimeoutError
+from rl_safe_workers.errors import Died, PhaseTimeoutError, RankError
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
@@ -84,6 +85,7 @@ class Cluster:
         self._reservation: Reservation | None = None
         self._agents: NodeAgents | None = None
         self._temp_dir: Path | None = None
+        self._hang_dir: Path | None = None
         self._pids: set[int] = set()
         self._guardian: Guardian | None = None
         self._made_at = Moment.now()
@@ -171,8 +173,8 @@ class Cluster:
         """Returns what the actors of each node are told, by the node's id."""
         if self._temp_dir is not None:
             # Not in the run's folder, where a run that does not hang is to leave nothing of it.
-            hang_dir = Path(tempfile.mkdtemp(prefix="hang_", dir=self._temp_dir))
-            here = NodePlace(temp_dir=self._temp_dir, hang_dir=hang_dir, interface=env.LOOPBACK_INTERFACE)
+            self._hang_dir = Path(tempfile.mkdtemp(prefix="hang_", dir=self._temp_dir))
+            here = NodePlace(temp_dir=self._temp_dir, hang_dir=self._hang_dir, interface=env.LOOPBACK_INTERFACE)
             return {node.id: here for node in self.nodes}
         check = self._interrupts.check
         check_nodes(self.nodes, shared=shared, timeout_s=left_s(), check=check)
@@ -225,16 +227,19 @@ class Cluster:
         places = {Role.TRAINER: trainers, Role.ROLLOUT: rollouts}
         return [RankId(role, rank) for role, of in places.items() for rank, node in enumerate(of) if node.id in ids]
 
-    def ask_actors(self, patience_s: float) -> Answers:
-        """Asks the actors, wherever they are, what they are doing.
+    def ask_ranks(self, patience_s: float) -> Answers:
+        """Asks the actors, wherever they are, where they are in their code.
 
         Args:
             patience_s: Longest wait, in seconds.
         """
         if self.is_local:
-            return ask_here(self._run_id, patience_s=patience_s)
+            return ask_ranks(
+                lambda: processes_of_run(self._run_id),
+                patience_s=patience_s, folder=self._hang_dir, call_frame=CALL_FRAME,
+            )  # fmt: skip
         homes = {actor.rank_id: str(actor.node) for actor in self.actors}
-        answers = Answers() if self._agents is None else self._agents.ask_actors(timeout_s=patience_s)
+        answers = Answers() if self._agents is None else self._agents.ask_ranks(timeout_s=patience_s)
         return replace(answers, homes=homes)
 
     def close(self, *, kill_after_s: float) -> None:
@@ -281,14 +286,25 @@ class Cluster:
         Returns:
             The failure; or one that names fewer ranks, where the evidence shows that the others only wait for them.
         """
-        hang = collect_evidence(failure, ask=self.ask_actors, folder=folder, patience_s=patience_s)
+        hang = collect_evidence(
+            failure, ask=self.ask_ranks, folder=folder, patience_s=patience_s, facts={"ray": listed_actors}
+        )
         if hang is not None:
             sys.stderr.write(f"{hang.verdict}\n")
+        if (place := self._last_place(failure)) is not None:
+            sys.stderr.write(f"{place}\n")
         logs = folder / "ray_logs"
         attempt("keeping Ray's logs", lambda: self._keep_logs(logs, 0.8 * patience_s), timeout_s=patience_s)
         if hang is not None and hang.culprits is not None and isinstance(failure, PhaseTimeoutError):
             return failure.naming(hang.culprits)
         return failure
+
+    def _last_place(self, failure: BaseException) -> str | None:
+        """Returns one line that says where a rank was before it died, if that can be told on this machine."""
+        if self._hang_dir is None or not isinstance(failure, RankError) or not isinstance(failure.cause, Died):
+            return None
+        place = read_place(self._hang_dir, failure.rank_id)
+        return None if place is None else f"{failure.rank_id} was last seen at {place}"
 
     def _keep_logs(self, target: Path, timeout_s: float) -> None:
         """Copies Ray's logs, which hold the actors' output, from where `close` removes them."""

@@ -18,7 +18,8 @@ import ray
 from ray._private import worker as ray_worker
 
 from rl_safe_workers import env
-from rl_safe_workers.driver.inquiry import Answers, ask_here
+from rl_safe_workers.diagnostics.inquiry import Answers, ask_ranks, processes_of_run
+from rl_safe_workers.driver.actors import CALL_FRAME
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
 from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
@@ -71,13 +72,16 @@ class NodeAgent:
         self._pids |= {process.pid for process in run_processes(self._run_id, self._node_id)}
         self._guardian.tell(pids=self._pids)
 
-    def ask_actors(self, patience_s: float) -> tuple[Answers, Any]:
-        """Asks the run's actors on this node where they are; see `driver.inquiry.ask_here`.
+    def ask_ranks(self, patience_s: float) -> tuple[Answers, Any]:
+        """Asks the run's ranks on this node where they are; see `diagnostics.inquiry.ask_ranks`.
 
         Returns:
             The answers without the Flight Recorder's files, and a reference to these.
         """
-        answers = ask_here(self._run_id, node=self._node_id, patience_s=patience_s)
+        answers = ask_ranks(
+            lambda: processes_of_run(self._run_id, self._node_id),
+            patience_s=patience_s, folder=self._temp_dir / "hang", call_frame=CALL_FRAME,
+        )  # fmt: skip
         return replace(answers, flights={}), ray.put(answers.flights)
 
     def logs(self) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_safe_workers.driver.inquiry import Answers
+from rl_safe_workers.diagnostics.inquiry import Answers
 from rl_safe_workers.driver.node_agent import NodeAgent, NodePlace
 from rl_safe_workers.driver.nodes import NODE_AGENTS, Node, await_nodes
 from rl_safe_workers.errors import ClusterError, first_line
@@ -61,15 +61,15 @@ class NodeAgents:
         for handle in self._handles:
             handle.note_processes.remote()
 
-    def ask_actors(self, *, timeout_s: float) -> Answers:
-        """Lets each ask the actors of its node where they are; all at once.
+    def ask_ranks(self, *, timeout_s: float) -> Answers:
+        """Lets each ask the ranks of its node where they are; all at once.
 
         Args:
             timeout_s: Seconds until all must have answered. Nodes that have not are named in what is returned.
         """
         # What a node has found out counts, though one of its actors does not answer: it gets less time than there is.
         refs = {
-            handle.ask_actors.remote(0.8 * timeout_s): node
+            handle.ask_ranks.remote(0.8 * timeout_s): node
             for handle, node in zip(self._handles, self._nodes, strict=True)
         }
         ready, pending = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
@@ -84,8 +84,9 @@ class NodeAgents:
             told.append(answers)
             more.append(partial(ray.get, flights))
         return Answers(
-            actors=sorted((actor for one in told for actor in one.actors), key=lambda actor: actor.rank_id),
+            ranks=sorted((rank for one in told for rank in one.ranks), key=lambda rank: rank.rank_id),
             records={rank: record for one in told for rank, record in one.records.items()},
+            last_places={rank: place for one in told for rank, place in one.last_places.items()},
             more_flights=more,
             silent=[str(node) for node in self._nodes if node in silent],
         )

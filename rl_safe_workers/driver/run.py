@@ -23,8 +23,8 @@ from rl_safe_workers import env
 from rl_safe_workers.checkpoint.claim import RUN_LOCK, claimed
 from rl_safe_workers.checkpoint.manifest import complete_checkpoints, last_serial
 from rl_safe_workers.config import RunConfig, SeededModelConfig
+from rl_safe_workers.control.deadline import attempt
 from rl_safe_workers.driver import metrics as names
-from rl_safe_workers.driver.cleanup import attempt
 from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import GIB, RunConsole
 from rl_safe_workers.driver.data import PromptDataset, PromptLoader

@@ -11,7 +11,8 @@ from typing import Any, TypeVar, cast
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError, run_bounded
-from rl_safe_workers.driver.actor_group import ActorRef, PendingCalls, gather, start_calls
+from rl_safe_workers.diagnostics.vitals import Vitals
+from rl_safe_workers.driver.actor_group import ActorRef, PendingCalls, died, gather, is_dead, start_calls
 from rl_safe_workers.driver.actors import NODE_IP
 from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import RunConsole
@@ -19,7 +20,6 @@ from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
 from rl_safe_workers.driver.joining import LOOPBACK
 from rl_safe_workers.driver.metrics import PhaseTotal
 from rl_safe_workers.driver.node_check import marker
-from rl_safe_workers.driver.vitals import Vitals
 from rl_safe_workers.errors import Awaited, Died, Interrupted, NodeLostError, PhaseTimeoutError, RankError, RunError
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, unix_now
 from rl_safe_workers.rollout.protocol import WeightSpec
@@ -48,7 +48,7 @@ class Session:
         """Starts nothing yet."""
         self._config, self._cluster, self._console, self._interrupts = config, cluster, console, interrupts
         self._specs: Sequence[WeightSpec] = ()
-        self._vitals = Vitals()
+        self._vitals: Vitals[ActorRef] = Vitals(is_dead)
         self.ledgers: list[BootstrapReport] = []
         self.events: list[PhaseEvent] = []
         self.totals: dict[str, PhaseTotal] = {}
@@ -80,7 +80,8 @@ class Session:
 
         def check() -> None:
             self._interrupts.check()
-            self._vitals.check(idle, calls.phase)
+            if (dead := self._vitals.first_dead(idle)) is not None:
+                raise died(dead, calls.phase)
 
         try:
             return gather(calls, timeout_s=self.timeout_s(calls.phase), on_events=self.events.extend, check=check)

@@ -15,11 +15,15 @@ from rl_safe_workers.errors import (
     Awaited,
     CheckpointError,
     CheckpointMismatchError,
+    CommunicatorError,
     PhaseTimeoutError,
+    Raised,
+    Repeats,
     RunError,
     StoreLostError,
 )
 from rl_safe_workers.ranks import trainer_id, trainer_ids
+from rl_safe_workers.root_cause import root_cause
 from tests.small_world import SmallWorld
 
 SHORT_S, LONG_S = 0.4, 20.0
@@ -237,3 +241,20 @@ def test_a_store_that_is_gone_is_told_as_such_by_every_operation() -> None:
         with pytest.raises(StoreLostError, match=r"rank 1 of training world has lost the run's store: its owner, tr"):
             call(plane)
     assert _verdicts(plane) == {0: "has ended, and the run's store with it"}
+
+
+def test_whoever_looks_into_the_store_learns_what_ranks_have_failed_with(world) -> None:
+    world.planes[1].report_failure(ValueError("no such expert"), phase="train")
+    world.planes[2].report_failure(CommunicatorError("x", culprit=trainer_id(1)), phase="train")
+    late = world.each(lambda plane: _barrier(plane, SHORT_S), ranks=[0])[0]
+    world.planes[0].report_failure(late, phase="save")
+    told = world.plane(-1).reported_failures()
+    assert list(told) == list(trainer_ids(range(3)))
+    assert (type(told[trainer_id(0)]), str(told[trainer_id(0)])) == (PhaseTimeoutError, str(late))
+    assert (told[trainer_id(1)].cause, told[trainer_id(1)].text) == (Raised(), "ValueError: no such expert")
+    assert told[trainer_id(2)].cause == Repeats(trainer_id(1))
+    assert root_cause(told).culprits == {trainer_id(1)}
+
+
+def test_nobody_has_reported_a_failure_before_one_does(world) -> None:
+    assert world.plane(-1).reported_failures() == {}

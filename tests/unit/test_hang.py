@@ -20,10 +20,11 @@ from typing import Any
 import psutil
 import pytest
 
-from rl_safe_workers.driver.flights import Record, Work, works_waited_in
-from rl_safe_workers.driver.hang import Hang, collect_evidence, verdict, wait_of
-from rl_safe_workers.driver.inquiry import Actor, Answers, ask_here
-from rl_safe_workers.driver.stacks import Stack
+from rl_safe_workers.diagnostics.flight_recorder import Record, Work, works_waited_in
+from rl_safe_workers.diagnostics.hang import Hang, collect_evidence, verdict, wait_of
+from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks, processes_of_run
+from rl_safe_workers.diagnostics.stacks import Stack
+from rl_safe_workers.driver.actors import CALL_FRAME
 from rl_safe_workers.env import actor_env
 from rl_safe_workers.errors import (
     Awaited,
@@ -124,7 +125,7 @@ R0 = RankId(Role.ROLLOUT, 0)
 
 
 def ask(patience_s: float) -> Answers:
-    return ask_here(RUN, patience_s=patience_s)
+    return ask_ranks(lambda: processes_of_run(RUN), patience_s=patience_s, call_frame=CALL_FRAME)
 
 
 def collect(
@@ -217,7 +218,7 @@ def test_a_wait_in_vain_names_nobody(error: RunError, arrived: set[RankId]) -> N
 
 def test_a_stack_is_read_where_the_call_runs() -> None:
     site = str(Path(psutil.__file__).parents[1])
-    stack = Stack.parse(STACKS.format(stdlib=Path(os.__file__).parent, site=site, repository=REPOSITORY))
+    stack = Stack.parse(STACKS.format(stdlib=Path(os.__file__).parent, site=site, repository=REPOSITORY), CALL_FRAME)
     assert stack.is_in_a_call
     assert (stack.op, str(stack.place)) == ("all_reduce", "megatron/core/optimizer.py:12 (step)")
 
@@ -225,7 +226,8 @@ def test_a_stack_is_read_where_the_call_runs() -> None:
 def test_a_stack_of_py_spy_is_read_too() -> None:
     stack = Stack.parse(
         'Thread 7 (active): "MainThread"\n    Event.wait (threading.py:629)\n    work (/x/mine.py:3)\n'
-        'Thread 8 (idle): "Thread-1"\n    other (/x/other.py:4)\n'
+        'Thread 8 (idle): "Thread-1"\n    other (/x/other.py:4)\n',
+        CALL_FRAME,
     )
     assert not stack.is_in_a_call
     assert [frame.function for frame in stack.frames] == ["Event.wait", "work"]
@@ -320,7 +322,7 @@ def test_a_child_of_an_actor_is_not_taken_for_it(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        assert [(actor.rank_id, actor.pid) for actor in ask(1.0).actors] == [(trainer_id(1), process.pid)]
+        assert [(actor.rank_id, actor.pid) for actor in ask(1.0).ranks] == [(trainer_id(1), process.pid)]
     finally:
         process.communicate(b"\n")
 
@@ -390,7 +392,7 @@ def answers_of(waiting: int, idle: int, *, silent: Sequence[int] = (), rollouts:
     idle_work, busy_work = work("A", 1, 1.0), work("A", 2, 2.0, has_ended=False)
     others = [RankId(Role.ROLLOUT, rank) for rank in range(rollouts)]
     return Answers(
-        actors=[Actor(rank_id=one, pid=1, status="running") for one in (*trainers, *others)],
+        ranks=[RankProcess(rank_id=one, pid=1, status="running") for one in (*trainers, *others)],
         records={rank: Record.of([idle_work, busy_work] if rank < waiting else [idle_work]) for _, rank in trainers},
         homes={**homes, **dict.fromkeys(others, "node0")},
         silent=[f"node{rank}" for rank in silent],
@@ -469,8 +471,8 @@ def test_nodes_are_named_as_far_as_they_are_few(tmp_path: Path) -> None:
     assert wait is not None
     ranks = trainer_ids(range(20))
     homes = {one: f"node{one.rank // 2}" for one in ranks}
-    there = [Actor(rank_id=one, pid=1, status="sleeping") for one in ranks[:16]]
-    answers = Answers(actors=there, homes=homes, silent=["node8"])
+    there = [RankProcess(rank_id=one, pid=1, status="sleeping") for one in ranks[:16]]
+    answers = Answers(ranks=there, homes=homes, silent=["node8"])
     assert verdict(wait, ranks, answers, {}, target=tmp_path) == (
         "hang: phase train, the trainers: none arrived, 0-19 did not within 9.0 s; trainer rank 0-15 on 8 nodes gives "
         "no stack, sleeping; trainer rank 16-17 on node8 cannot be asked; trainer rank 18-19 on node9 has no process "

@@ -372,7 +372,7 @@ def test_one_module_makes_threads_for_bounded_work() -> None:
     assert _modules_where(_calls("Thread")) == {
         "control/deadline.py",
         "checkpoint/writer.py",  # syncs a file beside its writing, and ends with it
-        "driver/actors.py",  # answers the driver's requests as long as the process lives
+        "diagnostics/answering.py",  # answers as long as the process lives
         "driver/memory.py",  # samples memory as long as the run lives
     }
 

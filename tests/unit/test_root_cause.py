@@ -18,6 +18,7 @@ from rl_safe_workers.errors import (
     RankError,
     Repeats,
     RunError,
+    Stopped,
     StoreLostError,
     Victim,
     WeightSyncError,
@@ -68,6 +69,13 @@ TABLE: dict[str, tuple[Mapping[RankId, RunError], set[RankId], RankId, set[RankI
     ),
     "an exception before who waited in vain": (
         {**reports(of(T0, Victim(), 5), of(T2, Raised(), 9)), T1: late(T2)}, set(), T2, {T2}, True,
+    ),
+    "a death before a rank that is stopped": (reports(of(T0, Stopped(), 1), of(T1, Died(), 9)), set(), T1, {T1}, True),
+    "an exception before a rank that is stopped": (
+        reports(of(T0, Stopped(), 1), of(T1, Raised(), 9)), set(), T1, {T1}, True,
+    ),
+    "a rank that is stopped before who waits for it and others": (
+        {**reports(of(T1, Stopped(), 9)), T0: late(T1, T2)}, {T2}, T1, {T1}, True,
     ),
     "a repetition, where the rank itself has not answered": (
         reports(of(T0, Repeats(T3), 2), of(T1, Victim(), 1)), {T3}, T0, {T3}, True,

@@ -1,39 +1,32 @@
 """The verdict on a run that hangs: who has arrived, who has not, and where each missing rank is.
 
-The actors are asked while they still live, on whichever node (`driver.inquiry`). What they say is kept, and summed up
-in one line.
+Processes are asked while they still live (`diagnostics.inquiry`). Their answers are kept as files, and summed up in one
+line.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import logging
 import re
-import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray._private import state as ray_state
-
-from rl_safe_workers.driver.actors import stack_file
-from rl_safe_workers.driver.cleanup import attempt
-from rl_safe_workers.driver.flights import Work, waiting_ranks, works_waited_in
-from rl_safe_workers.driver.inquiry import Answers
-from rl_safe_workers.driver.stacks import relative
+from rl_safe_workers.control.deadline import Deadline, attempt
+from rl_safe_workers.diagnostics.answering import stack_file
+from rl_safe_workers.diagnostics.flight_recorder import Work, waiting_ranks, works_waited_in
+from rl_safe_workers.diagnostics.inquiry import Answers
 from rl_safe_workers.errors import PhaseTimeoutError, RankError, StoreLostError, Victim
+from rl_safe_workers.frames import relative
 from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks, trainer_id, trainer_ids
-
-logger = logging.getLogger(__name__)
 
 _EVIDENCE = re.compile(r"verdict\.json|stack_\w+\.txt|flight_\w+")
 """Names of the files that are kept; whatever else lies beside them is the user's."""
-_RAY_S = 0.5
-"""What Ray gets to list its actors in, however late it is."""
+_FACTS_S = 0.5
+"""Seconds that the host gets at least to add its own facts, however late it is."""
 _NAMED_NODES = 4
 """More than so many are counted."""
 
@@ -64,19 +57,25 @@ class Hang:
 
 
 def collect_evidence(
-    error: BaseException, *, ask: Callable[[float], Answers], folder: Path, patience_s: float
+    error: BaseException,
+    *,
+    ask: Callable[[float], Answers],
+    folder: Path,
+    patience_s: float,
+    facts: Mapping[str, Callable[[], Any]] | None = None,
 ) -> Hang | None:
-    """Asks every actor of a run that has failed where it is, if the failure is about ranks that did not come.
+    """Asks every rank of a run that has failed where it is, if the failure is about ranks that did not come.
 
-    To be called before the actors are killed. Never raises.
+    To be called before the processes are killed. Never raises.
 
     Args:
         error: What the run has failed with. Where it names all that are in a call, the Flight Recorder may show that
             some of them only wait for the others: on a GPU nobody else can tell.
-        ask: Asks the actors, and waits for no longer than the seconds it is given; e.g. ``cluster.ask_actors``.
-        folder: The run's; gets ``hang/`` with ``verdict.json``, ``stack_<role>_<rank>.txt`` for each actor, and of
-            trainers ``flight_<backend>_<rank>``, what the Flight Recorder has, as torch writes it.
+        ask: Asks the ranks, and waits for no longer than the seconds it is given; e.g. ``cluster.ask_ranks``.
+        folder: The run's; gets ``hang/`` with ``verdict.json``, ``stack_<role>_<rank>.txt`` for each process, and of
+            trainers ``flight_<backend>_<rank>``, the Flight Recorder's record as torch writes it.
         patience_s: Longest wait, in seconds.
+        facts: What else the host knows: functions that return JSON values, by the name to keep them under.
 
     Returns:
         What was found; None if the error is of another kind, or a wait of the driver alone.
@@ -85,33 +84,47 @@ def collect_evidence(
         return None
     hangs: list[Hang] = []
     # Leaves the thread time to write what it has before it is left behind.
-    deadline_s = time.monotonic() + 0.8 * patience_s
+    deadline = Deadline.after(0.8 * patience_s)
     target = folder / "hang"
 
     def collect() -> None:
-        answers = ask(_left(deadline_s))
-        hang, found = _judge(error, wait, answers, target, deadline_s)
+        answers = ask(deadline.remaining().total_seconds())
+        hang, found = judge(error, wait, answers, target)
+        for name, tell in (facts or {}).items():
+            _add(found, name, tell, max(_FACTS_S, deadline.remaining().total_seconds() / 2))
         hangs.append(hang)
         # Last: the folder's storage may be what the run hangs in, and the files of thousands of ranks take a while.
-        _keep(answers, found, target)
+        keep(answers, found, target)
 
     attempt("collecting the evidence of the hang", collect, timeout_s=patience_s)
     return hangs[0] if hangs else None
 
 
-def _judge(
-    error: BaseException, wait: Wait, answers: Answers, target: Path, deadline_s: float
+def _add(found: dict[str, Any], name: str, tell: Callable[[], Any], timeout_s: float) -> None:
+    attempt(f"asking for {name}", lambda: found.update({name: tell()}), timeout_s=timeout_s)
+
+
+def judge(
+    error: BaseException | None, wait: Wait, answers: Answers, target: Path | None
 ) -> tuple[Hang, dict[str, Any]]:
-    """Returns the verdict, and what it comes from, fit for JSON."""
-    actors, records = answers.actors, answers.records
-    in_ray: list[dict[str, Any]] = []
-    left_s = max(_RAY_S, _left(deadline_s) / 2)
-    attempt("asking Ray for its actors", lambda: in_ray.extend(_ray_actors()), timeout_s=left_s)
-    busy = frozenset(actor.rank_id for actor in actors if actor.stack is None or actor.stack.is_in_a_call)
+    """Finds out for whom the others wait.
+
+    Args:
+        error: What the run has failed with; None if only the answers tell.
+        wait: Who waited for whom, as far as that error tells.
+        answers: What the ranks have answered.
+        target: Where the evidence will be; None: nowhere.
+
+    Returns:
+        The verdict, and what it comes from, fit for JSON.
+    """
+    ranks, records = answers.ranks, answers.records
+    busy = frozenset(one.rank_id for one in ranks if one.stack is None or one.stack.is_in_a_call)
     busy |= {rank_id for rank_id, home in answers.homes.items() if home in answers.silent}
     missing, unknown = busy - wait.arrived if wait.missing is None else wait.missing, frozenset[RankId]()
     works = works_waited_in(records, _training_ranks(missing))
-    waiting = missing.intersection(trainer_ids(waiting_ranks(works)))
+    at_the_store = {one.rank_id for one in ranks if one.waits_for_others}
+    waiting = missing & at_the_store.union(trainer_ids(waiting_ranks(works)))
     culprits = _culprits(missing - waiting, answers) if waiting else frozenset[RankId]()
     if culprits:
         missing, unknown = culprits, missing - waiting - culprits
@@ -122,7 +135,7 @@ def _judge(
     )
     return hang, {
         "verdict": hang.verdict,
-        "error": f"{type(error).__name__}: {error}",
+        "error": None if error is None else f"{type(error).__name__}: {error}",
         "wait": {
             "phase": wait.phase, "group": wait.group, "waited_s": wait.waited_s,
             "arrived": sorted(wait.arrived), "missing": sorted(missing), "unknown": sorted(unknown),
@@ -130,30 +143,37 @@ def _judge(
         "works": {rank: asdict(work) for rank, work in works.items()},
         "actors": [
             {
-                "role": actor.rank_id.role, "rank": actor.rank_id.rank, "node": answers.homes.get(actor.rank_id),
-                "pid": actor.pid, "status": actor.status, "cpu_s": actor.cpu_s, "stack_from": actor.source,
-                "stack": None if actor.stack is None else asdict(actor.stack),
+                "role": one.rank_id.role, "rank": one.rank_id.rank, "node": answers.homes.get(one.rank_id),
+                "pid": one.pid, "status": one.status, "exit_code": one.exit_code, "cpu_s": one.cpu_s,
+                "stack_from": one.source, "stack": None if one.stack is None else asdict(one.stack),
+                "last_place": one.last_place,
             }
-            for actor in actors
+            for one in ranks
         ],
         "silent_nodes": list(answers.silent),
-        "ray": in_ray,
     }  # fmt: skip
 
 
 def _culprits(missing: Collection[RankId], answers: Answers) -> frozenset[RankId]:
-    """Missing ranks known not to be waiting in a collective. That nothing was heard of a rank tells nothing."""
-    there = {actor.rank_id: actor for actor in answers.actors}
+    """Returns the missing ranks that are known not to wait in a collective. A rank that is silent may wait in one."""
+    there = {one.rank_id: one for one in answers.ranks}
 
     def is_known(rank_id: RankId) -> bool:
-        if rank_id not in there:
+        if rank_id not in there or there[rank_id].is_gone:
             return answers.homes.get(rank_id) not in answers.silent  # the process is gone
         return there[rank_id].is_stopped or (rank_id.role is Role.TRAINER and rank_id.rank in answers.records)
 
     return frozenset(filter(is_known, missing))
 
 
-def _keep(answers: Answers, found: Mapping[str, Any], target: Path) -> None:
+def keep(answers: Answers, found: Mapping[str, Any], target: Path) -> None:
+    """Writes the evidence.
+
+    Args:
+        answers: What the ranks have answered.
+        found: For ``verdict.json``.
+        target: A folder of ours, made if need be; what an earlier run has kept there goes, other files stay.
+    """
     target.mkdir(parents=True, exist_ok=True)
     if target.is_symlink():
         raise NotADirectoryError(errno.ENOTDIR, "is a link, so no evidence is kept", str(target))
@@ -161,9 +181,9 @@ def _keep(answers: Answers, found: Mapping[str, Any], target: Path) -> None:
         if _EVIDENCE.fullmatch(path.name):
             path.unlink()  # of an earlier run by the same name
     (target / "verdict.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    for actor in answers.actors:
-        (target / stack_file(actor.rank_id)).write_text(
-            actor.text or f"no stack: the process is {actor.status}\n", encoding="utf-8"
+    for one in answers.ranks:
+        (target / stack_file(one.rank_id)).write_text(
+            one.text or f"no stack: the process is {one.status}\n", encoding="utf-8"
         )
     for flights in (lambda: answers.flights, *answers.more_flights):
         for name, contents in flights().items():
@@ -172,10 +192,6 @@ def _keep(answers: Answers, found: Mapping[str, Any], target: Path) -> None:
 
 def _training_ranks(ranks: Collection[RankId]) -> set[int]:
     return {one.rank for one in ranks if one.role is Role.TRAINER}
-
-
-def _left(deadline_s: float) -> float:
-    return max(0.1, deadline_s - time.monotonic())
 
 
 def wait_of(error: BaseException) -> Wait | None:
@@ -197,28 +213,13 @@ def wait_of(error: BaseException) -> Wait | None:
     return None
 
 
-def _ray_actors() -> list[dict[str, Any]]:
-    """Ray's list of this driver's actors, which needs no dashboard."""
-    if not ray.is_initialized():
-        return []
-    job = ray.get_runtime_context().get_job_id()
-    return [
-        {
-            "class": actor["ActorClassName"], "state": actor["State"], "pid": actor["Pid"],
-            "address": actor["Address"]["IPAddress"], "node_id": actor["Address"]["NodeID"],
-        }
-        for actor in ray_state.actors().values()
-        if actor["JobID"] == job
-    ]  # fmt: skip
-
-
 def verdict(
     wait: Wait,
     missing: Collection[RankId],
     answers: Answers,
     works: Mapping[int, Work],
     *,
-    target: Path,
+    target: Path | None,
     unknown: Collection[RankId] = (),
 ) -> str:
     """Sums the evidence up in one line.
@@ -226,17 +227,17 @@ def verdict(
     Args:
         wait: Who waited for whom.
         missing: Ranks that have not come.
-        answers: What the actors have said.
+        answers: What the ranks have answered.
         works: The collective that a training rank waits in.
-        target: Where the evidence is.
+        target: Where the evidence is; None: nowhere.
         unknown: Ranks that may have come or not.
     """
     # A missing rank may be in nothing: what the others wait in says more.
     ranks = sorted(works, key=lambda rank: (trainer_id(rank) in missing, rank))
     ops = [str(works[rank]) for rank in ranks]
-    waiting = sorted(answers.actors, key=lambda actor: actor.rank_id in missing)
-    ops += [actor.stack.op for actor in waiting if actor.stack is not None and actor.stack.op is not None]
-    where = {actor.rank_id: actor.where() for actor in answers.actors}
+    waiting = sorted(answers.ranks, key=lambda one: one.rank_id in missing)
+    ops += [one.stack.op for one in waiting if one.stack is not None and one.stack.op is not None]
+    where = {one.rank_id: one.where() for one in answers.ranks}
     places: dict[str, set[RankId]] = {}
     for rank_id in (*missing, *unknown):
         places.setdefault(where.get(rank_id) or _absence(rank_id, answers), set()).add(rank_id)
@@ -248,16 +249,18 @@ def verdict(
             for place, of_place in sorted(places.items(), key=lambda item: min(item[1]))
         ),
         *([f"no answer from {_nodes(answers.silent)}"] if answers.silent else []),
-        f"evidence in {relative(str(target))}",
+        *([] if target is None else [f"evidence in {relative(str(target))}"]),
     ]
     return "; ".join(parts)
 
 
 def _absence(rank_id: RankId, answers: Answers) -> str:
     home = answers.homes.get(rank_id)
-    if home is None:
-        return "has no process on this machine"
-    return "cannot be asked" if home in answers.silent else "has no process there"
+    if home in answers.silent:
+        return "cannot be asked"
+    place = answers.last_places.get(rank_id)
+    last_seen = "" if place is None else f", last seen at {place}"
+    return f"has no process {'on this machine' if home is None else 'there'}{last_seen}"
 
 
 def _homes(ranks: Collection[RankId], answers: Answers) -> str:

@@ -6,51 +6,60 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
+
+from rl_safe_workers.frames import Frame, relative, telling_frame
 
 _THREAD = re.compile(r"(Current thread|Thread) ")
 _FRAMES = (
     re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$'),  # faulthandler
     re.compile(r"^ {4}(?P<function>\S.*) \((?P<file>.+):(?P<line>\d+)\)$"),  # py-spy
 )
-_STDLIB = sysconfig.get_paths()["stdlib"]
-_MACHINERY = ("ray/", "torch/", "<", "rl_safe_workers/driver/actors.py")
-"""What begins the paths of frames that say nothing of where a rank is."""
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
+_CONTROL = ("rl_safe_workers/control/plane.py", "rl_safe_workers/control/board.py")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """A line of a stack."""
+class CallFrame(NamedTuple):
+    """The function in which the processes of a host run what they are told to.
+
+    Example: ``CallFrame("rl_safe_workers/driver/actors.py", "call")``
+    """
 
     file: str
-    """Relative to where Python found it, if it did."""
-    line: int
+    """The end of its path."""
     function: str
 
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} ({self.function})"
+    def is_in(self, frames: Sequence[Frame]) -> bool:
+        """Returns True if one of the frames is a call of the function."""
+        return any(
+            frame.function.rpartition(".")[2] == self.function and frame.file.endswith(self.file) for frame in frames
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Where a process is: the thread that runs its calls, or its oldest one while it runs none."""
+    """Where a process is: the thread that works for the host, or the main thread if none does."""
 
     frames: Sequence[Frame]
     """Innermost first."""
     is_in_a_call: bool
+    """False if the process waits for its host to call it."""
     op: str | None
     """The torch collective that some thread is in."""
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Reads what faulthandler or py-spy has written."""
+    def parse(cls, text: str, call_frame: CallFrame | None = None) -> Self:
+        """Reads what faulthandler or py-spy has written.
+
+        Args:
+            text: The stacks of all threads of a process.
+            call_frame: Where the host's calls run; None if the main thread is always at work, as in a script.
+        """
         threads: list[list[Frame]] = [[]]
-        main = -1  # faulthandler goes from the youngest to the oldest; py-spy gives their names
+        main = -1  # faulthandler writes the main thread last; py-spy gives the threads' names
         for line in text.splitlines():
             if _THREAD.match(line):
                 main = len(threads) if '"MainThread"' in line else main
@@ -58,27 +67,20 @@ class Stack:
             for found in filter(None, (pattern.match(line) for pattern in _FRAMES)):
                 frame = Frame(file=relative(found["file"]), line=int(found["line"]), function=found["function"])
                 threads[-1].append(frame)
-        calls = [thread for thread in threads if any(map(_is_call, thread))]
+        calls = [threads[main]] if call_frame is None else [one for one in threads if call_frame.is_in(one)]
         frames = calls[0] if calls else threads[main]
         ops = [op for thread in (frames, *threads) if (op := _op_of(thread)) is not None]
         return cls(frames=frames, is_in_a_call=bool(calls), op=ops[0] if ops else None)
 
     @property
     def place(self) -> Frame | None:
-        """The innermost frame that tells something; any other if none does."""
-        telling = [frame for frame in self.frames if not frame.file.startswith((*_MACHINERY, _STDLIB))]
-        return next(iter([*telling, *self.frames]), None)
+        """The innermost frame that tells where the process is; any other if none does."""
+        return telling_frame(self.frames)
 
-
-def relative(file: str) -> str:
-    """A path as Python finds it from here, if it does."""
-    if file.startswith(_STDLIB) and "site-packages" not in file:
-        return file  # so that it is known for what it is
-    return min((file.removeprefix(f"{path}/") for path in [str(Path.cwd()), *sys.path] if path), key=len)
-
-
-def _is_call(frame: Frame) -> bool:
-    return frame.function.rpartition(".")[2] == "call" and frame.file.endswith("driver/actors.py")
+    @property
+    def waits_at_the_store(self) -> bool:
+        """True if the process waits for other ranks in our control plane."""
+        return any(frame.file.endswith(_CONTROL) for frame in self.frames)
 
 
 def _op_of(frames: Sequence[Frame]) -> str | None:

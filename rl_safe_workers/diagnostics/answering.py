@@ -1,0 +1,116 @@
+"""A rank's side of the diagnostics: it leaves word of where it is, whatever its main thread is doing.
+
+Three things end up in a folder of the run on the rank's own machine:
+
+    stack_<role>_<rank>.txt    the stacks of all threads, added each time that the rank gets `STACK_SIGNAL`
+    place_<role>_<rank>.txt    the line of code that the rank was at half a second ago; it outlives the process
+    flight_gloo_<rank>         of trainers: what torch's Flight Recorder has of gloo's groups, once somebody asks
+
+Nothing here needs torch, Ray or a driver. torch itself writes the Flight Recorder's file for NCCL.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from rl_safe_workers.diagnostics.stacks import CallFrame
+from rl_safe_workers.foreign_files import read_foreign
+from rl_safe_workers.frames import frames_of, telling_frame
+from rl_safe_workers.ranks import RankId, Role
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes a rank write its stacks. Ray's workers leave it alone; SIGUSR1 is taken by Ray Tune."""
+GLOO_FLIGHTS, GLOO_REQUESTS = "flight_gloo_", "request_gloo_"
+"""The starts of the names of gloo's Flight Recorder files, and of the pipes that ask for them."""
+PLACE_EVERY_S = 0.5
+"""Seconds between two notes of where a rank is. A note takes some 50 µs."""
+_PLACE_BYTES = 4096
+
+
+def stack_file(rank_id: RankId) -> str:
+    """Returns the name of the file that a rank writes its stacks to."""
+    return f"stack_{rank_id.role}_{rank_id.rank}.txt"
+
+
+def place_file(rank_id: RankId) -> str:
+    """Returns the name of the file in which a rank notes where it is."""
+    return f"place_{rank_id.role}_{rank_id.rank}.txt"
+
+
+def read_place(folder: Path, rank_id: RankId) -> str | None:
+    """Returns the line of code that a rank was last seen at, e.g. ``"train.py:12 (step)"``; None if nobody knows.
+
+    Args:
+        folder: What the rank gave to `answer_when_asked`.
+        rank_id: The rank, dead or alive.
+    """
+    with suppress(OSError, ValueError):
+        text = read_foreign(folder / place_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
+        return text.decode("utf-8", errors="replace").strip() or None
+    return None
+
+
+def answer_when_asked(folder: Path, rank_id: RankId, call_frame: CallFrame | None = None) -> None:
+    """Lets others find out where this process is. Call it once, on the main thread, early.
+
+    Args:
+        folder: A folder of the run that only its user may write. The process keeps open what it makes there.
+        rank_id: This process.
+        call_frame: Where the host's calls run; None if the main thread is always at work, as in a script.
+    """
+    # faulthandler writes in C, without the lock that Python code needs.
+    faulthandler.register(
+        STACK_SIGNAL, file=(folder / stack_file(rank_id)).open("w", encoding="utf-8"), all_threads=True, chain=False
+    )
+    _in_background("place", _note_places, folder / place_file(rank_id), call_frame)
+    if rank_id.role is Role.TRAINER:
+        _in_background("flights", _answer_flight_requests, folder, rank_id.rank)
+
+
+def _in_background(name: str, work: object, *args: object) -> None:
+    threading.Thread(target=work, args=args, name=name, daemon=True).start()  # type: ignore[arg-type]
+
+
+def _note_places(file: Path, call_frame: CallFrame | None) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    last = None
+    pause = threading.Event()
+    while True:
+        if (place := _place_now(call_frame)) != last:
+            line = f"{place or ''}\n".encode(errors="replace")[:_PLACE_BYTES]
+            # In this order, so that a process killed in between leaves a line and a rest, never nothing.
+            os.pwrite(descriptor, line, 0)
+            os.ftruncate(descriptor, len(line))
+            last = place
+        pause.wait(PLACE_EVERY_S)
+
+
+def _place_now(call_frame: CallFrame | None) -> str | None:
+    """Returns where the host's call is; without a call frame, where the main thread is."""
+    running: dict[int, FrameType] = sys._current_frames()
+    if call_frame is None:
+        stacks = [frames_of(running.get(threading.main_thread().ident or 0))]
+    else:
+        stacks = [frames for frames in map(frames_of, running.values()) if call_frame.is_in(frames)]
+    frame = telling_frame(stacks[0]) if stacks else None
+    return None if frame is None else str(frame)
+
+
+def _answer_flight_requests(folder: Path, rank: int) -> None:
+    pipe = folder / f"{GLOO_REQUESTS}{rank}.pipe"
+    os.mkfifo(pipe)
+    # For writing as well, so that a reader without a writer waits.
+    descriptor = os.open(pipe, os.O_RDWR)
+    while os.read(descriptor, 1):
+        # Not imported here: what the process has not imported has recorded nothing.
+        dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace", None)
+        unfinished = folder / f"unfinished_gloo_{rank}"
+        unfinished.write_bytes(b"" if dump is None else dump(True, False, False))
+        unfinished.rename(folder / f"{GLOO_FLIGHTS}{rank}")

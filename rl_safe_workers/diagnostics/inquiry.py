@@ -1,0 +1,282 @@
+"""Where the ranks of a run are: each process is asked while it still lives, on the machine that it is on.
+
+faulthandler answers for Python's stacks, torch's Flight Recorder for collectives, and the operating system for the
+processes. A process that cannot answer is looked at by py-spy, if that is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from rl_safe_workers import env
+from rl_safe_workers.control.deadline import Deadline, attempt
+from rl_safe_workers.diagnostics.answering import GLOO_FLIGHTS, GLOO_REQUESTS, STACK_SIGNAL, read_place, stack_file
+from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
+from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, py_spy
+from rl_safe_workers.ranks import RankId, Role
+from rl_safe_workers.reaping.processes import run_processes
+
+_LOOK_S = 0.1
+_PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
+
+
+@dataclass(slots=True, kw_only=True)
+class RankProcess:
+    """A rank's process: what the host knows of it, and what it has answered.
+
+    Example: ``RankProcess(rank_id=trainer_id(1), pid=4711, folder=Path("/tmp/my_run"))``
+    """
+
+    rank_id: RankId
+    pid: int
+    folder: Path | None = None
+    """Where it leaves its answers; None: in the folder that its environment names (`env.HANG_DIR`)."""
+    exit_code: int | None = None
+    """As `subprocess.Popen.returncode` has it, negative for a signal; None if it has not ended, or nobody knows."""
+    status: str = "gone"
+    """As psutil says, e.g. ``"sleeping"``, ``"stopped"``."""
+    cpu_s: float | None = None
+    source: str | None = None
+    """Who has written the stacks: faulthandler, py-spy; None: nobody could."""
+    text: str = ""
+    stack: Stack | None = None
+    last_place: str | None = None
+    """The line of code that it was at half a second before it was last able to say so."""
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the process has ended."""
+        return self.exit_code is not None or self.status in ("gone", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if the process answers nothing before it is continued."""
+        return self.status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+    @property
+    def waits_for_others(self) -> bool:
+        """True if its call waits for other ranks in our control plane."""
+        return self.stack is not None and self.stack.is_in_a_call and self.stack.waits_at_the_store
+
+    def where(self) -> str:
+        """Returns the end of a sentence that begins with the rank."""
+        if self.is_gone:
+            return f"{self._end()}{self._last_seen()}"
+        notable = f", {self.status}" if self.is_stopped or self.status == psutil.STATUS_DISK_SLEEP else ""
+        if self.stack is None or self.stack.place is None:
+            return f"gives no stack, {self.status}{self._last_seen()}"
+        if not self.stack.is_in_a_call:
+            return f"is in no call{notable}"
+        if self.waits_for_others:
+            return f"waits for other ranks at {self.stack.place}{notable}"
+        return f"is {f'in {self.stack.op} ' if self.stack.op else ''}at {self.stack.place}{notable}"
+
+    def _end(self) -> str:
+        if self.exit_code is None:
+            return "has no process any more"
+        if self.exit_code >= 0:
+            return f"has ended with exit code {self.exit_code}"
+        known = {one.value: one.name for one in signal.Signals}
+        return f"was killed by {known.get(-self.exit_code, f'signal {-self.exit_code}')}"
+
+    def _last_seen(self) -> str:
+        return "" if self.last_place is None else f", last seen at {self.last_place}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What the ranks of a run have answered, wherever they are."""
+
+    ranks: Sequence[RankProcess] = ()
+    records: Mapping[int, Record] = field(default_factory=dict)
+    """What the Flight Recorder tells, by training rank."""
+    flights: Mapping[str, bytes] = field(default_factory=dict)
+    """Its files by name, ``flight_<backend>_<rank>``: as torch writes them, compressed by zlib for their way."""
+    homes: Mapping[RankId, str] = field(default_factory=dict)
+    """The node of each rank, by name; empty where all are on this machine."""
+    silent: Sequence[str] = ()
+    """Nodes that have not answered."""
+    more_flights: Sequence[Callable[[], Mapping[str, bytes]]] = ()
+    """Give more of them when called: those of other nodes, which would keep the rest waiting."""
+    last_places: Mapping[RankId, str] = field(default_factory=dict)
+    """The line of code that each rank was last seen at, of ranks without a process, too."""
+
+
+def ask_ranks(
+    find: Callable[[], Iterable[RankProcess]],
+    *,
+    patience_s: float,
+    folder: Path | None = None,
+    call_frame: CallFrame | None = None,
+) -> Answers:
+    """Asks the processes of ranks on this machine where they are.
+
+    Args:
+        find: Returns the processes, e.g. ``lambda: processes_of_run(run_id)``. It gets a share of the time.
+        patience_s: Longest wait, in seconds. What is known by then is returned.
+        folder: Where ranks that have ended may have left their last places.
+        call_frame: Where the host's calls run; None if the main thread is always at work, as in a script.
+    """
+    inquiry = _Inquiry(call_frame, folder)
+    # Even a look at a process may block, one at its environment, too.
+    attempt("asking the ranks", lambda: inquiry.ask(find, 0.9 * patience_s), timeout_s=patience_s)
+    flights = dict(inquiry.flights)
+    return Answers(
+        ranks=inquiry.ranks,
+        records=read_flights(flights),
+        flights={name: zlib.compress(contents, level=1) for name, contents in flights.items()},
+        last_places=dict(inquiry.last_places),
+    )
+
+
+def processes_of_run(run_id: str, node: str | None = None) -> list[RankProcess]:
+    """Finds the ranks of a run on this machine by the marks in their environment; not what these have started.
+
+    Args:
+        run_id: Marks the run's processes.
+        node: Only those that bear the mark of this node, too.
+    """
+    candidates: dict[RankId, dict[int, psutil.Process]] = {}
+    for process in run_processes(run_id, node):
+        with suppress(psutil.Error):
+            if (rank_id := env.actor_of(process.environ())) is not None:
+                candidates.setdefault(rank_id, {})[process.pid] = process
+    found = []
+    for rank_id, processes in candidates.items():
+        for process in processes.values():
+            with suppress(psutil.Error):
+                if process.ppid() not in processes:
+                    found.append(RankProcess(rank_id=rank_id, pid=process.pid))
+    return sorted(found, key=lambda one: one.rank_id)
+
+
+class _Inquiry:
+    """What is known of the ranks at any time; `ask` fills it in.
+
+    Attributes:
+        ranks: Those found, trainers first.
+        flights: Contents of Flight Recorder files, by name.
+        last_places: See `Answers.last_places`.
+    """
+
+    def __init__(self, call_frame: CallFrame | None, folder: Path | None) -> None:
+        self._call_frame, self._folder = call_frame, folder
+        self._processes: dict[int, psutil.Process] = {}
+        self.ranks: list[RankProcess] = []
+        self.flights: dict[str, bytes] = {}
+        self.last_places: dict[RankId, str] = {}
+
+    def ask(self, find: Callable[[], Iterable[RankProcess]], patience_s: float) -> None:
+        """Gets the answers. Half of the time is for waiting, the rest for looking at processes that give none."""
+        deadline = Deadline.after(patience_s)
+        self.ranks = list(find())
+        awaited: dict[Path, int] = {}
+        before: dict[RankId, int] = {}
+        for rank in self.ranks:
+            with suppress(psutil.Error, OSError):
+                if rank.exit_code is not None:
+                    continue
+                process = self._processes[rank.pid] = psutil.Process(rank.pid)
+                rank.status, rank.cpu_s = process.status(), sum(process.cpu_times()[:2])
+                rank.folder = rank.folder or env.hang_dir(process.environ())
+                if (file := _stacks_of(rank)) is not None:
+                    before[rank.rank_id] = _size(file)
+                    process.send_signal(STACK_SIGNAL)
+                    if not rank.is_stopped:
+                        awaited[file] = before[rank.rank_id]
+        folders = {rank.folder for rank in self.ranks if rank.folder is not None}
+        ids = {rank.rank_id for rank in self.ranks if rank.is_stopped}
+        stopped = {one.rank for one in ids if one.role is Role.TRAINER}
+        for folder in folders:
+            awaited |= dict.fromkeys(_request_flights(folder, stopped), -1)
+        self._read_last_places(folders | ({self._folder} if self._folder is not None else set()))
+        _settle(awaited, deadline.share(0.5))
+        for folder in folders:
+            for file in (file for prefix in (GLOO_FLIGHTS, env.NCCL_FLIGHTS) for file in folder.glob(f"{prefix}*")):
+                if _size(file) > 0:
+                    self.flights[file.name] = file.read_bytes()
+        for rank in self.ranks:
+            if not rank.is_gone:
+                self._read_stack(rank, max(0, before.get(rank.rank_id, 0)), deadline)
+
+    def _read_last_places(self, folders: Iterable[Path]) -> None:
+        for folder in folders:
+            for file in folder.glob("place_*.txt"):
+                rank_id = _rank_of(file.name)
+                if rank_id is not None and (place := read_place(folder, rank_id)) is not None:
+                    self.last_places[rank_id] = place
+        for rank in self.ranks:
+            rank.last_place = self.last_places.get(rank.rank_id)
+
+    def _read_stack(self, rank: RankProcess, offset: int, deadline: Deadline) -> None:
+        with suppress(psutil.Error, OSError):
+            file = _stacks_of(rank)
+            # What lies before is the answer to an earlier request.
+            written = file.read_bytes()[offset:] if file else b""
+            rank.text, rank.source = written.decode("utf-8", errors="replace"), "faulthandler"
+        if not rank.text:
+            rank.text, rank.source = py_spy(rank.pid, timeout_s=deadline.remaining().total_seconds()), "py-spy"
+        if not rank.text:
+            rank.source = None
+            return
+        rank.stack = Stack.parse(rank.text, self._call_frame)
+
+
+def _rank_of(name: str) -> RankId | None:
+    for role, pattern in _PLACES.items():
+        if (found := pattern.fullmatch(name)) is not None:
+            return RankId(role, int(found[1]))
+    return None
+
+
+def _stacks_of(rank: RankProcess) -> Path | None:
+    """Returns the file that a rank writes its stacks to; None before it listens: the signal would kill it."""
+    if rank.folder is None:
+        return None
+    status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    listens = caught is not None and bool(int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1)
+    file = rank.folder / stack_file(rank.rank_id)
+    return file if listens and file.exists() else None
+
+
+def _request_flights(folder: Path, stopped: Collection[int]) -> list[Path]:
+    """Asks each trainer that listens for its Flight Recorder's record; returns the files that will hold it."""
+    awaited = []
+    for requests, flights in ((GLOO_REQUESTS, GLOO_FLIGHTS), (env.NCCL_REQUESTS, env.NCCL_FLIGHTS)):
+        for pipe in folder.glob(f"{requests}*.pipe"):
+            with suppress(OSError):  # nobody listens any more
+                rank = int(pipe.stem.removeprefix(requests))
+                if rank not in stopped:
+                    (folder / f"{flights}{rank}").unlink(missing_ok=True)  # the answer to an earlier request
+                descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+                os.write(descriptor, b"1")
+                os.close(descriptor)
+                if rank not in stopped:
+                    awaited.append(folder / f"{flights}{rank}")
+    return awaited
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else -1
+
+
+def _settle(awaited: Mapping[Path, int], deadline: Deadline) -> None:
+    """Waits until each file has outgrown its former size, and none has grown since the last look."""
+    last: list[int] = []
+    while not deadline.expired:
+        time.sleep(_LOOK_S)
+        sizes = [_size(file) for file in awaited]
+        if sizes == last and all(size > before for size, before in zip(sizes, awaited.values(), strict=True)):
+            return
+        last = sizes

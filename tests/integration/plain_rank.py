@@ -1,0 +1,60 @@
+"""One rank of a run without Ray and without a driver of ours: it comes to a barrier, or to its fate.
+
+``plain_rank.py PORT RANK FATE SECONDS FOLDER``; the run's secret is in ``FOLDER/secret``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from tests.integration.without_driver import forbid_driver
+
+forbid_driver()
+
+from torch.distributed import TCPStore  # noqa: E402
+
+from rl_safe_workers.control.deadline import Deadline  # noqa: E402
+from rl_safe_workers.control.plane import ControlPlane  # noqa: E402
+from rl_safe_workers.diagnostics.answering import answer_when_asked  # noqa: E402
+from rl_safe_workers.ranks import trainer_id, trainer_ids  # noqa: E402
+
+SIZE = 4
+
+
+def sleep() -> None:
+    say("ready")
+    time.sleep(300)  # where a sleeping, a killed and a stopped rank are
+
+
+def fail() -> None:
+    say("ready")
+    raise ValueError("no such expert")  # where a raising rank fails
+
+
+def say(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
+def main(port: int, rank: int, fate: str, patience_s: float, folder: Path) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    secret = (folder / "secret").read_bytes()
+    plane = ControlPlane(store, world="training world", rank=rank, members=trainer_ids(range(SIZE)), secret=secret)
+    answer_when_asked(folder, trainer_id(rank))
+    try:
+        if fate == "raises":
+            fail()
+        elif fate != "waits":
+            sleep()
+        say("ready")
+        plane.barrier("train", Deadline.after(patience_s))
+    except Exception as error:
+        plane.report_failure(error, phase="train")
+        raise
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), Path(sys.argv[5]))

@@ -1,0 +1,86 @@
+"""What a rank leaves for those who look for it, and what is read of that."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_safe_workers.diagnostics.answering import place_file, read_place
+from rl_safe_workers.diagnostics.inquiry import RankProcess
+from rl_safe_workers.frames import Frame, place_of, telling_frame
+from rl_safe_workers.ranks import trainer_id
+
+REPOSITORY = Path(__file__).parents[2]
+RANK = """
+import sys, time
+from pathlib import Path
+from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.ranks import trainer_id
+
+def first():
+    time.sleep(300)  # line 8
+
+answer_when_asked(Path(sys.argv[1]), trainer_id(0))
+first()
+"""
+
+
+def test_a_rank_that_is_killed_has_left_the_line_that_it_was_at(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    process = subprocess.Popen([sys.executable, "rank.py", str(tmp_path)], cwd=tmp_path, env=_ours())
+    expected = "rank.py:8 (first)"
+    until_s = time.monotonic() + 30
+    while read_place(tmp_path, trainer_id(0)) != expected and time.monotonic() < until_s:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert read_place(tmp_path, trainer_id(0)) == expected
+
+
+def _ours() -> dict[str, str]:
+    return {"PYTHONPATH": str(REPOSITORY)}
+
+
+def test_a_place_of_another_kind_of_file_is_not_read(tmp_path: Path) -> None:
+    assert read_place(tmp_path, trainer_id(0)) is None
+    (tmp_path / "secret").write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / place_file(trainer_id(0))).symlink_to(tmp_path / "secret")
+    (folder / place_file(trainer_id(1))).write_bytes(b"x" * 10_000)
+    (folder / place_file(trainer_id(2))).touch()
+    assert [read_place(folder, trainer_id(rank)) for rank in range(3)] == [None, None, None]
+
+
+def test_an_error_tells_the_innermost_line_that_is_not_of_a_library() -> None:
+    with pytest.raises(TypeError) as raised:
+        Path().joinpath(3)  # type: ignore[arg-type]
+    assert re.fullmatch(
+        r"(tests/unit/)?test_answering\.py:\d+ \(test_an_error_tells_\w+\)", str(place_of(raised.value))
+    )
+    assert place_of(ValueError("never raised")) is None
+
+
+def test_a_stack_of_libraries_alone_tells_its_innermost_line() -> None:
+    frames = [Frame(file=f"torch/{name}.py", line=1, function="f") for name in ("inner", "outer")]
+    assert telling_frame(frames) == frames[0]
+    assert telling_frame([]) is None
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "place", "said"),
+    [
+        (-9, "x.py:1 (f)", "was killed by SIGKILL, last seen at x.py:1 (f)"),
+        (-99, None, "was killed by signal 99"),
+        (1, None, "has ended with exit code 1"),
+        (0, "x.py:1 (f)", "has ended with exit code 0, last seen at x.py:1 (f)"),
+        (None, None, "has no process any more"),
+    ],
+)
+def test_a_process_that_has_ended_is_told_of(exit_code: int | None, place: str | None, said: str) -> None:
+    assert RankProcess(rank_id=trainer_id(0), pid=1, exit_code=exit_code, last_place=place).where() == said

@@ -1,0 +1,143 @@
+"""Who is to blame, by what processes answer and what ranks have reported. The answers are made up here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from rl_safe_workers.diagnostics import diagnosis
+from rl_safe_workers.diagnostics.diagnosis import Diagnosis, diagnose
+from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess
+from rl_safe_workers.diagnostics.stacks import Stack
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, Raised, RankError, Repeats, RunError, Victim
+from rl_safe_workers.frames import Frame
+from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
+
+Judge = Callable[..., Diagnosis]
+WAIT = Frame(file="rl_safe_workers/control/board.py", line=1, function="wait")
+WORK = Frame(file="mine.py", line=7, function="step")
+
+
+def process(
+    rank: int, *frames: Frame, status: str = "sleeping", exit_code: int | None = None, last_place: str | None = None
+) -> RankProcess:
+    stack = Stack(frames=frames, is_in_a_call=True, op=None) if frames else None
+    return RankProcess(
+        rank_id=trainer_id(rank), pid=1, status=status, exit_code=exit_code, stack=stack, last_place=last_place
+    )
+
+
+def busy(rank: int) -> RankProcess:
+    return process(rank, WORK)
+
+
+def waits(rank: int) -> RankProcess:
+    return process(rank, WAIT, WORK)
+
+
+def killed(rank: int) -> RankProcess:
+    return process(rank, status="gone", exit_code=-9, last_place="mine.py:3 (send)")
+
+
+def failed(rank: int, cause: object, text: str = "ValueError: no") -> RankError:
+    return RankError(
+        rank_id=trainer_id(rank), phase="train", cause=cause, text=text, trace="", raised_at=1.0, place="mine.py:5 (f)"
+    )  # type: ignore[arg-type]
+
+
+def late(*missing: int) -> PhaseTimeoutError:
+    awaited = Awaited("training world", frozenset(trainer_ids(range(3))))
+    return PhaseTimeoutError(
+        phase="train", awaited=awaited, missing=trainer_ids(missing), waited_s=9.0, setting="rl_safe.timeouts.train"
+    )
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> Judge:
+    """Diagnoses processes whose answers are known already."""
+
+    def judge(
+        *ranks: RankProcess, reports: Mapping[int, RunError] | None = None, evidence: Path | None = None
+    ) -> Diagnosis:
+        monkeypatch.setattr(diagnosis, "ask_ranks", lambda find, **_: Answers(ranks=find()))
+        by_id: dict[RankId, RunError] = {trainer_id(rank): error for rank, error in (reports or {}).items()}
+        return diagnose(ranks, patience_s=1.0, reports=by_id, evidence=evidence)
+
+    return judge
+
+
+def culprits(found: Diagnosis) -> set[int]:
+    return {one.rank for one in found.culprits}
+
+
+def test_a_run_that_is_well_blames_nobody(judged: Judge) -> None:
+    found = judged(busy(0), busy(1))
+    assert (found.verdict, culprits(found), found.error) == (
+        "no rank has failed, and no rank waits for others", set(), None,
+    )  # fmt: skip
+    assert found.ranks == {trainer_id(0): "is at mine.py:7 (step)", trainer_id(1): "is at mine.py:7 (step)"}
+
+
+def test_the_rank_that_does_something_else_is_blamed_by_those_that_wait(judged: Judge) -> None:
+    found = judged(waits(0), busy(1), waits(2))
+    assert culprits(found) == {1}
+    assert found.verdict == ("hang: the trainers: 0, 2 arrived, 1 did not; trainer rank 1 is at mine.py:7 (step)")
+    assert found.ranks[trainer_id(0)] == "waits for other ranks at mine.py:7 (step)"
+
+
+def test_ranks_that_all_wait_blame_nobody(judged: Judge) -> None:
+    found = judged(waits(0), waits(1))
+    assert culprits(found) == set()
+    assert found.verdict == "hang: the trainers: all arrived, and did not finish"
+
+
+def test_a_rank_that_has_ended_well_too_early_is_blamed_by_those_that_wait(judged: Judge) -> None:
+    found = judged(waits(0), process(1, status="gone", exit_code=0))
+    assert culprits(found) == {1}
+    assert "trainer rank 1 has ended with exit code 0" in found.verdict
+
+
+def test_a_death_is_the_root_of_those_that_gave_up(judged: Judge) -> None:
+    found = judged(busy(0), killed(1), waits(2), reports={0: failed(0, Victim()), 2: late(1)})
+    assert culprits(found) == {1}
+    assert found.verdict == "trainer rank 1 was killed by SIGKILL, last seen at mine.py:3 (send)"
+
+
+def test_the_report_of_a_rank_that_has_ended_says_more_than_its_end(judged: Judge) -> None:
+    found = judged(process(0, status="gone", exit_code=1), waits(1), reports={0: failed(0, Raised())})
+    assert culprits(found) == {0}
+    assert found.verdict == "trainer rank 0 failed in phase train at mine.py:5 (f): ValueError: no"
+
+
+def test_a_stopped_rank_is_named_though_others_have_named_more(judged: Judge) -> None:
+    found = judged(
+        process(0, status="stopped", last_place="mine.py:3 (send)"), waits(1), waits(2), reports={1: late(0)}
+    )
+    assert culprits(found) == {0}
+    assert found.verdict == "trainer rank 0 is stopped, last seen at mine.py:3 (send)"
+
+
+def test_a_rank_that_others_speak_of_is_named_with_what_they_say(judged: Judge) -> None:
+    found = judged(waits(0), busy(1), reports={0: failed(0, Repeats(trainer_id(1)), "RunError: rank 1 is full")})
+    assert culprits(found) == {1}
+    assert found.verdict.startswith("trainer rank 1 is at mine.py:7 (step); trainer rank 0 failed in phase train: ")
+
+
+def test_missing_ranks_that_wait_themselves_are_not_blamed(judged: Judge) -> None:
+    found = judged(waits(0), waits(1), killed_well(2), reports={0: late(1, 2)})
+    assert culprits(found) == {2}
+
+
+def killed_well(rank: int) -> RankProcess:
+    return process(rank, status="gone", exit_code=0)
+
+
+def test_the_evidence_names_every_rank(judged: Judge, tmp_path: Path) -> None:
+    judged(waits(0), busy(1), evidence=tmp_path / "hang")
+    text = (tmp_path / "hang" / "verdict.json").read_text()
+    assert '"trainer rank 1": "is at mine.py:7 (step)"' in text
+    assert {path.name for path in (tmp_path / "hang").iterdir()} == {
+        "verdict.json", "stack_trainer_0.txt", "stack_trainer_1.txt",
+    }  # fmt: skip
