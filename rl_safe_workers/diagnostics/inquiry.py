@@ -256,9 +256,8 @@ def _request_flights(folder: Path, stopped: Collection[int]) -> list[Path]:
     for requests, flights in ((GLOO_REQUESTS, GLOO_FLIGHTS), (env.NCCL_REQUESTS, env.NCCL_FLIGHTS)):
         for pipe in folder.glob(f"{requests}*.pipe"):
             with suppress(OSError):  # nobody listens any more
+                # An answer to an earlier request stays where it is: torch writes NCCL's into the file that it has open.
                 rank = int(pipe.stem.removeprefix(requests))
-                if rank not in stopped:
-                    (folder / f"{flights}{rank}").unlink(missing_ok=True)  # the answer to an earlier request
                 descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
                 os.write(descriptor, b"1")
                 os.close(descriptor)
