@@ -22,7 +22,7 @@ from torch.distributed import Store
 
 from rl_safe_workers.control.board import Board
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.control.failure import ReportedFailure, as_ours
+from rl_safe_workers.control.failure import Failure, as_ours
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RlSafeError, RunError, StoreLostError
 from rl_safe_workers.ranks import RankId
 
@@ -300,7 +300,7 @@ class Operation:
 class Report(NamedTuple):
     """The report of one rank, or the decision of rank 0."""
 
-    failure: ReportedFailure | None
+    failure: Failure | None
     value: Any
     """Fit for JSON."""
 
@@ -312,7 +312,7 @@ class Report(NamedTuple):
     def from_bytes(cls, data: bytes) -> Report:
         """Reads what `to_bytes` has made."""
         failure, value = json.loads(data)
-        return cls(None if failure is None else ReportedFailure.from_json(failure), value)
+        return cls(None if failure is None else Failure.from_json(failure), value)
 
 
 class Gathering:
@@ -325,7 +325,7 @@ class Gathering:
         self._decision = f"{step}/decision"
         self._is_concluded = False
 
-    def report(self, value: Any = None, *, failure: ReportedFailure | None = None) -> None:
+    def report(self, value: Any = None, *, failure: Failure | None = None) -> None:
         """Publishes this rank's report, or another in its place. Does not wait."""
         operation = self._operation
         operation.put(self._reports[operation.rank], Report(failure, value).to_bytes())
@@ -365,7 +365,7 @@ class Gathering:
             raise replace(first, text=text, culprit=culprit, late=None).error()
         return [report.value for report in reports]
 
-    def conclude(self, value: Any = None, *, failure: ReportedFailure | None = None) -> None:
+    def conclude(self, value: Any = None, *, failure: Failure | None = None) -> None:
         """Publishes the decision. Rank 0 calls it; a second time it changes nothing."""
         if not self._is_concluded:
             self._is_concluded = True
@@ -412,7 +412,7 @@ class Gathering:
                 naming that rank, as if ``decide`` raises.
             PhaseTimeoutError: On every rank, if some do not report in time; names them.
         """
-        self.report(report, failure=None if failure is None else ReportedFailure.of(failure, foreign=foreign))
+        self.report(report, failure=None if failure is None else Failure.of(failure, otherwise=foreign))
         if self._operation.rank == 0:
             self.decide(deadline, decide, foreign=foreign)
         decision = self.await_decision(deadline)
@@ -434,12 +434,12 @@ class Gathering:
         except StoreLostError:
             raise
         except RlSafeError as error:
-            failure = ReportedFailure.of(error)
+            failure = Failure.of(error)
         else:
             try:
                 value = decide(values)
             except Exception as error:
-                failure = ReportedFailure.of(error, foreign=foreign).by(self._operation.members[0])
+                failure = Failure.of(error, otherwise=foreign).by(self._operation.members[0])
         self.conclude(value, failure=failure)
 
     def _decided(self, message: bytes) -> Report:

@@ -12,8 +12,9 @@ from torch.distributed import Store
 
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import TRAINING_WORLD, ControlPlane
-from rl_safe_workers.errors import CheckpointError, Failure, LifecycleError, RunError
+from rl_safe_workers.errors import CheckpointError, LifecycleError, RunError
 from rl_safe_workers.lifecycle import Lifecycle, Phase
 from rl_safe_workers.ranks import Role, trainer_ids
 from rl_safe_workers.topology.groups import Features
@@ -254,7 +255,8 @@ class TrainingRank:
 
         Collective over: the training world, through the store, within the current phase's deadline.
         """
+        report = None if failure is None else failure.as_json()
         reports = self.control.decide(
-            f"failed_ranks/{phase}", phase=phase, deadline=self.deadline, report=failure, decide=list
+            f"failed_ranks/{phase}", phase=phase, deadline=self.deadline, report=report, decide=list
         )
         return {rank: Failure.from_json(report) for rank, report in enumerate(reports) if report is not None}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.control.failure import ReportedFailure
+from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import (
     Awaited,
@@ -139,7 +139,7 @@ def test_a_rank_that_gives_up_takes_its_report_back(world) -> None:
     gatherings = [plane.begin("save", phase="save").gathering("written") for plane in world.planes]
     for gathering in gatherings:
         gathering.report("written")
-    gatherings[2].report(failure=ReportedFailure(kind="CheckpointError", text="out of memory", culprit=trainer_id(2)))
+    gatherings[2].report(failure=Failure("out of memory", kind="CheckpointError", culprit=trainer_id(2)))
     with pytest.raises(CheckpointError, match="training rank 2: out of memory") as caught:
         gatherings[0].values(Deadline.after(LONG_S))
     assert caught.value.culprit == trainer_id(2)
