@@ -223,9 +223,8 @@ class _Ranks:
 
         try:
             # A step of a release and one of a rebuild are never the same.
-            outcome = self._control.decide(
-                "release", phase=self._phase, deadline=self.deadline, report=report, decide=decide
-            )
+            gathering = self._control.gathering("release", phase=self._phase)
+            outcome = gathering.settle(self.deadline, report=report, decide=decide)
         except RlSafeError as error:
             # Who has named the missing ranks knows better than who finds others gone, for that very reason.
             if isinstance(failure, PhaseTimeoutError):

@@ -1,7 +1,7 @@
 """The control plane: how the ranks of a world wait for each other and agree, over the run's store, with a deadline.
 
     barrier             nobody goes on before all have come
-    decide              every rank reports, rank 0 decides, every rank learns of it (gather and decide)
+    gathering           every rank reports, rank 0 decides, every rank learns of it
     exchange_verdicts   every rank learns who is well, whoever is missing
     sign_off            rank 0, which owns the store, stays until nobody needs it any more
 
@@ -103,20 +103,9 @@ class ControlPlane:
         operation.meet("all", range(self.size), deadline)
         operation.forget_earlier()
 
-    def decide(
-        self,
-        name: str,
-        *,
-        phase: str,
-        deadline: Deadline,
-        failure: Exception | None = None,
-        report: Any = None,
-        decide: Callable[[Sequence[Any]], Any] = lambda reports: None,
-        foreign: type[RlSafeError] = RunError,
-    ) -> Any:
-        """As `Gathering.settle`, as an operation of its own. Collective over: every rank of the world."""
-        gathering = self.begin(name, phase=phase).gathering("decision")
-        return gathering.settle(deadline, failure=failure, report=report, decide=decide, foreign=foreign)
+    def gathering(self, name: str, *, phase: str) -> Gathering:
+        """As `begin`, for an operation of one step, in which every rank reports and rank 0 decides."""
+        return self.begin(name, phase=phase).gathering("decision")
 
     def exchange_verdicts(self, failure: str | None, *, phase: str, deadline: Deadline) -> dict[int, str]:
         """Tells the others whether this rank is well, and learns who is not.

@@ -244,10 +244,8 @@ class TrainingRank:
             RlSafeError: This rank's own failure, or the same kind of error with that of others.
         """
         foreign = CheckpointError if phase in _ON_STORAGE else RunError
-        value: T = self.control.decide(
-            f"together/{phase}", phase=phase, deadline=self.deadline, failure=failure,
-            decide=lambda reports: work(), foreign=foreign,
-        )  # fmt: skip
+        gathering = self.control.gathering(f"together/{phase}", phase=phase)
+        value: T = gathering.settle(self.deadline, failure=failure, decide=lambda reports: work(), foreign=foreign)
         return value
 
     def failed_ranks(self, phase: Phase, failure: Failure | None) -> dict[int, Failure]:
@@ -256,7 +254,6 @@ class TrainingRank:
         Collective over: the training world, through the store, within the current phase's deadline.
         """
         report = None if failure is None else failure.as_json()
-        reports = self.control.decide(
-            f"failed_ranks/{phase}", phase=phase, deadline=self.deadline, report=report, decide=list
-        )
+        gathering = self.control.gathering(f"failed_ranks/{phase}", phase=phase)
+        reports = gathering.settle(self.deadline, report=report, decide=list)
         return {rank: Failure.from_json(report) for rank, report in enumerate(reports) if report is not None}

@@ -36,7 +36,7 @@ def _barrier(plane: ControlPlane, seconds: float = LONG_S) -> None:
 
 
 def _decide(plane: ControlPlane, seconds: float = LONG_S, **arguments: Any) -> Any:
-    return plane.decide("vote", phase="save", deadline=Deadline.after(seconds), **arguments)
+    return plane.gathering("vote", phase="save").settle(Deadline.after(seconds), **arguments)
 
 
 def _verdicts(plane: ControlPlane, seconds: float = LONG_S, failure: str | None = None) -> dict[int, str]:
