@@ -34,7 +34,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from rl_safe_workers.foreign_errors import ForeignCause, classify
 from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks
@@ -152,24 +152,6 @@ def foreign_cause(error: BaseException) -> ForeignCause:
             return found
         link = link.__cause__
     return ForeignCause.UNKNOWN
-
-
-class Failure(NamedTuple):
-    """What a rank tells the others of its failure. Fit for JSON."""
-
-    text: str
-    """One line."""
-    foreign: ForeignCause = ForeignCause.UNKNOWN
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Sums an error up."""
-        return cls(in_one_line(error), foreign_cause(error))
-
-    @classmethod
-    def from_json(cls, fields: Sequence[str]) -> Failure:
-        """Reads what JSON has made of one."""
-        return cls(fields[0], ForeignCause(fields[1]))
 
 
 def error_named(class_name: str, text: str) -> RlSafeError:

@@ -23,7 +23,8 @@ from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.comms.teardown import abort_groups
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.errors import CommunicatorError, Failure, LifecycleError, RlSafeError, in_one_line
+from rl_safe_workers.control.failure import Failure
+from rl_safe_workers.errors import CommunicatorError, LifecycleError, RlSafeError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.device_memory import free_bytes
@@ -236,8 +237,9 @@ def _agree_on_plan(
         raise failure from error
     if failure is not None:
         raise failure
-    for other, (text, foreign) in failed.items():
-        raise CommunicatorError(f"bootstrap: rank {other}: {text}", culprit=trainer_id(other), foreign=foreign)
+    for other, told in failed.items():
+        text = f"bootstrap: rank {other}: {told.text}"
+        raise CommunicatorError(text, culprit=trainer_id(other), foreign=told.foreign)
 
 
 def _plan(trainer: SafeTrainer, features: Features | None, max_ctas: Mapping[str, int], *, check_memory: bool) -> None:

@@ -127,7 +127,7 @@ def settle(root: Path) -> None:
     for path, match in step_entries(root):
         if path.name.endswith(INCOMPLETE):
             if (reason := why_foreign(path)) is not None:
-                _warn_once(f"{printable(str(path))} {reason}: it is left alone")
+                warn_once(f"{printable(str(path))} {reason}: it is left alone")
             else:
                 _settle(path, step_dir(root, int(match[1])), was_replaced=match[2] is not None)
     found = find_checkpoints(root)
@@ -142,7 +142,7 @@ def _settle(pending: Path, final: Path, *, was_replaced: bool) -> None:
     if found is None:
         _remove_or_warn(pending)
     elif (reason := why_foreign(final)) is not None:
-        _warn_once(f"{printable(str(final))} {reason}: it is left alone, and {pending.name} keeps its name")
+        warn_once(f"{printable(str(final))} {reason}: it is left alone, and {pending.name} keeps its name")
     elif (was_replaced and os.path.lexists(final)) or (there is not None and there.order > found.order):
         _remove_or_warn(pending)
     else:
@@ -177,12 +177,12 @@ def prune(root: Path, *, keep_last: int, but: Path | None = None) -> list[Path]:
         return []
     found, ours = find_checkpoints(root), list[Path]()
     for error in found.damaged:
-        _warn_once(f"passed over: {error}")
+        warn_once(f"passed over: {error}")
     for path, manifest in found.complete:
         if manifest.serial > found.highest_serial:
-            _warn_once(f"{printable(str(path))} was not saved in {printable(str(root))}: it is left alone")
+            warn_once(f"{printable(str(path))} was not saved in {printable(str(root))}: it is left alone")
         elif (reason := why_foreign(path)) is not None:
-            _warn_once(f"{printable(str(path))} {reason}: it is left alone")
+            warn_once(f"{printable(str(path))} {reason}: it is left alone")
         else:
             ours.append(path)
     return [path for path in ours[keep_last:] if path != but and _remove_or_warn(path)]
@@ -192,11 +192,12 @@ def _remove_or_warn(checkpoint: Path) -> bool:
     try:
         remove(checkpoint)
     except (CheckpointError, OSError) as error:
-        _warn_once(f"an old checkpoint cannot be removed: {error}")
+        warn_once(f"an old checkpoint cannot be removed: {error}")
         return False
     return True
 
 
 @cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Logs a warning, unless this process has logged the same before."""
     logger.warning("%s", text)

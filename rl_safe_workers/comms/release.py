@@ -25,8 +25,9 @@ from rl_safe_workers.comms.teardown import end_alone, end_together
 from rl_safe_workers.control.board import forget_where
 from rl_safe_workers.control.bounded import failure_of, within
 from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import ControlPlane
-from rl_safe_workers.errors import CommunicatorError, Failure, PhaseTimeoutError, RlSafeError, first_line
+from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, RlSafeError, first_line
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id
@@ -210,7 +211,7 @@ class _Ranks:
             CommunicatorError: If a rank has failed, or not all members of a group brought it along.
         """
         report = {
-            "failure": None if failure is None else Failure.of(failure),
+            "failure": None if failure is None else Failure.of(failure).as_json(),
             "after_s": self.elapsed_s() if after_s is None else after_s,
             "groups": {group.key: [group.generation, group.size(), group.label] for group in groups},
         }
@@ -222,9 +223,8 @@ class _Ranks:
 
         try:
             # A step of a release and one of a rebuild are never the same.
-            outcome = self._control.decide(
-                "release", phase=self._phase, deadline=self.deadline, report=report, decide=decide
-            )
+            gathering = self._control.gathering("release", phase=self._phase)
+            outcome = gathering.settle(self.deadline, report=report, decide=decide)
         except RlSafeError as error:
             # Who has named the missing ranks knows better than who finds others gone, for that very reason.
             if isinstance(failure, PhaseTimeoutError):

@@ -2,66 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
-from rl_safe_workers.errors import PhaseTimeoutError, RlSafeError, RunError, error_named
+from rl_safe_workers.errors import (
+    CommunicatorError,
+    PhaseTimeoutError,
+    RlSafeError,
+    RunError,
+    error_named,
+    foreign_cause,
+    in_one_line,
+)
+from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.ranks import RankId, Role
 
+_SHOWN = 300
+"""Characters that an error quotes."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedFailure:
-    """The failure of a rank, in fields that are fit for JSON.
 
-    Example: ``ReportedFailure(kind="CheckpointError", text="no room", culprit=trainer_id(2))``
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a rank tells the others of its failure.
+
+    Example: ``Failure("no room", kind="CheckpointError", culprit=trainer_id(2))``
     """
 
-    kind: str
-    """Name of the error's class."""
     text: str
+    """One line."""
+    _: KW_ONLY
+    kind: str = RunError.__name__
+    """Name of the error's class."""
     culprit: RankId | None = None
     """The rank that has failed; None: the one that reports it, or, if ranks are missing, none."""
-    late: Mapping[str, Any] | None = None
-    """`PhaseTimeoutError.as_json`, if that is the failure."""
+    late: PhaseTimeoutError | None = None
+    """The error itself, if ranks did not come in time."""
+    foreign: ForeignCause = ForeignCause.UNKNOWN
+    """The kind of failure of torch, Ray or the system that it comes from."""
 
     @classmethod
-    def of(cls, error: BaseException, *, foreign: type[RlSafeError] = RunError) -> Self:
-        """Describes an error.
+    def of(cls, error: BaseException, *, otherwise: type[RlSafeError] = RunError) -> Failure:
+        """Sums an error up.
 
         Args:
             error: What has been raised.
-            foreign: What the others raise for an error that is not of this package.
+            otherwise: What the others raise for an error that is not of this package.
         """
+        text, foreign = in_one_line(error), foreign_cause(error)
         if not isinstance(error, RlSafeError):
-            return cls(kind=foreign.__name__, text=f"{type(error).__name__}: {error}")
-        late = error.as_json() if isinstance(error, PhaseTimeoutError) else None
-        return cls(kind=type(error).__name__, text=str(error), culprit=error.culprit, late=late)
+            return cls(text, kind=otherwise.__name__, foreign=foreign)
+        late = error if isinstance(error, PhaseTimeoutError) else None
+        return cls(text, kind=type(error).__name__, culprit=error.culprit, late=late, foreign=foreign)
 
-    def by(self, rank_id: RankId) -> ReportedFailure:
+    def by(self, rank_id: RankId) -> Failure:
         """Returns the same failure with a culprit, unless one is known or ranks are missing."""
         return self if self.culprit is not None or self.late is not None else replace(self, culprit=rank_id)
 
     def error(self) -> RlSafeError:
         """Makes the error that the other ranks raise."""
         if self.late is not None:
-            return PhaseTimeoutError.from_json(self.late)
+            return self.late
         error = error_named(self.kind, self.text)
         if self.culprit is not None:
             error.culprit = self.culprit
+        if self.foreign is not ForeignCause.UNKNOWN:
+            error.foreign = self.foreign
         return error
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields."""
-        return asdict(self)
+        """Returns the fields, fit for JSON."""
+        late = None if self.late is None else self.late.as_json()
+        return {"text": self.text, "kind": self.kind, "culprit": self.culprit, "late": late, "foreign": self.foreign}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Reads what JSON has made of `as_json`."""
-        culprit = fields["culprit"]
-        return cls(**{**fields, "culprit": None if culprit is None else RankId(Role(culprit[0]), culprit[1])})
+    def from_json(cls, fields: Any) -> Failure:
+        """Reads what JSON has made of `as_json`.
+
+        Raises:
+            CommunicatorError: If it is something else.
+        """
+        try:
+            match fields:
+                case {
+                    "text": str(text),
+                    "kind": str(kind),
+                    "culprit": None | [str(_), int(_)] as culprit,
+                    "late": late,
+                    "foreign": str(foreign),
+                }:
+                    return cls(
+                        text,
+                        kind=kind,
+                        culprit=None if culprit is None else RankId(Role(culprit[0]), culprit[1]),
+                        late=None if late is None else PhaseTimeoutError.from_json(late),
+                        foreign=ForeignCause(foreign),
+                    )
+        except (AttributeError, KeyError, TypeError, ValueError):
+            pass  # of fields inside it
+        raise CommunicatorError(
+            f"a rank tells of its failure in a way that is not understood, {str(fields)[:_SHOWN]!r}: start all ranks "
+            "with the same version of rl_safe_workers"
+        )
 
 
-def as_ours(error: Exception, foreign: type[RlSafeError] = RunError) -> RlSafeError:
+def as_ours(error: Exception, otherwise: type[RlSafeError] = RunError) -> RlSafeError:
     """Returns the error, or one of the package's in its place."""
-    return error if isinstance(error, RlSafeError) else foreign(f"{type(error).__name__}: {error}")
+    return error if isinstance(error, RlSafeError) else otherwise(in_one_line(error))

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from rl_safe_workers.control.deadline import Background, Deadline
-from rl_safe_workers.control.failure import ReportedFailure
+from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import Gathering, Report
 from rl_safe_workers.errors import RlSafeError, StoreLostError
 from rl_safe_workers.foreign_errors import ForeignCause, classify
@@ -121,7 +121,7 @@ class PendingDecision:
         Raises:
             StoreLostError: If the run's store is gone.
         """
-        failure = ReportedFailure(kind=self._error_class.__name__, text=reason, culprit=self._rank_id)
+        failure = Failure(reason, kind=self._error_class.__name__, culprit=self._rank_id)
         # Instead of what it may have reported before: rank 0 decides nothing that a rank has given up.
         self._gathering.report(failure=failure)
         if self._decides:
@@ -173,9 +173,9 @@ class PendingDecision:
             failure = self._failed(error).by(self._rank_id)
         self._gathering.conclude(value, failure=failure)
 
-    def _failed(self, error: Exception) -> ReportedFailure:
+    def _failed(self, error: Exception) -> Failure:
         self._error = self._error or error
-        failure = ReportedFailure.of(error, foreign=self._error_class)
+        failure = Failure.of(error, otherwise=self._error_class)
         is_full = classify(error) is ForeignCause.NO_SPACE
         return replace(failure, text=f"{failure.text}: make room there") if is_full else failure
 

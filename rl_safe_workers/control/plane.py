@@ -1,7 +1,7 @@
 """The control plane: how the ranks of a world wait for each other and agree, over the run's store, with a deadline.
 
     barrier             nobody goes on before all have come
-    decide              every rank reports, rank 0 decides, every rank learns of it (gather and decide)
+    gathering           every rank reports, rank 0 decides, every rank learns of it
     exchange_verdicts   every rank learns who is well, whoever is missing
     report_failure      a rank says what it has failed with; whoever looks into the store learns of it
     sign_off            rank 0, which owns the store, stays until nobody needs it any more
@@ -23,7 +23,7 @@ from torch.distributed import Store
 
 from rl_safe_workers.control.board import Board
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.control.failure import ReportedFailure, as_ours
+from rl_safe_workers.control.failure import Failure, as_ours
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, RlSafeError, RunError, StoreLostError
 from rl_safe_workers.ranks import RankId
 from rl_safe_workers.root_cause import report_of
@@ -106,20 +106,9 @@ class ControlPlane:
         operation.meet("all", range(self.size), deadline)
         operation.forget_earlier()
 
-    def decide(
-        self,
-        name: str,
-        *,
-        phase: str,
-        deadline: Deadline,
-        failure: Exception | None = None,
-        report: Any = None,
-        decide: Callable[[Sequence[Any]], Any] = lambda reports: None,
-        foreign: type[RlSafeError] = RunError,
-    ) -> Any:
-        """As `Gathering.settle`, as an operation of its own. Collective over: every rank of the world."""
-        gathering = self.begin(name, phase=phase).gathering("decision")
-        return gathering.settle(deadline, failure=failure, report=report, decide=decide, foreign=foreign)
+    def gathering(self, name: str, *, phase: str) -> Gathering:
+        """As `begin`, for an operation of one step, in which every rank reports and rank 0 decides."""
+        return self.begin(name, phase=phase).gathering("decision")
 
     def exchange_verdicts(self, failure: str | None, *, phase: str, deadline: Deadline) -> dict[int, str]:
         """Tells the others whether this rank is well, and learns who is not.
@@ -331,7 +320,7 @@ class Operation:
 class Report(NamedTuple):
     """The report of one rank, or the decision of rank 0."""
 
-    failure: ReportedFailure | None
+    failure: Failure | None
     value: Any
     """Fit for JSON."""
 
@@ -343,7 +332,7 @@ class Report(NamedTuple):
     def from_bytes(cls, data: bytes) -> Report:
         """Reads what `to_bytes` has made."""
         failure, value = json.loads(data)
-        return cls(None if failure is None else ReportedFailure.from_json(failure), value)
+        return cls(None if failure is None else Failure.from_json(failure), value)
 
 
 class Gathering:
@@ -356,7 +345,7 @@ class Gathering:
         self._decision = f"{step}/decision"
         self._is_concluded = False
 
-    def report(self, value: Any = None, *, failure: ReportedFailure | None = None) -> None:
+    def report(self, value: Any = None, *, failure: Failure | None = None) -> None:
         """Publishes this rank's report, or another in its place. Does not wait."""
         operation = self._operation
         operation.put(self._reports[operation.rank], Report(failure, value).to_bytes())
@@ -396,7 +385,7 @@ class Gathering:
             raise replace(first, text=text, culprit=culprit, late=None).error()
         return [report.value for report in reports]
 
-    def conclude(self, value: Any = None, *, failure: ReportedFailure | None = None) -> None:
+    def conclude(self, value: Any = None, *, failure: Failure | None = None) -> None:
         """Publishes the decision. Rank 0 calls it; a second time it changes nothing."""
         if not self._is_concluded:
             self._is_concluded = True
@@ -443,7 +432,7 @@ class Gathering:
                 naming that rank, as if ``decide`` raises.
             PhaseTimeoutError: On every rank, if some do not report in time; names them.
         """
-        self.report(report, failure=None if failure is None else ReportedFailure.of(failure, foreign=foreign))
+        self.report(report, failure=None if failure is None else Failure.of(failure, otherwise=foreign))
         if self._operation.rank == 0:
             self.decide(deadline, decide, foreign=foreign)
         decision = self.await_decision(deadline)
@@ -465,12 +454,12 @@ class Gathering:
         except StoreLostError:
             raise
         except RlSafeError as error:
-            failure = ReportedFailure.of(error)
+            failure = Failure.of(error)
         else:
             try:
                 value = decide(values)
             except Exception as error:
-                failure = ReportedFailure.of(error, foreign=foreign).by(self._operation.members[0])
+                failure = Failure.of(error, otherwise=foreign).by(self._operation.members[0])
         self.conclude(value, failure=failure)
 
     def _decided(self, message: bytes) -> Report:

@@ -1,7 +1,8 @@
 """Gives one secret to the ranks of a host that has no channel of its own for it.
 
     ranks of one machine     a file of mode 0600, whose path is in the store. No other user can read it, and none can
-                             put another in its place: what belongs to somebody else is refused.
+                             put another in its place: what belongs to somebody else is refused. Its maker holds a lock
+                             on it. The file of a maker that was killed goes when the next one is made.
     ranks of several         the store itself, until all have read it. That keeps out who connects later, and nobody
                              who reads the store while the ranks meet: keep the network of a cluster closed.
 
@@ -10,13 +11,15 @@ A run of the built-in driver uses none of this: its secret travels in the Ray ca
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import ipaddress
 import os
-import shutil
 import stat
 import tempfile
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,8 @@ from rl_safe_workers.errors import Awaited, CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.ranks import trainer_id, trainer_ids
 
 _KEY = "rl_safe_secret"
+_PREFIX = "rl_safe_secret_"
+"""Of the names of files."""
 _LOOK_S = 0.02
 _own: bytes | None = None
 """The secret that this process has made: a host may build its groups anew on one store."""
@@ -57,7 +62,8 @@ class SharedSecret:
             CommunicatorError: If what is there is not of this user, or the store is gone.
         """
         self._store: Any = store
-        self._file: Path | None = None
+        self._remove: weakref.finalize[..., Any] | None = None
+        """Removes the file, on the rank that has made one."""
         self._is_ours, self._size = rank == 0, size
         on_one_machine = _is_one_machine(store, size)
         with lost_store(f"phase {phase}: rank {rank}"):
@@ -71,14 +77,11 @@ class SharedSecret:
         _own = _own or new_secret()
         place = _own.hex()
         if on_one_machine:
-            folder = Path(tempfile.mkdtemp(prefix="rl_safe_secret_"))  # of mode 0700
-            self._file = folder / "secret"
-            # At the latest at the end of this process.
-            self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(_own)
-            place = str(self._file)
+            _remove_leftovers()
+            descriptor, place = _make_file()
+            # At the latest at the end of this process; what kills it leaves the file to the next maker.
+            self._remove = weakref.finalize(self, _remove_file, descriptor, place)
+            os.write(descriptor, _own)
         self._store.set(_KEY, place)
         return _own
 
@@ -104,7 +107,7 @@ class SharedSecret:
         if not self._is_ours:
             return
         self._is_ours = False
-        if self._file is not None:
+        if self._remove is not None:
             self._remove()
             return
         with lost_store("rank 0"):
@@ -125,13 +128,64 @@ def _is_one_machine(store: Store, size: int) -> bool:
         return False
 
 
+def _make_file() -> tuple[int, str]:
+    """Makes an empty file of mode 0600, and locks it for as long as it is open. The lock ends with this process.
+
+    Returns:
+        Its descriptor and its path.
+    """
+    while True:
+        descriptor, path = tempfile.mkstemp(prefix=_PREFIX)
+        try:
+            # Of the open file, and not of the process: a process may make two, and look for leftovers between them.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_taken = os.fstat(descriptor).st_nlink == 0
+        except BlockingIOError:
+            is_taken = True
+        except OSError:
+            is_taken = False  # a file system without locks: there nobody removes what others have left
+        if not is_taken:
+            return descriptor, path
+        os.close(descriptor)  # another maker has come before the lock, and removes it as a leftover
+
+
+def _remove_file(descriptor: int, path: str) -> None:
+    with suppress(OSError):
+        Path(path).unlink()
+    os.close(descriptor)
+
+
+def _remove_leftovers() -> None:
+    """Removes the files that makers of this user have left who were killed: nobody holds a lock on them."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # no such file, gone meanwhile, or its maker lives
+            descriptor = _open_private(path)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _open_private(path: str | Path) -> int:
+    """Opens a regular file that this user has made for itself alone. Follows no link, and never blocks.
+
+    Raises:
+        OSError: If there is none.
+        ValueError: If no file can have that name.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(errno.EPERM, "not a private file of this user", str(path))
+
+
 def _read_file(place: str) -> bytes:
     try:
-        descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(file.fileno())
-            is_private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-            secret = file.read(SECRET_BYTES + 1) if is_private else b""
+        with os.fdopen(_open_private(place), "rb") as file:
+            secret = file.read(SECRET_BYTES + 1)
     except FileNotFoundError:
         raise
     except (OSError, ValueError):

@@ -18,8 +18,9 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from rl_safe_workers.control.deadline import Background, Deadline, DeadlineExceededError
+from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import ControlPlane
-from rl_safe_workers.errors import Awaited, CommunicatorError, Failure, PhaseTimeoutError, foreign_cause
+from rl_safe_workers.errors import Awaited, CommunicatorError, PhaseTimeoutError, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id, trainer_ids
@@ -297,7 +298,7 @@ class Supervision:
             waited_s=self._deadline.waited_s,
             setting=f"rl_safe.timeouts.{self._phase}",
         )
-        self._tell({"late": late.as_json()})
+        self._give_up(name, Failure.of(late))
 
     def _report(self, name: str, error: BaseException) -> NoReturn:
         """Tells all others, unless one of them was first; its failure is the cause of this one, then."""
@@ -313,21 +314,19 @@ class Supervision:
             time.sleep(_LOOK_S)
 
     def _give_up(self, part: str, failure: Failure, *, cause: BaseException | None = None) -> NoReturn:
-        self._tell({"part": part, "rank": self._rank, "failure": failure}, cause=cause)
-
-    def _tell(self, failure: dict[str, Any], *, cause: BaseException | None = None) -> NoReturn:
-        self._raise(json.loads(self._operation.first("failed", json.dumps(failure).encode())), cause=cause)
+        mine = {"part": part, "rank": self._rank, "failure": failure.as_json()}
+        self._raise(json.loads(self._operation.first("failed", json.dumps(mine).encode())), cause=cause)
 
     def _heed_failures(self) -> None:
-        if (failure := self._operation.peek("failed")) is not None:
-            self._raise(json.loads(failure))
+        if (told := self._operation.peek("failed")) is not None:
+            self._raise(json.loads(told))
 
-    def _raise(self, failure: dict[str, Any], *, cause: BaseException | None = None) -> NoReturn:
-        if "late" in failure:
-            raise PhaseTimeoutError.from_json(failure["late"])
-        text, foreign = Failure.from_json(failure["failure"])
+    def _raise(self, told: dict[str, Any], *, cause: BaseException | None = None) -> NoReturn:
+        rank, failure = told["rank"], Failure.from_json(told["failure"])
+        if failure.late is not None:
+            raise failure.late
         raise CommunicatorError(
-            f"phase {self._phase}: training rank {failure['rank']} failed in {failure['part']}: {text}",
-            culprit=trainer_id(failure["rank"]),
-            foreign=foreign,
-        ) from (cause if failure["rank"] == self._rank else None)
+            f"phase {self._phase}: training rank {rank} failed in {told['part']}: {failure.text}",
+            culprit=trainer_id(rank),
+            foreign=failure.foreign,
+        ) from (cause if rank == self._rank else None)

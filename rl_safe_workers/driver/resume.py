@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,11 @@ from rl_safe_workers.checkpoint.manifest import (
     read_manifest,
     step_entries,
 )
-from rl_safe_workers.checkpoint.retention import check_places
+from rl_safe_workers.checkpoint.retention import check_places, warn_once
 from rl_safe_workers.config import ResumeMode, RunConfig
 from rl_safe_workers.driver.data import check_position
 from rl_safe_workers.errors import CheckpointError, ConfigError
 from rl_safe_workers.foreign_files import printable
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +73,13 @@ def _newest_sound(root: Path) -> ResumePoint | None:
         else:
             points.append(point)
     for one in damaged:
-        _warn_once(f"passed over: {one}")
+        warn_once(f"passed over: {one}")
     if damaged and not points:
         raise CheckpointError(
             f"trainer.resume_mode=auto: every checkpoint in {root} is damaged; "
             "to start over set trainer.resume_mode=disable"
         )
     return points[0] if points else None
-
-
-@cache
-def _warn_once(text: str) -> None:
-    logger.warning("%s", text)
 
 
 def data_position(point: ResumePoint) -> Mapping[str, int]:

@@ -17,7 +17,8 @@ from rl_safe_workers.comms.groups import init_megatron_groups, world_options
 from rl_safe_workers.comms.late import LateWatch
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation, add_reports
 from rl_safe_workers.config import MegatronConfig
-from rl_safe_workers.errors import CommunicatorError, Failure, LifecycleError
+from rl_safe_workers.control.failure import Failure
+from rl_safe_workers.errors import CommunicatorError, LifecycleError
 from rl_safe_workers.lifecycle import REQUIRES, Phase
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.device_memory import free_bytes, outside_torch
@@ -140,13 +141,14 @@ class Communicators(Part):
         """
         if not self.has_nccl:
             return
-        failure = None
+        mine = None
         try:
             self.plan().check_fits(free_bytes=free_bytes(self.rank.device), gpus_per_node=cuda.gpus_of_this_node())
         except CommunicatorError as error:
-            failure = Failure.of(error)
-        for rank, (text, foreign) in self.rank.failed_ranks(Phase.GROUPS, failure).items():
-            raise CommunicatorError(f"training rank {rank}: {text}", culprit=trainer_id(rank), foreign=foreign)
+            mine = Failure.of(error)
+        for rank, failure in self.rank.failed_ranks(Phase.GROUPS, mine).items():
+            text = f"training rank {rank}: {failure.text}"
+            raise CommunicatorError(text, culprit=trainer_id(rank), foreign=failure.foreign)
 
     def bootstrap(self) -> BootstrapReport:
         """Connects every communicator for every op class it will carry. Collective over: the training world.

@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from rl_safe_workers.errors import Failure, LifecycleError, WeightSyncError, first_line, foreign_cause
+from rl_safe_workers.control.failure import Failure
+from rl_safe_workers.errors import LifecycleError, WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.ranks import format_ranks, joint_ids, trainer_id
@@ -148,7 +149,7 @@ class WeightSync(Part):
             return None, [torch.empty(size_bytes, dtype=torch.uint8, device=self.rank.device) for _ in range(2)]
         except RuntimeError as error:
             text = f"there is no room for two buckets of {size_bytes} bytes: {first_line(error)}"
-            return Failure(text, foreign_cause(error)), []
+            return Failure(text, foreign=foreign_cause(error)), []
 
     def _send(
         self, buckets: list[Bucket], outgoing: Outgoing, buffers: list[torch.Tensor], failure: Failure | None
@@ -214,9 +215,8 @@ class WeightSync(Part):
             self.leave(failed=True)
             # A rank that has failed itself says so.
             culprit = self.rank.training_rank if self.rank.training_rank in failed else min(failed)
-            text, foreign = failed[culprit]
             raise WeightSyncError(
-                f"weight sync failed on training rank {format_ranks(failed)}: {text}",
+                f"weight sync failed on training rank {format_ranks(failed)}: {failed[culprit].text}",
                 culprit=trainer_id(culprit),
-                foreign=foreign,
+                foreign=failed[culprit].foreign,
             )

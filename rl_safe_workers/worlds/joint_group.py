@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import ControlPlane
-from rl_safe_workers.errors import Failure, WeightSyncError, first_line, foreign_cause
+from rl_safe_workers.errors import WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase
 
@@ -166,7 +167,7 @@ class JointGroup:
             if wait_for_stream(self._device, timeout):
                 return None
             text = f"timed out after {timeout.total_seconds():.1f} s: a peer is gone, or raise rl_safe.timeouts.sync"
-            failure = Failure(text, ForeignCause.TIMEOUT)
+            failure = Failure(text, foreign=ForeignCause.TIMEOUT)
         except RuntimeError as error:
             failure = _failure(error)
         self.abort()
@@ -195,7 +196,7 @@ class JointGroup:
 
 
 def _failure(error: RuntimeError) -> Failure:
-    return Failure(first_line(error), foreign_cause(error))
+    return Failure(first_line(error), foreign=foreign_cause(error))
 
 
 def wait_for_stream(device: torch.device, timeout: timedelta) -> bool:

@@ -12,8 +12,9 @@ from torch.distributed import Store
 
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import TRAINING_WORLD, ControlPlane
-from rl_safe_workers.errors import CheckpointError, Failure, LifecycleError, RunError
+from rl_safe_workers.errors import CheckpointError, LifecycleError, RunError
 from rl_safe_workers.lifecycle import Lifecycle, Phase
 from rl_safe_workers.ranks import Role, trainer_ids
 from rl_safe_workers.topology.groups import Features
@@ -243,10 +244,8 @@ class TrainingRank:
             RlSafeError: This rank's own failure, or the same kind of error with that of others.
         """
         foreign = CheckpointError if phase in _ON_STORAGE else RunError
-        value: T = self.control.decide(
-            f"together/{phase}", phase=phase, deadline=self.deadline, failure=failure,
-            decide=lambda reports: work(), foreign=foreign,
-        )  # fmt: skip
+        gathering = self.control.gathering(f"together/{phase}", phase=phase)
+        value: T = gathering.settle(self.deadline, failure=failure, decide=lambda reports: work(), foreign=foreign)
         return value
 
     def failed_ranks(self, phase: Phase, failure: Failure | None) -> dict[int, Failure]:
@@ -254,7 +253,7 @@ class TrainingRank:
 
         Collective over: the training world, through the store, within the current phase's deadline.
         """
-        reports = self.control.decide(
-            f"failed_ranks/{phase}", phase=phase, deadline=self.deadline, report=failure, decide=list
-        )
+        report = None if failure is None else failure.as_json()
+        gathering = self.control.gathering(f"failed_ranks/{phase}", phase=phase)
+        reports = gathering.settle(self.deadline, report=report, decide=list)
         return {rank: Failure.from_json(report) for rank, report in enumerate(reports) if report is not None}

@@ -29,7 +29,7 @@ def _barrier(plane: ControlPlane) -> Any:
 
 
 def _decide(plane: ControlPlane) -> Any:
-    return plane.decide("vote", phase="save", deadline=Deadline.after(PATIENCE_S))
+    return plane.gathering("vote", phase="save").settle(Deadline.after(PATIENCE_S))
 
 
 def _verdicts(plane: ControlPlane) -> Any:

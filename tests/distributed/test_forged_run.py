@@ -39,8 +39,8 @@ def _work(rank: int, address: StoreAddress, root: Path) -> dict[str, Any]:
         seen["barrier"].append(_outcome(lambda: control.barrier("train", Deadline.after(PATIENCE_S))))
         seen["decision"].append(
             _outcome(
-                lambda turn=turn: control.decide(
-                    "vote", phase="train", deadline=Deadline.after(PATIENCE_S), report=[rank, turn], decide=list
+                lambda turn=turn: control.gathering("vote", phase="train").settle(
+                    Deadline.after(PATIENCE_S), report=[rank, turn], decide=list
                 )
             )
         )

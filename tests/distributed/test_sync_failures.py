@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.errors import Failure, PhaseTimeoutError, RlSafeError, WeightSyncError, first_line
+from rl_safe_workers.control.failure import Failure
+from rl_safe_workers.errors import PhaseTimeoutError, RlSafeError, WeightSyncError, first_line
 from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers import weight_sync

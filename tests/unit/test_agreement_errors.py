@@ -43,10 +43,8 @@ def settled(
         store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
         control = ControlPlane(store, world="training world", rank=rank, members=members, secret=secret)
         try:
-            return control.decide(
-                "x", phase=Phase.CONVERT, deadline=Deadline.after(timeout), failure=failures[rank], decide=decide,
-                foreign=foreign,
-            )  # fmt: skip
+            gathering = control.gathering("x", phase=Phase.CONVERT)
+            return gathering.settle(Deadline.after(timeout), failure=failures[rank], decide=decide, foreign=foreign)
         except RlSafeError as error:
             return error
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.control.failure import ReportedFailure
+from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import (
     Awaited,
@@ -40,7 +40,7 @@ def _barrier(plane: ControlPlane, seconds: float = LONG_S) -> None:
 
 
 def _decide(plane: ControlPlane, seconds: float = LONG_S, **arguments: Any) -> Any:
-    return plane.decide("vote", phase="save", deadline=Deadline.after(seconds), **arguments)
+    return plane.gathering("vote", phase="save").settle(Deadline.after(seconds), **arguments)
 
 
 def _verdicts(plane: ControlPlane, seconds: float = LONG_S, failure: str | None = None) -> dict[int, str]:
@@ -143,7 +143,7 @@ def test_a_rank_that_gives_up_takes_its_report_back(world) -> None:
     gatherings = [plane.begin("save", phase="save").gathering("written") for plane in world.planes]
     for gathering in gatherings:
         gathering.report("written")
-    gatherings[2].report(failure=ReportedFailure(kind="CheckpointError", text="out of memory", culprit=trainer_id(2)))
+    gatherings[2].report(failure=Failure("out of memory", kind="CheckpointError", culprit=trainer_id(2)))
     with pytest.raises(CheckpointError, match="training rank 2: out of memory") as caught:
         gatherings[0].values(Deadline.after(LONG_S))
     assert caught.value.culprit == trainer_id(2)

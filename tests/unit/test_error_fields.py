@@ -10,14 +10,12 @@ from rl_safe_workers import errors
 from rl_safe_workers.errors import (
     Awaited,
     CheckpointMismatchError,
-    Failure,
     NodeLostError,
     PhaseTimeoutError,
     Raised,
     RankError,
     RlSafeError,
     RunError,
-    StoreLostError,
     UnsafeCheckpointError,
     WeightSyncError,
     error_named,
@@ -96,19 +94,6 @@ def test_a_lost_node_and_its_ranks_are_named(nodes: list[str], said: str) -> Non
 def test_an_error_fits_on_a_line(error: Exception, line: str) -> None:
     assert in_one_line(error) == line
     assert first_line(ValueError()) == ""
-
-
-@pytest.mark.parametrize(
-    ("error", "failure"),
-    [
-        (ValueError("no\nmore"), Failure("ValueError: no")),
-        (MemoryError(), Failure("MemoryError: ", ForeignCause.OUT_OF_MEMORY)),
-        (StoreLostError("gone"), Failure("gone", ForeignCause.STORE_LOST)),
-        (WeightSyncError("x", foreign=ForeignCause.TIMEOUT), Failure("x", ForeignCause.TIMEOUT)),
-    ],
-)
-def test_a_failure_is_told_with_its_kind(error: Exception, failure: Failure) -> None:
-    assert Failure.of(error) == Failure.from_json(json.loads(json.dumps(failure))) == failure
 
 
 def test_a_kind_of_ones_own_wins_over_that_of_a_cause() -> None:

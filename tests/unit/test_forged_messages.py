@@ -28,7 +28,7 @@ def _barrier(plane: ControlPlane) -> str:
 
 
 def _decide(plane: ControlPlane) -> Any:
-    return plane.decide("vote", phase="save", deadline=Deadline.after(SHORT_S), report=plane.rank, decide=list)
+    return plane.gathering("vote", phase="save").settle(Deadline.after(SHORT_S), report=plane.rank, decide=list)
 
 
 def _verdicts(plane: ControlPlane) -> Any:

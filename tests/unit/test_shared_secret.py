@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store
@@ -36,22 +41,109 @@ def test_on_one_machine_it_is_in_a_private_file_and_not_in_the_store(store: Stor
     first, second = _share(store, 0), _share(store, 1)
     assert first.secret == second.secret
     assert len(first.secret) == SECRET_BYTES
-    (folder,) = tmp_path.iterdir()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE((folder / "secret").stat().st_mode) == 0o600
+    (file,) = tmp_path.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     place = bytes(store.get(KEY))
-    assert place.decode() == str(folder / "secret")
+    assert place.decode() == str(file)
     assert first.secret.hex().encode() not in place
     second.withdraw()
-    assert folder.exists()
+    assert file.exists()
     first.withdraw()
     first.withdraw()
-    assert not folder.exists()
+    assert not file.exists()
 
 
 def test_the_file_goes_with_its_maker_at_the_latest(store: Store, tmp_path: Path) -> None:
     first = _share(store, 0)
     del first
+    assert list(tmp_path.iterdir()) == []
+
+
+_KILLED = """
+import os, signal
+from torch.distributed import HashStore
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.shared_secret import SharedSecret
+shared = SharedSecret(HashStore(), rank=0, size=2, phase="world", deadline=Deadline.after(5))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_file_of_a_maker_that_was_killed_goes_with_the_next(store: Store, tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "LOCAL_WORLD_SIZE": "2"}
+    ended = subprocess.run([sys.executable, "-P", "-c", _KILLED], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    first = _share(store, 0)
+    assert not left.exists()
+    assert [str(file) for file in tmp_path.iterdir()] == [store.get(KEY).decode()]
+    first.withdraw()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_files_of_makers_that_live_stay(store: Store, tmp_path: Path) -> None:
+    first, other = _share(store, 0), _share(PrefixStore("other", store), 0)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert _share(store, 1).secret == first.secret
+    first.withdraw()
+    other.withdraw()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_goes_that_no_maker_of_this_user_has_left(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"")
+    elsewhere.chmod(0o600)
+    (tmp_path / "rl_safe_secret_link").symlink_to(elsewhere)
+    (tmp_path / "rl_safe_secret_folder").mkdir(mode=0o700)
+    os.mkfifo(tmp_path / "rl_safe_secret_pipe", mode=0o600)
+    (tmp_path / "rl_safe_secret_shared").touch()
+    (tmp_path / "rl_safe_secret_shared").chmod(0o640)
+    before = set(tmp_path.iterdir())
+    _share(store, 0).withdraw()
+    assert set(tmp_path.iterdir()) == before
+    # Nor what is private to another user.
+    (tmp_path / "rl_safe_secret_theirs").touch(mode=0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    _share(store, 0).withdraw()
+    assert set(tmp_path.iterdir()) == before | {tmp_path / "rl_safe_secret_theirs"}
+
+
+@pytest.mark.parametrize("moment", ["before", "while"])
+def test_a_file_that_passes_for_a_leftover_is_made_again(
+    moment: str, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another maker may look for leftovers after the file was made and before it is locked."""
+    lock, taken = fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not taken:
+            taken.extend(tmp_path.iterdir())
+            if moment == "while":
+                raise BlockingIOError
+            taken[0].unlink()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    first = _share(store, 0)
+    assert store.get(KEY).decode() != str(taken[0])
+    assert _share(store, 1).secret == first.secret
+    first.withdraw()
+
+
+def test_a_file_system_without_locks_is_good_enough(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError("Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    first, other = _share(store, 0), _share(PrefixStore("other", store), 0)
+    assert _share(store, 1).secret == first.secret
+    first.withdraw()
+    other.withdraw()
     assert list(tmp_path.iterdir()) == []
 
 
