@@ -275,6 +275,7 @@ class Stopped:
 
 Cause = Raised | Died | Victim | Repeats | Stopped
 """How a rank came to fail."""
+_TOLD_CHARACTERS = 20_000
 _PLAIN_CAUSES = {cause.__name__: cause for cause in (Raised, Died, Victim, Stopped)}
 
 
@@ -308,10 +309,11 @@ class RankError(RunError):
         super().__init__(f"{rank_id} failed in phase {phase}: {text}")
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields, fit for JSON: how one rank tells the others."""
+        """Returns the fields, fit for JSON: how one rank tells the others. Long texts are cut off."""
         of = list(self.cause.of) if isinstance(self.cause, Repeats) else type(self.cause).__name__
-        plain = {name: getattr(self, name) for name in ("phase", "text", "trace", "raised_at", "place")}
-        return {**plain, "rank_id": list(self.rank_id), "cause": of}
+        plain = {name: getattr(self, name) for name in ("phase", "raised_at", "place")}
+        text, trace = self.text[:_TOLD_CHARACTERS], self.trace[-_TOLD_CHARACTERS:]
+        return {**plain, "text": text, "trace": trace, "rank_id": list(self.rank_id), "cause": of}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RankError:

@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -49,7 +50,10 @@ def relative(file: str) -> str:
     """Shortens a path to what follows the working directory or a folder of ``sys.path``."""
     if file.startswith(_STDLIB) and "site-packages" not in file:
         return file  # a file of Python's library stays recognisable
-    return min((file.removeprefix(f"{path}/") for path in [str(Path.cwd()), *sys.path] if path), key=len)
+    folders = [path for path in sys.path if path]
+    with suppress(OSError):  # somebody has removed the working directory
+        folders.append(str(Path.cwd()))
+    return min((file.removeprefix(f"{folder}/") for folder in folders), key=len, default=file)
 
 
 def telling_frame(frames: Iterable[Frame]) -> Frame | None:

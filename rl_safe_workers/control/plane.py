@@ -24,7 +24,15 @@ from torch.distributed import Store
 from rl_safe_workers.control.board import Board
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.failure import Failure, as_ours
-from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, RlSafeError, RunError, StoreLostError
+from rl_safe_workers.errors import (
+    Awaited,
+    PhaseTimeoutError,
+    RankError,
+    RlSafeError,
+    RunError,
+    StoreLostError,
+    first_line,
+)
 from rl_safe_workers.ranks import RankId
 from rl_safe_workers.root_cause import report_of
 
@@ -86,7 +94,11 @@ class ControlPlane:
         Args:
             name: What it is, e.g. ``"save"``.
             phase: The phase whose deadline counts, for errors.
+
+        Raises:
+            ValueError: In a process outside the world.
         """
+        self._check_inside()
         self._board.phase = phase
         full = f"{self._scope}/{name}"
         number = self._board.number(full, self.rank)
@@ -153,19 +165,30 @@ class ControlPlane:
             raise operation.late(missing, deadline)
 
     def report_failure(self, error: Exception, *, phase: str) -> None:
-        """Leaves word of this rank's failure, for whoever finds out what the run has failed by. Does not wait.
+        """Leaves this rank's failure in the store, for whoever looks for the root cause. Does not wait.
+
+        Where the store is gone, too, it is only logged: the caller has an error to raise.
 
         Args:
             error: What it has caught.
             phase: The phase that it was in.
+
+        Raises:
+            ValueError: In a process outside the world.
         """
+        self._check_inside()
         report = report_of(error, self.members[self.rank], phase)
         kind = "late" if isinstance(report, PhaseTimeoutError) else "failed"
         self._board.phase = phase
-        self._board.put(self._failure_key(self.rank), json.dumps({kind: report.as_json()}).encode())
+        try:
+            self._board.put(self._failure_key(self.rank), json.dumps({kind: report.as_json()}).encode())
+        except StoreLostError as lost:
+            logger.warning("%s; so nobody learns there of: %s", lost, first_line(error))
 
     def reported_failures(self) -> dict[RankId, RunError]:
-        """Returns what each rank has said of its failure. Does not wait; not collective.
+        """Returns what each rank has said of its failure. Not collective.
+
+        It waits for no rank, but hangs if the store's owner is stopped: give it a deadline (`run_bounded`).
 
         Returns:
             By rank, as `root_cause.root_cause` takes it; empty if no rank has reported any.
@@ -176,6 +199,10 @@ class ControlPlane:
                 ((kind, fields),) = json.loads(message).items()
                 found[rank_id] = (PhaseTimeoutError if kind == "late" else RankError).from_json(fields)
         return found
+
+    def _check_inside(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"a process outside of {self.world} takes no part in what its ranks do")
 
     def _failure_key(self, rank: int) -> str:
         return f"{self._scope}/failure/{rank}"

@@ -1,10 +1,10 @@
-"""A rank's side of the diagnostics: it leaves word of where it is, whatever its main thread is doing.
+"""A rank's side of the diagnostics: it tells where it is, whatever its main thread is doing.
 
-Three things end up in a folder of the run on the rank's own machine:
+Three files end up in a folder of the run on the rank's own machine:
 
     stack_<role>_<rank>.txt    the stacks of all threads, added each time that the rank gets `STACK_SIGNAL`
-    place_<role>_<rank>.txt    the line of code that the rank was at half a second ago; it outlives the process
-    flight_gloo_<rank>         of trainers: what torch's Flight Recorder has of gloo's groups, once somebody asks
+    place_<role>_<rank>.txt    the last line of code that the rank noted, every half second; it outlives the process
+    flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups, once somebody asks
 
 Nothing here needs torch, Ray or a driver. torch itself writes the Flight Recorder's file for NCCL.
 """
@@ -51,24 +51,35 @@ def read_place(folder: Path, rank_id: RankId) -> str | None:
         folder: What the rank gave to `answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
-    with suppress(OSError, ValueError):
+    with suppress(OSError):
         text = read_foreign(folder / place_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
-        return text.decode("utf-8", errors="replace").strip() or None
+        return text.decode("utf-8", errors="replace").partition("\n")[0].strip() or None
+    return None
+
+
+def last_noted_s(folder: Path, rank_id: RankId) -> float | None:
+    """Returns the Unix time, in seconds, when a rank last noted where it is; None if it never did.
+
+    A process that has ended did so less than `PLACE_EVERY_S` later, unless it was stopped before.
+    """
+    with suppress(OSError):
+        return (folder / place_file(rank_id)).lstat().st_mtime
     return None
 
 
 def answer_when_asked(folder: Path, rank_id: RankId, call_frame: CallFrame | None = None) -> None:
     """Lets others find out where this process is. Call it once, on the main thread, early.
 
+    Takes `STACK_SIGNAL` for itself: a handler that was there is replaced.
+
     Args:
         folder: A folder of the run that only its user may write. The process keeps open what it makes there.
         rank_id: This process.
-        call_frame: Where the host's calls run; None if the main thread is always at work, as in a script.
+        call_frame: Where the host's calls run; None: the main thread counts, as in a script.
     """
+    stacks = _open(folder / stack_file(rank_id), os.O_APPEND)
     # faulthandler writes in C, without the lock that Python code needs.
-    faulthandler.register(
-        STACK_SIGNAL, file=(folder / stack_file(rank_id)).open("w", encoding="utf-8"), all_threads=True, chain=False
-    )
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
     _in_background("place", _note_places, folder / place_file(rank_id), call_frame)
     if rank_id.role is Role.TRAINER:
         _in_background("flights", _answer_flight_requests, folder, rank_id.rank)
@@ -78,17 +89,25 @@ def _in_background(name: str, work: object, *args: object) -> None:
     threading.Thread(target=work, args=args, name=name, daemon=True).start()  # type: ignore[arg-type]
 
 
+def _open(file: Path, flag: int) -> int:
+    """Opens a file for writing, empty, whatever an earlier process has left there. Follows no link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(file, flags | flag, 0o600)
+
+
 def _note_places(file: Path, call_frame: CallFrame | None) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = _open(file, 0)
     last = None
     pause = threading.Event()
     while True:
-        if (place := _place_now(call_frame)) != last:
-            line = f"{place or ''}\n".encode(errors="replace")[:_PLACE_BYTES]
-            # In this order, so that a process killed in between leaves a line and a rest, never nothing.
-            os.pwrite(descriptor, line, 0)
-            os.ftruncate(descriptor, len(line))
-            last = place
+        with suppress(OSError):  # the disk is full: the next note may find room
+            if (place := _place_now(call_frame)) != last:
+                line = f"{place or ''}\n".encode(errors="replace")[:_PLACE_BYTES]
+                # In this order, so that a process killed in between leaves a line and a rest, never nothing.
+                os.pwrite(descriptor, line, 0)
+                os.ftruncate(descriptor, len(line))
+                last = place
+            os.utime(descriptor)
         pause.wait(PLACE_EVERY_S)
 
 
@@ -105,7 +124,8 @@ def _place_now(call_frame: CallFrame | None) -> str | None:
 
 def _answer_flight_requests(folder: Path, rank: int) -> None:
     pipe = folder / f"{GLOO_REQUESTS}{rank}.pipe"
-    os.mkfifo(pipe)
+    pipe.unlink(missing_ok=True)  # of an earlier process
+    os.mkfifo(pipe, 0o600)
     # For writing as well, so that a reader without a writer waits.
     descriptor = os.open(pipe, os.O_RDWR)
     while os.read(descriptor, 1):

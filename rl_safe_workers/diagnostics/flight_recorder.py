@@ -119,8 +119,3 @@ def works_waited_in(records: Mapping[int, Record], missing: Collection[int]) -> 
         ):
             found[rank] = last
     return found
-
-
-def waiting_ranks(works: Mapping[int, Work]) -> set[int]:
-    """Training ranks that have a collective under way: they have come, and wait in it for others."""
-    return {rank for rank, work in works.items() if not work.has_ended}

@@ -17,7 +17,7 @@ from typing import Any
 
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.diagnostics.answering import stack_file
-from rl_safe_workers.diagnostics.flight_recorder import Work, waiting_ranks, works_waited_in
+from rl_safe_workers.diagnostics.flight_recorder import Work, works_waited_in
 from rl_safe_workers.diagnostics.inquiry import Answers
 from rl_safe_workers.errors import PhaseTimeoutError, RankError, StoreLostError, Victim
 from rl_safe_workers.frames import relative
@@ -123,8 +123,7 @@ def judge(
     busy |= {rank_id for rank_id, home in answers.homes.items() if home in answers.silent}
     missing, unknown = busy - wait.arrived if wait.missing is None else wait.missing, frozenset[RankId]()
     works = works_waited_in(records, _training_ranks(missing))
-    at_the_store = {one.rank_id for one in ranks if one.waits_for_others}
-    waiting = missing & at_the_store.union(trainer_ids(waiting_ranks(works)))
+    waiting = missing & waiting_for_others(answers)
     culprits = _culprits(missing - waiting, answers) if waiting else frozenset[RankId]()
     if culprits:
         missing, unknown = culprits, missing - waiting - culprits
@@ -152,6 +151,12 @@ def judge(
         ],
         "silent_nodes": list(answers.silent),
     }  # fmt: skip
+
+
+def waiting_for_others(answers: Answers) -> frozenset[RankId]:
+    """Returns the ranks that wait for others, by their stacks or by the Flight Recorder."""
+    in_collectives = trainer_ids(rank for rank, record in answers.records.items() if record.under_way is not None)
+    return frozenset(one.rank_id for one in answers.ranks if one.waits_for_others).union(in_collectives)
 
 
 def _culprits(missing: Collection[RankId], answers: Answers) -> frozenset[RankId]:

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -22,11 +22,16 @@ from rl_safe_workers import env
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.diagnostics.answering import GLOO_FLIGHTS, GLOO_REQUESTS, STACK_SIGNAL, read_place, stack_file
 from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
-from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, py_spy
+from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_spy
+from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.processes import run_processes
 
 _LOOK_S = 0.1
+_GONE = "gone"
+_UNKNOWN = "unknown"
+_FLIGHT_BYTES, _STACK_BYTES = 2**28, 2**24
+"""Size limits of what is read of a rank's files."""
 _PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
 
 
@@ -41,10 +46,13 @@ class RankProcess:
     pid: int
     folder: Path | None = None
     """Where it leaves its answers; None: in the folder that its environment names (`env.HANG_DIR`)."""
+    poll: Callable[[], int | None] | None = None
+    """Returns the exit code once the process has ended, as `subprocess.Popen.poll`; None if nobody can tell."""
     exit_code: int | None = None
-    """As `subprocess.Popen.returncode` has it, negative for a signal; None if it has not ended, or nobody knows."""
-    status: str = "gone"
-    """As psutil says, e.g. ``"sleeping"``, ``"stopped"``."""
+    """Negative for a signal; None if it has not ended, or nobody can tell."""
+    status: str = _UNKNOWN
+    """As psutil says, e.g. ``"sleeping"``, ``"stopped"``; ``"gone"`` if there is no process, ``"unknown"`` if nobody
+    has looked."""
     cpu_s: float | None = None
     source: str | None = None
     """Who has written the stacks: faulthandler, py-spy; None: nobody could."""
@@ -56,7 +64,7 @@ class RankProcess:
     @property
     def is_gone(self) -> bool:
         """True if the process has ended."""
-        return self.exit_code is not None or self.status in ("gone", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return self.exit_code is not None or self.status in (_GONE, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
     @property
     def is_stopped(self) -> bool:
@@ -65,19 +73,21 @@ class RankProcess:
 
     @property
     def waits_for_others(self) -> bool:
-        """True if its call waits for other ranks in our control plane."""
-        return self.stack is not None and self.stack.is_in_a_call and self.stack.waits_at_the_store
+        """True if its call waits for other ranks, as its stack shows."""
+        return self.stack is not None and self.stack.waits_for_others
 
     def where(self) -> str:
         """Returns the end of a sentence that begins with the rank."""
         if self.is_gone:
             return f"{self._end()}{self._last_seen()}"
         notable = f", {self.status}" if self.is_stopped or self.status == psutil.STATUS_DISK_SLEEP else ""
+        if self.status == _UNKNOWN:
+            return f"could not be looked at in time{self._last_seen()}"
         if self.stack is None or self.stack.place is None:
             return f"gives no stack, {self.status}{self._last_seen()}"
         if not self.stack.is_in_a_call:
             return f"is in no call{notable}"
-        if self.waits_for_others:
+        if self.stack.op is None and self.waits_for_others:
             return f"waits for other ranks at {self.stack.place}{notable}"
         return f"is {f'in {self.stack.op} ' if self.stack.op else ''}at {self.stack.place}{notable}"
 
@@ -125,14 +135,15 @@ def ask_ranks(
         find: Returns the processes, e.g. ``lambda: processes_of_run(run_id)``. It gets a share of the time.
         patience_s: Longest wait, in seconds. What is known by then is returned.
         folder: Where ranks that have ended may have left their last places.
-        call_frame: Where the host's calls run; None if the main thread is always at work, as in a script.
+        call_frame: Where the host's calls run; None: the main thread counts, as in a script.
     """
     inquiry = _Inquiry(call_frame, folder)
     # Even a look at a process may block, one at its environment, too.
     attempt("asking the ranks", lambda: inquiry.ask(find, 0.9 * patience_s), timeout_s=patience_s)
     flights = dict(inquiry.flights)
     return Answers(
-        ranks=inquiry.ranks,
+        # Copies: a thread that was left behind may go on.
+        ranks=[replace(rank) for rank in inquiry.ranks],
         records=read_flights(flights),
         flights={name: zlib.compress(contents, level=1) for name, contents in flights.items()},
         last_places=dict(inquiry.last_places),
@@ -183,11 +194,12 @@ class _Inquiry:
         awaited: dict[Path, int] = {}
         before: dict[RankId, int] = {}
         for rank in self.ranks:
+            self._look_at(rank)
+        for rank in self.ranks:
             with suppress(psutil.Error, OSError):
-                if rank.exit_code is not None:
+                if rank.is_gone:
                     continue
-                process = self._processes[rank.pid] = psutil.Process(rank.pid)
-                rank.status, rank.cpu_s = process.status(), sum(process.cpu_times()[:2])
+                process = self._processes[rank.pid]
                 rank.folder = rank.folder or env.hang_dir(process.environ())
                 if (file := _stacks_of(rank)) is not None:
                     before[rank.rank_id] = _size(file)
@@ -203,11 +215,24 @@ class _Inquiry:
         _settle(awaited, deadline.share(0.5))
         for folder in folders:
             for file in (file for prefix in (GLOO_FLIGHTS, env.NCCL_FLIGHTS) for file in folder.glob(f"{prefix}*")):
-                if _size(file) > 0:
-                    self.flights[file.name] = file.read_bytes()
+                with suppress(OSError):
+                    contents = read_foreign(file, limit_bytes=_FLIGHT_BYTES, within=folder, uid=os.getuid())
+                    self.flights |= {file.name: contents} if contents else {}
         for rank in self.ranks:
             if not rank.is_gone:
                 self._read_stack(rank, max(0, before.get(rank.rank_id, 0)), deadline)
+
+    def _look_at(self, rank: RankProcess) -> None:
+        """Asks the system for a process, and the host for its exit code; opens no file of the run."""
+        try:
+            process = self._processes[rank.pid] = psutil.Process(rank.pid)
+            rank.status, rank.cpu_s = process.status(), sum(process.cpu_times()[:2])
+        except psutil.NoSuchProcess:
+            rank.status = _GONE
+        except psutil.Error:
+            rank.status = _UNKNOWN
+        if rank.poll is not None and rank.exit_code is None:
+            rank.exit_code = rank.poll()
 
     def _read_last_places(self, folders: Iterable[Path]) -> None:
         for folder in folders:
@@ -222,9 +247,9 @@ class _Inquiry:
         with suppress(psutil.Error, OSError):
             file = _stacks_of(rank)
             # What lies before is the answer to an earlier request.
-            written = file.read_bytes()[offset:] if file else b""
+            written = read_foreign(file, limit_bytes=_STACK_BYTES, uid=os.getuid())[offset:] if file else b""
             rank.text, rank.source = written.decode("utf-8", errors="replace"), "faulthandler"
-        if not rank.text:
+        if not rank.text or is_cut_off(rank.text):
             rank.text, rank.source = py_spy(rank.pid, timeout_s=deadline.remaining().total_seconds()), "py-spy"
         if not rank.text:
             rank.source = None
@@ -255,7 +280,7 @@ def _request_flights(folder: Path, stopped: Collection[int]) -> list[Path]:
     awaited = []
     for requests, flights in ((GLOO_REQUESTS, GLOO_FLIGHTS), (env.NCCL_REQUESTS, env.NCCL_FLIGHTS)):
         for pipe in folder.glob(f"{requests}*.pipe"):
-            with suppress(OSError):  # nobody listens any more
+            with suppress(OSError, ValueError):  # nobody listens any more; or a name that is not ours
                 # An answer to an earlier request stays where it is: torch writes NCCL's into the file that it has open.
                 rank = int(pipe.stem.removeprefix(requests))
                 descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
@@ -267,7 +292,9 @@ def _request_flights(folder: Path, stopped: Collection[int]) -> list[Path]:
 
 
 def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else -1
+    with suppress(OSError):
+        return file.stat().st_size
+    return -1
 
 
 def _settle(awaited: Mapping[Path, int], deadline: Deadline) -> None:

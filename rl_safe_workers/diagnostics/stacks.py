@@ -56,7 +56,7 @@ class Stack:
 
         Args:
             text: The stacks of all threads of a process.
-            call_frame: Where the host's calls run; None if the main thread is always at work, as in a script.
+            call_frame: Where the host's calls run; None: the main thread counts, as in a script.
         """
         threads: list[list[Frame]] = [[]]
         main = -1  # faulthandler writes the main thread last; py-spy gives the threads' names
@@ -78,9 +78,16 @@ class Stack:
         return telling_frame(self.frames)
 
     @property
-    def waits_at_the_store(self) -> bool:
-        """True if the process waits for other ranks in our control plane."""
-        return any(frame.file.endswith(_CONTROL) for frame in self.frames)
+    def waits_for_others(self) -> bool:
+        """True if the call waits for other ranks: in our control plane, or in a collective of torch."""
+        return self.is_in_a_call and (
+            any(frame.file.endswith(_CONTROL) for frame in self.frames) or _op_of(self.frames) is not None
+        )
+
+
+def is_cut_off(text: str) -> bool:
+    """Returns True if faulthandler left threads out: it writes 100, the main one last."""
+    return text.rstrip().endswith("\n...")
 
 
 def _op_of(frames: Sequence[Frame]) -> str | None:

@@ -1,6 +1,7 @@
 """One rank of a run without Ray and without a driver of ours: it comes to a barrier, or to its fate.
 
-``plain_rank.py PORT RANK FATE SECONDS FOLDER``; the run's secret is in ``FOLDER/secret``.
+``plain_rank.py PORT RANK FATE SECONDS FOLDER [serves]``; the run's secret is in ``FOLDER/secret``. With ``serves`` rank 0
+owns the store.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ def say(word: str) -> None:
     sys.stdout.flush()
 
 
-def main(port: int, rank: int, fate: str, patience_s: float, folder: Path) -> None:
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+def main(port: int, rank: int, fate: str, patience_s: float, folder: Path, *, serves: bool) -> None:
+    store = TCPStore(
+        "127.0.0.1", port, is_master=serves and rank == 0, timeout=timedelta(seconds=60), wait_for_workers=False
+    )
     secret = (folder / "secret").read_bytes()
     plane = ControlPlane(store, world="training world", rank=rank, members=trainer_ids(range(SIZE)), secret=secret)
     answer_when_asked(folder, trainer_id(rank))
@@ -57,4 +60,11 @@ def main(port: int, rank: int, fate: str, patience_s: float, folder: Path) -> No
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), Path(sys.argv[5]))
+    main(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        float(sys.argv[4]),
+        Path(sys.argv[5]),
+        serves="serves" in sys.argv[6:],
+    )

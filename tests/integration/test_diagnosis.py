@@ -24,10 +24,10 @@ SAYS = {
 }
 
 
-def diagnosed(fates: list[str], folder: Path, *, patience_s: float = 120.0) -> dict[str, Any]:
+def diagnosed(fates: list[str], folder: Path, *options: str, patience_s: float = 120.0) -> dict[str, Any]:
     """Runs the host; its ranks wait for each other for ``patience_s`` seconds."""
     result = subprocess.run(
-        [sys.executable, "-m", "tests.integration.plain_host", ",".join(fates), str(patience_s), str(folder)],
+        [sys.executable, "-m", "tests.integration.plain_host", ",".join(fates), str(patience_s), str(folder), *options],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -48,6 +48,13 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_line(rank: int, fat
         ]
     kept = {path.name for path in (tmp_path / "hang").iterdir()}
     assert {"verdict.json", "stack_trainer_0.txt"} <= kept
+
+
+@pytest.mark.parametrize("fate", ["killed", "stopped"])
+def test_the_owner_of_the_store_is_named_too(fate: str, tmp_path: Path) -> None:
+    found = diagnosed([fate, "waits", "waits", "waits"], tmp_path, "serves")
+    assert found["culprits"] == [0]
+    assert f"trainer rank 0 {SAYS[fate]}" in found["verdict"]
 
 
 def test_four_ranks_that_each_fail_in_their_own_way_are_all_named(tmp_path: Path) -> None:

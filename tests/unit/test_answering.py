@@ -12,7 +12,7 @@ import pytest
 
 from rl_safe_workers.diagnostics.answering import place_file, read_place
 from rl_safe_workers.diagnostics.inquiry import RankProcess
-from rl_safe_workers.frames import Frame, place_of, telling_frame
+from rl_safe_workers.frames import Frame, place_of, relative, telling_frame
 from rl_safe_workers.ranks import trainer_id
 
 REPOSITORY = Path(__file__).parents[2]
@@ -42,6 +42,15 @@ def test_a_rank_that_is_killed_has_left_the_line_that_it_was_at(tmp_path: Path) 
     assert read_place(tmp_path, trainer_id(0)) == expected
 
 
+def test_a_process_starts_anew_where_an_earlier_one_has_been(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK.replace("first()\n", "print(len(threads()))\n", 1).replace(
+        "import sys, time", "import sys, time, os\nfrom threading import enumerate as threads"
+    ))  # fmt: skip
+    command = [sys.executable, "rank.py", str(tmp_path)]
+    for _ in range(2):
+        assert subprocess.run(command, cwd=tmp_path, env=_ours(), capture_output=True, check=True).stdout == b"3\n"
+
+
 def _ours() -> dict[str, str]:
     return {"PYTHONPATH": str(REPOSITORY)}
 
@@ -54,7 +63,15 @@ def test_a_place_of_another_kind_of_file_is_not_read(tmp_path: Path) -> None:
     (folder / place_file(trainer_id(0))).symlink_to(tmp_path / "secret")
     (folder / place_file(trainer_id(1))).write_bytes(b"x" * 10_000)
     (folder / place_file(trainer_id(2))).touch()
-    assert [read_place(folder, trainer_id(rank)) for rank in range(3)] == [None, None, None]
+    (folder / place_file(trainer_id(3))).write_text("x.py:1 (f)\nrest of a longer one")
+    assert [read_place(folder, trainer_id(rank)) for rank in range(4)] == [None, None, None, "x.py:1 (f)"]
+
+
+def test_an_error_has_a_place_where_the_working_directory_is_gone(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert relative("/elsewhere/train.py") == "/elsewhere/train.py"
 
 
 def test_an_error_tells_the_innermost_line_that_is_not_of_a_library() -> None:
@@ -83,4 +100,5 @@ def test_a_stack_of_libraries_alone_tells_its_innermost_line() -> None:
     ],
 )
 def test_a_process_that_has_ended_is_told_of(exit_code: int | None, place: str | None, said: str) -> None:
-    assert RankProcess(rank_id=trainer_id(0), pid=1, exit_code=exit_code, last_place=place).where() == said
+    process = RankProcess(rank_id=trainer_id(0), pid=1, status="gone", exit_code=exit_code, last_place=place)
+    assert process.where() == said

@@ -258,3 +258,11 @@ def test_whoever_looks_into_the_store_learns_what_ranks_have_failed_with(world) 
 
 def test_nobody_has_reported_a_failure_before_one_does(world) -> None:
     assert world.plane(-1).reported_failures() == {}
+
+
+def test_a_process_outside_the_world_takes_no_part(world) -> None:
+    outside = world.plane(-1)
+    with pytest.raises(ValueError, match="outside of training world"):
+        outside.report_failure(RunError("no"), phase="train")
+    with pytest.raises(ValueError, match="outside of training world"):
+        _barrier(outside)

@@ -11,7 +11,16 @@ from rl_safe_workers.diagnostics import diagnosis
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, diagnose
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess
 from rl_safe_workers.diagnostics.stacks import Stack
-from rl_safe_workers.errors import Awaited, PhaseTimeoutError, Raised, RankError, Repeats, RunError, Victim
+from rl_safe_workers.errors import (
+    Awaited,
+    PhaseTimeoutError,
+    Raised,
+    RankError,
+    Repeats,
+    RunError,
+    StoreLostError,
+    Victim,
+)
 from rl_safe_workers.frames import Frame
 from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
 
@@ -41,6 +50,14 @@ def killed(rank: int) -> RankProcess:
     return process(rank, status="gone", exit_code=-9, last_place="mine.py:3 (send)")
 
 
+def ended_well(rank: int) -> RankProcess:
+    return process(rank, status="gone", exit_code=0)
+
+
+def crashed(rank: int, *, exit_code: int = 1) -> RankProcess:
+    return process(rank, status="gone", exit_code=exit_code)
+
+
 def failed(rank: int, cause: object, text: str = "ValueError: no") -> RankError:
     return RankError(
         rank_id=trainer_id(rank), phase="train", cause=cause, text=text, trace="", raised_at=1.0, place="mine.py:5 (f)"
@@ -59,11 +76,16 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Judge:
     """Diagnoses processes whose answers are known already."""
 
     def judge(
-        *ranks: RankProcess, reports: Mapping[int, RunError] | None = None, evidence: Path | None = None
+        *ranks: RankProcess, reports: Mapping[int, RunError] | Exception | None = None, evidence: Path | None = None
     ) -> Diagnosis:
         monkeypatch.setattr(diagnosis, "ask_ranks", lambda find, **_: Answers(ranks=find()))
-        by_id: dict[RankId, RunError] = {trainer_id(rank): error for rank, error in (reports or {}).items()}
-        return diagnose(ranks, patience_s=1.0, reports=by_id, evidence=evidence)
+
+        def told() -> dict[RankId, RunError]:
+            if isinstance(reports, Exception):
+                raise reports
+            return {trainer_id(rank): error for rank, error in (reports or {}).items()}
+
+        return diagnose(ranks, patience_s=1.0, reports=told, evidence=evidence)
 
     return judge
 
@@ -125,13 +147,46 @@ def test_a_rank_that_others_speak_of_is_named_with_what_they_say(judged: Judge) 
     assert found.verdict.startswith("trainer rank 1 is at mine.py:7 (step); trainer rank 0 failed in phase train: ")
 
 
-def test_missing_ranks_that_wait_themselves_are_not_blamed(judged: Judge) -> None:
-    found = judged(waits(0), waits(1), killed_well(2), reports={0: late(1, 2)})
-    assert culprits(found) == {2}
+@pytest.mark.parametrize("last", [busy, ended_well])
+def test_missing_ranks_that_wait_themselves_are_not_blamed(judged: Judge, last: Callable[[int], RankProcess]) -> None:
+    assert culprits(judged(waits(0), waits(1), last(2), reports={0: late(1, 2)})) == {2}
+    assert culprits(judged(waits(0), crashed(1), last(2), reports={0: late(1, 2), 1: failed(1, Victim())})) == {2}
 
 
-def killed_well(rank: int) -> RankProcess:
-    return process(rank, status="gone", exit_code=0)
+def test_a_killed_rank_is_blamed_before_those_that_lost_it(judged: Judge) -> None:
+    assert culprits(judged(crashed(0), crashed(1, exit_code=-6), killed(2))) == {2}
+
+
+def test_an_exception_is_blamed_before_those_that_then_crashed(judged: Judge) -> None:
+    assert culprits(judged(crashed(0, exit_code=-6), crashed(1), crashed(2), reports={2: failed(2, Raised())})) == {2}
+
+
+def test_a_rank_that_could_not_be_looked_at_is_not_dead(judged: Judge) -> None:
+    found = judged(waits(0), process(1, status="unknown", last_place="mine.py:3 (send)"), waits(2))
+    assert found.ranks[trainer_id(1)] == "could not be looked at in time, last seen at mine.py:3 (send)"
+    assert found.error is None
+    assert culprits(found) == {1}
+
+
+def test_a_collective_in_the_stack_alone_is_a_wait(judged: Judge) -> None:
+    reduce = Frame(file="torch/distributed/distributed_c10d.py", line=1, function="all_reduce")
+    found = judged(process(0, reduce, WORK), busy(1))
+    assert culprits(found) == {1}
+
+
+def test_a_verdict_is_one_line(judged: Judge) -> None:
+    found = judged(crashed(0), reports={0: failed(0, Raised(), "RuntimeError: no\nframe #0")})
+    assert found.verdict == "trainer rank 0 failed in phase train at mine.py:5 (f): RuntimeError: no"
+
+
+def test_reports_that_cannot_be_read_leave_the_rest(judged: Judge) -> None:
+    found = judged(waits(0), killed(1), reports=StoreLostError("the store is gone"))
+    assert culprits(found) == {1}
+
+
+def test_evidence_that_cannot_be_written_leaves_the_verdict(judged: Judge, tmp_path: Path) -> None:
+    (tmp_path / "hang").touch()
+    assert culprits(judged(waits(0), busy(1), evidence=tmp_path / "hang")) == {1}
 
 
 def test_the_evidence_names_every_rank(judged: Judge, tmp_path: Path) -> None:
