@@ -157,6 +157,31 @@ def test_init_files_of_sub_packages_are_empty() -> None:
     assert [str(path) for path in inits if path.read_text()] == []
 
 
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def _definitions(path: Path) -> set[str]:
+    """Functions, classes and methods of a module, methods with their class."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{method.name}" for method in node.body if isinstance(method, ast.FunctionDef)}
+    return found
+
+
+def test_the_architecture_page_names_every_room() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms == set(re.findall(r"^\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE))
+
+
+def test_the_architecture_page_names_code_that_exists() -> None:
+    walked = re.findall(r"`([\w/]+\.py)`\s+`([\w.]+)`", ARCHITECTURE)
+    assert len(walked) > 30
+    assert [f"{file} {name}" for file, name in walked if name not in _definitions(PACKAGE / file)] == []
+
+
 def test_every_folder_of_modules_is_a_package() -> None:
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
