@@ -1,7 +1,7 @@
 """One rank of a run without Ray and without a driver of ours: it comes to a barrier, or to its fate.
 
-``plain_rank.py PORT RANK FATE SECONDS FOLDER [serves]``; the run's secret is in ``FOLDER/secret``. With ``serves`` rank 0
-owns the store.
+``plain_rank.py PORT RANK FATE SECONDS FOLDER [serves]``; the run's secret is in ``FOLDER/secret``. With ``serves``
+rank 0 owns the store.
 """
 
 from __future__ import annotations
@@ -60,11 +60,5 @@ def main(port: int, rank: int, fate: str, patience_s: float, folder: Path, *, se
 
 
 if __name__ == "__main__":
-    main(
-        int(sys.argv[1]),
-        int(sys.argv[2]),
-        sys.argv[3],
-        float(sys.argv[4]),
-        Path(sys.argv[5]),
-        serves="serves" in sys.argv[6:],
-    )
+    _, port, rank, fate, patience_s, folder, *options = sys.argv
+    main(int(port), int(rank), fate, float(patience_s), Path(folder), serves="serves" in options)

@@ -21,8 +21,9 @@ TIMEOUT_S = 120
 
 
 def _script() -> str:
-    """The block of the README that has the three lines."""
-    (found,) = [b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "import bootstrap" in b]
+    """The block of the README that is a whole script."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (found,) = [block for block in blocks if "init_process_group" in block]
     return found
 
 

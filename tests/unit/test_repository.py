@@ -157,6 +157,65 @@ def test_init_files_of_sub_packages_are_empty() -> None:
     assert [str(path) for path in inits if path.read_text()] == []
 
 
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def _definitions(path: Path) -> set[str]:
+    """Functions, classes and methods of a module, methods with their class."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{method.name}" for method in node.body if isinstance(method, ast.FunctionDef)}
+    return found
+
+
+def test_the_architecture_page_names_every_room() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms == set(re.findall(r"^\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE))
+
+
+def test_the_architecture_page_names_code_that_exists() -> None:
+    walked = re.findall(r"`([\w/]+\.py)`\s+`([\w.]+)`", ARCHITECTURE)
+    assert len(walked) > 30
+    assert [f"{file} {name}" for file, name in walked if name not in _definitions(PACKAGE / file)] == []
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATED = {"reliability.md"}
+"""Pages that a command writes."""
+WIDEST = 120
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)
+def test_lines_of_a_page_fit_into_120_columns(page: Path) -> None:
+    lines = enumerate(page.read_text().splitlines(), start=1)
+    assert [number for number, line in lines if len(line) > WIDEST and not line.startswith("|")] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """Anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in _anchors(target))):
+            lost.append(link)
+    assert lost == []
+
+
+def test_every_page_is_on_the_readmes_list() -> None:
+    listed = set(re.findall(r"\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text().partition("## Documentation")[2]))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= listed
+
+
 def test_every_folder_of_modules_is_a_package() -> None:
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
