@@ -1,8 +1,9 @@
-"""``report.html``: one self-contained file that tells how a run went."""
+"""``report.html``: one self-contained page of tables that tells how a run went."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +11,18 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from rl_safe_workers.driver import charts, timeline
 from rl_safe_workers.driver import metrics as names
-from rl_safe_workers.driver.charts import Axis, Point
 from rl_safe_workers.driver.console import GIB
 from rl_safe_workers.lifecycle import FREE_BYTES, Phase, PhaseEvent
-from rl_safe_workers.ranks import Role
+from rl_safe_workers.ranks import Role, format_ranks
 
 TEMPLATE = "report.html.j2"
 
-_TABLE_COLUMNS = (
+_STEP_COLUMNS = (
     ("mean reward", names.REWARD_MEAN),
-    ("logprob gap", names.LOGPROB_GAP_MAX),
+    ("max reward", names.REWARD_MAX),
+    ("max logprob gap", names.LOGPROB_GAP_MAX),
+    ("mean logprob gap", names.LOGPROB_GAP_MEAN),
     ("loss", names.LOSS),
     ("grad norm", names.GRAD_NORM),
     ("response tokens", names.RESPONSE_LENGTH_MEAN),
@@ -44,34 +45,23 @@ _OWNERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One curve of a chart."""
+class PhaseRow:
+    """What the stays of one role in one phase add up to."""
 
-    label: str
-    values: tuple[float | None, ...]
-    """One per step; None where the step has no finite value."""
-    line: str
-    dots: str
-    above_bound: str
-    """Dots of the values above the chart's bound."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    """Curves over training steps."""
-
-    title: str
-    unit: str
-    x_axis: Axis
-    y_axis: Axis
-    steps: tuple[int, ...]
-    curves: tuple[Curve, ...]
-    not_finite: str
-    """Path of a line at each step where a value is not a finite number."""
-    not_finite_count: int
-    bound: float | None = None
-    bound_percent: float = 0.0
-    """Height of the bound, from the low end of the y axis."""
+    phase: Phase
+    role: Role
+    ranks: str
+    stays: int
+    """Of the rank with most."""
+    failed: int
+    """Stays that failed, over all ranks."""
+    mean_s: float
+    longest_s: float
+    longest_rank: int
+    total_s: float
+    """Of the rank that spent most."""
+    share: float
+    """``total_s`` over the time from the first phase to the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,92 +85,104 @@ class MemoryTable:
     rows: tuple[MemoryRow, ...]
 
 
-def build_chart(
-    title: str,
-    unit: str,
-    records: Sequence[Mapping[str, Any]],
-    curves: Mapping[str, str],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A number of one step, as text."""
+
+    text: str
+    is_bad: bool = False
+    """The value is not finite, or it is above its bound."""
+
+
+def write_report(
+    path: Path,
     *,
-    bound: float | None = None,
-) -> Chart | None:
-    """Lays out a chart; None if no record has any of the metrics.
+    title: str,
+    config_yaml: str,
+    metrics: Sequence[Mapping[str, Any]],
+    events: Sequence[PhaseEvent],
+    summary: Mapping[str, str],
+    logprob_bound: float,
+) -> None:
+    """Writes the report of a run, finished or failed at any point.
+
+    The page refers to nothing outside itself and holds no script. It tells what failed, the summary, the seconds per
+    phase, device memory by owner if there is a device, the numbers of each step and the resolved configuration.
 
     Args:
-        title: Title of the chart.
-        unit: Unit of the y axis, empty for a plain number.
-        records: Lines of ``metrics.jsonl``, in order of steps.
-        curves: Metric name by label.
-        bound: Draws a line at this value, on a logarithmic axis.
+        path: The HTML file; its directory is made if needed.
+        title: Heading, normally the run's name.
+        config_yaml: The resolved configuration.
+        metrics: Lines of ``metrics.jsonl``; values that are null, NaN or infinite are marked.
+        events: Phases of trainers and rollout ranks, in unix seconds.
+        summary: Text by label, for the top of the page.
+        logprob_bound: Largest allowed log-probability gap in nats, more than 0.
     """
-    records = [record for record in records if any(name in record for name in curves.values())]
-    if not records:
-        return None
-    steps = tuple(int(record["step"]) for record in records)
-    columns = {label: tuple(finite(record.get(name)) for record in records) for label, name in curves.items()}
-    shown = [value for column in columns.values() for value in column if value is not None]
-    x_axis = charts.step_axis(min(steps), max(steps))
-    y_axis = charts.linear_axis(shown) if bound is None else charts.log_axis([*shown, bound])
-    broken = [
-        step
-        for step, record in zip(steps, records, strict=True)
-        if any(name in record and finite(record[name]) is None for name in curves.values())
-    ]
-    return Chart(
+    records = sorted((record for record in metrics if "step" in record), key=lambda record: int(record["step"]))
+    headings, rows = _step_table(records, logprob_bound)
+    environment = Environment(
+        loader=PackageLoader("rl_safe_workers.driver", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template(TEMPLATE).render(
         title=title,
-        unit=unit,
-        x_axis=x_axis,
-        y_axis=y_axis,
-        steps=steps,
-        curves=tuple(_curve(label, steps, column, x_axis, y_axis, bound) for label, column in columns.items()),
-        not_finite="".join(f"M{x_axis.fraction(step) * charts.WIDTH:.1f} 0v{charts.HEIGHT}" for step in broken),
-        not_finite_count=len(broken),
-        bound=bound,
-        bound_percent=0.0 if bound is None else round(100 * y_axis.fraction(bound), 3),
+        failures=failure_lines(events),
+        summary=summary,
+        phase_rows=phase_rows(events),
+        memory=memory_table(events),
+        bound_lines=bound_lines(records, logprob_bound),
+        step_headings=headings,
+        step_rows=rows,
+        config_yaml=config_yaml,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # An error of a run may quote bytes that are no text.
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")
+
+
+def phase_rows(events: Sequence[PhaseEvent]) -> list[PhaseRow]:
+    """Adds up the stays of each role in each phase, in the order of the run."""
+    by_key: dict[tuple[Phase, Role], list[PhaseEvent]] = defaultdict(list)
+    for event in events:
+        by_key[event.phase, event.role].append(event)
+    span_s = max((e.end_s for e in events), default=0.0) - min((e.start_s for e in events), default=0.0)
+    return [_phase_row(by_key[phase, role], span_s) for phase in Phase for role in Role if (phase, role) in by_key]
+
+
+def _phase_row(events: Sequence[PhaseEvent], span_s: float) -> PhaseRow:
+    seconds_of: defaultdict[int, float] = defaultdict(float)
+    for event in events:
+        seconds_of[event.rank] += event.end_s - event.start_s
+    longest = max(events, key=lambda event: event.end_s - event.start_s)
+    total_s = max(seconds_of.values())
+    return PhaseRow(
+        phase=longest.phase,
+        role=longest.role,
+        ranks=format_ranks(list(seconds_of)),
+        stays=max(Counter(event.rank for event in events).values()),
+        failed=sum(not event.ok for event in events),
+        mean_s=sum(seconds_of.values()) / len(events),
+        longest_s=longest.end_s - longest.start_s,
+        longest_rank=longest.rank,
+        total_s=total_s,
+        share=total_s / span_s if span_s > 0 else 0.0,
     )
 
 
-def finite(value: Any) -> float | None:
-    """Returns a number that can be drawn, or None for text, null, NaN and infinities."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _curve(
-    label: str,
-    steps: Sequence[int],
-    values: tuple[float | None, ...],
-    x_axis: Axis,
-    y_axis: Axis,
-    bound: float | None,
-) -> Curve:
-    points: list[Point | None] = [
-        None if value is None else charts.place(x_axis, y_axis, step, value)
-        for step, value in zip(steps, values, strict=True)
+def failure_lines(events: Sequence[PhaseEvent]) -> list[str]:
+    """Says which ranks failed where, one line per phase and role, the first failure first."""
+    failed: dict[tuple[Phase, Role], list[PhaseEvent]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: event.end_s):
+        if not event.ok:
+            failed[event.phase, event.role].append(event)
+    return [
+        f"{phase} failed on {role} rank {format_ranks(sorted({stay.rank for stay in stays}))}"
+        f" after {stays[0].end_s - stays[0].start_s:.2f} s"
+        for (phase, role), stays in failed.items()
     ]
-    above = [
-        point
-        for point, value in zip(points, values, strict=True)
-        if point is not None and value is not None and bound is not None and value > bound
-    ]
-    return Curve(
-        label=label,
-        values=values,
-        line=charts.line_path(points),
-        dots=charts.dots_path(points),
-        above_bound="".join(f"M{x:.1f} {y:.1f}h0" for x, y in above),
-    )
-
-
-def _step_table(records: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    columns = [(label, name) for label, name in _TABLE_COLUMNS if any(name in record for record in records)]
-    rows = [[str(record["step"]), *(_cell(record, name) for _, name in columns)] for record in records]
-    return ["step", *(label for label, _ in columns)], rows
-
-
-def _cell(record: Mapping[str, Any], name: str) -> str:
-    if name not in record:
-        return ""
-    value = finite(record[name])
-    return "not finite" if value is None else f"{value:.4g}"
 
 
 def memory_table(events: Sequence[PhaseEvent]) -> MemoryTable | None:
@@ -219,99 +221,47 @@ def _total(held: Mapping[str, int]) -> int:
     return sum(size for owner, size in held.items() if owner != FREE_BYTES)
 
 
-def _hover_data(drawn: Sequence[Chart], lanes: timeline.Timeline | None) -> dict[str, Any]:
-    return {
-        "charts": [
-            {"x": [c.x_axis.low, c.x_axis.high], "steps": c.steps, "curves": [[k.label, k.values] for k in c.curves]}
-            for c in drawn
-        ],
-        "timeline": lanes
-        and {
-            "span": lanes.axis.high,
-            "row": lanes.row_px,
-            "labels": lanes.labels,
-            "phases": lanes.phases,
-            "stays": lanes.stays,
-        },
-    }
+def bound_lines(records: Sequence[Mapping[str, Any]], bound: float) -> list[str]:
+    """Says in words how the log-probability gap kept to its bound, and which steps hold no finite number."""
+    gaps = [
+        (gap, int(record["step"]))
+        for record in records
+        if (gap := _finite(record.get(names.LOGPROB_GAP_MAX))) is not None
+    ]
+    lines = []
+    if gaps:
+        largest, at_step = max(gaps)
+        above = [step for gap, step in gaps if gap > bound]
+        kept = f"is above its bound at {_steps(above)}" if above else "stays within its bound"
+        largest_gap = f"The largest gap is {largest:.4g} nats, at step {at_step}; the bound is {bound:g} nats."
+        lines.append(f"The log-probability gap {kept}. {largest_gap}")
+    for label, name in _STEP_COLUMNS:
+        if broken := [int(r["step"]) for r in records if name in r and _finite(r[name]) is None]:
+            lines.append(f"The {label} is not a finite number at {_steps(broken)}.")
+    return lines
 
 
-def render_report(
-    *,
-    title: str,
-    config_yaml: str,
-    metrics: Sequence[Mapping[str, Any]],
-    events: Sequence[PhaseEvent],
-    summary: Mapping[str, str],
-    logprob_bound: float,
-) -> str:
-    """Returns the page as text; see ``write_report`` for the arguments."""
-    records = sorted((record for record in metrics if "step" in record), key=lambda record: int(record["step"]))
-    reward = build_chart("Reward", "", records, {"mean": names.REWARD_MEAN, "max": names.REWARD_MAX})
-    gap = build_chart(
-        "Log-probability gap, rollout against trainer",
-        "nats",
-        records,
-        {"max": names.LOGPROB_GAP_MAX, "mean": names.LOGPROB_GAP_MEAN},
-        bound=logprob_bound,
-    )
-    drawn = [chart for chart in (reward, gap) if chart]
-    lanes = timeline.build_timeline(events)
-    environment = Environment(
-        loader=PackageLoader("rl_safe_workers.driver", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(TEMPLATE).render(
-        title=title,
-        summary=summary,
-        failures=timeline.failure_lines(events),
-        charts=drawn,
-        box=(charts.WIDTH, charts.HEIGHT),
-        timeline=lanes,
-        phase_rows=timeline.phase_rows(events),
-        memory=memory_table(events),
-        step_table=_step_table(records),
-        config_yaml=config_yaml,
-        hover=_hover_data(drawn, lanes),
-    )
+def _steps(steps: Sequence[int]) -> str:
+    return f"step {format_ranks(steps)}" if len(steps) == 1 else f"{len(steps)} steps ({format_ranks(steps)})"
 
 
-def write_report(
-    path: Path,
-    *,
-    title: str,
-    config_yaml: str,
-    metrics: Sequence[Mapping[str, Any]],
-    events: Sequence[PhaseEvent],
-    summary: Mapping[str, str],
-    logprob_bound: float,
-) -> None:
-    """Writes the report of a run, finished or failed at any point.
+def _finite(value: Any) -> float | None:
+    """Returns a finite number, or None for text, null, NaN and infinities."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
-    The page refers to nothing outside itself. It holds the reward and the log-probability gap over steps, every phase
-    of every rank on a time line, the seconds per phase, device memory by owner if there is a device, the numbers of
-    each step and the resolved configuration.
 
-    Args:
-        path: The HTML file; its directory is made if needed.
-        title: Heading, normally the run's name.
-        config_yaml: The resolved configuration.
-        metrics: Lines of ``metrics.jsonl``; values that are null, NaN or infinite are marked in the charts.
-        events: Phases of trainers and rollout ranks, in unix seconds.
-        summary: What to state at the top, label to text.
-        logprob_bound: Largest allowed log-probability gap in nats, more than 0.
-    """
-    page = render_report(
-        title=title,
-        config_yaml=config_yaml,
-        metrics=metrics,
-        events=events,
-        summary=summary,
-        logprob_bound=logprob_bound,
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # An error of a run may quote bytes that are no text.
-    path.write_text(page, encoding="utf-8", errors="backslashreplace")
+def _step_table(records: Sequence[Mapping[str, Any]], bound: float) -> tuple[list[str], list[list[Cell]]]:
+    columns = [(label, name) for label, name in _STEP_COLUMNS if any(name in record for record in records)]
+    bounds = {names.LOGPROB_GAP_MAX: bound}
+    rows = [
+        [Cell(text=str(record["step"])), *(_cell(record, name, bounds.get(name, math.inf)) for _, name in columns)]
+        for record in records
+    ]
+    return ["step", *(label for label, _ in columns)], rows
+
+
+def _cell(record: Mapping[str, Any], name: str, bound: float) -> Cell:
+    if name not in record:
+        return Cell(text="")
+    value = _finite(record[name])
+    return Cell(text="not finite", is_bad=True) if value is None else Cell(text=f"{value:.4g}", is_bad=value > bound)
