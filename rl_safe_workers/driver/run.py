@@ -31,12 +31,11 @@ from rl_safe_workers.driver.data import PromptDataset, PromptLoader
 from rl_safe_workers.driver.grpo import GrpoLoop
 from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
 from rl_safe_workers.driver.ledger import export_ledger, late_metrics, ledger_metrics, ledger_table, write_ledger
-from rl_safe_workers.driver.memory import MemorySampler
 from rl_safe_workers.driver.metrics import MetricsLog, PhaseTotal
 from rl_safe_workers.driver.phase_trace import write_trace
 from rl_safe_workers.driver.preflight import layout_of
+from rl_safe_workers.driver.process_memory import MemorySampler
 from rl_safe_workers.driver.prompt_lengths import check_prompt_lengths
-from rl_safe_workers.driver.report import write_report
 from rl_safe_workers.driver.resume import (
     ResumePoint,
     check_resume_point,
@@ -46,6 +45,7 @@ from rl_safe_workers.driver.resume import (
     newest_since,
 )
 from rl_safe_workers.driver.rewards import resolve_reward
+from rl_safe_workers.driver.run_report import write_report
 from rl_safe_workers.driver.session import Session
 from rl_safe_workers.errors import (
     Awaited,

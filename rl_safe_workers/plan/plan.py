@@ -19,7 +19,7 @@ from rl_safe_workers.plan.families import (
     megatron_families,
     world_family,
 )
-from rl_safe_workers.plan.memory import MemoryPlan, plan_memory
+from rl_safe_workers.plan.memory_plan import MemoryPlan, plan_memory
 from rl_safe_workers.plan.model import ModelSize, split_layers
 from rl_safe_workers.plan.request import Request
 from rl_safe_workers.plan.saves import GIB, RAISES_SINCE, SaveWay, plan_saves

@@ -32,7 +32,7 @@ from rl_safe_workers.ranks import Role
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.trainer.batch import SequenceBatch
-from rl_safe_workers.trainer.worker import TrainerWorker
+from rl_safe_workers.trainer.trainer_worker import TrainerWorker
 from rl_safe_workers.workers import communicators, safe_trainer
 from tests.chaos.plan import Fault
 from tests.chaos.striker import ChaosLifecycle, Striker

@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.adapters.nemo_rl.conversion import is_complete
-from rl_safe_workers.adapters.nemo_rl.settings import VARIABLE
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import VARIABLE
 from rl_safe_workers.checkpoint.model_state import model_state, restore_model
 from rl_safe_workers.comms import teardown
 from rl_safe_workers.comms.catalog import live_groups

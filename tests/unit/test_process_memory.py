@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import psutil
 
-from rl_safe_workers.driver import memory
-from rl_safe_workers.driver.memory import MemorySampler
+from rl_safe_workers.driver import process_memory
+from rl_safe_workers.driver.process_memory import MemorySampler
 
 MIB = 2**20
 WAIT = "print('ready', flush=True); sys.stdin.read()"
@@ -121,4 +121,4 @@ def test_expensive_samples_move_apart(monkeypatch) -> None:
     with sampler:
         wait_for(lambda: sampler.samples >= 3)
         elapsed_s = time.monotonic() - started_s
-    assert elapsed_s >= 2 * 0.02 / memory.MAX_CPU_SHARE
+    assert elapsed_s >= 2 * 0.02 / process_memory.MAX_CPU_SHARE

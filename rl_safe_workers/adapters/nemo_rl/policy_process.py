@@ -19,14 +19,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from rl_safe_workers.adapters.hosting import HostedTrainer
+from rl_safe_workers.adapters.nemo_rl.bridge_features import features_of
 from rl_safe_workers.adapters.nemo_rl.conversion import convert, is_from_hf
-from rl_safe_workers.adapters.nemo_rl.features import features_of
 from rl_safe_workers.adapters.nemo_rl.import_groups import end_groups_since, groups_now
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
-from rl_safe_workers.adapters.nemo_rl.settings import NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
 from rl_safe_workers.comms.bootstrap import HostGroups
-from rl_safe_workers.comms.groups import nccl_config, sizes_of_groups
+from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.errors import CommunicatorError, RlSafeError, in_one_line
