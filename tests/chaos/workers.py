@@ -25,7 +25,7 @@ from rl_safe_workers.checkpoint import saver
 from rl_safe_workers.checkpoint.manifest import Manifest
 from rl_safe_workers.checkpoint.writer import WrittenFile, write_items
 from rl_safe_workers.comms.bootstrap import Bootstrap
-from rl_safe_workers.comms.catalog import LiveGroup
+from rl_safe_workers.comms.live_groups import LiveGroup
 from rl_safe_workers.comms.teardown import destroy_groups
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import Role
