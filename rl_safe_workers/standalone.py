@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers.comms.catalog import live_groups
-from rl_safe_workers.comms.groups import sizes_of_groups
+from rl_safe_workers.comms.live_groups import live_groups
+from rl_safe_workers.comms.megatron_groups import sizes_of_groups
 from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.comms.teardown import abort_groups
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig

@@ -31,7 +31,7 @@ from rl_safe_workers.platforms.cuda import make_deterministic
 from rl_safe_workers.platforms.device_memory import outside_torch
 from rl_safe_workers.recipe import load_recipe
 from rl_safe_workers.trainer.batch import SequenceBatch
-from rl_safe_workers.trainer.worker import TrainerWorker
+from rl_safe_workers.trainer.trainer_worker import TrainerWorker
 from rl_safe_workers.worlds.address import StoreAddress
 
 OURS, RELEASES = "ours", "ours, releasing"

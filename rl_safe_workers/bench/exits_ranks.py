@@ -21,7 +21,7 @@ from rl_safe_workers.bench.comms_peers import every_group
 from rl_safe_workers.bench.forks import in_a_fork
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.recipe import load_recipe
-from rl_safe_workers.trainer.worker import TrainerWorker
+from rl_safe_workers.trainer.trainer_worker import TrainerWorker
 from rl_safe_workers.worlds.address import StoreAddress
 
 OURS, EVERY, EVERY_TORCH = "ours", "every group", "every group, torch's end"

@@ -91,7 +91,7 @@ class Trainer(Ranks):
     """A training rank: times."""
 
     def __init__(self, config: RunConfig, address: StoreAddress, rank: int) -> None:
-        from rl_safe_workers.trainer.worker import TrainerWorker
+        from rl_safe_workers.trainer.trainer_worker import TrainerWorker
 
         super().__init__(config, address)
         self.rank, self.worker = rank, TrainerWorker(config, training_rank=rank)

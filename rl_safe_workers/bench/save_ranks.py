@@ -34,7 +34,7 @@ class Ranks:
         import torch.distributed as dist
 
         from rl_safe_workers.checkpoint.loader import Loader
-        from rl_safe_workers.checkpoint.plan import Replicas
+        from rl_safe_workers.checkpoint.save_plan import Replicas
         from rl_safe_workers.checkpoint.saver import Saver
         from rl_safe_workers.control.deadline import Deadline
         from rl_safe_workers.control.plane import ControlPlane

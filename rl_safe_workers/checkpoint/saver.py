@@ -33,9 +33,9 @@ from rl_safe_workers.checkpoint.manifest import SHARDS, step_dir
 from rl_safe_workers.checkpoint.manifest_making import check_driver_state, make_manifest
 from rl_safe_workers.checkpoint.megatron import serialize_objects, store_common, write_format
 from rl_safe_workers.checkpoint.pieces import split
-from rl_safe_workers.checkpoint.plan import Plan, Replicas, make_plan
 from rl_safe_workers.checkpoint.publish import pending_path
 from rl_safe_workers.checkpoint.retention import commit, prune, start_save
+from rl_safe_workers.checkpoint.save_plan import Plan, Replicas, make_plan
 from rl_safe_workers.checkpoint.staging import Staging
 from rl_safe_workers.checkpoint.state import CONTENT_METADATA, sharded_state, state_digest
 from rl_safe_workers.checkpoint.stock import save_with_megatron

@@ -24,7 +24,7 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "examine this machine, for a recipe's run",
     "slices": "list what one host needs of a checkpoint, or copy it",
 }
-"""Help line of each command, by its name. The module in ``rl_safe_workers.cli`` has the same name."""
+"""Help line of each command, by its name. Its module is ``rl_safe_workers.cli.<name>_command``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about)
         if name == named:
-            importlib.import_module(f"rl_safe_workers.cli.{name}").add_arguments(command)
+            importlib.import_module(f"rl_safe_workers.cli.{name}_command").add_arguments(command)
     # argparse takes no positional after an option that follows one (`run RECIPE -v key=value`): they come back as rest.
     arguments, rest = parser.parse_known_args(argv)
     takes_rest = hasattr(arguments, "overrides")

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_safe_workers.comms.catalog import LiveGroup, live_groups
 from rl_safe_workers.comms.kernels import loaded_kernels
+from rl_safe_workers.comms.live_groups import LiveGroup, live_groups
 from rl_safe_workers.comms.report import BootstrapReport, LedgerEntry
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.control.supervision import Supervision
@@ -55,7 +55,7 @@ def plan_bootstrap(
     """Orders the groups that carry something: expert data-parallel first, then as Megatron created them.
 
     Every member of a group creates its groups in the same order, so this order agrees between all ranks. A group of
-    Megatron's that the catalog does not know is connected for reductions.
+    Megatron's that the table of groups lacks is connected for reductions.
     """
     steps = []
     for group in groups:
@@ -280,4 +280,4 @@ class Bootstrap:
             report.predicted_bytes / 2**20, digest,
         )  # fmt: skip
         if report.unknown:
-            logger.warning("bootstrap: the catalog does not know %s", ", ".join(report.unknown))
+            logger.warning("bootstrap: the table of groups lacks %s", ", ".join(report.unknown))

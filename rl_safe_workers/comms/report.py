@@ -39,7 +39,7 @@ class BootstrapReport:
     skipped: int
     """Groups that carry nothing under this configuration."""
     unknown: tuple[str, ...]
-    """Groups that the catalog does not know, with their ranks: what they carry is connected late."""
+    """Groups that the table of groups lacks, with their ranks: what they carry is connected late."""
     seconds: float
     kernel_bytes: int | None = None
     """Device memory of NCCL's kernels, which stay; None where there is no device, 0 if they were there before."""

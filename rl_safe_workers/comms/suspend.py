@@ -17,7 +17,7 @@ import torch
 from torch._C._distributed_c10d import Backend
 
 from rl_safe_workers import env
-from rl_safe_workers.comms.catalog import LiveGroup, live_groups
+from rl_safe_workers.comms.live_groups import LiveGroup, live_groups
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.control.supervision import Supervision

@@ -44,7 +44,7 @@ def try_live(subject: Subject, console: RunConsole) -> Live:
     Raises:
         Interrupted: If it is; every other failure becomes a finding.
     """
-    from rl_safe_workers.driver.live import bootstrap_live
+    from rl_safe_workers.driver.live_bootstrap import bootstrap_live
 
     assert subject.config is not None, "the command refuses --live without a recipe"
     try:

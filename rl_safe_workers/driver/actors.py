@@ -88,7 +88,7 @@ class TrainerActor(ActorShell):
     """A training rank."""
 
     role = Role.TRAINER
-    target = "rl_safe_workers.trainer.worker:TrainerWorker"
+    target = "rl_safe_workers.trainer.trainer_worker:TrainerWorker"
     rank_argument = "training_rank"
 
 

@@ -30,8 +30,8 @@ from rl_safe_workers.driver.node_agent import NodePlace
 from rl_safe_workers.driver.node_agents import NodeAgents
 from rl_safe_workers.driver.node_check import check_nodes
 from rl_safe_workers.driver.nodes import Node, lost_among
-from rl_safe_workers.driver.placement import Reservation, reserve
 from rl_safe_workers.driver.preflight import layout_of
+from rl_safe_workers.driver.reservation import Reservation, reserve
 from rl_safe_workers.errors import Died, PhaseTimeoutError, RankError
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.guardian import Guardian

@@ -10,6 +10,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -99,45 +100,37 @@ def join_ray(cluster: ClusterConfig, *, timeout_s: float, check: Callable[[], No
         address = canonicalize_bootstrap_address(asked)
         if address is None:
             raise ClusterError(f"no Ray cluster is running on this machine (cluster.ray_address={asked})")
-        _knock(address, asked, deadline, timeout_s, check)
-        _bounded(address, asked, deadline, timeout_s, check)
+        match = _HOST_AND_PORT.fullmatch(address)
+        if match is None:
+            raise ClusterError(f"cluster.ray_address={asked} leads to {address!r}, which is not host:port")
+
+        # Ray itself would try for minutes, so it is asked once something listens there.
+        is_listening = False
+        while not is_listening:
+            check()
+            try:
+                socket.create_connection((match["host"], int(match["port"])), timeout=SLICE_S).close()
+                is_listening = True
+            except OSError as error:
+                if deadline.expired:
+                    raise _no_answer(address, asked, timeout_s, str(error)) from error
+                time.sleep(SLICE_S)
+
+        # Ray warns that it sets no handler for SIGTERM on a thread: nor is it to.
+        logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
+        join = partial(ray.init, address=address, log_to_driver=False, logging_level=logging.WARNING)
+        try:
+            # On a thread, which is left behind if what listens there does not talk as Ray does.
+            run_bounded(join, deadline, name="joining Ray", on_tick=check, tick_s=SLICE_S)
+        except DeadlineExceededError:
+            reason = "something listens there, and does not answer as Ray does"
+            raise _no_answer(address, asked, timeout_s, reason) from None
     except RlSafeError:
         raise
     except Exception as error:  # Ray raises a bare one, too
         raise ClusterError(
             f"the Ray cluster at {asked} could not be joined (cluster.ray_address): {_in_one_line(error)}"
         ) from error
-
-
-def _knock(address: str, asked: str, deadline: Deadline, timeout_s: float, check: Callable[[], None]) -> None:
-    """Waits until something listens at an address: Ray itself would try for minutes."""
-    match = _HOST_AND_PORT.fullmatch(address)
-    if match is None:
-        raise ClusterError(f"cluster.ray_address={asked} leads to {address!r}, which is not host:port")
-    while True:
-        check()
-        try:
-            socket.create_connection((match["host"], int(match["port"])), timeout=SLICE_S).close()
-            return
-        except OSError as error:
-            if deadline.expired:
-                raise _no_answer(address, asked, timeout_s, str(error)) from error
-            time.sleep(SLICE_S)
-
-
-def _bounded(address: str, asked: str, deadline: Deadline, timeout_s: float, check: Callable[[], None]) -> None:
-    """Joins on a thread, which is left behind if what listens there does not talk as Ray does."""
-
-    def join() -> None:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-
-    # Ray warns that it sets no handler for SIGTERM on a thread: nor is it to.
-    logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
-    try:
-        run_bounded(join, deadline, name="joining Ray", on_tick=check, tick_s=SLICE_S)
-    except DeadlineExceededError:
-        reason = "something listens there, and does not answer as Ray does"
-        raise _no_answer(address, asked, timeout_s, reason) from None
 
 
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:

@@ -31,11 +31,11 @@ from rl_safe_workers.driver.data import PromptDataset, PromptLoader
 from rl_safe_workers.driver.grpo import GrpoLoop
 from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
 from rl_safe_workers.driver.ledger import export_ledger, late_metrics, ledger_metrics, ledger_table, write_ledger
-from rl_safe_workers.driver.memory import MemorySampler
 from rl_safe_workers.driver.metrics import MetricsLog, PhaseTotal
+from rl_safe_workers.driver.phase_trace import write_trace
 from rl_safe_workers.driver.preflight import layout_of
+from rl_safe_workers.driver.process_memory import MemorySampler
 from rl_safe_workers.driver.prompt_lengths import check_prompt_lengths
-from rl_safe_workers.driver.report import write_report
 from rl_safe_workers.driver.resume import (
     ResumePoint,
     check_resume_point,
@@ -45,6 +45,7 @@ from rl_safe_workers.driver.resume import (
     newest_since,
 )
 from rl_safe_workers.driver.rewards import resolve_reward
+from rl_safe_workers.driver.run_report import write_report
 from rl_safe_workers.driver.session import Session
 from rl_safe_workers.errors import (
     Awaited,
@@ -69,7 +70,7 @@ E = TypeVar("E", bound=BaseException)
 def run(config: RunConfig) -> None:
     """Runs a whole training job and leaves no process behind, whatever happens.
 
-    Writes ``<output_dir>/<run_name>/``: ``config.yaml``, ``metrics.jsonl``, ``report.html``, on GPUs
+    Writes ``<output_dir>/<run_name>/``: ``config.yaml``, ``metrics.jsonl``, ``report.html``, ``trace.json``, on GPUs
     ``device_memory.jsonl``, and after a failure Ray's logs.
 
     Args:
@@ -344,6 +345,8 @@ class Job:
         wall_s = time.monotonic() - self._started_s
         self._console.summary(self._session.totals, wall_s, self._memory.peak_bytes, self._run_dir)
         attempt("writing device memory", self._write_device_memory, timeout_s=patience_s)
+        trace = self._run_dir / "trace.json"
+        attempt("writing the trace", lambda: write_trace(trace, self._session.events), timeout_s=patience_s)
         attempt("writing the report", lambda: self._write_report(log, failure, wall_s), timeout_s=patience_s)
 
     def _take_down(self) -> None:

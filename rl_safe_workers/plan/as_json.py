@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from rl_safe_workers.findings import Finding
-from rl_safe_workers.plan.memory import WAYS, Span
+from rl_safe_workers.plan.memory_plan import WAYS, Span
 from rl_safe_workers.plan.plan import Communicator, Plan
 from rl_safe_workers.plan.saves import SaveWay
 

@@ -8,7 +8,7 @@ from rl_safe_workers.findings import Severity
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.plan.families import ENGINE
 from rl_safe_workers.plan.hazard import Hazard, Where
-from rl_safe_workers.plan.memory import LAZY, WARMED
+from rl_safe_workers.plan.memory_plan import LAZY, WARMED
 from rl_safe_workers.plan.plan import Communicator, Plan
 from rl_safe_workers.topology.groups import EXPERT_DATA_PARALLEL, OpClass
 from rl_safe_workers.topology.memory import MIB, Links, group_bytes

@@ -19,14 +19,14 @@ from rl_safe_workers.plan.families import (
     megatron_families,
     world_family,
 )
-from rl_safe_workers.plan.memory import MemoryPlan, plan_memory
+from rl_safe_workers.plan.memory_plan import MemoryPlan, plan_memory
 from rl_safe_workers.plan.model import ModelSize, split_layers
-from rl_safe_workers.plan.nodes import nodes_by_rank
 from rl_safe_workers.plan.request import Request
 from rl_safe_workers.plan.saves import GIB, RAISES_SINCE, SaveWay, plan_saves
 from rl_safe_workers.ranks import Role, format_ranks
 from rl_safe_workers.topology.budget import check_overrides
 from rl_safe_workers.topology.groups import UNUSED, Classes, Features, connected_classes, kinds_of
+from rl_safe_workers.topology.placement import place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +151,23 @@ def make_plan(request: Request) -> Plan:
     if model is None:
         return plan
     return replace(plan, saves=tuple(_saves(request, model, plan.layers, nodes)))
+
+
+def nodes_by_rank(request: Request) -> tuple[int, ...]:
+    """Returns the node of each process, by joint rank: trainers, then rollout ranks.
+
+    Our own driver keeps groups inside nodes, with `topology.placement.place`; others fill nodes in the order of ranks.
+    """
+    size = request.gpus_per_node
+    if request.host != "rl-safe":
+        gpus = [*range(request.trainers), *range(0 if request.colocated else request.trainers, request.gpus)]
+        return tuple(gpu // size for gpu in gpus)
+    gpu = {"GPU": 1.0}
+    placement = place(
+        request.layout, [{"GPU": float(size)}] * request.nodes,
+        trainer=gpu, rollout=gpu, rollouts=0 if request.colocated else request.rollouts,
+    )  # fmt: skip
+    return (*placement.trainers, *(placement.trainers if request.colocated else placement.rollouts))
 
 
 def _communicators(

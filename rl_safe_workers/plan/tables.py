@@ -9,7 +9,7 @@ from rich.table import Table
 from rl_safe_workers.findings import Finding, counted, print_findings
 from rl_safe_workers.plain_console import PlainConsole
 from rl_safe_workers.plan.families import ENGINE, JOINT
-from rl_safe_workers.plan.memory import LAZY, WAYS, Span
+from rl_safe_workers.plan.memory_plan import LAZY, WAYS, Span
 from rl_safe_workers.plan.plan import Communicator, Plan, is_spare
 from rl_safe_workers.plan.saves import GIB
 from rl_safe_workers.ranks import format_ranks

@@ -21,7 +21,7 @@ from rl_safe_workers.checkpoint.pieces import Piece, Split, coalesce, split
 from rl_safe_workers.checkpoint.ranges import Needs, Ranges, needed_ranges
 from rl_safe_workers.checkpoint.rectangles import Index
 from rl_safe_workers.checkpoint.state import sharded_state
-from rl_safe_workers.comms.groups import init_megatron_groups
+from rl_safe_workers.comms.megatron_groups import init_megatron_groups
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import CheckpointMismatchError
 from rl_safe_workers.platforms import cpu

@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from rl_safe_workers.comms.bootstrap import Bootstrap, HostGroups
-from rl_safe_workers.comms.catalog import LiveGroup
-from rl_safe_workers.comms.groups import init_megatron_groups, world_options
 from rl_safe_workers.comms.late import LateWatch
+from rl_safe_workers.comms.live_groups import LiveGroup
+from rl_safe_workers.comms.megatron_groups import init_megatron_groups, world_options
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation, add_reports
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.control.failure import Failure

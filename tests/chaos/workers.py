@@ -25,14 +25,14 @@ from rl_safe_workers.checkpoint import saver
 from rl_safe_workers.checkpoint.manifest import Manifest
 from rl_safe_workers.checkpoint.writer import WrittenFile, write_items
 from rl_safe_workers.comms.bootstrap import Bootstrap
-from rl_safe_workers.comms.catalog import LiveGroup
+from rl_safe_workers.comms.live_groups import LiveGroup
 from rl_safe_workers.comms.teardown import destroy_groups
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import Role
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.trainer.batch import SequenceBatch
-from rl_safe_workers.trainer.worker import TrainerWorker
+from rl_safe_workers.trainer.trainer_worker import TrainerWorker
 from rl_safe_workers.workers import communicators, safe_trainer
 from tests.chaos.plan import Fault
 from tests.chaos.striker import ChaosLifecycle, Striker

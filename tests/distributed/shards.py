@@ -14,9 +14,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from rl_safe_workers.checkpoint.loader import Loader
 from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest, step_dir
-from rl_safe_workers.checkpoint.plan import Replicas
 from rl_safe_workers.checkpoint.publish import pending_path
 from rl_safe_workers.checkpoint.retention import commit, start_save
+from rl_safe_workers.checkpoint.save_plan import Replicas
 from rl_safe_workers.checkpoint.saver import Saver
 from rl_safe_workers.checkpoint.writer import WrittenFile, file_records
 from rl_safe_workers.worlds.address import StoreAddress

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import dot_product_attention
 
 from rl_safe_workers.comms.bootstrap import Bootstrap
-from rl_safe_workers.comms.catalog import live_groups
+from rl_safe_workers.comms.live_groups import live_groups
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.supervision import Supervision
@@ -172,7 +172,7 @@ def test_nothing_is_connected_that_a_run_does_not_use(ranks) -> None:
         assert r["reports"][0].skipped > 3
 
 
-def test_the_catalog_knows_every_group(ranks) -> None:
+def test_the_table_of_groups_has_every_group(ranks) -> None:
     for r in ranks:
         assert r["reports"][0].unknown == ()
 

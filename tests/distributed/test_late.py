@@ -19,7 +19,7 @@ from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.recipe import load_recipe
 from rl_safe_workers.topology.groups import OpClass
-from rl_safe_workers.trainer.worker import TrainerWorker
+from rl_safe_workers.trainer.trainer_worker import TrainerWorker
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed import reference

@@ -28,8 +28,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from rl_safe_workers.checkpoint.loader import Loader
 from rl_safe_workers.checkpoint.optimizer_state import allocate_state, set_adam_steps
 from rl_safe_workers.checkpoint.pieces import split
-from rl_safe_workers.checkpoint.plan import Replicas
 from rl_safe_workers.checkpoint.rng import rng_state, set_rng_state
+from rl_safe_workers.checkpoint.save_plan import Replicas
 from rl_safe_workers.checkpoint.saver import Saver
 from rl_safe_workers.checkpoint.state import CONTENT_METADATA, restore_state, sharded_state
 from rl_safe_workers.config import SeededModelConfig

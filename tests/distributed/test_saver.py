@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from rl_safe_workers.checkpoint import plan, saver
+from rl_safe_workers.checkpoint import save_plan, saver
 from rl_safe_workers.checkpoint.index import read_index
 from rl_safe_workers.checkpoint.manifest import SHARDS, complete_checkpoints
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, PhaseTimeoutError
@@ -117,8 +117,8 @@ def _plans(rank: int, address: StoreAddress) -> tuple[int, Counter[str]]:
     from rl_safe_workers.bench.inventory import MoeInventory
 
     shards = list(MoeInventory(layers=3, experts=16, hidden=32).shards(rank, ep=2, expert_dp=2).values())
-    replicas = plan.Replicas(dense=SIZE, expert=2, optimizer=True)
-    made = plan.make_plan(shards, [], replicas)
+    replicas = save_plan.Replicas(dense=SIZE, expert=2, optimizer=True)
+    made = save_plan.make_plan(shards, [], replicas)
     return made.size_bytes, Counter(entry.key for entry in made.catalogue.entries for _ in entry.chunks)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from rl_safe_workers.checkpoint.index import CheckpointIndex, read_index
 from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS, model_fingerprint
-from rl_safe_workers.cli import slices
+from rl_safe_workers.cli import slices_command
 from rl_safe_workers.cli.main import main
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.preflight import layout_of
@@ -78,7 +78,7 @@ def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _slices(node: int, checkpoint: Path, config: RunConfig, *options: str) -> str:
     """Runs the command in this process, which was forked for it with all imports made; returns what it prints."""
-    slices._find_ranges = lambda *args, rng: slices._find_ranges_in_child(*args, rng)
+    slices_command._find_ranges = lambda *args, rng: slices_command._find_ranges_in_child(*args, rng)
     sizes = [
         f"megatron.{key}={value}"
         for key, value in asdict(config.megatron).items()

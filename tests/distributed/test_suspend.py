@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rl_safe_workers.comms import suspend
-from rl_safe_workers.comms.catalog import LiveGroup, live_groups
+from rl_safe_workers.comms.live_groups import LiveGroup, live_groups
 from rl_safe_workers.comms.suspend import Suspension, can_suspend
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import CommunicatorError

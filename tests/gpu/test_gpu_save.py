@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from rl_safe_workers.checkpoint.loader import Loader
-from rl_safe_workers.checkpoint.plan import Replicas
+from rl_safe_workers.checkpoint.save_plan import Replicas
 from rl_safe_workers.checkpoint.saver import Saver
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.control.seal import new_secret

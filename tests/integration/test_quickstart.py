@@ -29,15 +29,18 @@ def test_it_learns(quickstart: Outcome) -> None:
     assert mean(rewards[-3:]) > 1.4 * rewards[0], rewards
 
 
-def test_the_run_folder_holds_config_metrics_and_report(quickstart: Outcome) -> None:
+def test_the_run_folder_holds_config_metrics_report_and_trace(quickstart: Outcome) -> None:
     assert sorted(path.name for path in quickstart.run_dir.iterdir()) == [
         "comms.json",
         "config.yaml",
         "metrics.jsonl",
         "report.html",
+        "trace.json",
     ]
     assert load_recipe(quickstart.run_dir / "config.yaml").trainer.total_training_steps == TOTAL_STEPS
     assert "complete" in (quickstart.run_dir / "report.html").read_text()
+    trace = json.loads((quickstart.run_dir / "trace.json").read_text())["traceEvents"]
+    assert {"train", "rollout", "sync"} <= {event["name"] for event in trace}
 
 
 def test_each_save_is_a_complete_checkpoint(quickstart: Outcome) -> None:

@@ -19,7 +19,7 @@ from rl_safe_workers.adapters.nemo_rl.contract import (
 from rl_safe_workers.adapters.nemo_rl.host_source import check_host, find, lacks_name, lacks_text, parameters
 from rl_safe_workers.adapters.nemo_rl.launch import FACTORY, HOST_WORKER, KEY
 from rl_safe_workers.adapters.nemo_rl.mixin import SafePolicyMixin
-from rl_safe_workers.adapters.nemo_rl.settings import HOST_SHUTDOWN_S
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import HOST_SHUTDOWN_S
 from rl_safe_workers.errors import ConfigError
 from tests.nemo_rl.source import SOURCES, each_source, needs_source, write_source
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.adapters.nemo_rl.features import features_of
+from rl_safe_workers.adapters.nemo_rl.bridge_features import features_of
 
 
 def configured(**model: Any) -> Any:

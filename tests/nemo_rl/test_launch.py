@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rl_safe_workers.adapters.nemo_rl import launch
-from rl_safe_workers.adapters.nemo_rl.settings import VARIABLE, NemoRlSettings, read_node, worker_settings
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import VARIABLE, NemoRlSettings, read_node, worker_settings
 from rl_safe_workers.errors import ConfigError
 from tests.nemo_rl.source import write_source
 

@@ -16,10 +16,10 @@ from megatron.core import dist_checkpointing, parallel_state
 from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.adapters.nemo_rl.conversion import is_complete
-from rl_safe_workers.adapters.nemo_rl.settings import VARIABLE
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import VARIABLE
 from rl_safe_workers.checkpoint.model_state import model_state, restore_model
 from rl_safe_workers.comms import teardown
-from rl_safe_workers.comms.catalog import live_groups
+from rl_safe_workers.comms.live_groups import live_groups
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import CheckpointError, CommunicatorError
 from rl_safe_workers.lifecycle import Phase

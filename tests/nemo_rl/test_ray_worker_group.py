@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from rl_safe_workers.adapters.nemo_rl.conversion import is_complete
-from rl_safe_workers.adapters.nemo_rl.settings import VARIABLE
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import VARIABLE
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.models.seeded import create_seeded_model
 from tests.distributed import reference

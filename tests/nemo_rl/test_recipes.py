@@ -12,7 +12,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rl_safe_workers.adapters.nemo_rl.settings import NODE, read_node
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, read_node
 from rl_safe_workers.topology.layout import ParallelLayout
 from tests.nemo_rl.source import SOURCE, needs_source
 

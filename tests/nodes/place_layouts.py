@@ -20,7 +20,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from rl_safe_workers.config import ClusterConfig
 from rl_safe_workers.driver.joining import join_ray
 from rl_safe_workers.driver.nodes import living_nodes
-from rl_safe_workers.driver.placement import NODE_LABEL, reserve
+from rl_safe_workers.driver.reservation import NODE_LABEL, reserve
 from rl_safe_workers.errors import LayoutError
 from rl_safe_workers.topology.layout import ParallelLayout, check_layout
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rl_safe_workers.plan.nodes import nodes_by_rank
+from rl_safe_workers.plan.plan import nodes_by_rank
 from rl_safe_workers.plan.request import Source, make_request
 from rl_safe_workers.topology.layout import ParallelLayout
 from tests.nodes.local_cluster import local_cluster

@@ -17,7 +17,7 @@ from rl_safe_workers.doctor.check import Check, Fact, Report, Subject
 from rl_safe_workers.doctor.live import CODE, Live, facts, failed, try_live
 from rl_safe_workers.doctor.ray_cluster import RAY_CLUSTER
 from rl_safe_workers.doctor.ray_here import RAY_HERE
-from rl_safe_workers.driver import live as driver_live
+from rl_safe_workers.driver import live_bootstrap
 from rl_safe_workers.driver.console import RunConsole
 from rl_safe_workers.errors import Awaited, ClusterError, Interrupted, PhaseTimeoutError, Raised, RankError
 from rl_safe_workers.findings import Finding, Severity
@@ -151,8 +151,8 @@ def ledger(seconds: float, size: int | None) -> BootstrapReport:
 
 def test_a_live_bootstrap_that_is_tried_ends_the_report(only: Any, capsys: Any, monkeypatch: Any) -> None:
     only(Severity.RISKS)
-    done = driver_live.LiveBootstrap(ledgers=(ledger(0.1, None), ledger(0.3, None)), seconds={"bootstrap": 0.31})
-    monkeypatch.setattr(driver_live, "bootstrap_live", lambda config, console: done)
+    done = live_bootstrap.LiveBootstrap(ledgers=(ledger(0.1, None), ledger(0.3, None)), seconds={"bootstrap": 0.31})
+    monkeypatch.setattr(live_bootstrap, "bootstrap_live", lambda config, console: done)
     monkeypatch.chdir(ROOT)
     assert main(["doctor", RECIPE, "--live"]) == 0
     text = capsys.readouterr().out
@@ -196,7 +196,7 @@ def test_a_live_bootstrap_that_fails_names_who_did_not_answer(
     def fail(config: Any, console: Any) -> None:
         raise error
 
-    monkeypatch.setattr(driver_live, "bootstrap_live", fail)
+    monkeypatch.setattr(live_bootstrap, "bootstrap_live", fail)
     (found,) = try_live(of(), RunConsole()).report.findings
     assert found == failed(error)
     assert (found.code, found.severity, found.groups, found.ranks) == (CODE, Severity.STOPS, groups, ranks)
@@ -207,7 +207,7 @@ def test_a_live_bootstrap_that_is_interrupted_is_no_finding(monkeypatch: pytest.
     def interrupt(config: Any, console: Any) -> None:
         raise Interrupted(signum=2)
 
-    monkeypatch.setattr(driver_live, "bootstrap_live", interrupt)
+    monkeypatch.setattr(live_bootstrap, "bootstrap_live", interrupt)
     with pytest.raises(Interrupted):
         try_live(of(), RunConsole())
 
@@ -238,26 +238,26 @@ def test_a_live_bootstrap_has_trainers_only_and_always_closes_its_cluster(
             events.append("teardown")
             return {}
 
-    monkeypatch.setattr(driver_live, "Cluster", Cluster)
-    monkeypatch.setattr(driver_live, "Session", Session)
+    monkeypatch.setattr(live_bootstrap, "Cluster", Cluster)
+    monkeypatch.setattr(live_bootstrap, "Session", Session)
     config = load_recipe(RECIPE)
     if fails:
         with pytest.raises(PhaseTimeoutError):
-            driver_live.bootstrap_live(config, RunConsole())
+            live_bootstrap.bootstrap_live(config, RunConsole())
     else:
-        assert len(driver_live.bootstrap_live(config, RunConsole()).ledgers) == 1
+        assert len(live_bootstrap.bootstrap_live(config, RunConsole()).ledgers) == 1
     assert events == ["4 trainers, 0 rollouts", "connect", *([] if fails else ["teardown"]), "close 10"]
     assert config.cluster.num_rollouts == 1
 
 
 def test_what_ray_prints_meanwhile_is_not_among_the_json(only: Any, capsys: Any, monkeypatch: Any) -> None:
-    def chatter(config: Any, console: RunConsole) -> driver_live.LiveBootstrap:
+    def chatter(config: Any, console: RunConsole) -> live_bootstrap.LiveBootstrap:
         sys.stdout.write("(raylet) A worker died\n")
         console.console.print("phase")
-        return driver_live.LiveBootstrap(ledgers=(ledger(0.1, None),), seconds={})
+        return live_bootstrap.LiveBootstrap(ledgers=(ledger(0.1, None),), seconds={})
 
     only()
-    monkeypatch.setattr(driver_live, "bootstrap_live", chatter)
+    monkeypatch.setattr(live_bootstrap, "bootstrap_live", chatter)
     monkeypatch.chdir(ROOT)
     assert main(["doctor", RECIPE, "--live", "--json"]) == 0
     captured = capsys.readouterr()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_safe_workers.plan.families import megatron_families, world_family
-from rl_safe_workers.plan.memory import LAZY, OURS, WARMED, WAYS, MemoryPlan, plan_memory
+from rl_safe_workers.plan.memory_plan import LAZY, OURS, WARMED, WAYS, MemoryPlan, plan_memory
 from rl_safe_workers.topology.comms_plan import CommsPlan
 from rl_safe_workers.topology.groups import Features, OpClass
 from rl_safe_workers.topology.layout import ParallelLayout

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -214,6 +215,11 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
 def test_every_page_is_on_the_readmes_list() -> None:
     listed = set(re.findall(r"\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text().partition("## Documentation")[2]))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= listed
+
+
+def test_a_files_name_is_unique_in_the_package() -> None:
+    names = Counter(path.name for path in MODULES if path.name not in ("__init__.py", "__main__.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_every_folder_of_modules_is_a_package() -> None:
@@ -432,7 +438,7 @@ def test_one_module_makes_threads_for_bounded_work() -> None:
         "control/deadline.py",
         "checkpoint/writer.py",  # syncs a file beside its writing, and ends with it
         "diagnostics/answering.py",  # answers as long as the process lives
-        "driver/memory.py",  # samples memory as long as the run lives
+        "driver/process_memory.py",  # samples memory as long as the run lives
     }
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers.adapters.verl.pending import PendingSave, PendingSaves
-from rl_safe_workers.adapters.verl.tracker import FILE
+from rl_safe_workers.adapters.verl.pending_saves import PendingSave, PendingSaves
+from rl_safe_workers.checkpoint.step_tracker import TRACKER
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation, LedgerEntry, add_reports
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.groups import OpClass
@@ -104,7 +104,7 @@ def _save_both(rank: int, model: Path, root: Path, background: dict[str, bool]) 
     describe, seen = manager._build_extra_state_dict, []
 
     def described() -> Any:
-        seen.append((root / FILE).exists())
+        seen.append((root / TRACKER).exists())
         return describe()
 
     manager._build_extra_state_dict = described
@@ -115,11 +115,11 @@ def _save_both(rank: int, model: Path, root: Path, background: dict[str, bool]) 
         "told of the saves once": (0 < of_actor < of_both, told == [of_both, None]),
         "while the critic saves": seen,
         "waited for": (folder / "critic" / "ckpt_contents.json").exists(),
-        "named before the step's last files": (root / FILE).exists(),
+        "named before the step's last files": (root / TRACKER).exists(),
     }
     dist.barrier()
     assert process.trainer.teardown() == {}
-    found["named"] = (root / FILE).read_text() if (root / FILE).exists() else None
+    found["named"] = (root / TRACKER).read_text() if (root / TRACKER).exists() else None
     found["complete"] = all((folder / role / "ckpt_contents.json").exists() for role in kinds)
     return found
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.adapters.verl.tracker import FILE, StepTracker
+from rl_safe_workers.adapters.verl.tracker import StepTracker
+from rl_safe_workers.checkpoint.step_tracker import TRACKER
 
 
 def _nothing() -> None:
@@ -32,7 +33,7 @@ class Run:
         return self.named()
 
     def named(self) -> str | None:
-        file = self.root / FILE
+        file = self.root / TRACKER
         return file.read_text() if file.exists() else None
 
 
@@ -45,7 +46,7 @@ def test_a_step_is_named_once_both_have_saved_it(order, tmp_path) -> None:
             run.begin(engine, step)
         assert run.saved(order[0], step) == before
         assert run.saved(order[1], step) == str(step)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [TRACKER]
 
 
 def test_a_step_that_is_saved_again_is_not_named_for_what_was_saved_first(tmp_path) -> None:

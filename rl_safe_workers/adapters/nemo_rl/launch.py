@@ -17,8 +17,8 @@ from typing import Any
 import rl_safe_workers
 from rl_safe_workers.adapters.nemo_rl.contract import NAMES, TEXTS
 from rl_safe_workers.adapters.nemo_rl.host_source import check_host
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings, read_node
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
-from rl_safe_workers.adapters.nemo_rl.settings import NODE, VARIABLE, NemoRlSettings, read_node
 from rl_safe_workers.checkpoint.claim import claimed
 from rl_safe_workers.errors import ConfigError
 

@@ -6,8 +6,8 @@ import logging
 import sys
 from typing import Any, ClassVar
 
-from rl_safe_workers.adapters.nemo_rl.process import PolicyProcess
-from rl_safe_workers.adapters.nemo_rl.settings import worker_settings
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import worker_settings
+from rl_safe_workers.adapters.nemo_rl.policy_process import PolicyProcess
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 

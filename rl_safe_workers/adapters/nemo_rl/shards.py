@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
 from rl_safe_workers.checkpoint.durable import fsync
-from rl_safe_workers.checkpoint.plan import Replicas
+from rl_safe_workers.checkpoint.save_plan import Replicas
 from rl_safe_workers.checkpoint.saver import Saver
 from rl_safe_workers.checkpoint.shard_folder import clear_shards
 from rl_safe_workers.checkpoint.writer import WrittenFile

@@ -25,13 +25,13 @@ from typing import Any
 from megatron.core import parallel_state
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 
-from rl_safe_workers.adapters.verl.pending import PendingSave
+from rl_safe_workers.adapters.verl.pending_saves import PendingSave
 from rl_safe_workers.adapters.verl.process import TrainerProcess
 from rl_safe_workers.checkpoint.durable import fsync
 from rl_safe_workers.checkpoint.loader import Loader, read_content_metadata
 from rl_safe_workers.checkpoint.manifest import SHARDS
 from rl_safe_workers.checkpoint.optimizer_state import FULLY_RESHARDABLE, is_in_place
-from rl_safe_workers.checkpoint.plan import Replicas
+from rl_safe_workers.checkpoint.save_plan import Replicas
 from rl_safe_workers.checkpoint.saver import Saver
 from rl_safe_workers.checkpoint.shard_folder import check_no_links, clear_shards
 from rl_safe_workers.checkpoint.state import restore_state, sharded_state

@@ -19,11 +19,11 @@ from megatron.core import parallel_state
 from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.host_groups import DELTA_KEYS, verl_groups
-from rl_safe_workers.adapters.verl.pending import PendingSaves
+from rl_safe_workers.adapters.verl.pending_saves import PendingSaves
 from rl_safe_workers.adapters.verl.settings import NODE, VerlSettings
 from rl_safe_workers.adapters.verl.tracker import StepTracker
 from rl_safe_workers.comms.bootstrap import HostGroups
-from rl_safe_workers.comms.groups import create_megatron_groups, sizes_of_groups
+from rl_safe_workers.comms.megatron_groups import create_megatron_groups, sizes_of_groups
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.budget import NCCL_MAXIMUM

@@ -1,14 +1,11 @@
-"""verl's tracker file, which names the step that a run goes on from. Imports nothing of verl."""
+"""verl's tracker file, which names the step that a run goes on from (checkpoint_manager.py:259). Imports no verl."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_safe_workers.checkpoint.step_tracker import TRACKER, write_tracker
-
-FILE = TRACKER
-"""verl's name, beside the folders of the steps (checkpoint_manager.py:259)."""
+from rl_safe_workers.checkpoint.step_tracker import write_tracker
 
 
 class StepTracker:

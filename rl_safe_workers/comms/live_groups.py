@@ -1,4 +1,4 @@
-"""The catalog: every live communicator of the training world, and what is known of its kind.
+"""Every live communicator of the training world, and what is known of its kind.
 
 Megatron keeps its own list of the groups that this rank belongs to, in creation order; torch keeps names, backends and
 ranks of all there are. Aliases (several getters for one group) are one entry.
@@ -43,7 +43,7 @@ class LiveGroup:
 
     @property
     def is_known(self) -> bool:
-        """Whether the catalog knows what it carries, be it nothing."""
+        """Whether the table of groups says what it carries, be it nothing."""
         # Megatron's twins for CPU tensors carry what a host sends over them.
         unused = self.description in UNUSED or self.description.endswith("_GLOO")
         return self.is_megatrons and (self.description in KINDS or unused)

@@ -4,15 +4,13 @@ import logging
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
-import pytest
 
-from rl_safe_workers.driver import memory
-from rl_safe_workers.driver.memory import MemorySampler, ProcessKind, classify
+from rl_safe_workers.driver import process_memory
+from rl_safe_workers.driver.process_memory import MemorySampler
 
 MIB = 2**20
 WAIT = "print('ready', flush=True); sys.stdin.read()"
@@ -28,23 +26,6 @@ def running(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
-
-
-@pytest.mark.parametrize(
-    ("cmdline", "parent", "kind"),
-    [
-        ("ray::TrainerActor.train", ProcessKind.RAY, ProcessKind.TRAINER),
-        ("ray::RolloutActor", ProcessKind.RAY, ProcessKind.ROLLOUT),
-        ("ray::IDLE", ProcessKind.RAY, ProcessKind.RAY),
-        ("ray::Other.train_trainer", ProcessKind.RAY, ProcessKind.RAY),
-        ("VLLM::EngineCore", ProcessKind.ROLLOUT, ProcessKind.ROLLOUT),
-        ("/x/site-packages/ray/core/src/ray/raylet/raylet --head", ProcessKind.DRIVER, ProcessKind.RAY),
-        ("ray-dashboard-NodeHead-0", ProcessKind.DRIVER, ProcessKind.RAY),
-        ("python -c from multiprocessing.resource_tracker import main", ProcessKind.DRIVER, ProcessKind.DRIVER),
-    ],
-)
-def test_a_process_is_known_by_its_title_or_its_parent(cmdline, parent, kind) -> None:
-    assert classify(cmdline, parent) is kind
 
 
 def test_a_sample_counts_descendants() -> None:
@@ -65,13 +46,10 @@ def test_memory_that_two_processes_share_counts_once(tmp_path) -> None:
     assert both - one < 40 * MIB
 
 
-def test_the_peak_of_each_kind_is_its_own(monkeypatch) -> None:
-    sampler = MemorySampler()
-    samples = [Counter({ProcessKind.DRIVER: 5, ProcessKind.TRAINER: 1}), Counter({ProcessKind.TRAINER: 4})]
-    monkeypatch.setattr(sampler, "_measure", lambda: samples.pop(0))
-    sampler.sample()
-    sampler.sample()
-    assert sampler.peak_by_kind == {ProcessKind.DRIVER: 5, ProcessKind.TRAINER: 4}
+def test_the_peak_is_the_largest_sum(monkeypatch) -> None:
+    sampler, sums = MemorySampler(), [6, 4]
+    monkeypatch.setattr(sampler, "_measure", lambda: sums.pop(0))
+    assert (sampler.sample(), sampler.sample()) == (6, 4)
     assert sampler.peak_bytes == 6
 
 
@@ -114,7 +92,6 @@ def test_a_process_that_vanishes_while_it_is_read_is_left_out(monkeypatch) -> No
 
     monkeypatch.setattr(sampler, "_memory_bytes", vanish)
     with running(HOLD):
-        assert set(sampler._measure()) <= {ProcessKind.DRIVER}
         assert sampler.sample() > 0
 
 
@@ -133,15 +110,15 @@ def test_rss_stands_in_for_a_pss_that_cannot_be_read_and_says_so_once(monkeypatc
 def test_expensive_samples_move_apart(monkeypatch) -> None:
     sampler = MemorySampler(interval_s=0.0)
 
-    def burn() -> Counter[ProcessKind]:
+    def burn() -> int:
         end_s = time.thread_time() + 0.02
         while time.thread_time() < end_s:
             pass
-        return Counter({ProcessKind.DRIVER: 1})
+        return 1
 
     monkeypatch.setattr(sampler, "_measure", burn)
     started_s = time.monotonic()
     with sampler:
         wait_for(lambda: sampler.samples >= 3)
         elapsed_s = time.monotonic() - started_s
-    assert elapsed_s >= 2 * 0.02 / memory.MAX_CPU_SHARE
+    assert elapsed_s >= 2 * 0.02 / process_memory.MAX_CPU_SHARE

@@ -19,19 +19,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from rl_safe_workers.adapters.hosting import HostedTrainer
+from rl_safe_workers.adapters.nemo_rl.bridge_features import features_of
 from rl_safe_workers.adapters.nemo_rl.conversion import convert, is_from_hf
-from rl_safe_workers.adapters.nemo_rl.features import features_of
-from rl_safe_workers.adapters.nemo_rl.host_groups import nemo_rl_groups
 from rl_safe_workers.adapters.nemo_rl.import_groups import end_groups_since, groups_now
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
-from rl_safe_workers.adapters.nemo_rl.settings import NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
 from rl_safe_workers.comms.bootstrap import HostGroups
-from rl_safe_workers.comms.groups import nccl_config, sizes_of_groups
+from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.errors import CommunicatorError, RlSafeError, in_one_line
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.communicators import HostComms
 from rl_safe_workers.worlds.training_world import set_group_timeouts
 
@@ -45,8 +45,13 @@ class NemoRlComms(HostComms):
     makes_groups = True
 
     def groups(self) -> HostGroups:
-        """Returns the groups that NeMo RL itself uses."""
-        return nemo_rl_groups()
+        """Returns the groups that NeMo RL itself issues collectives on, with what Megatron does not issue there."""
+        return [
+            # Counts of tokens and metrics: megatron_policy_worker.py:788, 1571; models/megatron/train.py:856.
+            (parallel_state.get_data_parallel_group(), "dp", (OpClass.REDUCE,)),
+            # all_gather_object of who has an object: models/megatron/pipeline_parallel.py:55.
+            (parallel_state.get_pipeline_model_parallel_group(), "pp", (OpClass.GATHER_SCATTER,)),
+        ]
 
 
 class PolicyProcess(HostedTrainer):

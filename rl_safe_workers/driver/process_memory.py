@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Mapping
-from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
@@ -19,39 +16,6 @@ MAX_CPU_SHARE = 0.04
 """Largest share of one core that sampling may take; the interval grows until it holds."""
 
 _LAST_SAMPLE_S = 10.0
-
-
-class ProcessKind(StrEnum):
-    """What a process of a run is there for."""
-
-    DRIVER = "driver"
-    """This process, and helpers of it that are none of the others."""
-    TRAINER = "trainer"
-    ROLLOUT = "rollout"
-    """A rollout actor and what it started, e.g. vLLM's engine core."""
-    RAY = "ray"
-    """Ray's own daemons and idle workers."""
-
-
-def classify(cmdline: str, parent: ProcessKind) -> ProcessKind:
-    """Tells what a process is from its command line, which Ray's actors set to ``ray::ClassName.method``.
-
-    >>> classify("ray::TrainerActor.train", ProcessKind.RAY).value
-    'trainer'
-
-    Args:
-        cmdline: Command line or process title.
-        parent: Kind of the parent process, taken over by children that say nothing themselves.
-    """
-    title = cmdline.lower()
-    if title.startswith("ray::"):
-        actor = title.split(".")[0]
-        if "trainer" in actor:
-            return ProcessKind.TRAINER
-        return ProcessKind.ROLLOUT if "rollout" in actor else ProcessKind.RAY
-    if title.startswith("ray-") or (parent is ProcessKind.DRIVER and "/ray/" in title):
-        return ProcessKind.RAY
-    return parent
 
 
 class MemorySampler:
@@ -80,7 +44,6 @@ class MemorySampler:
         self.cpu_s = 0.0
         self._root = psutil.Process()
         self._peak_bytes = 0
-        self._peak_by_kind: Counter[ProcessKind] = Counter()
         self._warned = False
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -90,12 +53,6 @@ class MemorySampler:
     def peak_bytes(self) -> int:
         """Largest sum over all processes at one time, in bytes."""
         return self._peak_bytes
-
-    @property
-    def peak_by_kind(self) -> Mapping[ProcessKind, int]:
-        """Largest sum over the processes of each kind, in bytes; kinds peak at different times."""
-        with self._lock:
-            return dict(self._peak_by_kind)
 
     def start(self) -> None:
         """Starts sampling. Idempotent; may follow ``stop``, and keeps the peaks."""
@@ -115,10 +72,8 @@ class MemorySampler:
         """Takes one sample now, and returns the sum over all processes in bytes. Thread-safe."""
         with self._lock:
             started_s = time.thread_time()
-            by_kind = self._measure()
-            total = sum(by_kind.values())
+            total = self._measure()
             self._peak_bytes = max(self._peak_bytes, total)
-            self._peak_by_kind |= by_kind  # the larger count of each kind
             self.samples += 1
             self.cpu_s += time.thread_time() - started_s
             return total
@@ -130,17 +85,14 @@ class MemorySampler:
             cost_s = self.cpu_s - cpu_before_s
             self._stopping.wait(max(self.interval_s, cost_s / MAX_CPU_SHARE))
 
-    def _measure(self) -> Counter[ProcessKind]:
-        kinds = {self._root.pid: ProcessKind.DRIVER}
-        by_kind: Counter[ProcessKind] = Counter({ProcessKind.DRIVER: self._memory_bytes(self._root)})
-        for process in self._root.children(recursive=True):  # parents come before their children
+    def _measure(self) -> int:
+        total = self._memory_bytes(self._root)
+        for process in self._root.children(recursive=True):
             try:
-                kind = classify(" ".join(process.cmdline()), kinds.get(process.ppid(), ProcessKind.DRIVER))
-                kinds[process.pid] = kind
-                by_kind[kind] += self._memory_bytes(process)
+                total += self._memory_bytes(process)
             except psutil.NoSuchProcess:
                 continue  # ended since it was listed, or a zombie: holds no memory
-        return by_kind
+        return total
 
     def _memory_bytes(self, process: psutil.Process) -> int:
         try:

@@ -51,7 +51,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     if (arguments.hf is None) != (arguments.out is None):
         raise ConfigError("convert: --hf goes with --out, and --megatron with --hf-out")
     config = load_settings(arguments.recipe, arguments.overrides, name="convert")
-    from rl_safe_workers.driver.convert import Place, convert_to_hf, convert_to_megatron
+    from rl_safe_workers.driver.conversion_job import Place, convert_to_hf, convert_to_megatron
 
     named = {override.partition("=")[0] for override in arguments.overrides}
     to_megatron = arguments.hf is not None
