@@ -182,6 +182,23 @@ def test_shell_scripts_stop_at_the_first_failure_and_can_be_executed(script: Pat
     assert script.stat().st_mode & 0o111
 
 
+def test_the_map_of_the_tests_names_every_folder_and_every_shared_fixture() -> None:
+    rows = [
+        line.split("|")[1:3] for line in (ROOT / "tests/README.md").read_text().splitlines() if line.startswith("| ")
+    ]
+    named = {name.strip(" `") for cell, _ in rows for name in cell.split(",")}
+    folders = {path.parent.name for path in TEST_FILES if path.name.startswith("test_")}
+    fixtures = {
+        node.name
+        for path in TEST_FILES
+        if path.name == "conftest.py"
+        for node in _tree(path).body
+        if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(d) for d in node.decorator_list)
+    }
+    assert len(fixtures) > 5
+    assert (folders | fixtures) - named == set()
+
+
 FOREIGN = PACKAGE / "foreign_errors.py"
 ERRORS = {cls.__name__ for cls in error_classes()} | {
     name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
