@@ -15,9 +15,9 @@ from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
-from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import joint_world
 from rl_safe_workers.worlds.store import connect_store
+from tests.distributed.file_pair import FilePair
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.worker import control_plane, served_store
 
@@ -28,24 +28,6 @@ SHORT = timedelta(seconds=1)
 SHAPES = (((5,), torch.float32), ((), torch.int64), ((0, 3), torch.float32), ((HALF_BYTES,), torch.uint8),
           ((HALF_BYTES + 1,), torch.bool), ((7, 331), torch.bfloat16), ((1,), torch.bfloat16))  # fmt: skip
 """Nothing; less than a half, one, and a byte more; 4.5 halves."""
-
-
-class FilePair(GpuPair):
-    """A pair whose shared memory is a file: CUDA IPC cannot share a CPU tensor."""
-
-    folder: Path
-
-    def _share(self, device: torch.device) -> torch.Tensor:
-        file = self.folder / f"of_{self.joint_rank}"
-        shared = self._open(file)
-        self._mailbox.leave("memory", str(file).encode())
-        return shared
-
-    def _map(self, device: torch.device, timeout: timedelta) -> torch.Tensor:
-        return self._open(Path(self._take("memory", timeout).decode()))
-
-    def _open(self, file: Path) -> torch.Tensor:
-        return torch.from_file(str(file), shared=True, size=2 * HALF_BYTES, dtype=torch.uint8)
 
 
 def _join(

@@ -3,156 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import shutil
-import signal
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rl_safe_workers.checkpoint.archives import crc32_of
-from rl_safe_workers.checkpoint.manifest import SHARDS, find_checkpoints, read_manifest, step_dir
-from rl_safe_workers.checkpoint.publish import pending_path
-from rl_safe_workers.checkpoint.retention import commit, prune, start_save
-from rl_safe_workers.checkpoint.step_tracker import TRACKER
-from rl_safe_workers.config import ModelConfig, ResumeMode, RunConfig, TrainerConfig
-from rl_safe_workers.driver.resume import find_resume_point
+from tests.distributed.dying_saves import (
+    Folder,
+    assert_next_save_is_good,
+    assert_nothing_lost,
+    kill_a_save,
+    look,
+    make_save,
+)
 from tests.distributed.ranks import run_ranks, values
-from tests.distributed.shards import manifest_of
 
-KEEP_LAST = 2
 KILLS = 60
 """Of the saves that follow one another in one folder."""
 MOMENTS = 50
 """About as many changes of the disk as a save makes."""
-
-
-def _save(root: Path, *, step: int, save: int, keep_last: int = KEEP_LAST) -> None:
-    """What rank 0 does for a save, with shards that name the number of it; the clock goes backwards meanwhile."""
-    start_save(root, step)
-    pending = pending_path(step_dir(root, step))
-    for shard in range(2):
-        (pending / SHARDS / f"__{shard}_0.distcp").write_text(_contents(save))
-    state = {"save": save, "data": {"epoch": 0, "position": 0, "num_prompts": 1}}
-    manifest = replace(manifest_of(pending, {}, step), saved_at=1e9 - save, driver_state=state)
-    prune(root, keep_last=keep_last, but=commit(pending, manifest))
-
-
-def _contents(save: int) -> str:
-    return f"of save {save} " * 10
-
-
-def _die_before(moment: int, last_words: int) -> None:
-    """Kills this process instead of its n-th change of the disk from now on, after it said which that would be."""
-    moments = itertools.count()
-
-    def reach(change: str) -> None:
-        if next(moments) == moment:
-            os.write(last_words, change.encode())
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def watch(name: str) -> None:
-        call: Callable[..., Any] = getattr(os, name)
-
-        def watched(target: Any, *args: Any, **kwargs: Any) -> Any:
-            reach(f"{name} {target}")
-            return call(target, *args, **kwargs)
-
-        setattr(os, name, watched)
-
-    for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync"):
-        watch(name)
-    fdopen = os.fdopen
-
-    def write_in_halves(descriptor: int, *args: Any, **kwargs: Any) -> Any:
-        file = fdopen(descriptor, *args, **kwargs)
-        if not file.writable():
-            return file
-        write = file.write
-
-        def in_halves(text: str) -> None:
-            for part in (text[: len(text) // 2], text[len(text) // 2 :]):
-                reach(f"write {len(part)} of {len(text)} bytes")
-                write(part)
-                file.flush()
-
-        file.write = in_halves
-        return file
-
-    os.fdopen = write_in_halves
-
-
-def _kill(root: Path, *, step: int, save: int, moment: int) -> str:
-    """Saves in a fork that is killed at a moment; returns the change it did not come to, "" if it came to its end."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _die_before(moment, writer)
-            _save(root, step=step, save=save)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        change = pipe.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code == (-signal.SIGKILL if change else 0), (moment, change, code)
-    return change
-
-
-@dataclass(frozen=True)
-class Folder:
-    """The complete checkpoints of a folder, newest first, each step once."""
-
-    steps: list[int]
-    saves: list[int]
-
-
-def _look(root: Path) -> Folder:
-    """What is there; fails unless each checkpoint loads, and a resume picks the newest."""
-    found = find_checkpoints(root)
-    assert found.damaged == [], "half a checkpoint was taken for a whole one"
-    for path, manifest in found.complete:
-        assert len(manifest.files) == 2
-        for name, record in manifest.files.items():
-            assert crc32_of(path / name) == record["digest"]
-            assert (path / name).read_text() == _contents(manifest.driver_state["save"])
-    trainer = TrainerConfig(default_local_dir=str(root), resume_mode=ResumeMode.auto)
-    point = find_resume_point(RunConfig(model=ModelConfig(path="no model"), trainer=trainer))
-    assert point is not None
-    assert read_manifest(point.path) == found.complete[0][1]
-    newest_of_step: dict[int, int] = {}
-    for _, manifest in found.complete:
-        newest_of_step.setdefault(manifest.step, manifest.driver_state["save"])
-    assert int((root / TRACKER).read_text()) in newest_of_step
-    return Folder(list(newest_of_step), list(newest_of_step.values()))
-
-
-def _assert_nothing_lost(before: Folder, after: Folder, *, step: int, save: int, change: str) -> None:
-    """The newest ``KEEP_LAST`` are those of before the save, or the new one and the newest of the others."""
-    others = [old for old in zip(before.steps, before.saves, strict=True) if old[0] != step]
-    kept = list(zip(after.steps, after.saves, strict=True))[:KEEP_LAST]
-    assert kept in (
-        list(zip(before.steps, before.saves, strict=True))[:KEEP_LAST],
-        [(step, save), *others][:KEEP_LAST],
-    ), f"killed before: {change or 'its end'}"
-
-
-def _assert_next_save_is_good(root: Path, *, step: int, save: int) -> None:
-    """It leaves ``KEEP_LAST`` checkpoints, itself and the newest of before, and nothing beside them."""
-    before = _look(root)
-    _save(root, step=step, save=save)
-    steps = [step, *(old for old in before.steps if old != step)][:KEEP_LAST]
-    assert _look(root).steps == steps
-    assert sorted(p.name for p in root.iterdir()) == sorted([*(f"global_step_{s}" for s in steps), TRACKER])
-    assert (root / TRACKER).read_text() == str(step)
 
 
 @pytest.fixture
@@ -160,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder of more checkpoints than are to be kept: of steps 1 to 4, saved in that order."""
     root = tmp_path / "folder"
     for step in range(1, 5):
-        _save(root, step=step, save=step, keep_last=0)
+        make_save(root, step=step, save=step, keep_last=0)
     return root
 
 
@@ -169,7 +39,7 @@ def _kill_at_every_moment(rank: int, folder: Path, roots: Path, step: int) -> li
     killed: list[tuple[Path, str]] = []
     for moment in itertools.count():
         root = shutil.copytree(folder, roots / str(moment))
-        change = _kill(root, step=step, save=5, moment=moment)
+        change = kill_a_save(root, step=step, save=5, moment=moment)
         if not change:
             return killed
         killed.append((root, change))
@@ -178,16 +48,16 @@ def _kill_at_every_moment(rank: int, folder: Path, roots: Path, step: int) -> li
 
 @pytest.mark.parametrize("step", [5, 4], ids=["next_step", "same_step"])
 def test_a_kill_at_any_moment_of_a_save_and_its_pruning_loses_nothing(step: int, folder: Path, tmp_path: Path) -> None:
-    before, went_on = _look(folder), []
+    before, went_on = look(folder), []
     (killed,) = values(run_ranks(_kill_at_every_moment, 1, folder, tmp_path / "killed", step))
     changes = {"rename", "replace", "unlink", "rmdir", "mkdir", "fsync", "write"}
     assert {change.split()[0] for _, change in killed} == changes
     assert len(killed) > 40
     for root, change in killed:
-        after = _look(root)
-        _assert_nothing_lost(before, after, step=step, save=5, change=change)
+        after = look(root)
+        assert_nothing_lost(before, after, step=step, save=5, change=change)
         went_on.append(after.saves[0] == 5)
-        _assert_next_save_is_good(root, step=6, save=6)
+        assert_next_save_is_good(root, step=6, save=6)
     # Once the new one is there it stays.
     assert went_on == sorted(went_on)
     assert went_on[-1]
@@ -195,23 +65,23 @@ def test_a_kill_at_any_moment_of_a_save_and_its_pruning_loses_nothing(step: int,
 
 def _kill_one_after_another(rank: int, root: Path) -> list[tuple[int, str, Folder]]:
     """The step, the change that was not made and what is there then, of each of the saves."""
-    rng, killed, after = random.Random(0), [], _look(root)
+    rng, killed, after = random.Random(0), [], look(root)
     for save in range(5, 5 + KILLS):
         step = after.steps[0] + rng.randrange(2)
-        change = _kill(root, step=step, save=save, moment=rng.randrange(MOMENTS))
-        after = _look(root)
+        change = kill_a_save(root, step=step, save=save, moment=rng.randrange(MOMENTS))
+        after = look(root)
         killed.append((step, change, after))
     return killed
 
 
 def test_kills_one_after_another_lose_nothing(folder: Path) -> None:
     """Each save meets what the killed one before it left, and may be killed clearing it up."""
-    before = _look(folder)
+    before = look(folder)
     (killed,) = values(run_ranks(_kill_one_after_another, 1, folder))
     for save, (step, change, after) in enumerate(killed, start=5):
-        _assert_nothing_lost(before, after, step=step, save=save, change=change)
+        assert_nothing_lost(before, after, step=step, save=save, change=change)
         before = after
     # Else few were killed, or none late enough for there to be a new checkpoint.
     assert sum(bool(change) for _, change, _ in killed) >= 30
     assert len({after.saves[0] for *_, after in killed}) > 10
-    _assert_next_save_is_good(folder, step=1000, save=1000)
+    assert_next_save_is_good(folder, step=1000, save=1000)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed import PrefixStore, Store
-from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.comms.channel import Channel
 from rl_safe_workers.comms.releasable import GroupState, register_backend
-from rl_safe_workers.comms.release import RebuildReport, ReleaseReport, rebuild, releasable_groups, release
+from rl_safe_workers.comms.release import rebuild, releasable_groups, release
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
@@ -29,12 +26,12 @@ from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.seeded import create_seeded_model
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed import reference
+from tests.distributed.collectives import COLLECTIVES, all_collectives, batch
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.recording import Collective, recorded_collectives
-from tests.distributed.worker import Worker, control_plane, run_config, served_store
+from tests.distributed.releasing import PATIENCE, SIZE, Ranks, error_of, facts_of, three_threads
+from tests.distributed.worker import Worker, run_config, served_store
 
-SIZE = 4
-PATIENCE = timedelta(seconds=30)
 SHORT = timedelta(seconds=1.5)
 CYCLES, STEP_EVERY = 200, 10
 """Of releases and rebuilds; of a training step among them."""
@@ -42,192 +39,18 @@ WARM = 50
 """Cycles after which nothing may grow."""
 
 
-class Ranks:
-    """One rank of a world whose groups can be released."""
-
-    def __init__(self, rank: int, address: StoreAddress, *, backend: str | None = None, size: int = SIZE) -> None:
-        self.rank, self.size = rank, size
-        self.control = control_plane(address, rank=rank, size=size)
-        self.store: Store = self.control.store
-        dist.init_process_group(
-            backend or register_backend("gloo"),
-            store=PrefixStore(f"train/{backend}", self.store),
-            rank=rank,
-            world_size=size,
-            timeout=PATIENCE,
-        )
-
-    def release(self, groups: Any = None, *, timeout: timedelta = PATIENCE, **options: Any) -> ReleaseReport:
-        return release(groups, control=self.control, timeout=timeout, **options)
-
-    def rebuild(self, groups: Any = None, *, timeout: timedelta = PATIENCE, **options: Any) -> RebuildReport:
-        return rebuild(groups, control=self.control, timeout=timeout, **options)
-
-
-def _error(action: Callable[[], object]) -> tuple[type[BaseException], str, float]:
-    """What an action raises, and after how many seconds."""
-    start_s = time.monotonic()
-    try:
-        action()
-    except Exception as error:
-        return type(error), str(error), time.monotonic() - start_s
-    raise AssertionError("nothing was raised")
-
-
-def _batch(group: dist.ProcessGroup, *ops: tuple[Any, torch.Tensor, int]) -> None:
-    batched = [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, tensor, peer in ops]
-    for work in dist.batch_isend_irecv(batched):
-        work.wait()
-
-
 # Every collective.
-
-
-def _ring(group: dist.ProcessGroup, mine: torch.Tensor) -> torch.Tensor:
-    rank, size, received = group.rank(), group.size(), torch.zeros_like(mine)
-    _batch(group, (dist.isend, mine, (rank + 1) % size), (dist.irecv, received, (rank - 1) % size))
-    return received
-
-
-def _pass_on(group: dist.ProcessGroup, mine: torch.Tensor) -> torch.Tensor:
-    rank, received = group.rank(), torch.zeros_like(mine)
-    if rank > 0:
-        dist.recv(received, group=group, group_src=rank - 1)
-    if rank < group.size() - 1:
-        dist.send(mine + received, group=group, group_dst=rank + 1)
-    return received
-
-
-def _uneven_all_to_all(group: dist.ProcessGroup) -> torch.Tensor:
-    """The first member sends one element to itself and five to each other; and so does every other."""
-    size, share = group.size(), 1 if group.rank() == 0 else 5
-    received = torch.zeros(share * size)
-    sent = torch.arange(1.0 + 5 * (size - 1)) + group.rank()
-    dist.all_to_all_single(received, sent, [share] * size, [1] + [5] * (size - 1), group=group)
-    return received
-
-
-def _coalesced(group: dist.ProcessGroup, mine: torch.Tensor) -> list[torch.Tensor]:
-    sums = [mine.clone(), 2 * mine]
-    with c10d._coalescing_manager(group, async_ops=True) as manager:
-        for tensor in sums:
-            dist.all_reduce(tensor, group=group)
-    manager.wait()
-    return sums
-
-
-def _out(call: Callable[[Any], object], result: Any) -> Any:
-    call(result)
-    return result
-
-
-def _many(group: dist.ProcessGroup, like: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.zeros_like(like) for _ in range(group.size())]
-
-
-def _from_first(group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
-    received = torch.zeros_like(like)
-    if group.rank() == 0:
-        for _ in range(group.size() - 1):
-            dist.recv(received, group=group, tag=1)  # from anyone
-            like = like + received
-    else:
-        dist.send(like, group=group, group_dst=0, tag=1)
-    return like
-
-
-def _objects(group: dist.ProcessGroup, mine: torch.Tensor) -> list[Any]:
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, {"from": group.rank()}, group=group)
-    told = [f"told by {group.rank()}"]
-    dist.broadcast_object_list(told, group=group, group_src=1)
-    return gathered + told
-
-
-def _in_background(group: dist.ProcessGroup, mine: torch.Tensor) -> torch.Tensor:
-    work = dist.all_reduce(mine, group=group, async_op=True)
-    assert work is not None
-    work.wait()
-    assert work.is_completed()
-    return mine
-
-
-COLLECTIVES: dict[str, Callable[[dist.ProcessGroup, torch.Tensor], Any]] = {
-    "all_reduce": lambda g, t: _out(lambda x: dist.all_reduce(x, group=g), t),
-    "all_reduce_max": lambda g, t: _out(lambda x: dist.all_reduce(x, op=dist.ReduceOp.MAX, group=g), t),
-    "async": _in_background,
-    "broadcast": lambda g, t: _out(lambda x: dist.broadcast(x, group=g, group_src=1), t),
-    "reduce": lambda g, t: _out(lambda x: dist.reduce(x, group=g, group_dst=1), t)[: 3 * (g.rank() == 1)],
-    "all_gather": lambda g, t: _out(lambda x: dist.all_gather(x, t, group=g), _many(g, t)),
-    "all_gather_into": lambda g, t: _out(
-        lambda x: dist.all_gather_into_tensor(x, t, group=g), torch.zeros(g.size() * len(t))
-    ),
-    "gather": lambda g, t: _out(
-        lambda x: dist.gather(t, x, group=g, group_dst=1), _many(g, t) if g.rank() == 1 else None
-    ),
-    "scatter": lambda g, t: _out(
-        lambda x: dist.scatter(x, [t + i for i in range(g.size())] if g.rank() == 1 else None, group=g, group_src=1),
-        torch.zeros_like(t),
-    ),
-    "reduce_scatter": lambda g, t: _out(
-        lambda x: dist.reduce_scatter_tensor(x, torch.cat([t + i for i in range(g.size())]), group=g),
-        torch.zeros_like(t),
-    ),
-    "all_to_all": lambda g, t: _out(
-        lambda x: dist.all_to_all_single(x, torch.cat([t + i for i in range(g.size())]), group=g),
-        torch.zeros(g.size() * len(t)),
-    ),
-    "uneven_all_to_all": lambda g, t: _uneven_all_to_all(g),
-    "send_recv": _pass_on,
-    "recv_from_anyone": _from_first,
-    "batched_p2p": _ring,
-    "coalesced": _coalesced,
-    "objects": _objects,
-    "functional_all_reduce": lambda g, t: functional.wait_tensor(functional.all_reduce(t, "sum", g)),
-    "functional_all_to_all": lambda g, t: functional.wait_tensor(
-        functional.all_to_all_single(torch.cat([t + i for i in range(g.size())]), None, None, g)
-    ),
-    "barrier": lambda g, t: dist.barrier(group=g),
-}
-
-
-def _all_collectives(group: dist.ProcessGroup) -> dict[str, Any]:
-    results = {}
-    for name, collective in COLLECTIVES.items():
-        result = collective(group, torch.arange(3.0) + 10 * dist.get_rank())
-        tensors = [result] if isinstance(result, torch.Tensor) else result
-        results[name] = None if tensors is None else [t.tolist() if isinstance(t, torch.Tensor) else t for t in tensors]
-    return results
-
-
-def _options() -> Any:
-    options = dist.ProcessGroupGloo._Options()
-    options._threads = 3
-    return options
-
-
-def _facts(group: Any) -> dict[str, Any]:
-    cpu = torch.device("cpu")
-    return {
-        "id": id(group),
-        "name": group.group_name,
-        "desc": group.group_desc,
-        "ranks": dist.get_process_group_ranks(group),
-        "backend": dist.get_backend(group),
-        "timeout": group._get_backend(cpu).options._timeout,
-        "threads": group._get_backend(cpu).options._threads,
-    }
 
 
 def _use_everything(rank: int, address: StoreAddress) -> dict[str, Any]:
     world = Ranks(rank, address, backend="gloo")
     plain = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
-    seen: dict[str, Any] = {"plain": [_all_collectives(g) for g in (dist.group.WORLD, plain)]}
+    seen: dict[str, Any] = {"plain": [all_collectives(g) for g in (dist.group.WORLD, plain)]}
     dist.destroy_process_group()
 
     world = Ranks(rank, address)
     pairs = [
-        dist.new_group(r, timeout=timedelta(seconds=7), pg_options=_options(), group_desc="PAIR")
+        dist.new_group(r, timeout=timedelta(seconds=7), pg_options=three_threads(), group_desc="PAIR")
         for r in ([0, 1], [2, 3])
     ]
     groups: list[Any] = [dist.group.WORLD, pairs[rank // 2]]
@@ -238,8 +61,8 @@ def _use_everything(rank: int, address: StoreAddress) -> dict[str, Any]:
         with recorded_collectives() as dispatched:
             dist.all_reduce(torch.zeros(1), group=groups[1])
         seen["dispatched"] += dispatched
-        seen["used"].append([_all_collectives(group) for group in groups])
-        seen["facts"].append([_facts(group) for group in groups])
+        seen["used"].append([all_collectives(group) for group in groups])
+        seen["facts"].append([facts_of(group) for group in groups])
     dist.destroy_process_group()
     return seen
 
@@ -286,14 +109,14 @@ def _use_released(rank: int, address: StoreAddress) -> dict[str, Any]:
     world.release(missing_call="onload()")
     c10d._set_pg_timeout(timedelta(seconds=1))
     seen["raised"] = {
-        name: _error(lambda c=collective: c(group, torch.zeros(3)))[:2] for name, collective in COLLECTIVES.items()
+        name: error_of(lambda c=collective: c(group, torch.zeros(3)))[:2] for name, collective in COLLECTIVES.items()
     }
     seen["state"] = group.state
     seen["again"] = world.release().groups
     seen["rebuilt"] = [world.rebuild().groups, world.rebuild().groups]
     seen["timeout"] = group.timeout
     if rank == 0:
-        seen["late"] = _error(lambda: dist.recv(torch.zeros(1), src=1))
+        seen["late"] = error_of(lambda: dist.recv(torch.zeros(1), src=1))
         world.store.set("late", "1")
     world.store.wait(["late"])
     return seen
@@ -332,8 +155,8 @@ def _destroy(rank: int, address: StoreAddress) -> list[Any]:
     seen: list[Any] = [world.release([dist.group.WORLD, first, second, third]).groups]
     dist.destroy_process_group(second)
     seen.append(world.rebuild([dist.group.WORLD, first, second, third]).groups)
-    seen.append([_error(lambda g=g: dist.all_reduce(torch.zeros(1), group=g))[1] for g in (first, second)])
-    seen.append(_error(lambda: first.allreduce([torch.zeros(1)]))[1])
+    seen.append([error_of(lambda g=g: dist.all_reduce(torch.zeros(1), group=g))[1] for g in (first, second)])
+    seen.append(error_of(lambda: first.allreduce([torch.zeros(1)]))[1])
     dist.all_reduce(torch.zeros(1), group=third)
     seen.append(world.release().groups)
     dist.destroy_process_group()
@@ -398,7 +221,7 @@ def test_pending_works_end_before_the_release(address) -> None:
 def _receive_in_vain(rank: int, address: StoreAddress) -> tuple[Any, Any]:
     world = Ranks(rank, address)
     works = [dist.irecv(torch.zeros(1), src=3)] if rank == 2 else []
-    error = _error(lambda: world.release(timeout=SHORT))
+    error = error_of(lambda: world.release(timeout=SHORT))
     assert len(works) == (rank == 2)
     return error, {group.state for group in releasable_groups()}
 
@@ -418,7 +241,7 @@ def _one_does_not_come(rank: int, address: StoreAddress, which: str) -> Any:
     if rank == 1:
         time.sleep(SHORT.total_seconds() + 1)
         return None
-    return _error(lambda: getattr(world, which)(timeout=SHORT))
+    return error_of(lambda: getattr(world, which)(timeout=SHORT))
 
 
 @pytest.mark.parametrize(("which", "phase"), [("release", "offload"), ("rebuild", "onload")])
@@ -441,7 +264,7 @@ def _fail_once(rank: int, address: StoreAddress, where: str) -> tuple[Any, Any, 
     if rank == 2 and where == "connect":
         Channel.connect = fail  # type: ignore[method-assign]
     bootstrap = fail if rank == 2 and where == "bootstrap" else lambda patience: dist.all_reduce(torch.zeros(1))
-    error = _error(lambda: world.rebuild(timeout=timedelta(seconds=4), bootstrap=bootstrap))
+    error = error_of(lambda: world.rebuild(timeout=timedelta(seconds=4), bootstrap=bootstrap))
     states = {group.state for group in releasable_groups()}
     Channel.connect = connect  # type: ignore[method-assign]
     world.rebuild()
@@ -464,7 +287,7 @@ def test_a_rank_that_fails_in_a_rebuild_fails_all_and_the_next_rebuild_succeeds(
 def _die(rank: int, address: StoreAddress) -> Any:
     world = Ranks(rank, address)
     world.release()
-    return _error(lambda: world.rebuild(timeout=SHORT, bootstrap=lambda patience: os._exit(1) if rank == 2 else None))
+    return error_of(lambda: world.rebuild(timeout=SHORT, bootstrap=lambda patience: os._exit(1) if rank == 2 else None))
 
 
 def test_a_rank_that_dies_in_a_rebuild_is_named(address) -> None:
@@ -479,7 +302,7 @@ def _bring_other_groups(rank: int, address: StoreAddress) -> str:
     world = Ranks(rank, address)
     pairs = [dist.new_group(ranks, group_desc="PAIR") for ranks in ([0, 1], [2, 3])]
     chosen = [dist.group.WORLD] if rank == 1 else [dist.group.WORLD, pairs[rank // 2]]
-    return _error(lambda: world.release(chosen))[1]
+    return error_of(lambda: world.release(chosen))[1]
 
 
 def test_a_group_that_only_some_of_its_members_release_is_refused_on_every_rank(address) -> None:
@@ -490,7 +313,7 @@ def test_a_group_that_only_some_of_its_members_release_is_refused_on_every_rank(
 def _bring_a_plain_group(rank: int, address: StoreAddress) -> str:
     world = Ranks(rank, address)
     plain = dist.new_group(backend="gloo", group_desc="PLAIN")
-    return _error(lambda: world.release([plain] if rank == 3 else None))[1]
+    return error_of(lambda: world.release([plain] if rank == 3 else None))[1]
 
 
 def test_a_plain_group_is_refused_on_every_rank(address) -> None:
@@ -524,9 +347,9 @@ def _send_first(group: dist.ProcessGroup) -> float:
     """A batch between the first two members of a group, before anything else was sent on it."""
     received = torch.zeros(1)
     if group.rank() == 0:
-        _batch(group, (dist.isend, torch.ones(1), 1))
+        batch(group, (dist.isend, torch.ones(1), 1))
     elif group.rank() == 1:
-        _batch(group, (dist.irecv, received, 0))
+        batch(group, (dist.irecv, received, 0))
     return received.item() + (group.rank() != 1)
 
 

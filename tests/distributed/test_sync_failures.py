@@ -2,182 +2,41 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import pickle
 import re
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from rl_safe_workers.config import RunConfig
 from rl_safe_workers.control.failure import Failure
-from rl_safe_workers.errors import PhaseTimeoutError, RlSafeError, WeightSyncError, first_line
-from rl_safe_workers.rollout.packing import unpack
-from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
-from rl_safe_workers.workers import weight_sync
+from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError, first_line
+from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.workers.outgoing import Outgoing, Weights
 from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
-from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
-from rl_safe_workers.worlds.store import connect_store
+from rl_safe_workers.worlds.joint_group import joint_world
+from tests.distributed.failing_sync import (
+    FAILING,
+    HALF_BYTES,
+    PATIENCE,
+    SOON_S,
+    SYNC_S,
+    TRAINERS,
+    Case,
+    Seen,
+    joint_rank,
+)
+from tests.distributed.file_pair import FilePair
 from tests.distributed.ranks import run_ranks, values
-from tests.distributed.test_gpu_pair import FilePair
 from tests.distributed.worker import Worker, control_plane, run_config
 
-TRAINERS, FAILING = 2, 1
-BUCKET_BYTES, HALF_BYTES = 200_000, 64 * 1024
-SYNC_S, SOON_S = 6.0, 2.0
-PATIENCE = timedelta(seconds=60)
 NO_ROOM = "there is no room for two buckets"
-
-
-class Pair(FilePair):
-    """One of which a few turns pass a bucket on."""
-
-    def _open(self, file: Path) -> torch.Tensor:
-        return torch.from_file(str(file), shared=True, size=2 * HALF_BYTES, dtype=torch.uint8)
-
-
-Hinder = Callable[[Worker, pytest.MonkeyPatch], None]
-"""Called on training rank ``FAILING``, in its own process, before the first sync."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Two trainers whose first sync fails, and whose second does not."""
-
-    colocated: bool = False
-    tp: int = 1
-    hinder: Hinder | None = None
-    reads: int | None = None
-    """Buckets that the rollout rank beside training rank ``FAILING`` reads of the first sync; None: all."""
-    stays: bool = True
-    """Whether it lives on when it reads no more."""
-    again: bool = True
-    """Whether the world is used after the first sync."""
-
-    @property
-    def rollouts(self) -> int:
-        """Rollout ranks of each generation."""
-        return TRAINERS if self.colocated else 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What one trainer saw."""
-
-    error: RlSafeError | None
-    """Of the first sync."""
-    waited_s: float
-    left: bool
-    """Whether it is out of the joint group after that."""
-    packed: int
-    """Buckets that it began to pack in it."""
-    summed: float | None
-    """Over the world, of 1 from each trainer."""
-    prints: dict[str, str]
-    """Of the weights that it exports after the second sync."""
-
-
-def _prints(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Digest of every bit, by name."""
-    return {n: hashlib.sha256(w.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest() for n, w in weights}
-
-
-def _fail_once(worker: Worker, case: Case) -> dict[str, Any]:
-    packed, pack = [], Outgoing.pack
-
-    def counted(*args: Any, **kwargs: Any) -> None:
-        packed.append(None)
-        pack(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if case.hinder is not None and worker.safe.training_rank == FAILING:
-            case.hinder(worker, patch)
-            pack = Outgoing.pack
-        patch.setattr(Outgoing, "pack", counted)
-        start_s, error = time.monotonic(), None
-        try:
-            worker.send_weights(bucket_bytes=BUCKET_BYTES)
-        except RlSafeError as caught:
-            error = caught
-        waited_s = time.monotonic() - start_s
-    left = worker.safe.weights.joint_group is None
-    return {"error": error, "waited_s": waited_s, "left": left, "packed": len(packed)}
-
-
-def _train(worker: Worker, address: StoreAddress, case: Case) -> Seen:
-    worker.start(address)
-    worker.convert()
-    specs, size = worker.weight_specs(), TRAINERS + case.rollouts
-    worker.safe.store.set("specs", pickle.dumps(specs))
-    worker.join(size, generation=0, colocated=case.colocated)
-    first = _fail_once(worker, case)
-    worker.safe.store.set("over", "")
-    if not case.again:
-        return Seen(**first, summed=None, prints={})
-    summed = torch.ones(1)
-    dist.all_reduce(summed, group=dist.group.WORLD)
-    worker.join(size, generation=1, colocated=case.colocated)
-    worker.send_weights(bucket_bytes=BUCKET_BYTES)
-    prints = _prints(worker.export_hf_weights())
-    assert worker.teardown() == {}
-    return Seen(**first, summed=summed.item(), prints=prints)
-
-
-def _receive(
-    joint_rank: int, address: StoreAddress, case: Case, *, generation: int, reads: int | None = None
-) -> dict[str, str]:
-    """Joins and receives so many buckets, or all; returns what has arrived."""
-    store = connect_store(address, timeout=PATIENCE)
-    size = TRAINERS + case.rollouts
-    control = control_plane(address, rank=joint_rank, size=size, trainers=TRAINERS, world=joint_world(generation))
-    kind = Pair if case.colocated else JointGroup
-    group = kind(control, generation=generation, timeout=PATIENCE, device=torch.device("cpu"))
-    received = {}
-    for bucket in plan_buckets(pickle.loads(store.get("specs")), bucket_bytes=BUCKET_BYTES)[:reads]:
-        buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
-        group.broadcast(buffer, source=bucket.source)()
-        received.update(_prints(unpack(bucket, buffer)))
-    return received
-
-
-def _receive_in_vain(joint_rank: int, address: StoreAddress, case: Case) -> None:
-    """Receives what there is of the first sync, until the trainers know how it went."""
-    stops = case.reads is not None and joint_rank == TRAINERS + FAILING
-    reads = case.reads if stops else None
-
-    def receive() -> None:
-        with suppress(WeightSyncError):
-            _receive(joint_rank, address, case, generation=0, reads=reads)
-
-    reading = Thread(target=receive, daemon=True)
-    reading.start()
-    if stops and not case.stays:
-        reading.join()
-        os._exit(1)
-    connect_store(address, timeout=PATIENCE).wait(["over"])
-
-
-def _joint_rank(rank: int, address: StoreAddress, config: RunConfig, folder: Path, case: Case) -> Any:
-    gpu_pair.HALF_BYTES, Pair.folder, weight_sync.GpuPair = HALF_BYTES, folder, Pair
-    if rank < TRAINERS:
-        return _train(Worker(config, rank=rank, size=TRAINERS), address, case)
-    if rank < TRAINERS + case.rollouts:
-        return _receive_in_vain(rank, address, case)
-    return _receive(rank - case.rollouts, address, case, generation=1)
 
 
 Run = Callable[[Case], list[Seen]]
@@ -191,7 +50,7 @@ def run(address: StoreAddress, seeded_models: dict[str, Path], tmp_path: Path) -
         config = run_config(seeded_models["moe"], tp=case.tp, ep=2)
         config.rl_safe.timeouts.sync = SYNC_S
         first, fresh = TRAINERS + case.rollouts, case.rollouts if case.again else 0
-        outcomes = run_ranks(_joint_rank, first + fresh, address, config, tmp_path, case, timeout_s=3 * SYNC_S)
+        outcomes = run_ranks(joint_rank, first + fresh, address, config, tmp_path, case, timeout_s=3 * SYNC_S)
         trainers: list[Seen] = values(outcomes[:TRAINERS])
         if case.again:
             assert [rank.summed for rank in trainers] == [TRAINERS] * TRAINERS
@@ -305,9 +164,9 @@ LIMIT_S, READ_S = 1.0, 0.2
 
 def _pass_within_a_limit(joint_rank: int, address: StoreAddress, folder: Path, turns: int, reads: int) -> float:
     """The reader takes its time for each of a few turns, and reads no more. Returns how long the sender waits."""
-    gpu_pair.HALF_BYTES, Pair.folder = HALF_BYTES, folder
+    gpu_pair.HALF_BYTES, FilePair.folder = HALF_BYTES, folder
     control = control_plane(address, rank=joint_rank, size=2, trainers=1, world=joint_world(0))
-    pair = Pair(
+    pair = FilePair(
         control, generation=0, timeout=PATIENCE, device=torch.device("cpu"),
         sync_timeout=timedelta(seconds=3 * LIMIT_S),
     )  # fmt: skip

@@ -21,6 +21,15 @@ sys.exit(code)
 """The ``rl-safe`` command, which then tells what it has imported."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps tests that share a run in one process; others of the two go on beside it."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            shares_the_quickstart = "quickstart" in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("quickstart" if shares_the_quickstart else item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's Qwen3-MoE."""

@@ -18,7 +18,7 @@ from rl_safe_workers.checkpoint.convert import (
 )
 from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
-from tests.unit.test_ownership import contents
+from tests.unit.foreign_folders import contents
 
 MODEL = ConvertedModel(fingerprint="f" * 16, dtype="bfloat16")
 SHARD = f"{SHARDS}/__0_0.distcp"

@@ -45,8 +45,12 @@ def write(tmp_path: Path) -> Write:
     return _write
 
 
-def make_loader(path: Path, *, batch_size: int = 2, shuffle: bool = True, seed: int = 0) -> PromptLoader:
-    return PromptLoader(PromptDataset([path]), batch_size=batch_size, shuffle=shuffle, seed=seed)
+def make_loader(
+    source: Path | PromptDataset, *, batch_size: int = 2, shuffle: bool = True, seed: int = 0
+) -> PromptLoader:
+    """A loader of a file, or of a dataset that is read already: a process of its own reads each."""
+    dataset = PromptDataset([source]) if isinstance(source, Path) else source
+    return PromptLoader(dataset, batch_size=batch_size, shuffle=shuffle, seed=seed)
 
 
 def take(loader: PromptLoader, batches: int) -> list[int]:
@@ -288,9 +292,9 @@ def test_every_epoch_holds_every_prompt_once_in_an_order_of_its_own(write: Write
 
 
 def test_the_order_depends_on_the_seed_alone(write: Write) -> None:
-    path = write([make_row(i) for i in range(20)])
-    assert take(make_loader(path), 10) == take(make_loader(path), 10)
-    assert take(make_loader(path), 10) != take(make_loader(path, seed=1), 10)
+    dataset = PromptDataset([write([make_row(i) for i in range(20)])])
+    assert take(make_loader(dataset), 10) == take(make_loader(dataset), 10)
+    assert take(make_loader(dataset), 10) != take(make_loader(dataset, seed=1), 10)
 
 
 def test_a_batch_may_be_larger_than_the_dataset(write: Write) -> None:
@@ -299,16 +303,17 @@ def test_a_batch_may_be_larger_than_the_dataset(write: Write) -> None:
 
 @pytest.mark.parametrize("batches_before", range(7))
 def test_a_resumed_loader_continues_at_the_next_prompt(write: Write, batches_before: int) -> None:
-    path = write()
-    first = make_loader(path)
+    dataset = PromptDataset([write()])
+    first = make_loader(dataset)
     take(first, batches_before)
-    resumed = make_loader(path)
+    resumed = make_loader(dataset)
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert take(resumed, 6) == take(first, 6)
 
 
 def test_a_resumed_loader_may_use_another_batch_size(write: Write) -> None:
-    first, resumed = make_loader(write()), make_loader(write(), batch_size=3)
+    dataset = PromptDataset([write()])
+    first, resumed = make_loader(dataset), make_loader(dataset, batch_size=3)
     take(first, 2)
     resumed.load_state_dict(first.state_dict())
     assert take(resumed, 2) == take(first, 3)

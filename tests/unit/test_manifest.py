@@ -23,16 +23,16 @@ from rl_safe_workers.checkpoint.manifest import (
     Manifest,
     check_fingerprint,
     complete_checkpoints,
-    file_sizes,
     find_checkpoints,
     model_fingerprint,
     read_manifest,
     step_dir,
 )
 from rl_safe_workers.checkpoint.ownership import MARKER
-from rl_safe_workers.checkpoint.retention import commit, prune, settle, start_save
+from rl_safe_workers.checkpoint.retention import commit, prune, settle
 from rl_safe_workers.checkpoint.step_tracker import TRACKER
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
+from tests.unit.saves import saved, written
 
 
 class PowerCutError(BaseException):
@@ -67,25 +67,6 @@ class Disk:
             return original(*args, **kwargs)
 
         self._patch.setattr(owner, attribute, wrapped)
-
-
-def written(root: Path, step: int, contents: str = "shard") -> tuple[Path, Manifest]:
-    """A save whose shards are written and which is not committed yet."""
-    start_save(root, step)
-    pending = root / f"global_step_{step}.incomplete"
-    (pending / SHARDS / "__0_0.distcp").write_text(contents)
-    files = {name: {"bytes": size, "digest": "crc32:00000000"} for name, size in file_sizes(pending).items()}
-    manifest = Manifest(
-        step=step, model_fingerprint="abc", layout={"world_size": 4, "tensor": 1}, saved_at=1000.0 + step,
-        versions={"torch": "2.13.0"}, files=files, driver_state={"position": step}, digests={},
-    )  # fmt: skip
-    return pending, manifest
-
-
-def saved(root: Path, step: int, *, at: float | None = None) -> Path:
-    """A complete checkpoint."""
-    pending, manifest = written(root, step)
-    return commit(pending, manifest if at is None else replace(manifest, saved_at=at))
 
 
 def names(root: Path) -> list[str]:

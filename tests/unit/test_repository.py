@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,12 @@ EXAMPLES: dict[str, errors.RlSafeError] = {
     ),
 }
 """One of each error that takes more than a message."""
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    """A file's syntax tree, which many rules go through."""
+    return ast.parse(path.read_text())
 
 
 def error_classes() -> list[type[errors.RlSafeError]]:
@@ -240,6 +247,23 @@ def test_shell_scripts_stop_at_the_first_failure_and_can_be_executed(script: Pat
     assert script.stat().st_mode & 0o111
 
 
+def test_the_map_of_the_tests_names_every_folder_and_every_shared_fixture() -> None:
+    rows = [
+        line.split("|")[1:3] for line in (ROOT / "tests/README.md").read_text().splitlines() if line.startswith("| ")
+    ]
+    named = {name.strip(" `") for cell, _ in rows for name in cell.split(",")}
+    folders = {path.parent.name for path in TEST_FILES if path.name.startswith("test_")}
+    fixtures = {
+        node.name
+        for path in TEST_FILES
+        if path.name == "conftest.py"
+        for node in _tree(path).body
+        if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(d) for d in node.decorator_list)
+    }
+    assert len(fixtures) > 5
+    assert (folders | fixtures) - named == set()
+
+
 FOREIGN = PACKAGE / "foreign_errors.py"
 ERRORS = {cls.__name__ for cls in error_classes()} | {
     name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
@@ -316,19 +340,16 @@ class TextReader(ast.NodeVisitor):
         return isinstance(node, ast.Name) and node.id in self._errors
 
 
-def reads_text(source: str) -> list[int]:
+def reads_text(tree: ast.AST) -> list[int]:
     """Lines of a module at which it decides by what an error says."""
     reader = TextReader()
-    reader.visit(ast.parse(source))
+    reader.visit(tree)
     return reader.found
 
 
 def test_only_one_module_decides_by_what_an_error_says() -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{line}"
-        for path in MODULES
-        if path != FOREIGN
-        for line in reads_text(path.read_text())
+        f"{path.relative_to(ROOT)}:{line}" for path in MODULES if path != FOREIGN for line in reads_text(_tree(path))
     ]
     assert found == []
 
@@ -347,7 +368,7 @@ def test_only_one_module_decides_by_what_an_error_says() -> None:
     ],
 )
 def test_a_decision_by_what_an_error_says_is_noticed(lines: str) -> None:
-    assert reads_text(lines) != []
+    assert reads_text(ast.parse(lines)) != []
 
 
 @pytest.mark.parametrize(
@@ -360,26 +381,29 @@ def test_a_decision_by_what_an_error_says_is_noticed(lines: str) -> None:
     ],
 )
 def test_telling_what_an_error_says_is_no_decision(lines: str) -> None:
-    assert reads_text(lines) == []
+    assert reads_text(ast.parse(lines)) == []
 
 
 TAKES_FIRST = re.compile(r"\bstr\(.*\)\.(splitlines\(\)|(partition|split)\('\\n'\))\[0\]$")
 
 
-def first_lines(source: str) -> list[int]:
+def _is_subscript_of_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call)
+
+
+def first_lines(tree: ast.AST) -> list[int]:
     """Lines of a module at which it takes the first line of an error by itself."""
-    nodes = ast.walk(ast.parse(source))
     return [
         node.lineno
-        for node in nodes
-        if (isinstance(node, ast.Subscript) and TAKES_FIRST.search(ast.unparse(node)))
+        for node in ast.walk(tree)
+        if (_is_subscript_of_call(node) and TAKES_FIRST.search(ast.unparse(node)))
         or (isinstance(node, ast.FunctionDef) and node.name == "_first_line")
     ]
 
 
 def test_the_first_line_of_an_error_is_taken_in_one_place() -> None:
     """``splitlines()[0]`` fails for an error without a message."""
-    assert [path for path in [*MODULES, *TEST_FILES] if first_lines(path.read_text())] == []
+    assert [path for path in [*MODULES, *TEST_FILES] if first_lines(_tree(path))] == []
 
 
 @pytest.mark.parametrize(
@@ -393,7 +417,7 @@ def test_the_first_line_of_an_error_is_taken_in_one_place() -> None:
     ],
 )
 def test_a_first_line_taken_by_hand_is_noticed(line: str) -> None:
-    assert first_lines(line) == [1]
+    assert first_lines(ast.parse(line)) == [1]
 
 
 def _modules_where(is_wanted: Callable[[ast.AST], bool]) -> set[str]:
@@ -401,12 +425,17 @@ def _modules_where(is_wanted: Callable[[ast.AST], bool]) -> set[str]:
     return {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
-        if path.parent.name != "bench" and any(map(is_wanted, ast.walk(ast.parse(path.read_text()))))
+        if path.parent.name != "bench" and any(map(is_wanted, ast.walk(_tree(path))))
     }
 
 
 def _calls(*names: str) -> Callable[[ast.AST], bool]:
-    return lambda node: isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names
+    return lambda node: isinstance(node, ast.Call) and _called(node.func) in names
+
+
+def _called(function: ast.expr) -> str:
+    """The last part of a function's name."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _names(*names: str) -> Callable[[ast.AST], bool]:

@@ -9,7 +9,7 @@ import pytest
 from rl_safe_workers.checkpoint.manifest import last_serial
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.resume import newest_since
-from tests.unit.test_manifest import saved, written
+from tests.unit.saves import saved, written
 
 HOUR_S = 3600.0
 

@@ -9,9 +9,9 @@ import pytest
 from rl_safe_workers.config import ResumeMode, RunConfig
 from rl_safe_workers.driver.resume import check_save_places, find_resume_point
 from rl_safe_workers.errors import ConfigError
-from tests.unit.test_hostile_manifests import POSITION, rewritten
-from tests.unit.test_manifest import saved
-from tests.unit.test_ownership import FOREIGN, TRACKERS, contents, of_verl
+from tests.unit.bad_manifests import POSITION, rewritten
+from tests.unit.foreign_folders import FOREIGN, TRACKERS, contents, of_verl
+from tests.unit.saves import saved
 
 
 @pytest.fixture
