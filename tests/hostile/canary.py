@@ -49,8 +49,10 @@ class Witness:
     def __init__(self, site: Site) -> None:
         self.ran: list[str] = []
         """Programs that were started."""
+        self.read: list[str] = []
+        """Files outside the site that were opened for reading."""
         self.touched: list[str] = []
-        """Files outside the site that were opened or changed."""
+        """Files outside the site that were opened for writing, made, moved or removed."""
         self._input = os.path.realpath(site.input)
         self._temp = os.path.realpath(site.temp)
         self._root = os.path.realpath(site.root)
@@ -77,7 +79,7 @@ class Witness:
             if (arguments[2] or 0) & _WRITING and path not in _DEVICES:
                 self._check_change(event, path)
             elif not _lies_in(path, (self._input, self._temp, *_READABLE, *_DEVICES)) or path.endswith("/mem"):
-                _add(self.touched, f"read {self._named(path)}")
+                _add(self.read, f"read {self._named(path)}")
         elif event in _CHANGES:
             for path in arguments[: _CHANGES[event]]:
                 # The last part of a path is not followed: a link itself is removed, not what it leads to.
@@ -207,8 +209,8 @@ class Watch:
                 raise OSError(ctypes.get_errno(), f"{path} cannot be watched")
             self._names[number] = os.path.relpath(path, folder.parent)
 
-    def close(self) -> list[str]:
-        """Ends the watch and returns what was done, each once."""
+    def close(self) -> tuple[list[str], list[str]]:
+        """Ends the watch; returns what was read, and what was done besides, each once."""
         data = b""
         try:
             while block := os.read(self._descriptor, 2**20):
@@ -216,7 +218,9 @@ class Watch:
         except BlockingIOError:
             pass
         os.close(self._descriptor)
-        return list(dict.fromkeys(self._events(data)))[:_LISTED]
+        events = dict.fromkeys(self._events(data))
+        read = [text for text in events if text.startswith("read ")]
+        return read[:_LISTED], [text for text in events if not text.startswith("read ")][:_LISTED]
 
     def _events(self, data: bytes) -> Iterator[str]:
         at = 0

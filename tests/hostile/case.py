@@ -95,7 +95,8 @@ class Case:
     theirs: tuple[str, ...] = ()
     """Patterns of paths that it may not change, though they lie below one of ours."""
     may_read_outside: bool = False
-    """For inputs that are of the user himself: a link in his folder that leads elsewhere."""
+    """For inputs that are of the user himself: a link in his folder that leads elsewhere. What lies there may be read,
+    and not written, removed, run or printed."""
 
     @property
     def kind(self) -> str:

@@ -49,11 +49,12 @@ def _run_watched(command: Command, site: Site, report: int) -> NoReturn:
     witness = Witness(site)
     code = _run(command)
     # In this order: reading the state opens files.
-    ran, touched = list(witness.ran), list(witness.touched)
+    ran, read, touched = list(witness.ran), list(witness.read), list(witness.touched)
     facts = {
         "code": code,
         "error": errors[-1] if errors else None,
         "ran": ran,
+        "read": read,
         "touched": touched,
         "changed": changed_state(before, process_state()),
     }

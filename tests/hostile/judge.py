@@ -53,8 +53,10 @@ def extra_bytes(outcome: Outcome, good: Outcome) -> int:
 def _behaviour(case: Case, outcome: Outcome) -> list[str]:
     found = [f"ran code: {text}" for text in outcome.ran]
     found += [f"changed the process: {text}" for text in outcome.changed]
+    # First what nothing excuses: only the beginning of the list is shown.
+    found += [f"touched files of others: {text}" for text in outcome.touched]
     if not case.may_read_outside:
-        found += [f"touched files of others: {text}" for text in outcome.touched]
+        found += [f"touched files of others: {text}" for text in outcome.read]
     if outcome.left:
         found.append(f"left {outcome.left} processes behind")
     return _shortened(found)

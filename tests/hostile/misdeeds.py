@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rl_safe_workers.errors import ConfigError
@@ -115,6 +116,32 @@ def _write_far_away() -> int:
     return 0
 
 
+def _write_and_restore() -> int:
+    text = SECRET.read_text()
+    SECRET.write_text("x")
+    SECRET.write_text(text)
+    return 0
+
+
+def _make_and_remove() -> int:
+    path = SECRET.with_name("x")
+    path.touch()
+    path.unlink()
+    return 0
+
+
+def _remove_far_away() -> int:
+    Path("/dev/shm/rl-safe-hostile-nothing").unlink(missing_ok=True)
+    return 0
+
+
+def _read_much_and_write() -> int:
+    for number in range(100):
+        with suppress(OSError):
+            Path(f"/etc/rl-safe-hostile-{number}").read_bytes()
+    return _write_far_away()
+
+
 def _change_enum() -> int:
     signal.SIGTERM.__dict__["_value_"] = 99
     return 0
@@ -197,6 +224,13 @@ _ALL: dict[str, tuple[Callable[[], int], str]] = {
     "removes": (_remove_secret, "removed outside/secret.txt"),
     "removes-folder": (_remove_folder, "removed outside"),
     "writes-far-away": (_write_far_away, "touched files of others: open /dev/shm/rl-safe-hostile-canary"),
+    "writes-and-restores": (_write_and_restore, "touched files of others: wrote outside/secret.txt"),
+    "makes-and-removes": (_make_and_remove, "touched files of others: removed outside/x"),
+    "removes-far-away": (_remove_far_away, "touched files of others: os.remove /dev/shm/rl-safe-hostile-nothing"),
+    "reads-much-and-writes": (
+        _read_much_and_write,
+        "touched files of others: open /dev/shm/rl-safe-hostile-canary",
+    ),
     "enum": (_change_enum, "changed the process: signal.Signals"),
     "environment": (_change_environment, "changed the process: environment variable RL_SAFE_CANARY"),
     "folder": (_change_folder, "changed the process: working directory"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile import misdeeds, table
+from tests.hostile.canary import Watch
 from tests.hostile.case import EITHER, Case, Command, Site
 from tests.hostile.client import Warm
 from tests.hostile.grow import edited, edits, grow, values
@@ -35,6 +36,39 @@ def test_a_misdeed_is_seen(misdeed: str, warm: Warm, site: Site) -> None:
     good = warm.run(Command("misdeed", ("nothing",)), site)
     found = [*verdict(case, command, outcome, good=good), *changes(before, snapshot(site.root))]
     assert any(misdeeds.MISDEEDS[misdeed] in text for text in found), (found, outcome)
+
+
+_ON_FILES = [
+    misdeed
+    for misdeed, complaint in misdeeds.MISDEEDS.items()
+    if complaint.startswith(("touched", "added", "removed", "printed", "ran"))
+]
+
+
+@pytest.mark.parametrize("misdeed", _ON_FILES)
+def test_leave_to_read_outside_excuses_nothing_but_reading(misdeed: str, warm: Warm, site: Site) -> None:
+    command = Command("misdeed", (misdeed,))
+    before = snapshot(site.root)
+    outcome = warm.run(command, site)
+    case = Case(
+        name="harness/reader", make=lambda site: None, commands=(command,), accepts=EITHER, may_read_outside=True
+    )
+    found = [*verdict(case, command, outcome, good=outcome), *changes(before, snapshot(site.root))]
+    complaint = misdeeds.MISDEEDS[misdeed]
+    assert any(complaint in text for text in found) is (": read " not in complaint), (found, outcome)
+
+
+def test_a_change_is_noticed_after_much_reading(tmp_path: Path) -> None:
+    files = [tmp_path / f"file_{number}" for number in range(100)]
+    for file in files:
+        file.touch()
+    watch = Watch(tmp_path)
+    for file in files:
+        file.read_bytes()
+    files[7].write_text("x")
+    read, changed = watch.close()
+    assert f"read {tmp_path.name}/file_0" in read
+    assert changed == [f"wrote {tmp_path.name}/file_7"]
 
 
 @pytest.mark.parametrize("deed", misdeeds.GOOD_DEEDS)

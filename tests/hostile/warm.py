@@ -59,8 +59,10 @@ class Outcome:
     undecodable: bool = False
     """Whether its output is not UTF-8."""
     ran: list[str] = field(default_factory=list)
+    read: list[str] = field(default_factory=list)
+    """Files of others that were read."""
     touched: list[str] = field(default_factory=list)
-    """Files of others that were read or changed."""
+    """Files of others that were written, made, moved or removed."""
     changed: list[str] = field(default_factory=list)
     """State of the process that is not what it was."""
     left: int = 0
@@ -108,7 +110,9 @@ def run(command: Command, site: Site) -> Outcome:
         left=_end_orphans(),
     )
     _add_report(outcome, reading)
-    outcome.touched = list(dict.fromkeys([*outcome.touched, *watch.close()]))
+    read, touched = watch.close()
+    outcome.read = list(dict.fromkeys([*outcome.read, *read]))
+    outcome.touched = list(dict.fromkeys([*outcome.touched, *touched]))
     assert os.waitstatus_to_exitcode(status) != HARNESS_FAILED, (
         f"a child of the harness has failed: {_read(err, outcome)}"
     )
