@@ -11,16 +11,7 @@ from rl_safe_workers.driver import actor_group
 from rl_safe_workers.driver.actor_group import GRACE_S, SLACK_S, ActorRef, PendingCalls, gather, start_calls
 from rl_safe_workers.driver.actors import Reply
 from rl_safe_workers.driver.interrupts import SLICE_S
-from rl_safe_workers.errors import (
-    Awaited,
-    Died,
-    Interrupted,
-    PhaseTimeoutError,
-    RankError,
-    Repeats,
-    RunError,
-    Victim,
-)
+from rl_safe_workers.errors import Awaited, Died, Interrupted, PhaseTimeoutError, RankError, Repeats, RunError, Victim
 from rl_safe_workers.lifecycle import Phase, PhaseEvent
 from rl_safe_workers.ranks import RankId, Role, trainer_id, trainer_ids
 from tests.unit.fake_ray import TIMEOUT_S, FakeRay, event, failure, rollouts, timed_out, trainers, value
