@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from rl_safe_workers.checkpoint.manifest import (
-    SHARDS,
-    Manifest,
-    file_sizes,
-)
+from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest, file_sizes
 from rl_safe_workers.checkpoint.retention import commit, start_save
 
 
