@@ -198,10 +198,10 @@ def test_a_job_server_that_is_gone_is_not_asked_for_ever(tmp_path: Path, batches
 
 
 def test_a_node_that_does_not_come_is_named_at_the_deadline(tmp_path: Path, batches: list[Batch]) -> None:
-    batches.append(batch := Batch(tmp_path, LATE_NODE="gpu-03", NODES_DEADLINE_S="1"))
+    batches.append(batch := Batch(tmp_path, LATE_NODE="gpu-03", NODES_DEADLINE_S="8"))
     code, err = batch.finish()
     assert code == 1
-    assert "not all of 4 nodes have joined after 1 s, missing: gpu-03;" in err
+    assert "not all of 4 nodes have joined after 8 s, missing: gpu-03;" in err
     assert "raise NODES_DEADLINE_S" in err
     assert not (tmp_path / "running").exists()
     assert batch.calls[-1] == "all: ray stop"
