@@ -284,7 +284,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_at_every_group(late: bool, a
             # One of those where it is waited for; where it would have been alone, one after it.
             assert trainer_id(CULPRIT) in (error.awaited.members or ())
             assert error.setting == "rl_safe.timeouts.bootstrap"
-            assert seconds < TIMEOUT_S + 2
+            assert seconds < TIMEOUT_S + 10
 
 
 def _fail(rank: int, address: StoreAddress, config: RunConfig, number: int) -> tuple[str, str, float]:

@@ -26,7 +26,7 @@ from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.root_cause import root_cause
 from tests.small_world import SmallWorld
 
-SHORT_S, LONG_S = 0.4, 20.0
+SHORT_S, LONG_S = 1.0, 20.0
 Call = Callable[[ControlPlane], Any]
 
 

@@ -67,7 +67,7 @@ def test_what_does_not_end_is_aborted_and_told() -> None:
     backends: list[Any] = [("well", well), ("stuck", stuck)]
     started_s = time.monotonic()
     failure = end_together(backends, SOON)
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 10
     assert str(failure) == "shutdown of communicators did not end within 0.2 s"
     assert (well.calls, stuck.calls) == (["shutdown"], ["shutdown", "abort"])
     # What was left behind ends all the same, later, and does no harm.

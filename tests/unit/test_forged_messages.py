@@ -142,7 +142,7 @@ def test_a_rank_that_has_not_come_is_never_taken_for_one_that_has(operation: str
             # Verdicts alone end without an error.
             assert operation == "verdicts"
             assert outcome[ABSENT] == "gave no verdict"
-    assert time.monotonic() - started_s < 4 * SHORT_S
+    assert time.monotonic() - started_s < 20 * SHORT_S
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
