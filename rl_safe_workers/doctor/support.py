@@ -103,7 +103,7 @@ def _missing(installed: Mapping[str, str], subject: Subject) -> Iterator[Finding
                 code="package-missing", severity=Severity.STOPS,
                 text=f"{name} is not installed, and the run imports it",
                 since="always", evidence=("pyproject.toml, optional dependencies",),
-                avoid="bash scripts/quickstart, or pip install rl-safe-workers[cpu] or [gpu] with a vLLM",
+                avoid='bash scripts/quickstart, or in a checkout: pip install ".[cpu]" or ".[gpu]"',
             )  # fmt: skip
 
 
