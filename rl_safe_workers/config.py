@@ -1,15 +1,75 @@
-"""The configuration of a run: what the keys are, and how a recipe and dotted overrides become one.
+"""The configuration of a run: every key with its type, its range and its default, and the rules between keys.
 
-Keys follow the names that verl's users know; the node ``rl_safe`` holds what every host framework shares.
-Each part of the program is given its own node, never the whole run.
+Keys follow the names that verl's users know; the node ``rl_safe`` holds what every host framework shares. A rule
+stands in the smallest section that holds all of its keys. Rules that need the model, the data or the machine are the
+preflight's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import re
 from enum import StrEnum
+from typing import Annotated, Literal
 
-from omegaconf import MISSING
+from pydantic import AfterValidator, Field, model_validator
+
+from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.foreign_files import complaint_about_path
+from rl_safe_workers.section import Contradiction, Section
+from rl_safe_workers.topology.budget import NCCL_MAXIMUM
+
+_LONGEST_RUN_NAME = 200
+"""Bytes; leaves room for what is added to the name."""
+_MOST_SEQUENCES = 2**20
+_MOST_SEEDED = 10**9
+"""Largest product of layers and widths of a seeded model, which has two or three times as many parameters."""
+_HOST_AND_PORT = re.compile(r"(?!\w+://)\S+:\d+")
+HEARING_S = 1.0
+"""Twice what a rank waits at the store before it looks whether another one has given up (control/supervision.py)."""
+
+
+def _checked_path(path: str) -> str:
+    if complaint := complaint_about_path(path):
+        raise ValueError(complaint)
+    return path
+
+
+def _checked_run_name(name: str) -> str:
+    plain = name not in ("", ".", "..") and "/" not in name and name.isprintable()
+    if not plain or len(name.encode()) > _LONGEST_RUN_NAME:
+        raise ValueError(f"should be a folder's name: at most {_LONGEST_RUN_NAME} bytes, no / and no control character")
+    return name
+
+
+def _checked_address(address: str) -> str:
+    if address not in ("local", "auto") and not _HOST_AND_PORT.fullmatch(address):
+        raise ValueError("should be local, auto or host:port, as of `ray start`")
+    return address
+
+
+def _checked_save_freq(steps: int) -> int:
+    if steps == 0:
+        raise ValueError("should be -1 (never) or at least 1")
+    return steps
+
+
+Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
+"""A deadline: at most 30 days, since nothing may wait without one."""
+Ranks = Annotated[int, Field(ge=1, le=2**20)]
+"""A number of ranks, or the size of a parallel axis."""
+Count = Annotated[int, Field(ge=1, le=2**20)]
+"""A number of samples, prompts or passes."""
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+Steps = Annotated[int, Field(ge=0, le=10**9)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
+"""A size of a seeded model."""
+Cpus = Annotated[float, Field(gt=0, le=4096)]
+Ctas = Annotated[int, Field(ge=1, le=NCCL_MAXIMUM)]
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+FilePath = Annotated[str, AfterValidator(_checked_path)]
+"""A path that a file can have: no control character, no name of more than 255 bytes."""
 
 
 class ResumeMode(StrEnum):
@@ -32,102 +92,126 @@ class AdvEstimator(StrEnum):
     """Reward minus the mean of the other samples of its group (arXiv:2402.14740)."""
 
 
-@dataclass(kw_only=True)
-class SeededModelConfig:
+class Logger(StrEnum):
+    """Where a run's metrics go."""
+
+    console = "console"
+    tensorboard = "tensorboard"
+
+
+class SeededModelConfig(Section):
     """A tiny Qwen3 or Qwen3-MoE made from a seed when ``model.path`` does not exist yet."""
 
-    seed: int = 0
-    num_hidden_layers: int = 2
-    hidden_size: int = 128
-    intermediate_size: int = 256
-    moe_intermediate_size: int = 64
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 32
-    num_experts: int = 8
+    seed: Seed = 0
+    num_hidden_layers: Width = 2
+    hidden_size: Width = 128
+    intermediate_size: Width = 256
+    moe_intermediate_size: Width = 64
+    num_attention_heads: Width = 4
+    num_key_value_heads: Width = 2
+    head_dim: Width = 32
+    num_experts: int = Field(8, ge=0, le=2**20)
     """0 makes a dense Qwen3."""
-    num_experts_per_tok: int = 2
+    num_experts_per_tok: Width = 2
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> SeededModelConfig:
+        width = max(self.intermediate_size, max(1, self.num_experts) * self.moe_intermediate_size)
+        heads = (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        if self.num_hidden_layers * self.hidden_size * (width + heads) > _MOST_SEEDED:
+            raise Contradiction(
+                f"{self.num_hidden_layers} layers of {self.hidden_size} x {width + heads} are no small model: "
+                "give a model.path, or lower hidden_size"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise Contradiction(
+                f"num_key_value_heads={self.num_key_value_heads} does not divide "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise Contradiction(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
+        if self.num_experts and self.num_experts_per_tok > self.num_experts:
+            raise Contradiction(
+                f"num_experts_per_tok={self.num_experts_per_tok} must be at most num_experts={self.num_experts}"
+            )
+        return self
 
 
-@dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The HF model."""
 
-    path: str = MISSING
-    """A local Qwen3 or Qwen3-MoE directory: ``config.json``, safetensors and a tokenizer. Remote code stays off."""
+    path: FilePath = ""
+    """Required. A local Qwen3 or Qwen3-MoE directory, with ``config.json``, safetensors and a tokenizer. Its own code
+    never runs."""
     create: SeededModelConfig | None = None
     """Set: make a seeded model at ``path`` if nothing is there."""
-    dtype: str = "float32"
-    """Of the parameters of trainer and rollout: ``float32``; on GPUs also ``bfloat16``, with an optimizer in fp32."""
+    dtype: Dtype = "float32"
+    """The parameters' type, for trainer and rollout. ``bfloat16`` trains on GPUs only, with optimizer state in
+    float32."""
 
 
-@dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Prompts: parquet files in verl's layout (``data_source``, ``prompt``, ``reward_model.ground_truth``)."""
 
-    train_files: list[str] = MISSING
-    train_batch_size: int = 8
+    train_files: list[FilePath] = Field(default_factory=list)
+    """Required."""
+    train_batch_size: Count = 8
     """Prompts per step; each is sampled ``rollout.n`` times."""
-    max_prompt_length: int = 64
+    max_prompt_length: Tokens = 64
     """Tokens; a longer prompt is an error, as with verl's ``truncation=error``. None is dropped or truncated."""
-    max_response_length: int = 32
+    max_response_length: Tokens = 32
     """Tokens generated at most."""
     shuffle: bool = True
 
 
-@dataclass(kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """From rewards to advantages."""
 
     adv_estimator: AdvEstimator = AdvEstimator.grpo
     norm_adv_by_std_in_grpo: bool = True
 
 
-@dataclass(kw_only=True)
-class OptimConfig:
+class OptimConfig(Section):
     """Adam, through Megatron's DistributedOptimizer."""
 
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_grad: float = 1.0
+    lr: float = Field(1e-3, gt=0, le=1e3)
+    weight_decay: float = Field(0.0, ge=0, le=1e3)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0, le=1)
+    clip_grad: float = Field(1.0, ge=0, le=1e9)
     """Largest global gradient norm; 0 turns clipping off."""
 
 
-@dataclass(kw_only=True)
-class ActorConfig:
+class ActorConfig(Section):
     """The policy update."""
 
-    ppo_epochs: int = 1
+    ppo_epochs: Count = 1
     """Passes over each step's samples."""
-    ppo_mini_batch_size: int | None = None
+    ppo_mini_batch_size: Count | None = None
     """Prompts per optimizer step; None: all of the step's."""
-    ppo_micro_batch_size_per_gpu: int = 4
+    ppo_micro_batch_size_per_gpu: Count = 4
     """Sequences per forward on each data-parallel rank."""
-    clip_ratio: float = 0.2
+    clip_ratio: float = Field(0.2, gt=0, le=1e3)
     use_kl_loss: bool = False
     """Adds the KL divergence from the starting weights to the loss."""
-    kl_loss_coef: float = 0.001
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    kl_loss_coef: float = Field(0.001, ge=0, le=1e6)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
 
 
-@dataclass(kw_only=True)
-class MegatronConfig:
+class MegatronConfig(Section):
     """Parallel sizes of the training world and Megatron's own settings."""
 
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int | None = None
+    tensor_model_parallel_size: Ranks = 1
+    pipeline_model_parallel_size: Ranks = 1
+    virtual_pipeline_model_parallel_size: Count | None = None
     """Virtual stages of each pipeline stage, which interleave; None: it is one piece."""
-    expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int = 1
-    context_parallel_size: int = 1
-    num_distributed_optimizer_instances: int = 1
+    expert_model_parallel_size: Ranks = 1
+    expert_tensor_parallel_size: Ranks = 1
+    context_parallel_size: Ranks = 1
+    num_distributed_optimizer_instances: Ranks = 1
     """Data-parallel ranks are split into so many sets, each with an optimizer state of its own."""
-    moe_token_dispatcher_type: str = "alltoall"
-    """``alltoall`` or ``allgather``."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     param_offload: bool = True
     """Move parameters to host memory before each rollout."""
     grad_offload: bool = True
@@ -135,28 +219,37 @@ class MegatronConfig:
     optimizer_offload: bool = True
     """Move optimizer state to host memory before each rollout."""
 
+    @model_validator(mode="after")
+    def _check_virtual_stages(self) -> MegatronConfig:
+        virtual, stages = self.virtual_pipeline_model_parallel_size, self.pipeline_model_parallel_size
+        if virtual is not None and (virtual < 2 or stages < 2):
+            raise Contradiction(
+                f"virtual_pipeline_model_parallel_size={virtual} with pipeline_model_parallel_size={stages}: stages "
+                "are cut into 2 or more, and there must be 2 or more of them; set it to null"
+            )
+        return self
 
-@dataclass(kw_only=True)
-class RolloutConfig:
+
+class RolloutConfig(Section):
     """Generation."""
 
-    name: str = "vllm"
-    tensor_model_parallel_size: int = 1
-    n: int = 8
+    name: Literal["vllm"] = "vllm"
+    tensor_model_parallel_size: Ranks = 1
+    n: Annotated[int, Field(ge=1, le=2**16)] = 8
     """Samples per prompt."""
-    temperature: float = 1.0
-    max_logprob_gap: float = 1e-5
+    temperature: float = Field(1.0, gt=0, le=1e3)
+    max_logprob_gap: float = Field(1e-5, ge=0, le=1e3)
     """Largest allowed difference, in nats, between rollout and trainer in the log-probability of a sampled token."""
-    kv_cache_gib: float = 0.25
+    kv_cache_gib: float = Field(0.25, gt=0, le=2**16)
     """KV cache of each rollout rank."""
-    block_size: int = 32
+    block_size: int = Field(32, ge=1, le=2**16)
     """Tokens per KV block; the CPU backend needs a multiple of 32."""
-    release_comms: str = "never"
+    release_comms: Literal["never", "auto", "always"] = "never"
     """Give the memory of the trainers' communicators to the rollout, and connect them again after it: ``never``,
     ``auto`` (where both share GPUs) or ``always``."""
     enable_rollout_routing_replay: bool = False
     """Let the trainers send each token to the experts that the rollout has sent it to; for MoE models on GPUs."""
-    update_weights_bucket_megabytes: int = 256
+    update_weights_bucket_megabytes: int = Field(256, ge=1, le=2**20)
     """MiB per broadcast of a weight sync at most; a larger weight travels alone. Every rank needs room for two."""
 
     @property
@@ -165,125 +258,135 @@ class RolloutConfig:
         return self.update_weights_bucket_megabytes * 2**20
 
 
-@dataclass(kw_only=True)
-class RewardConfig:
+class RewardConfig(Section):
     """The verifiable reward."""
 
     function: str = "char_class"
     """A built-in name, or ``module:function`` called as ``f(data_source, solution_str, ground_truth, extra_info)``."""
 
 
-@dataclass(kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Section):
     """The run itself."""
 
-    run_name: str | None = None
+    run_name: Annotated[str, AfterValidator(_checked_run_name)] | None = None
     """Name under ``output_dir``; None: the recipe's name and the time."""
-    output_dir: str = "outputs"
-    total_training_steps: int = 20
-    save_freq: int = -1
+    output_dir: FilePath = "outputs"
+    total_training_steps: Annotated[int, Field(ge=1, le=10**9)] = 20
+    save_freq: Annotated[int, Field(ge=-1, le=10**9), AfterValidator(_checked_save_freq)] = -1
     """Save every so many steps and after the last one; -1: never."""
-    default_local_dir: str | None = None
+    default_local_dir: FilePath | None = None
     """Where checkpoints go; None: ``checkpoints/<recipe>``, so that ``resume_mode=auto`` finds them again."""
     resume_mode: ResumeMode = ResumeMode.disable
-    resume_from_path: str | None = None
+    resume_from_path: FilePath | None = None
     """A ``global_step_N`` directory, with ``resume_mode=resume_path``."""
-    seed: int = 0
-    logger: list[str] = field(default_factory=lambda: ["console"])
-    """``console``, ``tensorboard``, or both."""
+    seed: Seed = 0
+    logger: list[Logger] = Field(default_factory=lambda: [Logger.console])
+
+    @model_validator(mode="after")
+    def _check_resume(self) -> TrainerConfig:
+        asks = self.resume_mode is ResumeMode.resume_path
+        if asks and self.resume_from_path is None:
+            raise Contradiction("resume_mode=resume_path needs resume_from_path=DIR")
+        if not asks and self.resume_from_path is not None:
+            raise Contradiction(
+                f"resume_from_path={self.resume_from_path} is not read with resume_mode={self.resume_mode}: "
+                "set resume_mode=resume_path"
+            )
+        return self
 
 
-@dataclass(kw_only=True)
-class ClusterConfig:
+class ClusterConfig(Section):
     """Processes and what each may use."""
 
-    device: str = "cpu"
-    """``cpu`` or ``cuda``; with the latter each trainer and each rollout rank has one GPU."""
+    device: Device = "cpu"
+    """With ``cuda`` each trainer and each rollout rank has one GPU."""
     colocated: bool = False
     """Whether rollout rank i shares the GPU of training rank i, in turn: one sleeps while the other works."""
-    num_trainers: int = 4
-    num_rollouts: int = 1
-    cpus_per_trainer: float = 0.25
-    cpus_per_rollout: float = 0.5
-    ray_address: str | None = None
+    num_trainers: Ranks = 4
+    num_rollouts: Ranks = 1
+    cpus_per_trainer: Cpus = 0.25
+    cpus_per_rollout: Cpus = 0.5
+    ray_address: Annotated[str, AfterValidator(_checked_address)] | None = None
     """``local`` starts Ray on the loopback interface; ``auto`` or ``host:port`` joins a running cluster. None: in a
     submitted job that job's cluster, ``local`` elsewhere."""
 
 
-@dataclass(kw_only=True)
-class TimeoutsConfig:
-    """Seconds that each phase may take (see lifecycle.Phase)."""
+class PhaseTimeouts(Section):
+    """Seconds that each phase may take which every host framework has (see lifecycle.Phase)."""
 
-    start: float = 300.0
-    world: float = 120.0
-    groups: float = 300.0
-    bootstrap: float = 300.0
-    convert: float = 1800.0
-    load: float = 1800.0
-    joint: float = 300.0
-    offload: float = 300.0
-    rollout: float = 1800.0
-    reward: float = 600.0
-    onload: float = 300.0
-    logprob: float = 1800.0
-    train: float = 1800.0
-    sync: float = 600.0
-    save: float = 1800.0
-    teardown: float = 60.0
+    bootstrap: Annotated[Seconds, Field(ge=HEARING_S)] = 300.0
+    """At least the time in which ranks hear of each other over the store."""
+    logprob: Seconds = 1800.0
+    train: Seconds = 1800.0
+    save: Seconds = 1800.0
+    teardown: Seconds = 60.0
 
 
-@dataclass(kw_only=True)
-class MaxCtasConfig:
+class TimeoutsConfig(PhaseTimeouts):
+    """Seconds that each phase may take."""
+
+    start: Seconds = 300.0
+    world: Seconds = 120.0
+    groups: Seconds = 300.0
+    convert: Seconds = 1800.0
+    load: Seconds = 1800.0
+    joint: Seconds = 300.0
+    offload: Seconds = 300.0
+    rollout: Seconds = 1800.0
+    reward: Seconds = 600.0
+    onload: Seconds = 300.0
+    sync: Seconds = 600.0
+
+
+class MaxCtasConfig(Section):
     """NCCL's channels at most, by Megatron's name of a group in ``nccl_communicator_config_path``.
 
     Null: 1 where a group carries only scalars, NCCL's own number elsewhere. ``world`` is the default group.
     """
 
-    world: int | None = None
-    dp_cp: int | None = None
-    intra_dp_cp: int | None = None
-    dp: int | None = None
-    cp: int | None = None
-    mp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    embd: int | None = None
-    pos_embd: int | None = None
-    tp_dp_cp: int | None = None
-    tp_dp: int | None = None
-    tp_cp: int | None = None
-    ep: int | None = None
-    ep_tp: int | None = None
-    tp_ep_mp: int | None = None
-    tp_ep_pp: int | None = None
-    ep_dp: int | None = None
-    intra_ep_dp: int | None = None
-    inter_ep_dp: int | None = None
-    intra_dist_opt_instance: int | None = None
+    world: Ctas | None = None
+    dp_cp: Ctas | None = None
+    intra_dp_cp: Ctas | None = None
+    dp: Ctas | None = None
+    cp: Ctas | None = None
+    mp: Ctas | None = None
+    tp: Ctas | None = None
+    pp: Ctas | None = None
+    embd: Ctas | None = None
+    pos_embd: Ctas | None = None
+    tp_dp_cp: Ctas | None = None
+    tp_dp: Ctas | None = None
+    tp_cp: Ctas | None = None
+    ep: Ctas | None = None
+    ep_tp: Ctas | None = None
+    tp_ep_mp: Ctas | None = None
+    tp_ep_pp: Ctas | None = None
+    ep_dp: Ctas | None = None
+    intra_ep_dp: Ctas | None = None
+    inter_ep_dp: Ctas | None = None
+    intra_dist_opt_instance: Ctas | None = None
 
     def limits(self) -> dict[str, int]:
-        """Those that are set."""
-        return {key.name: limit for key in fields(self) if (limit := getattr(self, key.name)) is not None}
+        """Returns the limits that are set, by key."""
+        return self.model_dump(exclude_none=True)
 
 
-@dataclass(kw_only=True)
-class BootstrapConfig:
+class BootstrapConfig(Section):
     """Connecting communicators before memory fills."""
 
-    on_missing: str = "raise"
-    """What offload and rollout do if the bootstrap has not run: ``raise``, or ``bootstrap`` first."""
+    on_missing: Literal["raise", "bootstrap"] = "raise"
+    """Reaction of an offload, a rollout or a weight sync before the bootstrap: raise an error, or bootstrap first."""
     budget: bool = True
     """Give groups that carry only scalars, or have one rank, a single channel, and those between pipeline stages 12;
     false: NCCL's own number for all."""
-    max_ctas: MaxCtasConfig = field(default_factory=MaxCtasConfig)
-    watch_steps: int = 3
+    max_ctas: MaxCtasConfig = Field(default_factory=MaxCtasConfig)
+    watch_steps: Steps = 3
     """In how many first training steps each collective is looked at for device memory that it takes late; 0: never."""
-    on_late: str = "warn"
-    """What to do about it: ``warn`` or ``raise``."""
+    on_late: Literal["warn", "raise"] = "warn"
+    """Reaction to such memory."""
 
 
-@dataclass(kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """How the training world saves."""
 
     fully_parallel_save: bool = False
@@ -295,41 +398,103 @@ class CheckpointConfig:
     async_save: bool = False
     """Write while training goes on; the trainers wait for a copy to host memory only, and for the rest before they
     offload, save again or end."""
-    keep_last: int = 2
+    keep_last: Steps = 2
     """Complete checkpoints kept; older ones are removed after a new one is committed. 0 keeps all."""
 
+    @model_validator(mode="after")
+    def _check_async(self) -> CheckpointConfig:
+        for flag in ("fully_parallel_save", "validate_access_integrity"):
+            if self.async_save and getattr(self, flag):
+                raise Contradiction(
+                    f"async_save=true with {flag}=true: megatron-core's own save is collective and cannot go on beside "
+                    "training; turn one of the two off"
+                )
+        return self
 
-@dataclass(kw_only=True)
-class TeardownConfig:
+
+class TeardownConfig(Section):
     """How a run ends."""
 
-    kill_after_s: float = 10.0
+    kill_after_s: Seconds = 10.0
     """Seconds between asking a process to end and killing it."""
 
 
-@dataclass(kw_only=True)
-class RlSafeConfig:
+class RlSafeConfig(Section):
     """What every host framework shares."""
 
-    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
-    bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    teardown: TeardownConfig = field(default_factory=TeardownConfig)
-    restarts: int = 0
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    bootstrap: BootstrapConfig = Field(default_factory=BootstrapConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    teardown: TeardownConfig = Field(default_factory=TeardownConfig)
+    restarts: Steps = 0
     """How often a run whose ranks fail is started again, from its newest complete checkpoint."""
 
 
-@dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """A whole run, as a recipe states it."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    rl_safe: RlSafeConfig = field(default_factory=RlSafeConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    actor: ActorConfig = Field(default_factory=ActorConfig)
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    rl_safe: RlSafeConfig = Field(default_factory=RlSafeConfig)
+
+    def check_training(self) -> None:
+        """Checks the rules of a run that trains; a conversion or a live check need not keep them.
+
+        Raises:
+            ConfigError: A required key that is empty, or the first rule that is broken.
+        """
+        required = {"data.train_files": self.data.train_files, "model.path": self.model.path}
+        if missing := [key for key, value in required.items() if not value]:
+            raise ConfigError(f"{', '.join(missing)} has no value; set it in the recipe or as {missing[0]}=VALUE")
+        batch, mini_batch, n = self.data.train_batch_size, self.actor.ppo_mini_batch_size, self.rollout.n
+        if mini_batch is not None and batch % mini_batch:
+            raise ConfigError(f"actor.ppo_mini_batch_size={mini_batch} does not divide data.train_batch_size={batch}")
+        if batch * n > _MOST_SEQUENCES:
+            raise ConfigError(
+                f"data.train_batch_size={batch} x rollout.n={n} are more than {_MOST_SEQUENCES} sequences a step; "
+                "lower one of them"
+            )
+        if n < 2:
+            # Every estimator compares the samples of one prompt.
+            raise ConfigError(
+                f"rollout.n={n} with algorithm.adv_estimator={self.algorithm.adv_estimator}: "
+                "a group needs at least 2 samples to compare"
+            )
+        if self.cluster.device == "cpu" and self.model.dtype != "float32":
+            raise ConfigError(f"model.dtype={self.model.dtype} must be float32 with cluster.device=cpu")
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> RunConfig:
+        megatron, rollout, cluster = self.megatron, self.rollout, self.cluster
+        if cluster.colocated and cluster.device == "cpu":
+            raise Contradiction("cluster.colocated=true needs cluster.device=cuda: there is no GPU to share")
+        if cluster.colocated and cluster.num_rollouts != cluster.num_trainers:
+            raise Contradiction(
+                f"cluster.colocated=true with cluster.num_trainers={cluster.num_trainers} and cluster.num_rollouts="
+                f"{cluster.num_rollouts}: each trainer shares its GPU with one rollout rank, so set them equal"
+            )
+        if megatron.context_parallel_size > 1:
+            raise Contradiction(
+                f"megatron.context_parallel_size={megatron.context_parallel_size} must be 1: "
+                "Megatron's attention without Transformer Engine has no context parallelism"
+            )
+        if rollout.tensor_model_parallel_size > 1:
+            raise Contradiction(
+                f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} must be 1: "
+                "each vLLM engine is one process; for more of them raise cluster.num_rollouts"
+            )
+        if cluster.device == "cpu" and rollout.enable_rollout_routing_replay:
+            raise Contradiction(
+                "rollout.enable_rollout_routing_replay=true needs cluster.device=cuda: vLLM's CPU build does not tell "
+                "which experts it has chosen"
+            )
+        if cluster.device == "cpu" and rollout.block_size % 32:
+            raise Contradiction(f"rollout.block_size={rollout.block_size} must be a multiple of 32 on CPU")
+        return self

@@ -14,15 +14,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rl_safe_workers import env
 from rl_safe_workers.config import ClusterConfig, MegatronConfig, RunConfig
-from rl_safe_workers.contradictions import check_config, check_settings
 from rl_safe_workers.errors import ConfigError, first_line
 from rl_safe_workers.foreign_files import Kind, kind_of
-from rl_safe_workers.schema import check_keys, check_sections, known_keys, nearest_key, wrong_value
+from rl_safe_workers.section import nearest_key, read
 from rl_safe_workers.yaml_files import check_interpolations, overlaid, parse_yaml, with_defaults
 
 COMMAND_LINE = "command line"
@@ -62,13 +61,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: A file that cannot be read, a key or value that does not fit, or settings that contradict.
     """
     files = _read_files(Path(path))
-    merged = _merge([*files.values(), *_parse_overrides(overrides)])
-    config = _to_config(merged, recipe=Path(path).stem)
+    config = _to_config([*files.values(), *_parse_overrides(overrides)], recipe=Path(path).stem)
     named = {override.partition("=")[0] for override in overrides}
     if "model.path" in named and not any(key.startswith("model.create") for key in named):
         # The recipe's seeded model is for the recipe's own path: a misspelt directory must not become a random model.
         config.model.create = None
-    check_config(config)
+    config.check_training()
     roots = [file.parent.parent for file in reversed(files)]
     config.data.train_files = [_locate(name, roots) for name in config.data.train_files]
     _rebase(config)
@@ -115,10 +113,8 @@ def load_settings(recipe: str | Path | None, overrides: Sequence[str], *, name: 
     Raises:
         ConfigError: A file that cannot be read, or a key or value that does not fit.
     """
-    needed = Layer(source=name, values={"data": {"train_files": []}, "model": {"path": ""}})
     files = {} if recipe is None else _read_files(Path(recipe))
-    config = _to_config(_merge([needed, *files.values(), *_parse_overrides(overrides)]), recipe=name)
-    check_settings(config)
+    config = _to_config([*files.values(), *_parse_overrides(overrides)], recipe=name)
     if recipe is None and not any(override.startswith("cluster.num_trainers=") for override in overrides):
         config.cluster.num_trainers = _fewest_trainers(config.megatron)
     return config
@@ -133,7 +129,7 @@ def _fewest_trainers(megatron: MegatronConfig) -> int:
 
 def to_yaml(config: RunConfig) -> str:
     """Returns the whole configuration as YAML, interpolations resolved; ``load_recipe`` reads it back equal."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
 def _read_files(path: Path) -> dict[Path, Layer]:
@@ -144,7 +140,6 @@ def _read_files(path: Path) -> dict[Path, Layer]:
     layers: dict[Path, Layer] = {}
     for file, values in with_defaults(path):
         _wrap_single_file(values)
-        check_keys(values, source=str(file))
         layers[file.resolve()] = Layer(source=str(file), values=values)
     return layers
 
@@ -160,7 +155,9 @@ def _parse_override(text: str) -> Layer:
         raise ConfigError(f"{COMMAND_LINE}: {text!r:.200} is not an override; write key=value, e.g. trainer.seed=1")
     key, _, value = text.partition("=")
     if key.count(".") > _DEEPEST_KEY:
-        raise ConfigError(f"{COMMAND_LINE}: unknown key {key:.100}; the nearest known key is {nearest_key(key)}")
+        raise ConfigError(
+            f"{COMMAND_LINE}: unknown key {key:.100}; the nearest known key is {nearest_key(RunConfig, key)}"
+        )
     try:
         values = parse_yaml(value)
     except ValueError as error:
@@ -168,7 +165,6 @@ def _parse_override(text: str) -> Layer:
     for name in reversed(key.split(".")):
         values = {name: values}
     _wrap_single_file(values)
-    check_keys(values, source=COMMAND_LINE)
     return Layer(source=COMMAND_LINE, values=values)
 
 
@@ -179,48 +175,40 @@ def _wrap_single_file(values: dict[Any, Any]) -> None:
         data["train_files"] = [files]
 
 
-def _merge(layers: Sequence[Layer]) -> DictConfig:
+def _to_config(layers: Sequence[Layer], *, recipe: str) -> RunConfig:
+    """Merges the layers over the defaults, resolves interpolations, checks, and fills the run's names."""
     values: dict[Any, Any] = {}
     for layer in layers:
         values = overlaid(values, layer.values)
     check_interpolations(values)
     try:
-        return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), values))
-    except (OmegaConfBaseException, OverflowError) as error:
-        raise _refusal(error, layers) from error
-
-
-def _refusal(error: Exception, layers: Sequence[Layer]) -> ConfigError:
-    """Says in one line which value OmegaConf could not convert, and which layer has it."""
-    key = (getattr(error, "full_key", None) or "").partition("[")[0]
-    if isinstance(error, GrammarParseError):
-        return ConfigError(f"{key} cannot be read: {first_line(error)}; quote the value")
-    for layer in reversed(layers):
-        value: Any = layer.values
-        for name in key.split("."):
-            value = value.get(name, _ABSENT) if isinstance(value, Mapping) else _ABSENT
-        if key in known_keys() and value is not _ABSENT:
-            return wrong_value(key, value, source=layer.source)
-    return ConfigError(f"{key or 'a value'} cannot be used: {first_line(error)}")
-
-
-def _to_config(merged: DictConfig, *, recipe: str) -> RunConfig:
-    """Fills the run's names, resolves interpolations and builds the dataclasses."""
-    try:
-        if missing := sorted(OmegaConf.missing_keys(merged)):
+        if missing := sorted(OmegaConf.missing_keys(OmegaConf.create(values))):
             raise ConfigError(f"{', '.join(missing)} has no value; set it in the recipe or as {missing[0]}=VALUE")
-        if merged.trainer.run_name is None:
-            # Two runs may start in the same second.
-            merged.trainer.run_name = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-        if merged.trainer.default_local_dir is None:
-            merged.trainer.default_local_dir = f"checkpoints/{recipe}"
-        config = cast(RunConfig, OmegaConf.to_object(merged))
+        merged = OmegaConf.create(overlaid(RunConfig().model_dump(mode="json"), values))
+        resolved = cast(dict[Any, Any], OmegaConf.to_container(merged, resolve=True))
+    except GrammarParseError as error:
+        raise ConfigError(f"{error.full_key} cannot be read: {first_line(error)}; quote the value") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key} cannot be resolved: {first_line(error)}") from error
     except RecursionError as error:
         raise ConfigError("interpolations lead on too deeply to be resolved; write the values out") from error
-    check_sections(config)
-    return config
+    config = read(RunConfig, resolved, source_of=lambda key: _source(key, layers))
+    trainer = config.trainer
+    # Two runs may start in the same second.
+    trainer.run_name = trainer.run_name or f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    trainer.default_local_dir = trainer.default_local_dir or f"checkpoints/{recipe}"
+    return config.checked()
+
+
+def _source(key: str, layers: Sequence[Layer]) -> str:
+    """Returns the beginning of an error about a key: the last layer that has it, or "" if none has."""
+    for layer in reversed(layers):
+        value: Any = layer.values
+        for name in key.partition("[")[0].split(".") if key else ():
+            value = value.get(name) if isinstance(value, Mapping) and name in value else _ABSENT
+        if key and value is not _ABSENT:
+            return f"{layer.source}: "
+    return ""
 
 
 def _locate(name: str, roots: Sequence[Path]) -> str:

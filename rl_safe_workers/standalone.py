@@ -63,8 +63,9 @@ class _Script:
         """Gives every wait of a call one deadline."""
         seconds = timeout.total_seconds()
         trainer = self.trainer
-        timeouts = replace(trainer.rl_safe.timeouts, world=seconds, bootstrap=seconds, teardown=seconds)
-        trainer.rl_safe = replace(trainer.rl_safe, timeouts=timeouts)
+        every = {"world": seconds, "bootstrap": seconds, "teardown": seconds}
+        timeouts = trainer.rl_safe.timeouts.model_copy(update=every)
+        trainer.rl_safe = trainer.rl_safe.model_copy(update={"timeouts": timeouts})
         trainer.deadline = Deadline.after(timeout)
 
 

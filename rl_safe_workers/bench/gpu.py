@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -211,7 +210,7 @@ def resume(folder: Path, report: Callable[[str], None]) -> Row:
 
 def make_model(path: Path, spec: SeededModelConfig) -> None:
     """Makes a seeded model in bf16, in a process of its own, whose memory goes with it."""
-    make = module_command("rl_safe_workers.models.seeded", str(path), json.dumps(asdict(spec)), "bfloat16")
+    make = module_command("rl_safe_workers.models.seeded", str(path), spec.model_dump_json(), "bfloat16")
     subprocess.run(make, check=True, timeout=RUN_S)
 
 
@@ -265,7 +264,7 @@ def run_ranks(
     """
     config = with_absolute_paths(load_recipe(RECIPE, overrides))
     config.cluster.num_rollouts = rollouts
-    text, run_id = json.dumps(asdict(config)), uuid.uuid4().hex
+    text, run_id = config.model_dump_json(), uuid.uuid4().hex
     roles = [("trainer", rank) for rank in range(config.cluster.num_trainers)]
     roles += [("rollout", rank) for rank in range(rollouts)]
     store, address, _ = serve_store("127.0.0.1", timeout=timedelta(minutes=5))

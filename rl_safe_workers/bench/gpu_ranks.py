@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
 from rl_safe_workers.bench.gpu import CHECKPOINT
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
@@ -299,8 +298,7 @@ def _write_plainly(path: Path, size_bytes: int) -> None:
 def main() -> None:
     """Runs this process's part of a job."""
     role, rank, port, job, text = sys.argv[1:6]
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(json.loads(text))))
-    assert isinstance(config, RunConfig)
+    config = RunConfig.model_validate_json(text)
     address = StoreAddress(host="127.0.0.1", port=int(port), secret=bytes.fromhex(sys.stdin.readline()))
     if role == "rollout":
         Rollout(config, address, int(rank)).receive()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rl_safe_workers.checkpoint.convert import (
     ConvertedModel,
@@ -21,7 +21,7 @@ from rl_safe_workers.checkpoint.convert import (
 from rl_safe_workers.checkpoint.lock import check_lock
 from rl_safe_workers.checkpoint.manifest import model_fingerprint
 from rl_safe_workers.checkpoint.publish import check_export
-from rl_safe_workers.config import RunConfig
+from rl_safe_workers.config import Dtype, RunConfig
 from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import RunConsole
 from rl_safe_workers.driver.interrupts import Interrupts
@@ -39,7 +39,7 @@ from rl_safe_workers.model_files import read_model_json
 from rl_safe_workers.models.hf_directory import read_hf_directory
 from rl_safe_workers.topology.layout import CONVERTIBLE_MODEL_TYPES, check_layout, check_model
 
-DTYPES = ("float32", "bfloat16")
+DTYPES: Sequence[Dtype] = get_args(Dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +137,11 @@ def _for_model(config: RunConfig, path: Path, *, has_weights: bool) -> RunConfig
     return ready
 
 
-def _dtype(name: str) -> str:
-    if name not in DTYPES:
-        raise ConfigError(f"model.dtype={name} cannot be converted: set it to {' or '.join(DTYPES)}")
-    return name
+def _dtype(name: str) -> Dtype:
+    for dtype in DTYPES:
+        if name == dtype:
+            return dtype
+    raise ConfigError(f"model.dtype={name} cannot be converted: set it to {' or '.join(DTYPES)}")
 
 
 def _dtype_of(hf_dir: Path) -> str:

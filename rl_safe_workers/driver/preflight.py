@@ -11,7 +11,6 @@ from dataclasses import fields
 from pathlib import Path
 
 from rl_safe_workers.config import ModelConfig, RunConfig, SeededModelConfig
-from rl_safe_workers.contradictions import check_config
 from rl_safe_workers.driver.rewards import resolve_reward
 from rl_safe_workers.errors import ConfigError, DataError, LayoutError, ModelError, ResourceError
 from rl_safe_workers.models.hf_directory import check_tokenizer, read_hf_directory
@@ -39,7 +38,7 @@ def preflight(config: RunConfig, *, cpus: float) -> None:
     Raises:
         UsageError: The subclass that fits the first thing found, with what to change.
     """
-    check_config(config)
+    config.checked().check_training()
     layout = layout_of(config)
     check_layout(layout)
     shape = read_model_shape(config.model)

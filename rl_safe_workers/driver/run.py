@@ -407,7 +407,7 @@ def create_model(config: RunConfig, spec: SeededModelConfig, run_id: str, interr
         PhaseTimeoutError: If it takes longer than ``rl_safe.timeouts.start``.
     """
     timeout_s = config.rl_safe.timeouts.start
-    arguments = [config.model.path, json.dumps(asdict(spec)), config.model.dtype]
+    arguments = [config.model.path, spec.model_dump_json(), config.model.dtype]
     process = subprocess.Popen(
         module_command("rl_safe_workers.models.seeded", *arguments),
         stderr=subprocess.PIPE,

@@ -68,7 +68,6 @@ def create_seeded_model(
     Raises:
         ModelError: The sizes make no model, or ``path`` cannot be written.
     """
-    _check(spec)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
@@ -103,17 +102,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     )
-
-
-def _check(spec: SeededModelConfig) -> None:
-    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
-    if heads % kv_heads:
-        raise ModelError(f"model.create: {heads} attention heads do not divide into {kv_heads} key-value heads")
-    if spec.num_experts and not 1 <= spec.num_experts_per_tok <= spec.num_experts:
-        raise ModelError(
-            f"model.create: num_experts_per_tok={spec.num_experts_per_tok} must be between 1 and "
-            f"num_experts={spec.num_experts}"
-        )
 
 
 def _write_model(hf_config: PretrainedConfig, seed: int, dtype: str, directory: Path) -> None:

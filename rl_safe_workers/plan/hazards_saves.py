@@ -130,7 +130,7 @@ HAZARDS = (
     Hazard(
         code="async-collective", severity=Severity.STOPS,
         text="a collective save cannot go on beside training, and the run is refused",
-        since="rl_safe_workers 0.1", evidence=("rl_safe_workers contradictions.py",),
+        since="rl_safe_workers 0.1", evidence=("rl_safe_workers config.py",),
         avoid="rl_safe.checkpoint.async_save=false, or both flags off", find=_async_flags,
     ),
     Hazard(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,8 @@ def test_connections_come_first_then_the_save_in_the_background_then_the_offload
     address, seeded_models, tmp_path
 ) -> None:
     config = run_config(seeded_models["dense"])
-    bootstrap = replace(config.rl_safe.bootstrap, on_missing="bootstrap")
-    config = replace(config, rl_safe=replace(config.rl_safe, bootstrap=bootstrap))
+    bootstrap = config.rl_safe.bootstrap.model_copy(update={"on_missing": "bootstrap"})
+    config = config.model_copy(update={"rl_safe": config.rl_safe.model_copy(update={"bootstrap": bootstrap})})
     (orders,) = values(run_ranks(_orders, 1, address, config, tmp_path))
     assert orders["a phase that needs the bootstrap"] == ["Bootstrap.run"]
     assert orders["new groups beside a save"] == ["Saver.advance"]

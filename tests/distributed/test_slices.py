@@ -81,7 +81,7 @@ def _slices(node: int, checkpoint: Path, config: RunConfig, *options: str) -> st
     slices_command._find_ranges = lambda *args, rng: slices_command._find_ranges_in_child(*args, rng)
     sizes = [
         f"megatron.{key}={value}"
-        for key, value in asdict(config.megatron).items()
+        for key, value in config.megatron.model_dump().items()
         if "parallel_size" in key and value is not None
     ]
     where = ["--node", str(node), "--gpus-per-node", str(PER_NODE)]

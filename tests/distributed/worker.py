@@ -40,7 +40,7 @@ def run_config(
 
     At a tiny eps the first Adam step is nearly the sign of the gradient, which hides differences and magnifies noise.
     """
-    timeouts = dict.fromkeys(TimeoutsConfig.__dataclass_fields__, 60.0)
+    timeouts = dict.fromkeys(TimeoutsConfig.model_fields, 60.0)
     return RunConfig(
         model=ModelConfig(path=str(model)),
         data=DataConfig(train_files=[]),

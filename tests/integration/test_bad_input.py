@@ -21,7 +21,7 @@ BAD_INPUT = {
     "too few CPUs": (["cluster.cpus_per_trainer=4096"], "4 trainers x 4096 CPUs"),
     "missing reward": (["reward.function=nowhere:f"], "reward.function: importing 'nowhere'"),
     "missing data": (["data.train_files=[nowhere.parquet]"], "data.train_files has nowhere.parquet"),
-    "run name of another folder": (["trainer.run_name=../../x"], "trainer.run_name='../../x' is no name of a folder"),
+    "run name of another folder": (["trainer.run_name=../../x"], "trainer.run_name cannot be '../../x'; it should"),
     "output below a file": (["trainer.output_dir=bad.parquet/x"], "bad.parquet is there and no folder"),
     "prompts that are too long": (["data.max_prompt_length=4"], "row 0: prompt has at least "),
     "a tag of YAML": (["model.path=!!python/object/apply:os.system [touch x]"], "a tag, which settings do not take"),

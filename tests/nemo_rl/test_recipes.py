@@ -12,7 +12,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, read_node
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, NemoRlSettings
 from rl_safe_workers.topology.layout import ParallelLayout
 from tests.nemo_rl.source import SOURCE, needs_source
 
@@ -64,7 +64,7 @@ def test_there_are_recipes() -> None:
 def test_a_recipe_is_thin_and_its_settings_are_known(path: Path) -> None:
     own = yaml.safe_load(path.read_text())
     assert own["defaults"].startswith("${oc.env:NEMO_RL_SRC}/examples/configs/")
-    read_node(own[NODE])
+    NemoRlSettings.read(own[NODE], source=NODE)
     for place in (own["checkpointing"]["checkpoint_dir"], own["logger"]["log_dir"], own["logger"]["wandb"]["name"]):
         assert place.endswith(path.stem)
 
@@ -78,7 +78,7 @@ def test_a_recipe_loads_as_nemo_rl_loads_it(loaded: dict[str, Any], request: pyt
     assert not policy["dtensor_cfg"]["enabled"]
     assert not colocated["enabled"]
     assert not megatron["checkpoint"]["async_save"]
-    assert read_node(loaded[NODE]).enabled
+    assert NemoRlSettings.read(loaded[NODE], source=NODE).enabled
     resources = colocated["resources"]
     assert resources["gpus_per_node"] == cluster["gpus_per_node"]
     nodes = cluster["num_nodes"] - resources["num_nodes"]

@@ -83,12 +83,12 @@ def test_verbose_turns_on_info(recipe: str, driver: Callable[[Run], None], optio
     ("override", "start"),
     [
         ("trainer.sed=1", "command line: unknown key trainer.sed; the nearest known key is trainer.seed"),
-        ("cluster.num_trainers=0", "cluster.num_trainers=0 must be"),
+        ("cluster.num_trainers=0", "command line: cluster.num_trainers cannot be 0; it should be"),
         ("megatron.tensor_model_parallel_size=3", "4 trainers do not divide by tensor 3"),
         ("model.create=null", "model.path=m does not exist"),
         ("data.train_files=[x.parquet]", "data.train_files has x.parquet"),
         ("reward.function=nope:f", "reward.function: "),
-        ("cluster.cpus_per_trainer=1e6", "4 trainers x 1e+06 CPUs"),
+        ("cluster.cpus_per_trainer=4096", "4 trainers x 4096 CPUs"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_written(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from rl_safe_workers.contradictions import CHOICES
+from rl_safe_workers.config import Device
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cpu, cuda
@@ -93,7 +93,7 @@ def use(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> FakeRuntime:
 
 
 def test_every_device_of_a_recipe_has_its_platform() -> None:
-    assert {name: open_platform(name) for name in CHOICES["cluster.device"]} == {"cpu": cpu, "cuda": cuda}
+    assert {name: open_platform(name) for name in get_args(Device)} == {"cpu": cpu, "cuda": cuda}
 
 
 @pytest.mark.parametrize("local_rank", [None, "0", "3"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.config import ResumeMode, RunConfig, SeededModelConfig
+from rl_safe_workers.config import Logger, ResumeMode, RunConfig, SeededModelConfig
 from rl_safe_workers.driver.preflight import layout_of, preflight, read_model_shape
 from rl_safe_workers.errors import (
     ConfigError,
@@ -138,7 +138,7 @@ def test_routing_replay_is_refused_where_there_is_nothing_to_replay(config: RunC
 
 def test_a_bootstrap_that_may_take_less_than_the_store_needs_is_refused(config: RunConfig) -> None:
     config.rl_safe.timeouts.bootstrap = 0.2
-    assert "rl_safe.timeouts.bootstrap=0.2 is less than the 1.0 s" in complaint(config, ConfigError)
+    assert "rl_safe.timeouts.bootstrap cannot be 0.2; it should be greater than or equal to 1" in complaint(config, ConfigError)
 
 
 def test_optimizer_instances_that_do_not_divide_are_refused(config: RunConfig) -> None:
@@ -310,7 +310,7 @@ def test_a_seeded_model_of_other_sizes_is_not_taken_for_the_one_asked_for(config
 
 
 def test_tensorboard_must_be_installed(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config.trainer.logger = ["tensorboard"]
+    config.trainer.logger = [Logger.tensorboard]
     preflight(config, cpus=2)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "tensorboard, which is not installed" in complaint(config, ConfigError)
@@ -320,7 +320,7 @@ def test_tensorboard_must_be_installed(config: RunConfig, monkeypatch: pytest.Mo
 def test_a_save_of_megatrons_own_cannot_go_on_in_the_background(config: RunConfig, flag: str) -> None:
     setattr(config.rl_safe.checkpoint, flag, True)
     config.rl_safe.checkpoint.async_save = True
-    assert f"rl_safe.checkpoint.{flag}=true" in complaint(config, ConfigError)
+    assert f"rl_safe.checkpoint: async_save=true with {flag}=true" in complaint(config, ConfigError)
 
 
 @pytest.mark.parametrize("key", ["output_dir", "default_local_dir"])

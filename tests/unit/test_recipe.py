@@ -12,7 +12,7 @@ import pytest
 from rl_safe_workers.config import AdvEstimator, ClusterConfig, ResumeMode, RunConfig, SeededModelConfig
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.recipe import load_recipe, ray_address, to_yaml
-from rl_safe_workers.schema import known_keys, nearest_key
+from rl_safe_workers.section import nearest_key
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -175,38 +175,31 @@ def test_an_unknown_key_of_a_parent_is_told_of_the_parent(write: Write) -> None:
     ],
 )
 def test_the_nearest_key_prefers_the_same_name_in_another_section(key: str, nearest: str) -> None:
-    assert nearest_key(key) == nearest
-
-
-def test_every_field_has_a_described_type() -> None:
-    assert all(spec.describe() for spec in known_keys().values())
-    assert known_keys()["actor.ppo_mini_batch_size"].describe() == "a whole number or null"
+    assert nearest_key(RunConfig, key) == nearest
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.seed=abc", "trainer.seed cannot be 'abc'; it takes a whole number"),
-        ("trainer.seed=1.5", "trainer.seed cannot be 1.5; it takes a whole number"),
-        ("trainer.seed=null", "trainer.seed cannot be null; it takes a whole number"),
-        ("trainer.seed=", "trainer.seed cannot be null; it takes a whole number"),
-        ("trainer.seed=[1]", "trainer.seed cannot be [1]; it takes a whole number"),
-        ("data.shuffle=perhaps", "data.shuffle cannot be 'perhaps'; it takes true or false"),
-        ("actor.optim.lr=fast", "actor.optim.lr cannot be 'fast'; it takes a number"),
-        ("actor.ppo_mini_batch_size=x", "actor.ppo_mini_batch_size cannot be 'x'; it takes a whole number or null"),
-        ("model.path=[a]", "model.path cannot be ['a']; it takes a string"),
-        ("trainer=3", "trainer cannot be 3; it takes a section of keys"),
-        ("trainer=null", "trainer cannot be null; it takes a section of keys"),
-        ("model.create=3", "model.create cannot be 3; it takes a section of keys or null"),
-        ("trainer.logger=console", "trainer.logger cannot be 'console'; it takes a list, e.g. [a, b]"),
-        ("trainer.logger=[[1]]", "trainer.logger cannot be [[1]]; it takes a list, e.g. [a, b]"),
-        ("trainer.logger=[null]", "trainer.logger cannot be [None]; it takes a list, e.g. [a, b]"),
-        ("data.train_files=null", "data.train_files cannot be null; it takes a list, e.g. [a, b]"),
-        (
-            "trainer.resume_mode=yes",
-            "trainer.resume_mode cannot be True; it takes one of disable, auto, resume_path",
-        ),
-        ("trainer.seed.x=1", "trainer.seed cannot be {'x': 1}; it takes a whole number"),
+        ("trainer.seed=abc", "trainer.seed cannot be 'abc'; it should be a valid integer"),
+        ("trainer.seed=1.5", "trainer.seed cannot be 1.5; it should be a valid integer"),
+        ("trainer.seed=true", "trainer.seed cannot be True; it should not be true or false"),
+        ("trainer.seed=null", "trainer.seed cannot be null; it should be a valid integer"),
+        ("trainer.seed=", "trainer.seed cannot be null; it should be a valid integer"),
+        ("trainer.seed=[1]", "trainer.seed cannot be [1]; it should be a valid integer"),
+        ("data.shuffle=perhaps", "data.shuffle cannot be 'perhaps'; it should be a valid boolean"),
+        ("actor.optim.lr=fast", "actor.optim.lr cannot be 'fast'; it should be a valid number"),
+        ("actor.ppo_mini_batch_size=x", "actor.ppo_mini_batch_size cannot be 'x'; it should be a valid integer"),
+        ("model.path=[a]", "model.path cannot be ['a']; it should be a valid string"),
+        ("trainer=3", "trainer cannot be 3; it should be a section of keys"),
+        ("trainer=null", "trainer cannot be null; it should be a section of keys"),
+        ("model.create=3", "model.create cannot be 3; it should be a section of keys"),
+        ("trainer.logger=console", "trainer.logger cannot be 'console'; it should be a valid list"),
+        ("trainer.logger=[[1]]", "trainer.logger[0] cannot be [1]; it should be 'console' or 'tensorboard'"),
+        ("trainer.logger=[null]", "trainer.logger[0] cannot be null; it should be 'console' or 'tensorboard'"),
+        ("data.train_files=null", "data.train_files cannot be null; it should be a valid list"),
+        ("trainer.resume_mode=yes", "trainer.resume_mode cannot be True; it should not be true or false"),
+        ("trainer.seed.x=1", "trainer.seed cannot be {'x': 1}; it should be a valid integer"),
         ("trainer.seed", "'trainer.seed' is not an override; write key=value, e.g. trainer.seed=1"),
         ("=1", "'=1' is not an override; write key=value, e.g. trainer.seed=1"),
         ("a..b=1", "'a..b=1' is not an override; write key=value, e.g. trainer.seed=1"),
@@ -214,7 +207,7 @@ def test_every_field_has_a_described_type() -> None:
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_with_what_does(write: Write, override: str, message: str) -> None:
-    assert complaint(write(), override) == f"command line: {message}"
+    assert complaint(write(), override).startswith(f"command line: {message}")
 
 
 @pytest.mark.parametrize("override", ["trainer.logger=[console", 'model.path="x', "model.path=@x"])
@@ -224,7 +217,9 @@ def test_a_value_that_is_not_yaml_is_refused(write: Write, override: str) -> Non
 
 def test_a_wrong_value_of_the_file_names_the_file(write: Write) -> None:
     path = write(BASE + "trainer: {seed: abc}\n")
-    assert complaint(path) == f"{path}: trainer.seed cannot be 'abc'; it takes a whole number"
+    assert complaint(path) == (
+        f"{path}: trainer.seed cannot be 'abc'; it should be a valid integer, unable to parse string as an integer"
+    )
 
 
 def test_missing_mandatory_values_are_all_named(write: Write) -> None:
@@ -233,7 +228,7 @@ def test_missing_mandatory_values_are_all_named(write: Write) -> None:
     )
 
 
-@pytest.mark.parametrize("override", ["model.path=${nope}", "trainer.seed=${model.path}", "model.path=${model.path}"])
+@pytest.mark.parametrize("override", ["model.path=${nope}", "model.path=${model.path}"])
 def test_an_interpolation_that_leads_nowhere_is_refused(write: Write, override: str) -> None:
     assert "cannot be resolved" in complaint(write(), override)
 
@@ -289,27 +284,29 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.temperature=0"], "rollout.temperature=0.0 must be a number above 0"),
-        (["data.train_batch_size=-1"], "data.train_batch_size=-1 must be a number above 0"),
-        (["rl_safe.timeouts.save=.inf"], "rl_safe.timeouts.save=inf must be a number above 0 and finite"),
-        (["actor.optim.lr=.nan"], "actor.optim.lr=nan must be"),
-        (["actor.optim.beta2=1"], "actor.optim.beta2=1.0 must be below 1"),
-        (["rollout.max_logprob_gap=-1"], "rollout.max_logprob_gap=-1.0 must be a number of at least 0"),
+        (["rollout.temperature=0"], "rollout.temperature cannot be 0; it should be greater than 0"),
+        (["data.train_batch_size=-1"], "data.train_batch_size cannot be -1; it should be greater than or equal to 1"),
+        (["rl_safe.timeouts.save=.inf"], "rl_safe.timeouts.save cannot be inf; it should be a finite number"),
+        (["rl_safe.timeouts.save=1e300"], "rl_safe.timeouts.save cannot be 1e+300; it should be less than or equal to"),
+        (["rollout.n=1000000000"], "rollout.n cannot be 1000000000; it should be less than or equal to 65536"),
+        (["actor.optim.lr=.nan"], "actor.optim.lr cannot be nan; it should be a finite number"),
+        (["actor.optim.beta2=1"], "actor.optim.beta2 cannot be 1; it should be less than 1"),
+        (["rollout.max_logprob_gap=-1"], "rollout.max_logprob_gap cannot be -1; it should be greater than"),
         (["rollout.n=1"], "rollout.n=1 with algorithm.adv_estimator=grpo: a group needs at least 2"),
         (["rollout.n=1", "algorithm.adv_estimator=rloo"], "rollout.n=1 with algorithm.adv_estimator=rloo"),
-        (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path=DIR"),
-        (["trainer.resume_from_path=x"], "trainer.resume_from_path=x is not read with trainer.resume_mode=disable"),
-        (["trainer.logger=[wandb]"], "trainer.logger has 'wandb': use any of console, tensorboard"),
-        (["model.dtype=float16"], "model.dtype=float16 is not supported: use float32"),
-        (["megatron.moe_token_dispatcher_type=flex"], "use alltoall or allgather"),
-        (["rollout.name=sglang"], "rollout.name=sglang is not supported: use vllm"),
-        (["trainer.save_freq=0"], "trainer.save_freq=0 must be -1 (never) or at least 1"),
+        (["trainer.resume_mode=resume_path"], "trainer: resume_mode=resume_path needs resume_from_path=DIR"),
+        (["trainer.resume_from_path=x"], "trainer: resume_from_path=x is not read with resume_mode=disable"),
+        (["trainer.logger=[wandb]"], "trainer.logger[0] cannot be 'wandb'; it should be 'console' or 'tensorboard'"),
+        (["model.dtype=float16"], "model.dtype cannot be 'float16'; it should be 'float32' or 'bfloat16'"),
+        (["megatron.moe_token_dispatcher_type=flex"], "it should be 'alltoall' or 'allgather'"),
+        (["rollout.name=sglang"], "rollout.name cannot be 'sglang'; it should be 'vllm'"),
+        (["trainer.save_freq=0"], "trainer.save_freq cannot be 0; it should be -1 (never) or at least 1"),
         (["actor.ppo_mini_batch_size=3"], "actor.ppo_mini_batch_size=3 does not divide data.train_batch_size=8"),
-        (["rl_safe.bootstrap.on_missing=ignore"], "use raise or bootstrap"),
+        (["rl_safe.bootstrap.on_missing=ignore"], "it should be 'raise' or 'bootstrap'"),
         (["rollout.tensor_model_parallel_size=2"], "each vLLM engine is one process"),
         (["rollout.block_size=16"], "must be a multiple of 32"),
         (["megatron.context_parallel_size=2"], "must be 1: Megatron's attention"),
-        (["cluster.device=tpu"], "cluster.device=tpu is not supported: use cpu or cuda"),
+        (["cluster.device=tpu"], "cluster.device cannot be 'tpu'; it should be 'cpu' or 'cuda'"),
         (["model.dtype=bfloat16"], "model.dtype=bfloat16 must be float32 with cluster.device=cpu"),
         (["cluster.colocated=true"], "cluster.colocated=true needs cluster.device=cuda"),
         (
@@ -318,11 +315,11 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
         ),
         (["cluster.device=cuda", "rollout.tensor_model_parallel_size=2"], "each vLLM engine is one process"),
         (["cluster.device=cuda", "megatron.context_parallel_size=2"], "must be 1: Megatron's attention"),
-        (["data.train_files=[]"], "data.train_files is empty"),
-        (["model.create.num_key_value_heads=3"], "does not divide model.create.num_attention_heads=4"),
-        (["model.create.num_key_value_heads=0"], "model.create.num_key_value_heads=0 must be at least 1"),
-        (["model.create.head_dim=31"], "model.create.head_dim=31 must be even"),
-        (["model.create.num_experts=1"], "must be at most model.create.num_experts=1"),
+        (["data.train_files=[]"], "data.train_files has no value; set it in the recipe"),
+        (["model.create.num_key_value_heads=3"], "model.create: num_key_value_heads=3 does not divide"),
+        (["model.create.num_key_value_heads=0"], "model.create.num_key_value_heads cannot be 0; it should be"),
+        (["model.create.head_dim=31"], "model.create: head_dim=31 must be even"),
+        (["model.create.num_experts=1"], "model.create: num_experts_per_tok=2 must be at most num_experts=1"),
     ],
 )
 def test_contradictions_are_refused(write: Write, overrides: list[str], message: str) -> None:
@@ -424,7 +421,7 @@ def test_a_submitted_job_joins_its_cluster(
 def test_a_run_name_is_the_name_of_one_folder(write: Write, name: str) -> None:
     recipe = write(BASE + f"trainer: {{run_name: {json.dumps(name)}}}\n")
     message = complaint(recipe)
-    assert "trainer.run_name=" in message or "invalid Unicode" in message
+    assert "trainer.run_name cannot be" in message or "invalid Unicode" in message
     assert message.isprintable()
 
 
@@ -434,7 +431,7 @@ def test_plain_names_of_runs_are_taken(write: Write, name: str) -> None:
 
 
 def test_a_recipe_whose_name_is_no_run_name_is_told_of(write: Write) -> None:
-    assert "trainer.run_name=" in complaint(write(name="\x1b[2J.yaml"))
+    assert "trainer.run_name cannot be" in complaint(write(name="\x1b[2J.yaml"))
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "a/" * 2_000, "a\x1bb"])
@@ -453,12 +450,12 @@ def test_a_path_that_is_no_utf8_is_refused(write: Write) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.total_training_steps=2147483648", "must be at most 2147483647"),
-        ("rl_safe.timeouts.save=1e300", "rl_safe.timeouts.save=1e+300 must be at most"),
+        ("trainer.total_training_steps=2147483648", "cannot be 2147483648; it should be less than or equal to"),
+        ("rl_safe.timeouts.save=1e300", "rl_safe.timeouts.save cannot be 1e+300; it should be less than"),
         (f"actor.optim.lr={10**400}", "a number of more than 300 characters"),
         (f"trainer.seed={'9' * 5000}", "cannot be read"),
-        ("data.train_batch_size=2147483647", "sequences a step"),
-        ("model.create.num_hidden_layers=2147483647", "is no small model"),
+        ("data.train_batch_size=1048576", "sequences a step"),
+        ("model.create.num_hidden_layers=1048576", "are no small model"),
         ("model.create.vocab.size=1", "unknown key model.create.vocab.size"),
         (".".join(["a"] * 10_000) + "=1", "unknown key a.a.a."),
         ("x" * 100_000 + "=1", "unknown key xxx"),

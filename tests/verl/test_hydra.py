@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.adapters.verl.main_ppo import beside_verls
-from rl_safe_workers.adapters.verl.settings import TAKEN, VerlSettings, read_node, read_settings
+from rl_safe_workers.adapters.verl.settings import TAKEN, VerlSettings, read_settings
 from rl_safe_workers.errors import ConfigError, first_line
 from rl_safe_workers.topology.layout import ParallelLayout
 from tests.integration.runs import REPOSITORY
@@ -66,7 +65,8 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_composes(overrides: list[str]) -> None:
     config = composed(*overrides, *GROUP)
     timeout = config.actor_rollout_ref.nccl_timeout
-    assert replace(read_settings(config), dispatchers=[]) == VerlSettings(enabled=True, nccl_timeout=timeout)
+    settings = read_settings(config).model_copy(update={"dispatchers": []})
+    assert settings == VerlSettings(enabled=True, nccl_timeout=timeout)
     assert config.actor_rollout_ref.actor.strategy == "megatron"
     del config.actor_rollout_ref.rl_safe
     assert config == composed(*overrides)
@@ -158,8 +158,8 @@ def test_the_recipe_has_both_of_its_commands() -> None:
 def test_the_group_has_every_key_with_its_default() -> None:
     config = composed("model_engine=megatron", GROUP[0], "+rl_safe=default")
     node = OmegaConf.to_container(config.actor_rollout_ref.rl_safe)
-    assert read_node(node, source="x") == VerlSettings()
-    every = OmegaConf.to_container(OmegaConf.structured(VerlSettings))
+    assert VerlSettings.read(node, source="x") == VerlSettings()
+    every = VerlSettings().model_dump(mode="json")
     for key in TAKEN:
         del every[key]
     del every["bootstrap"]["max_ctas"]["world"]
@@ -181,15 +181,15 @@ ON = ["model_engine=megatron", "+actor_rollout_ref.rl_safe.enabled=true"]
     [
         (["+actor_rollout_ref.rl_safe.enabled=true"], "strategy=fsdp: it must be megatron"),
         ([*ON, "+actor_rollout_ref.rl_safe.timeouts.sav=3"], "unknown key .*timeouts.sav; the nearest .*timeouts.save"),
-        ([*ON, "+actor_rollout_ref.rl_safe.timeouts.save=soon"], "rl_safe.timeouts.save: .*could not be converted"),
-        ([*ON, "+actor_rollout_ref.rl_safe.timeouts.save=0"], "timeouts.save=0.0 must be a number above 0"),
-        ([*ON, "+actor_rollout_ref.rl_safe.bootstrap.on_late=cry"], "on_late=cry is not supported: use warn or raise"),
+        ([*ON, "+actor_rollout_ref.rl_safe.timeouts.save=soon"], "rl_safe.timeouts.save cannot be 'soon'"),
+        ([*ON, "+actor_rollout_ref.rl_safe.timeouts.save=0"], "timeouts.save cannot be 0; it should be greater than 0"),
+        ([*ON, "+actor_rollout_ref.rl_safe.bootstrap.on_late=cry"], "on_late cannot be 'cry'; it should be 'warn'"),
         ([*ON, "+actor_rollout_ref.rl_safe.nccl_timeout=3"], "set actor_rollout_ref.nccl_timeout"),
         ([*ON, "+actor_rollout_ref.rl_safe.delta_weights=true"], "rollout.checkpoint_engine.backend"),
         ([*ON, "+actor_rollout_ref.rl_safe.dispatchers=[x]"], "moe_token_dispatcher_type in each engine's"),
         ([*ON, f"{CTAS}.epp=8"], "unknown key .*max_ctas.epp; the nearest known key is .*max_ctas"),
-        ([*ON, f"{CTAS}.ep=0"], "max_ctas.ep=0 must be from 1 to 64 CTAs"),
-        ([*ON, f"{CTAS}.world=8"], "max_ctas.world=8 is not supported: the host makes the default group"),
+        ([*ON, f"{CTAS}.ep=0"], "max_ctas.ep cannot be 0; it should be greater than or equal to 1"),
+        ([*ON, f"{CTAS}.world=8"], "should not limit max_ctas.world: the host makes"),
         ([*ON, *CRITIC, "critic.strategy=fsdp"], "critic.strategy=fsdp: it must be megatron"),
         ([*ON, *REFERENCE, "actor_rollout_ref.ref.strategy=fsdp2"], "ref.strategy=fsdp2: it must be megatron"),
         ([*ON, "trainer.use_v1=false"], "deprecated trainer is not supported"),
@@ -259,7 +259,7 @@ def test_workers_are_told_by_the_jobs_environment() -> None:
     assert variables["VERL_ENGINE_VENDOR"] == "rl_safe"
     assert variables["VERL_USE_EXTERNAL_MODULES"] == "rl_safe_workers.adapters.verl.plugin"
     told = VerlSettings.from_json(variables["RL_SAFE_VERL"], source="RL_SAFE_VERL")
-    assert replace(told, dispatchers=[]) == VerlSettings(enabled=True, nccl_timeout=900.0)
+    assert told.model_copy(update={"dispatchers": []}) == VerlSettings(enabled=True, nccl_timeout=900.0)
     assert variables["MINE"] == 1
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rl_safe_workers.adapters.verl.features import features_of
 from rl_safe_workers.adapters.verl.process import TrainerProcess, VerlComms
-from rl_safe_workers.adapters.verl.settings import read_node
+from rl_safe_workers.adapters.verl.settings import VerlSettings
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.topology.groups import Features
@@ -24,7 +24,7 @@ EXCHANGED = "tp_ep_mp"
 def process(node: dict[str, Any] | None = None, *, features: Features = MOE, pipeline: int = 1) -> TrainerProcess:
     """One that has taken no world: TP2 EP2."""
     found = TrainerProcess.__new__(TrainerProcess)
-    found.settings = read_node(node or {}, source="rl_safe")
+    found.settings = VerlSettings.read(node, source="rl_safe")
     sizes = MegatronConfig(
         tensor_model_parallel_size=2, pipeline_model_parallel_size=pipeline, expert_model_parallel_size=2,
         expert_tensor_parallel_size=1,

@@ -17,7 +17,7 @@ from typing import Any
 import rl_safe_workers
 from rl_safe_workers.adapters.nemo_rl.contract import NAMES, TEXTS
 from rl_safe_workers.adapters.nemo_rl.host_source import check_host
-from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings, read_node
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
 from rl_safe_workers.checkpoint.claim import claimed
 from rl_safe_workers.errors import ConfigError
@@ -122,7 +122,7 @@ def safe_setup(setup: Callable[..., Any], ends: ExitStack) -> Callable[..., Any]
 
     @functools.wraps(setup)
     def wrapped(master_config: Any, *args: Any, policy_factory: Any = None, **kwargs: Any) -> Any:
-        settings = read_node(_node(master_config, NODE))
+        settings = NemoRlSettings.read(_node(master_config, NODE), source=NODE)
         if policy_factory is not None:
             kwargs[FACTORY] = policy_factory
         if not settings.enabled:

@@ -6,16 +6,14 @@ was set into one environment variable of the job, which every process of the job
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
 
-from rl_safe_workers.adapters.reading import BootstrapSettings, complaints, read
+from rl_safe_workers.adapters.host_settings import HostSettings
 from rl_safe_workers.adapters.verl.features import dispatcher_of
-from rl_safe_workers.config import CheckpointConfig, RlSafeConfig, TimeoutsConfig
+from rl_safe_workers.config import PhaseTimeouts, RlSafeConfig, Seconds
 from rl_safe_workers.errors import ConfigError
 
 NODE = "actor_rollout_ref.rl_safe"
@@ -30,60 +28,28 @@ TAKEN = {
 """Keys of the settings that are no keys of the node, and where in verl's configuration they come from."""
 
 
-@dataclass(kw_only=True)
-class VerlTimeouts:
-    """Seconds that each phase may take."""
+class VerlTimeouts(PhaseTimeouts):
+    """Seconds that each phase may take under verl."""
 
-    bootstrap: float = 300.0
-    load: float = 1800.0
-    logprob: float = 1800.0
-    train: float = 1800.0
-    save: float = 1800.0
-    teardown: float = 60.0
+    load: Seconds = 1800.0
 
 
-@dataclass(kw_only=True)
-class VerlSettings:
+class VerlSettings(HostSettings):
     """The node ``actor_rollout_ref.rl_safe``."""
 
     enabled: bool = False
-    """Whether Megatron engines are ours."""
-    timeouts: VerlTimeouts = field(default_factory=VerlTimeouts)
-    bootstrap: BootstrapSettings = field(default_factory=BootstrapSettings)
-    nccl_timeout: float = 600.0
+    """True if Megatron engines are ours."""
+    timeouts: VerlTimeouts = Field(default_factory=VerlTimeouts)
+    nccl_timeout: Seconds = 600.0
     """Seconds of one collective outside of these phases; see `TAKEN`."""
     delta_weights: bool = False
-    """Whether the rollout is sent changes of weights, which verl gathers over further groups; see `TAKEN`."""
-    dispatchers: list[str] = field(default_factory=list)
+    """True if the rollout is sent changes of weights, which verl gathers over further groups; see `TAKEN`."""
+    dispatchers: list[str] = Field(default_factory=list)
     """Token dispatchers of all engines of the job, which may share groups; empty if not known; see `TAKEN`."""
 
-    def rl_safe(self) -> RlSafeConfig:
-        """The same as the node that a `SafeTrainer` takes."""
-        own = asdict(self.timeouts)
-        return RlSafeConfig(
-            timeouts=TimeoutsConfig(**own, world=self.nccl_timeout, groups=self.timeouts.bootstrap),
-            bootstrap=self.bootstrap.config(),
-            checkpoint=CheckpointConfig(),
-        )
-
-    def to_json(self) -> str:
-        """For `from_json`, in another process."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str, *, source: str) -> VerlSettings:
-        """Reads what `to_json` made, or a user wrote.
-
-        Raises:
-            ConfigError: If it is no JSON, or has an unknown key or a wrong value.
-        """
-        try:
-            node = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{source} is not JSON: {error}") from None
-        if not isinstance(node, dict):
-            raise ConfigError(f"{source} must be a JSON object, such as {{}}, and is {text}")
-        return read_node(node, source=source)
+    def rl_safe(self, **timeouts: float) -> RlSafeConfig:
+        """Returns the node that a `SafeTrainer` takes."""
+        return super().rl_safe(world=self.nccl_timeout, **timeouts)
 
 
 def read_settings(config: DictConfig) -> VerlSettings:
@@ -95,11 +61,11 @@ def read_settings(config: DictConfig) -> VerlSettings:
     node = OmegaConf.select(config, NODE)
     given = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node or {}
     if not isinstance(given, dict):
-        raise ConfigError(f"{NODE} must hold keys, such as {NODE}.enabled=true, and is {given!r}")
+        raise ConfigError(f"{NODE} must hold keys, such as {NODE}.enabled=true, and is {given!r:.200}")
     for key, place in TAKEN.items():
         if key in given:
             raise ConfigError(f"unknown key {NODE}.{key}: set {place}")
-    return read_node({**{str(key): value for key, value in given.items()}, **_taken(config)}, source=NODE)
+    return VerlSettings.read({**given, **_taken(config)}, source=NODE)
 
 
 def engine_nodes(config: DictConfig) -> list[str]:
@@ -125,15 +91,3 @@ def _taken(config: DictConfig) -> dict[str, Any]:
     }
     timeout = OmegaConf.select(config, TAKEN["nccl_timeout"])
     return found if timeout is None else {**found, "nccl_timeout": timeout}
-
-
-def read_node(node: Mapping[str, Any], *, source: str) -> VerlSettings:
-    """Reads the node's own keys.
-
-    Raises:
-        ConfigError: If one is unknown, or has a value of the wrong type or out of range.
-    """
-    settings = read(VerlSettings, node, source=source)
-    for complaint in complaints(settings.timeouts, settings.bootstrap, nccl_timeout=settings.nccl_timeout):
-        raise ConfigError(f"{source}.{complaint}")
-    return settings
