@@ -11,7 +11,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import stat
+import struct
 import unicodedata
 from collections.abc import Iterator
 from functools import cache
@@ -32,6 +34,20 @@ _LONGEST_NAME = 255
 """Bytes of a name in a folder; all file systems of Linux take as many."""
 _LONGEST_PATH = 3_000
 """Bytes of a path, of the 4,096 that Linux takes: what is written below one needs the rest."""
+MALFORMED = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+"""What a pickle that is not well-formed raises: its opcodes work on whatever lies on its stack."""
 
 
 def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = None) -> BinaryIO:

@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rl_safe_workers.bounded_child import Limits, call_bounded, lift_time_limit
-from rl_safe_workers.checkpoint.archives import Archive, crc32_of, damaged_archives, read_pickle
 from rl_safe_workers.checkpoint.audit_report import AuditReport, Findings
-from rl_safe_workers.checkpoint.collector import collector_paused
-from rl_safe_workers.checkpoint.index import (
+from rl_safe_workers.checkpoint.folders.manifest_facts import ManifestFacts, read_manifest_facts
+from rl_safe_workers.checkpoint.folders.ownership import INCOMPLETE
+from rl_safe_workers.checkpoint.format.archives import Archive, crc32_of, damaged_archives, read_pickle
+from rl_safe_workers.checkpoint.format.gc_pause import gc_paused
+from rl_safe_workers.checkpoint.format.index import (
     COMMON,
     FORMAT,
     METADATA,
@@ -43,9 +45,7 @@ from rl_safe_workers.checkpoint.index import (
     read_format,
     read_records,
 )
-from rl_safe_workers.checkpoint.manifest_facts import ManifestFacts, read_manifest_facts
-from rl_safe_workers.checkpoint.ownership import INCOMPLETE
-from rl_safe_workers.checkpoint.rectangles import uncovered
+from rl_safe_workers.checkpoint.format.rectangles import uncovered
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.foreign_files import open_foreign, printable
 
@@ -91,7 +91,7 @@ def audit_here(root: str, shards: str, deep: bool) -> bytes:
     """
     started = time.perf_counter()
     run = _Audit(Location(root=Path(root), shards=Path(shards)))
-    with collector_paused():
+    with gc_paused():
         run.check()
         if deep:
             lift_time_limit()

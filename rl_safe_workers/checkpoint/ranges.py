@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_safe_workers.checkpoint.index import (
+from rl_safe_workers.checkpoint.folders.manifest_facts import MANIFEST, read_manifest_facts
+from rl_safe_workers.checkpoint.format.index import (
     COMMON,
     FORMAT,
     METADATA,
@@ -24,8 +25,7 @@ from rl_safe_workers.checkpoint.index import (
     CheckpointIndex,
     TensorEntry,
 )
-from rl_safe_workers.checkpoint.manifest_facts import MANIFEST, read_manifest_facts
-from rl_safe_workers.checkpoint.rectangles import Index, Lookup, is_within
+from rl_safe_workers.checkpoint.format.rectangles import Index, Lookup, is_within
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
 from rl_safe_workers.foreign_files import data_extents, open_foreign
 

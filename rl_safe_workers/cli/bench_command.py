@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rl_safe_workers.bench.table import Row, exit_code, print_table, write_json
+import rl_safe_workers
 from rl_safe_workers.cli.terminal import to_path
 from rl_safe_workers.errors import ConfigError
 
@@ -23,7 +23,7 @@ BENCHMARKS: Mapping[str, str] = {
     "control": "operations of the control plane over the store, signed and unsigned",
     "save": "saves, loads and audits of a checkpoint of 6,144 experts, against megatron-core's own",
 }
-"""What each measures, by name, which is also that of its module in ``rl_safe_workers.bench``."""
+"""A line on each benchmark, by its name, which is also that of its module in ``benchmarks``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,16 +40,28 @@ def run_bench(arguments: argparse.Namespace) -> int:
     """Runs a benchmark, prints its table and returns the exit code.
 
     Raises:
-        ConfigError: If the JSON file cannot be written; found out before anything is measured.
+        ConfigError: If this is no checkout, or the JSON file cannot be written; both before anything is measured.
     """
     json_file: Path | None = arguments.json
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json {json_file}: there is no folder {json_file.absolute().parent}; make it first")
+    _find_benchmarks()
+    from benchmarks.table import Row, exit_code, print_table, write_json
+
     # Only the benchmark that runs is imported: some need what others do without.
-    module = importlib.import_module(f"rl_safe_workers.bench.{arguments.name}")
+    module = importlib.import_module(f"benchmarks.{arguments.name}")
     progress = Console(file=sys.stderr, highlight=False)
     rows: list[Row] = module.measure(lambda line: progress.print(line, soft_wrap=True))
     print_table(rows, Console(force_interactive=False))
     if json_file is not None:
         write_json(rows, json_file)
     return exit_code(rows)
+
+
+def _find_benchmarks() -> None:
+    """Lets ``benchmarks`` be imported; the wheel does not hold it."""
+    checkout = Path(rl_safe_workers.__file__).parents[1]
+    if not (checkout / "benchmarks" / "table.py").is_file():
+        raise ConfigError("rl-safe bench runs in a checkout of the repository: clone it and run scripts/setup there")
+    if str(checkout) not in sys.path:
+        sys.path.insert(0, str(checkout))

@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.table import Table
 
 from rl_safe_workers import env
-from rl_safe_workers.checkpoint.manifest import Manifest, check_fingerprint, model_fingerprint, read_manifest
+from rl_safe_workers.checkpoint.folders.manifest import Manifest, check_fingerprint, model_fingerprint, read_manifest
 from rl_safe_workers.checkpoint.ranges import Ranges, materialise, sizes_of
 from rl_safe_workers.cli.terminal import to_path
 from rl_safe_workers.config import RunConfig

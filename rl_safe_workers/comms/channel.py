@@ -10,8 +10,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch.distributed import Store
-from torch.distributed import distributed_c10d as c10d
 
+from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.errors import CommunicatorError
 
 
@@ -80,7 +80,7 @@ class Channel:
         inner._register_backend(device, backend_type, live)
         inner._set_group_name(name)
         # Who is passed the inner group, as a trace is, may ask for its members.
-        c10d._world.pg_group_ranks[inner] = {member: index for index, member in enumerate(members)}
+        torch_groups.set_members(inner, members)
         self._live, self.inner = live, inner
         self.limit(self.timeout)
 
@@ -100,7 +100,7 @@ class Channel:
 
     def detach(self) -> Any:
         """Parts with the inner group; returns its backend, whose communicators its caller ends, or None."""
-        c10d._world.pg_group_ranks.pop(self.inner, None)
+        torch_groups.forget_members(self.inner)
         live, self._live, self.inner = self._live, None, None
         self.pending.clear()
         return live

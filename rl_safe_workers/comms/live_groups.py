@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
-from torch.distributed import distributed_c10d as c10d
 
+from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.topology.groups import KINDS, UNUSED, WORLD, GroupKind
 
@@ -76,7 +75,7 @@ def live_groups(*, elsewhere: Collection[Any] = ()) -> list[LiveGroup]:
     Raises:
         CommunicatorError: If Megatron's groups do not exist (yet, or any more).
     """
-    listed = parallel_state._global_process_group_list
+    listed = torch_groups.megatron_groups()
     if not dist.is_initialized() or not listed:
         raise CommunicatorError("Megatron's process groups do not exist: call initialize_model_parallel first")
     world = dist.group.WORLD
@@ -92,7 +91,7 @@ def live_groups(*, elsewhere: Collection[Any] = ()) -> list[LiveGroup]:
 
 
 def _others(seen: Collection[int]) -> Iterator[Any]:
-    yield from (group for group in c10d._world.pg_map if id(group) not in seen)
+    yield from (group for group in torch_groups.registered_groups() if id(group) not in seen)
 
 
 def _name(group: Any) -> str:

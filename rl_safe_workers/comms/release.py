@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.comms.releasable import STORE_PREFIX, GroupState, ReleasableGroup
 from rl_safe_workers.comms.teardown import end_alone, end_together
+from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.control.board import forget_where
 from rl_safe_workers.control.bounded import failure_of, within
 from rl_safe_workers.control.deadline import Deadline
@@ -69,7 +69,9 @@ class RebuildReport:
 
 def releasable_groups() -> list[ReleasableGroup]:
     """Lists this process's releasable groups in the order of their creation, the default group among them."""
-    return sorted((g for g in c10d._world.pg_map if isinstance(g, ReleasableGroup)), key=lambda group: group.serial)
+    return sorted(
+        (g for g in torch_groups.registered_groups() if isinstance(g, ReleasableGroup)), key=lambda group: group.serial
+    )
 
 
 def release(

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.comms.releasable import ReleasableGroup
+from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.control.bounded import failure_of, in_background, within
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import CommunicatorError, foreign_cause, in_one_line
@@ -50,14 +50,14 @@ def destroy_groups(world: TrainingWorld, *, timeout: timedelta) -> None:
     failure = end_together(_backends(ours), timeout)
     if world.host_group is None:
         # torch goes by these names to shut every group down once more, one after the other.
-        c10d._world.pg_names.clear()
+        torch_groups.forget_names()
         dist.destroy_process_group()
     else:
-        c10d._update_default_pg(world.host_group)
+        torch_groups.make_default(world.host_group)
         for group in ours:
             dist.destroy_process_group(group)
         # The next group of the host gets the name that it has on the rollout ranks, which created none of ours.
-        c10d._world.group_count = world.host_group_count
+        torch_groups.reset_group_count(world.host_group_count)
     if failure is not None:
         raise CommunicatorError(f"the groups were aborted, not destroyed: {failure}") from failure
 
@@ -80,7 +80,7 @@ def abort_groups(world: TrainingWorld, *, timeout: timedelta) -> None:
 
 
 def _groups(world: TrainingWorld) -> list[dist.ProcessGroup]:
-    return [group for group in c10d._world.pg_map if group not in world.host_groups]
+    return [group for group in torch_groups.registered_groups() if group not in world.host_groups]
 
 
 def _backends(groups: Sequence[dist.ProcessGroup]) -> list[Named]:
@@ -90,7 +90,7 @@ def _backends(groups: Sequence[dist.ProcessGroup]) -> list[Named]:
             found += [(group.label, backend) for backend in group.close()]
         else:
             name = f"{group.group_desc or group.group_name} {dist.get_process_group_ranks(group)}"
-            found += [(name, group._get_backend(device)) for device in group._device_types]
+            found += [(name, backend) for backend in torch_groups.backends_of(group)]
     return found
 
 

@@ -15,7 +15,7 @@ from rl_safe_workers.errors import CommunicatorError
 
 SECRET_BYTES = 32
 LARGEST_BYTES = 256 * 2**20
-"""Largest message after decompression: the catalogue of a rank with a million pieces has some 100 MB."""
+"""Largest message after decompression: the holdings of a rank with a million pieces has some 100 MB."""
 _TAG_CHARS = 64
 _COMPRESS_BYTES = 1024
 """Messages from this size on are compressed."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray._private import state as ray_state
 from ray.exceptions import RayActorError, RayError
 
+from rl_safe_workers.compat.ray_tables import actor_state, actor_table
 from rl_safe_workers.driver.actors import Reply
 from rl_safe_workers.driver.interrupts import SLICE_S
 from rl_safe_workers.driver.nodes import Node
@@ -132,7 +132,7 @@ def _fetch(calls: PendingCalls, ref: Any) -> Reply:
 def is_dead(actor: ActorRef) -> bool:
     """Asks Ray's directory whether an actor has ended; it answers at once."""
     # Ray's own function, since its public one needs the dashboard.
-    return bool(ray_state.actors(actor_id=actor.handle._actor_id.hex()).get("State") == "DEAD")
+    return actor_state(actor.handle._actor_id.hex()) == "DEAD"
 
 
 def listed_actors() -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ def listed_actors() -> list[dict[str, Any]]:
             "class": actor["ActorClassName"], "state": actor["State"], "pid": actor["Pid"],
             "address": actor["Address"]["IPAddress"], "node_id": actor["Address"]["NodeID"],
         }
-        for actor in ray_state.actors().values()
+        for actor in actor_table()
         if actor["JobID"] == job
     ]  # fmt: skip
 

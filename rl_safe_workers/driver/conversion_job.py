@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from rl_safe_workers.checkpoint.convert import (
+from rl_safe_workers.checkpoint.folders.conversion_folder import (
     ConvertedModel,
     MegatronWeights,
     converted_dtype,
@@ -18,9 +18,9 @@ from rl_safe_workers.checkpoint.convert import (
     lock_path,
     own_hf_files,
 )
-from rl_safe_workers.checkpoint.lock import check_lock
-from rl_safe_workers.checkpoint.manifest import model_fingerprint
-from rl_safe_workers.checkpoint.publish import check_export
+from rl_safe_workers.checkpoint.folders.lock import check_lock
+from rl_safe_workers.checkpoint.folders.manifest import model_fingerprint
+from rl_safe_workers.checkpoint.folders.publish import check_export
 from rl_safe_workers.config import Dtype, RunConfig
 from rl_safe_workers.driver.cluster import Cluster
 from rl_safe_workers.driver.console import RunConsole

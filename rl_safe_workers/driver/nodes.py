@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray._private import state as ray_state
 
+from rl_safe_workers.compat.ray_tables import free_resources
 from rl_safe_workers.driver.interrupts import SLICE_S
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
@@ -64,7 +64,7 @@ class Node:
 
 def living_nodes() -> list[Node]:
     """Returns the nodes that Ray takes for alive, by address: the order of a rack, where addresses are given in it."""
-    free = ray_state.available_resources_per_node()
+    free = free_resources()
     nodes = [_node(of_ray, free.get(of_ray["NodeID"], {})) for of_ray in ray.nodes() if of_ray["Alive"]]
     names = Counter(str(node) for node in nodes)
     # Several on one machine share a name, and what is said of one must not pass for another's.

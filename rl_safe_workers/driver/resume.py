@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_safe_workers.checkpoint.manifest import (
+from rl_safe_workers.checkpoint.folders.manifest import (
     Manifest,
     check_fingerprint,
     find_checkpoints,
@@ -16,7 +16,7 @@ from rl_safe_workers.checkpoint.manifest import (
     read_manifest,
     step_entries,
 )
-from rl_safe_workers.checkpoint.retention import check_places, warn_once
+from rl_safe_workers.checkpoint.folders.retention import check_places, warn_once
 from rl_safe_workers.config import ResumeMode, RunConfig
 from rl_safe_workers.driver.data import check_position
 from rl_safe_workers.errors import CheckpointError, ConfigError

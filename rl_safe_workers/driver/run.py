@@ -20,8 +20,8 @@ from typing import TypeVar
 from rich.console import Console
 
 from rl_safe_workers import env
-from rl_safe_workers.checkpoint.claim import RUN_LOCK, claimed
-from rl_safe_workers.checkpoint.manifest import complete_checkpoints, last_serial
+from rl_safe_workers.checkpoint.folders.claim import RUN_LOCK, claimed
+from rl_safe_workers.checkpoint.folders.manifest import complete_checkpoints, last_serial
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.control.deadline import attempt
 from rl_safe_workers.driver import metrics as names

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket
 
@@ -178,8 +179,7 @@ class DirectLoad:
         for target, value in self._fills[number]:
             target.fill_(value)
         copies = self.copies[number]
-        if copies:
-            torch._foreach_copy_([c.target for c in copies], [c.source(buffer) for c in copies])
+        copy_each([c.target for c in copies], [c.source(buffer) for c in copies])
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:

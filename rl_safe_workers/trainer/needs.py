@@ -15,12 +15,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl_safe_workers.checkpoint.index import CheckpointIndex, read_index
-from rl_safe_workers.checkpoint.loader import compare, read_content_metadata
-from rl_safe_workers.checkpoint.pieces import Piece, Split, coalesce, split
+from rl_safe_workers.checkpoint.format.index import CheckpointIndex, read_index
+from rl_safe_workers.checkpoint.format.rectangles import Index
+from rl_safe_workers.checkpoint.load.loader import compare, read_content_metadata
 from rl_safe_workers.checkpoint.ranges import Needs, Ranges, needed_ranges
-from rl_safe_workers.checkpoint.rectangles import Index
-from rl_safe_workers.checkpoint.state import sharded_state
+from rl_safe_workers.checkpoint.state.pieces import Piece, Split, coalesce, split
+from rl_safe_workers.checkpoint.state.state import sharded_state
 from rl_safe_workers.comms.megatron_groups import init_megatron_groups
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import CheckpointMismatchError

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rl_safe_workers.checkpoint.manifest import model_fingerprint
+from rl_safe_workers.checkpoint.folders.manifest import model_fingerprint
 from rl_safe_workers.comms.releasable import register_backend
 from rl_safe_workers.comms.suspend import can_suspend
 from rl_safe_workers.config import ModelConfig, RunConfig

@@ -8,8 +8,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
-from rl_safe_workers.checkpoint.loader import CheckpointLoads
-from rl_safe_workers.checkpoint.saver import CheckpointSaves
+from rl_safe_workers.checkpoint.load.loader import CheckpointLoads
+from rl_safe_workers.checkpoint.save.saver import CheckpointSaves
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.errors import LifecycleError
 from rl_safe_workers.topology.groups import Features

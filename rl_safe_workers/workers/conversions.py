@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rl_safe_workers.checkpoint.convert import (
+from rl_safe_workers.checkpoint.folders.conversion_folder import (
     HF_FILES,
     OURS,
     ConvertedModel,
@@ -21,20 +21,20 @@ from rl_safe_workers.checkpoint.convert import (
     lock_path,
     publish_conversion,
 )
-from rl_safe_workers.checkpoint.hf_writer import MAX_SHARD_BYTES, copy_hf_files, write_hf_directory
-from rl_safe_workers.checkpoint.lock import exclusive
-from rl_safe_workers.checkpoint.manifest import SHARDS, model_fingerprint
-from rl_safe_workers.checkpoint.model_state import model_state
-from rl_safe_workers.checkpoint.publish import (
+from rl_safe_workers.checkpoint.folders.lock import exclusive
+from rl_safe_workers.checkpoint.folders.manifest import SHARDS, model_fingerprint
+from rl_safe_workers.checkpoint.folders.publish import (
     check_export,
     make_parent,
     pending_path,
     removed_on_failure,
     start_pending,
 )
-from rl_safe_workers.checkpoint.saver import CheckpointSaves
-from rl_safe_workers.checkpoint.state import CONTENT_METADATA
-from rl_safe_workers.checkpoint.writer import WrittenFile, file_records
+from rl_safe_workers.checkpoint.save.hf_writer import MAX_SHARD_BYTES, copy_hf_files, write_hf_directory
+from rl_safe_workers.checkpoint.save.saver import CheckpointSaves
+from rl_safe_workers.checkpoint.save.writer import WrittenFile, file_records
+from rl_safe_workers.checkpoint.state.model_state import model_state
+from rl_safe_workers.checkpoint.state.state import CONTENT_METADATA
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.hf_reader import HfReader
 from rl_safe_workers.topology.layout import ParallelLayout

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rl_safe_workers.comms.json_gather import gather_json
+from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.rollout.packing import DTYPES, places
@@ -129,7 +130,6 @@ class Outgoing:
 
 def _copy(targets: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     """Copies all in one launch, for one for each expert costs more than the transfer; empties both lists."""
-    if targets:
-        torch._foreach_copy_(targets, tensors)
+    copy_each(targets, tensors)
     targets.clear()
     tensors.clear()

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rl_safe_workers.checkpoint.loader import CheckpointLoads
-from rl_safe_workers.checkpoint.saver import CheckpointSaves
+from rl_safe_workers.checkpoint.load.loader import CheckpointLoads
+from rl_safe_workers.checkpoint.save.saver import CheckpointSaves
 from rl_safe_workers.comms.teardown import abort_groups, destroy_groups
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.bounded import failure_of, within

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import PrefixStore
 
+from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.shared_secret import SharedSecret
 from rl_safe_workers.errors import CommunicatorError
@@ -106,7 +106,7 @@ class WorldEntry(Part):
         rank, size = dist.get_rank(), dist.get_world_size()
         with self.rank.lifecycle.enter(Phase.WORLD):
             # A connection of its own: NCCL waits in the group's for peers, and would keep everyone else out.
-            connection: Store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            connection = torch_groups.default_store().clone()
             self.rank.store = PrefixStore("rl_safe", connection)
             self.rank.world = TrainingWorld(training_rank=rank, size=size, joint_ranks=tuple(range(size)))
             deadline = Deadline.after(self.rank.timeout(Phase.WORLD))

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.distributed import PrefixStore, Store
-from torch.distributed import distributed_c10d as c10d
 
+from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.errors import CommunicatorError
 
 logger = logging.getLogger(__name__)
@@ -116,12 +115,12 @@ def carve_training_world(
             f"the default group is bound to {bound_device}: every group made from it would be a split "
             "that all of its ranks must join, rollout ranks included; drop device_id from init_process_group"
         )
-    host_groups, host_group_count = frozenset(c10d._world.pg_map), c10d._world.group_count
+    host_groups, host_group_count = frozenset(torch_groups.registered_groups()), torch_groups.group_count()
     group = dist.new_group(ranks, timeout=timeout, pg_options=options, use_local_synchronization=True)
-    c10d._update_default_pg(group)
+    torch_groups.make_default(group)
     # Without its own rank map torch translates the carved group's ranks through the host's, and ShardedTensor
     # fails with "Global rank 0 does not exist in input process group".
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(len(ranks))}
+    torch_groups.set_members(group, range(len(ranks)))
     training_rank = ranks.index(joint_rank)
     logger.info("carved a training world of %d out of %d ranks; training rank %d", len(ranks), host_size, training_rank)
     return TrainingWorld(
@@ -141,9 +140,9 @@ def set_group_timeouts(timeout: timedelta) -> None:
     collective of a one-minute phase could wait for as long as the longest phase may take.
     """
     if dist.is_initialized():
-        groups = [g for g in parallel_state._global_process_group_list or [] if g is not None]
+        groups = [group for group in torch_groups.megatron_groups() if group is not None]
         for group in [dist.group.WORLD, *groups]:
-            c10d._set_pg_timeout(timeout, group)
+            torch_groups.set_timeout(group, timeout)
 
 
 def device_of_world() -> torch.device:

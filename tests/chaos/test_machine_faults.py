@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_safe_workers.checkpoint.manifest import step_dir
+from rl_safe_workers.checkpoint.folders.manifest import step_dir
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import Role
 from tests.chaos.cases import CONFIG, FIRST_STEP, LAST_STEP, SLACK_S

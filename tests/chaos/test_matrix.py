@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_safe_workers.checkpoint.audit import audit
-from rl_safe_workers.checkpoint.manifest import complete_checkpoints, read_manifest
+from rl_safe_workers.checkpoint.folders.manifest import complete_checkpoints, read_manifest
 from tests.chaos.cases import FIRST_STEP, LAST_STEP, QUICK, QUICK_CHAIN, SLACK_S, Case, all_cases, chains
 from tests.chaos.conftest import SECONDS, chaos_command, checkpoints_of
 from tests.chaos.plan import VARIABLE, Fault, Kind, to_json

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_safe_workers.checkpoint import saver
-from rl_safe_workers.checkpoint.manifest import Manifest
-from rl_safe_workers.checkpoint.writer import WrittenFile, write_items
+from rl_safe_workers.checkpoint.folders.manifest import Manifest
+from rl_safe_workers.checkpoint.save import saver
+from rl_safe_workers.checkpoint.save.writer import WrittenFile, write_items
 from rl_safe_workers.comms.bootstrap import Bootstrap
 from rl_safe_workers.comms.live_groups import LiveGroup
 from rl_safe_workers.comms.teardown import destroy_groups

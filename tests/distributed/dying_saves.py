@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rl_safe_workers.checkpoint.archives import crc32_of
-from rl_safe_workers.checkpoint.manifest import SHARDS, find_checkpoints, read_manifest, step_dir
-from rl_safe_workers.checkpoint.publish import pending_path
-from rl_safe_workers.checkpoint.retention import commit, prune, start_save
-from rl_safe_workers.checkpoint.step_tracker import TRACKER
+from rl_safe_workers.checkpoint.folders.manifest import SHARDS, find_checkpoints, read_manifest, step_dir
+from rl_safe_workers.checkpoint.folders.publish import pending_path
+from rl_safe_workers.checkpoint.folders.retention import commit, prune, start_save
+from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
+from rl_safe_workers.checkpoint.format.archives import crc32_of
 from rl_safe_workers.config import ModelConfig, ResumeMode, RunConfig, TrainerConfig
 from rl_safe_workers.driver.resume import find_resume_point
 from tests.distributed.shards import manifest_of

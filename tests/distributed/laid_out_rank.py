@@ -18,12 +18,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from rl_safe_workers.checkpoint.loader import Loader
-from rl_safe_workers.checkpoint.optimizer_state import allocate_state, set_adam_steps
-from rl_safe_workers.checkpoint.pieces import split
-from rl_safe_workers.checkpoint.save_plan import Replicas
-from rl_safe_workers.checkpoint.saver import Saver
-from rl_safe_workers.checkpoint.state import CONTENT_METADATA, restore_state, sharded_state
+from rl_safe_workers.checkpoint.load.loader import Loader
+from rl_safe_workers.checkpoint.save.save_plan import Replicas
+from rl_safe_workers.checkpoint.save.saver import Saver
+from rl_safe_workers.checkpoint.state.optimizer_state import allocate_state, set_adam_steps
+from rl_safe_workers.checkpoint.state.pieces import split
+from rl_safe_workers.checkpoint.state.state import CONTENT_METADATA, restore_state, sharded_state
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.platforms import cpu
 from rl_safe_workers.ranks import trainer_ids

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
-from rl_safe_workers.checkpoint.pieces import split
-from rl_safe_workers.checkpoint.rng import rng_state, set_rng_state
+from rl_safe_workers.checkpoint.state.pieces import split
+from rl_safe_workers.checkpoint.state.rng import rng_state, set_rng_state
 from tests.distributed.laid_out_rank import DP_RESHARDABLE, HOMOGENEOUS, Layout, Rank, join, layout
 from tests.distributed.recording import recorded_collectives
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from rl_safe_workers.checkpoint.loader import Loader
-from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest, step_dir
-from rl_safe_workers.checkpoint.publish import pending_path
-from rl_safe_workers.checkpoint.retention import commit, start_save
-from rl_safe_workers.checkpoint.save_plan import Replicas
-from rl_safe_workers.checkpoint.saver import Saver
-from rl_safe_workers.checkpoint.writer import WrittenFile, file_records
+from rl_safe_workers.checkpoint.folders.manifest import SHARDS, Manifest, step_dir
+from rl_safe_workers.checkpoint.folders.publish import pending_path
+from rl_safe_workers.checkpoint.folders.retention import commit, start_save
+from rl_safe_workers.checkpoint.load.loader import Loader
+from rl_safe_workers.checkpoint.save.save_plan import Replicas
+from rl_safe_workers.checkpoint.save.saver import Saver
+from rl_safe_workers.checkpoint.save.writer import WrittenFile, file_records
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed.worker import control_plane
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.checkpoint import saver
 from rl_safe_workers.checkpoint.audit import audit
-from rl_safe_workers.checkpoint.manifest import complete_checkpoints
+from rl_safe_workers.checkpoint.folders.manifest import complete_checkpoints
+from rl_safe_workers.checkpoint.save import saver
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import CheckpointError, CommunicatorError
 from rl_safe_workers.worlds.address import StoreAddress

@@ -14,7 +14,7 @@ from torch.distributed import DistStoreError, PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.checkpoint.audit import audit
-from rl_safe_workers.checkpoint.manifest import complete_checkpoints, read_manifest
+from rl_safe_workers.checkpoint.folders.manifest import complete_checkpoints, read_manifest
 from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.workers import world_entry
 from rl_safe_workers.worlds.address import StoreAddress

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from rl_safe_workers.checkpoint import saver
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS, complete_checkpoints
-from rl_safe_workers.checkpoint.retention import start_save
-from rl_safe_workers.checkpoint.step_tracker import TRACKER
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS, complete_checkpoints
+from rl_safe_workers.checkpoint.folders.retention import start_save
+from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
+from rl_safe_workers.checkpoint.save import saver
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, RlSafeError
 from rl_safe_workers.lifecycle import Phase

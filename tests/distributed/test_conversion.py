@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_safe_workers.checkpoint import hf_writer
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS, model_fingerprint, read_manifest
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS, model_fingerprint, read_manifest
+from rl_safe_workers.checkpoint.save import hf_writer
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, LifecycleError
@@ -276,7 +276,7 @@ def _hold_lock(path: Path) -> None:
         import sys, time
         from datetime import timedelta
         from pathlib import Path
-        from rl_safe_workers.checkpoint.lock import exclusive
+        from rl_safe_workers.checkpoint.folders.lock import exclusive
         with exclusive(Path({str(path)!r}), timeout=timedelta(seconds=5), setting="s"):
             print(1, flush=True)
             time.sleep(20)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from rl_safe_workers.checkpoint.audit import audit
-from rl_safe_workers.checkpoint.index import read_index
+from rl_safe_workers.checkpoint.format.index import read_index
 from rl_safe_workers.checkpoint.ranges import Needs, materialise, needed_ranges
 from rl_safe_workers.platforms import cpu
 from tests.distributed.ranks import run_ranks, values

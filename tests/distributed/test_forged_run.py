@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from rl_safe_workers.checkpoint.manifest import read_manifest
+from rl_safe_workers.checkpoint.folders.manifest import read_manifest
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import CheckpointError, CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.worlds.address import StoreAddress

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint.manifest import complete_checkpoints
+from rl_safe_workers.checkpoint.folders.manifest import complete_checkpoints
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.shards import SIZE, Saving, differences, emptied, state_of

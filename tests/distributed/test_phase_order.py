@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.checkpoint.saver import Saver
+from rl_safe_workers.checkpoint.save.saver import Saver
 from rl_safe_workers.comms.bootstrap import Bootstrap
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import LifecycleError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from megatron.core import parallel_state
 
-from rl_safe_workers.checkpoint.stock import save_with_megatron
+from rl_safe_workers.checkpoint.save.megatron_native import save_with_megatron
 from rl_safe_workers.config import CheckpointConfig, RunConfig, SeededModelConfig
 from rl_safe_workers.models.seeded import create_seeded_model
 from rl_safe_workers.plan.model import ModelSize, split_layers

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from rl_safe_workers.checkpoint import saver
-from rl_safe_workers.checkpoint.manifest import complete_checkpoints
+from rl_safe_workers.checkpoint.folders.manifest import complete_checkpoints
+from rl_safe_workers.checkpoint.save import saver
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
@@ -60,7 +60,7 @@ def _save_again_and_again(rank: int, address: StoreAddress, root: Path) -> tuple
 
 def test_neither_the_store_nor_anything_else_grows_from_save_to_save(tmp_path: Path) -> None:
     for keys, left in values(_run(_save_again_and_again, tmp_path)):
-        # The first has its catalogues in the store, and so has the one after failures.
+        # The first has its holdings in the store, and so has the one after failures.
         assert len(set(keys[1:4] + keys[5:])) == 1
         assert left == []
     assert len(complete_checkpoints(tmp_path)) == 8

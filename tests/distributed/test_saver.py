@@ -19,9 +19,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from rl_safe_workers.checkpoint import save_plan, saver
-from rl_safe_workers.checkpoint.index import read_index
-from rl_safe_workers.checkpoint.manifest import SHARDS, complete_checkpoints
+from rl_safe_workers.checkpoint.folders.manifest import SHARDS, complete_checkpoints
+from rl_safe_workers.checkpoint.format.index import read_index
+from rl_safe_workers.checkpoint.save import save_plan, saver
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, PhaseTimeoutError
 from rl_safe_workers.platforms import cpu
 from rl_safe_workers.ranks import trainer_id, trainer_ids
@@ -114,12 +114,12 @@ def test_equal_extra_states_of_all_experts_share_one_blob_per_rank(saved) -> Non
 
 
 def _plans(rank: int, address: StoreAddress) -> tuple[int, Counter[str]]:
-    from rl_safe_workers.bench.inventory import MoeInventory
+    from benchmarks.inventory import MoeInventory
 
     shards = list(MoeInventory(layers=3, experts=16, hidden=32).shards(rank, ep=2, expert_dp=2).values())
     replicas = save_plan.Replicas(dense=SIZE, expert=2, optimizer=True)
     made = save_plan.make_plan(shards, [], replicas)
-    return made.size_bytes, Counter(entry.key for entry in made.catalogue.entries for _ in entry.chunks)
+    return made.size_bytes, Counter(entry.key for entry in made.holdings.entries for _ in entry.chunks)
 
 
 def test_bytes_are_even_and_every_tensor_has_its_writers_without_any_exchange() -> None:

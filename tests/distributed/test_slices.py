@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_safe_workers.checkpoint.index import CheckpointIndex, read_index
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS, model_fingerprint
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS, model_fingerprint
+from rl_safe_workers.checkpoint.format.index import CheckpointIndex, read_index
 from rl_safe_workers.cli import slices_command
 from rl_safe_workers.cli.main import main
 from rl_safe_workers.config import RunConfig

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from rl_safe_workers.checkpoint.index import read_index
-from rl_safe_workers.checkpoint.loader import read_content_metadata
-from rl_safe_workers.checkpoint.manifest import SHARDS
+from rl_safe_workers.checkpoint.folders.manifest import SHARDS
+from rl_safe_workers.checkpoint.format.index import read_index
+from rl_safe_workers.checkpoint.load.loader import read_content_metadata
 from rl_safe_workers.errors import CheckpointError, UnsafeCheckpointError
 from rl_safe_workers.platforms import cpu
 from rl_safe_workers.worlds.address import StoreAddress

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_safe_workers.checkpoint.manifest import read_manifest
+from rl_safe_workers.checkpoint.folders.manifest import read_manifest
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.seeded import create_seeded_model

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from rl_safe_workers.checkpoint.audit import audit
-from rl_safe_workers.checkpoint.optimizer_state import parts_of
+from rl_safe_workers.checkpoint.state.optimizer_state import parts_of
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed import reference

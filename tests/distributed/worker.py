@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
-from rl_safe_workers.checkpoint.state import state_digest
+from rl_safe_workers.checkpoint.state.state import state_digest
 from rl_safe_workers.config import (
     ActorConfig,
     DataConfig,

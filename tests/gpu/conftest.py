@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from rl_safe_workers.bench.table import Row, print_table
+from benchmarks.table import Row, print_table
 
 _ROWS = pytest.StashKey[list[Row]]()
 

@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from rl_safe_workers.bench import comms
-from rl_safe_workers.bench.gpu import make_model
-from rl_safe_workers.bench.table import Row
+from benchmarks import comms
+from benchmarks.gpu import make_model
+from benchmarks.table import Row
 
 pytestmark = pytest.mark.timeout(560)
 MUST_HOLD = (

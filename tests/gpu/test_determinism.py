@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks import gpu
 from rl_safe_workers import env
-from rl_safe_workers.bench import gpu
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.models.seeded import create_seeded_model
 

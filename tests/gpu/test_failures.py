@@ -20,8 +20,8 @@ from unittest import mock
 import pytest
 import torch
 
-from rl_safe_workers.bench import gpu
-from rl_safe_workers.bench.table import Row, at_most
+from benchmarks import gpu
+from benchmarks.table import Row, at_most
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import Role

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from rl_safe_workers.bench import gpu
-from rl_safe_workers.bench.table import Row
+from benchmarks import gpu
+from benchmarks.table import Row
 
 pytestmark = pytest.mark.timeout(560)
 

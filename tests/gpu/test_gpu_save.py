@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from rl_safe_workers.checkpoint.loader import Loader
-from rl_safe_workers.checkpoint.save_plan import Replicas
-from rl_safe_workers.checkpoint.saver import Saver
+from rl_safe_workers.checkpoint.load.loader import Loader
+from rl_safe_workers.checkpoint.save.save_plan import Replicas
+from rl_safe_workers.checkpoint.save.saver import Saver
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.control.seal import new_secret
 from rl_safe_workers.ranks import trainer_ids
@@ -73,7 +73,7 @@ def test_what_was_on_the_gpu_when_the_save_began_comes_back(
 
 
 def test_the_copy_for_a_save_in_the_background_is_pinned(store: dist.Store) -> None:
-    from rl_safe_workers.checkpoint.staging import Staging
+    from rl_safe_workers.checkpoint.save.staging import Staging
 
     tensors = [torch.arange(1000.0, device="cuda"), torch.arange(7, dtype=torch.uint8, device="cuda")]
     copies = Staging().copy(tensors, sum(t.nbytes for t in tensors))
@@ -82,7 +82,7 @@ def test_the_copy_for_a_save_in_the_background_is_pinned(store: dist.Store) -> N
 
 
 def test_a_synchronous_save_needs_pinned_memory_for_one_tensor_at_a_time(store: dist.Store) -> None:
-    from rl_safe_workers.checkpoint.staging import Staging
+    from rl_safe_workers.checkpoint.save.staging import Staging
 
     staging, tensors = Staging(), [torch.full((2**20,), float(i), device="cuda") for i in range(8)]
     for tensor, copy in zip(tensors, staging.one_by_one(tensors, tensors[0].nbytes), strict=True):

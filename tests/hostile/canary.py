@@ -167,7 +167,7 @@ def process_state() -> dict[str, str]:
 
 
 def _enums() -> Iterator[tuple[str, str]]:
-    from rl_safe_workers.checkpoint.format_names import COMMON_ENUMS, METADATA_ENUMS
+    from rl_safe_workers.checkpoint.format.format_names import COMMON_ENUMS, METADATA_ENUMS
 
     for listed in (COMMON_ENUMS, METADATA_ENUMS):
         for module, names in listed.items():

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS
 from tests.hostile.case import Site
 from tests.torch_dist import Cut, grid, write_checkpoint, write_metadata
 

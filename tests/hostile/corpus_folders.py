@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 from hypothesis import strategies as st
 
-from rl_safe_workers.checkpoint.manifest import step_dir
-from rl_safe_workers.checkpoint.publish import pending_path
-from rl_safe_workers.checkpoint.retention import start_save
-from rl_safe_workers.checkpoint.step_tracker import TRACKER
+from rl_safe_workers.checkpoint.folders.manifest import step_dir
+from rl_safe_workers.checkpoint.folders.publish import pending_path
+from rl_safe_workers.checkpoint.folders.retention import start_save
+from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
 from rl_safe_workers.reaping.processes import RUN_FILE, TEMP_PREFIX, process_namespace
 from tests.hostile.case import EITHER, Case, Command, Site
 from tests.hostile.entries import save_step

@@ -32,7 +32,7 @@ def _command(*words: str) -> Entry:
 
 def index(directory: str) -> int:
     """Reads the metadata of a checkpoint."""
-    from rl_safe_workers.checkpoint.index import read_index
+    from rl_safe_workers.checkpoint.format.index import read_index
 
     read_index(Path(directory))
     return 0
@@ -40,7 +40,7 @@ def index(directory: str) -> int:
 
 def manifest(directory: str) -> int:
     """Reads the manifest of a checkpoint, as a resumed run does."""
-    from rl_safe_workers.checkpoint.manifest import read_manifest
+    from rl_safe_workers.checkpoint.folders.manifest import read_manifest
 
     read_manifest(Path(directory))
     return 0
@@ -69,7 +69,7 @@ def resume(root: str, data: str) -> int:
 
 def common(shards: str) -> int:
     """Reads the common state."""
-    from rl_safe_workers.checkpoint.loader import read_content_metadata
+    from rl_safe_workers.checkpoint.load.loader import read_content_metadata
 
     read_content_metadata(Path(shards))
     return 0
@@ -79,7 +79,7 @@ def load(shards: str) -> int:
     """Loads the good checkpoint's tensors and objects in a training world of one rank."""
     import torch.distributed as dist
 
-    from rl_safe_workers.checkpoint.loader import Loader
+    from rl_safe_workers.checkpoint.load.loader import Loader
     from rl_safe_workers.control.plane import ControlPlane
     from rl_safe_workers.control.seal import new_secret
     from rl_safe_workers.ranks import trainer_ids
@@ -97,7 +97,7 @@ def load(shards: str) -> int:
 
 def find(root: str) -> int:
     """Looks for checkpoints."""
-    from rl_safe_workers.checkpoint.manifest import find_checkpoints
+    from rl_safe_workers.checkpoint.folders.manifest import find_checkpoints
 
     find_checkpoints(Path(root))
     return 0
@@ -105,7 +105,7 @@ def find(root: str) -> int:
 
 def settle(root: str) -> int:
     """Tidies up after an interrupted save."""
-    from rl_safe_workers.checkpoint.retention import settle
+    from rl_safe_workers.checkpoint.folders.retention import settle
 
     settle(Path(root))
     return 0
@@ -113,7 +113,7 @@ def settle(root: str) -> int:
 
 def prune(root: str, keep_last: str) -> int:
     """Removes old checkpoints."""
-    from rl_safe_workers.checkpoint.retention import prune
+    from rl_safe_workers.checkpoint.folders.retention import prune
 
     prune(Path(root), keep_last=int(keep_last))
     return 0
@@ -127,10 +127,10 @@ def commit(root: str, step: str) -> int:
 
 def save_step(root: Path, step: int, *, saved_at: float) -> None:
     """Makes a checkpoint as a run does: a folder in progress, which is filled and then given its name."""
-    from rl_safe_workers.checkpoint.archives import crc32_of
-    from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest, step_dir
-    from rl_safe_workers.checkpoint.publish import pending_path
-    from rl_safe_workers.checkpoint.retention import commit, start_save
+    from rl_safe_workers.checkpoint.folders.manifest import SHARDS, Manifest, step_dir
+    from rl_safe_workers.checkpoint.folders.publish import pending_path
+    from rl_safe_workers.checkpoint.folders.retention import commit, start_save
+    from rl_safe_workers.checkpoint.format.archives import crc32_of
 
     start_save(root, step)
     pending = pending_path(step_dir(root, step))
@@ -147,7 +147,7 @@ def save_step(root: Path, step: int, *, saved_at: float) -> None:
 
 def lock(path: str) -> int:
     """Takes and lets go the lock of a folder."""
-    from rl_safe_workers.checkpoint.lock import exclusive
+    from rl_safe_workers.checkpoint.folders.lock import exclusive
 
     with exclusive(Path(path), timeout=timedelta(seconds=1), setting="rl_safe.timeouts.save"):
         return 0
@@ -197,7 +197,7 @@ def prompts(file: str) -> int:
 
 def shape(directory: str) -> int:
     """Reads a model's sizes, as the preflight does, and its fingerprint."""
-    from rl_safe_workers.checkpoint.manifest import model_fingerprint
+    from rl_safe_workers.checkpoint.folders.manifest import model_fingerprint
     from rl_safe_workers.config import ModelConfig
     from rl_safe_workers.driver.preflight import read_model_shape
 
@@ -258,8 +258,8 @@ WARM: dict[str, tuple[str, ...]] = {
     "pure": (
         "rl_safe_workers.cli.main",
         "rl_safe_workers.checkpoint.audit",
-        "rl_safe_workers.checkpoint.lock",
-        "rl_safe_workers.checkpoint.publish",
+        "rl_safe_workers.checkpoint.folders.lock",
+        "rl_safe_workers.checkpoint.folders.publish",
         "rl_safe_workers.driver.preflight",
         "rl_safe_workers.plan.as_json",
         "rl_safe_workers.plan.hazards",
@@ -272,7 +272,7 @@ WARM: dict[str, tuple[str, ...]] = {
     "arrow": ("rl_safe_workers.cli.main", "rl_safe_workers.driver.data", "rl_safe_workers.driver.resume"),
     "torch": (
         "rl_safe_workers.cli.main",
-        "rl_safe_workers.checkpoint.loader",
+        "rl_safe_workers.checkpoint.load.loader",
         "rl_safe_workers.models.hf_reader",
         "tests.hostile.checkpoints",
     ),

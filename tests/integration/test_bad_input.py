@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint.manifest import MANIFEST, Manifest, model_fingerprint
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, Manifest, model_fingerprint
 from rl_safe_workers.topology.layout import ParallelLayout
 from tests.integration.runs import RECIPES, Outcome, files_under, finish, rl_safe
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.bench import comms, comms_limits, exits
+from benchmarks import comms, comms_limits, exits
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError, RunError
 from rl_safe_workers.models.seeded import create_seeded_model

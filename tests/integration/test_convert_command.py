@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS, read_manifest
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS, read_manifest
 from tests.integration.runs import Outcome, files_under, finish
 
 EP2 = "megatron.expert_model_parallel_size=2"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from statistics import mean
 
-from rl_safe_workers.checkpoint.manifest import complete_checkpoints
-from rl_safe_workers.checkpoint.step_tracker import TRACKER
+from rl_safe_workers.checkpoint.folders.manifest import complete_checkpoints
+from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
 from rl_safe_workers.recipe import load_recipe
 from tests.integration.conftest import TOTAL_STEPS
 from tests.integration.runs import Outcome

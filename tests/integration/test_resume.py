@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.checkpoint.manifest import MANIFEST, read_manifest
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, read_manifest
 from tests.integration.conftest import SAVE_FREQ, TOTAL_STEPS
 from tests.integration.runs import Outcome, files_under, finish, rl_safe
 

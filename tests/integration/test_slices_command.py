@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS, find_checkpoints, read_manifest
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS, find_checkpoints, read_manifest
 from tests.integration.runs import Outcome, finish
 
 NODE = ("--node", "1", "--gpus-per-node", "2")

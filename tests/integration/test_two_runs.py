@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint.claim import RUN_LOCK, claimed
+from rl_safe_workers.checkpoint.folders.claim import RUN_LOCK, claimed
 from rl_safe_workers.driver.run import folders_of
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.recipe import load_recipe
@@ -17,7 +17,7 @@ from tests.integration.runs import RECIPES, SMALL, files_under, finish, rl_safe,
 STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=2")
 HOLD = """
 import sys
-from rl_safe_workers.checkpoint.claim import claimed
+from rl_safe_workers.checkpoint.folders.claim import claimed
 from rl_safe_workers.driver.run import folders_of
 from rl_safe_workers.recipe import load_recipe
 with claimed(folders_of(load_recipe(sys.argv[1], sys.argv[2:]))):

@@ -21,8 +21,8 @@ from torch.distributed import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.adapters.nemo_rl.mixin import SafePolicyMixin
-from rl_safe_workers.checkpoint.model_state import model_state
-from rl_safe_workers.checkpoint.state import CONTENT_METADATA, sharded_state, state_digest
+from rl_safe_workers.checkpoint.state.model_state import model_state
+from rl_safe_workers.checkpoint.state.state import CONTENT_METADATA, sharded_state, state_digest
 from rl_safe_workers.platforms import cpu
 from rl_safe_workers.trainer.policy import MegatronPolicy
 from tests.distributed.recording import recorded_collectives

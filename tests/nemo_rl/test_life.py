@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.adapters.nemo_rl.conversion import is_complete
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import VARIABLE
-from rl_safe_workers.checkpoint.model_state import model_state, restore_model
+from rl_safe_workers.checkpoint.state.model_state import model_state, restore_model
 from rl_safe_workers.comms import teardown
 from rl_safe_workers.comms.live_groups import live_groups
 from rl_safe_workers.config import SeededModelConfig
@@ -188,7 +188,7 @@ def _save(rank: int, port: int, config: dict[str, Any], root: Path) -> tuple[dic
 
 
 def _load(worker: SafeWorker, path: Path) -> str:
-    from rl_safe_workers.checkpoint.state import restore_state, sharded_state
+    from rl_safe_workers.checkpoint.state.state import restore_state, sharded_state
 
     state = sharded_state(
         worker.policy.chunks, worker.policy.optimizer, training_rank=worker.rank, size=SIZE, is_loading=True

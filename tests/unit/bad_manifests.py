@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS
 
 SHARD = f"{SHARDS}/__0_0.distcp"
 RECORD = {"bytes": 5, "digest": "crc32:00000000"}

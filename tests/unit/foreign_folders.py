@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
-from rl_safe_workers.checkpoint.ownership import MARKER
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS
+from rl_safe_workers.checkpoint.folders.ownership import MARKER
 from tests.unit.saves import saved
 
 STEP = 5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from rl_safe_workers.checkpoint.manifest import SHARDS, Manifest, file_sizes
-from rl_safe_workers.checkpoint.retention import commit, start_save
+from rl_safe_workers.checkpoint.folders.manifest import SHARDS, Manifest, file_sizes
+from rl_safe_workers.checkpoint.folders.retention import commit, start_save
 
 
 def written(root: Path, step: int, contents: str = "shard") -> tuple[Path, Manifest]:

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from rl_safe_workers.checkpoint.audit import audit, audit_here
 from rl_safe_workers.checkpoint.audit_report import LISTED, AuditReport
-from rl_safe_workers.checkpoint.index import read_index
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS
+from rl_safe_workers.checkpoint.format.index import read_index
 from rl_safe_workers.cli.main import main
 from rl_safe_workers.errors import CheckpointError
 from tests.torch_dist import Cut, archive, experts, grid, write_checkpoint, write_metadata

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from rl_safe_workers.checkpoint.balance import CUT_BYTES, Load, share_out
+from rl_safe_workers.checkpoint.save.balance import CUT_BYTES, Load, share_out
 
 MIB = 2**20
 LAYERS = {

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from rl_safe_workers.bench import quickstart
-from rl_safe_workers.bench.table import Goal, Relation, Row, exit_code, machine_in_words, print_table, write_json
+from benchmarks import quickstart
+from benchmarks.table import Goal, Relation, Row, exit_code, machine_in_words, print_table, write_json
 from rl_safe_workers.cli.main import main
 from rl_safe_workers.driver import metrics as names
 
@@ -117,7 +117,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Row]], None]:
     """Puts rows in the place of what the quickstart benchmark would measure."""
 
     def _install(rows: list[Row]) -> None:
-        module = ModuleType("rl_safe_workers.bench.quickstart")
+        module = ModuleType("benchmarks.quickstart")
         module.measure = lambda report: report("seed 0") or rows  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint import ownership, publish
-from rl_safe_workers.checkpoint.convert import (
+from rl_safe_workers.checkpoint.folders import ownership, publish
+from rl_safe_workers.checkpoint.folders.conversion_folder import (
     OURS,
     ConvertedModel,
     find_conversion,
@@ -16,7 +16,7 @@ from rl_safe_workers.checkpoint.convert import (
     own_hf_files,
     publish_conversion,
 )
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
 from tests.unit.foreign_folders import contents
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint.writer import WrittenFile, file_records
+from rl_safe_workers.checkpoint.save.writer import WrittenFile, file_records
 from rl_safe_workers.errors import CheckpointError
 
 CONTENT = b"shard"

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from rl_safe_workers.checkpoint.flat_ranges import Rectangle, rectangles, row_major
+from rl_safe_workers.checkpoint.format.flat_ranges import Rectangle, rectangles, row_major
 
 SHAPES = [(), (1,), (7,), (1, 5), (5, 1), (3, 4), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_safe_workers.checkpoint import hf_writer
-from rl_safe_workers.checkpoint.hf_writer import HfWeightsWriter, write_hf_directory
-from rl_safe_workers.checkpoint.publish import start_pending
+from rl_safe_workers.checkpoint.folders.publish import start_pending
+from rl_safe_workers.checkpoint.save import hf_writer
+from rl_safe_workers.checkpoint.save.hf_writer import HfWeightsWriter, write_hf_directory
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.models.hf_reader import HfReader

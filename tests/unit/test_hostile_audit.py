@@ -19,10 +19,10 @@ import pytest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from rl_safe_workers.checkpoint.archives import _after_zeros, crc32_of
 from rl_safe_workers.checkpoint.audit import audit, audit_here
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
-from rl_safe_workers.checkpoint.unpickle import STEPS
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS
+from rl_safe_workers.checkpoint.format.archives import _after_zeros, crc32_of
+from rl_safe_workers.checkpoint.format.unpickle import STEPS
 from tests.torch_dist import grid, write_checkpoint, write_metadata
 
 TIB = 2**40

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.checkpoint import manifest_facts
 from rl_safe_workers.checkpoint.audit import audit
-from rl_safe_workers.checkpoint.convert import own_hf_files
-from rl_safe_workers.checkpoint.manifest import (
+from rl_safe_workers.checkpoint.folders import manifest_facts
+from rl_safe_workers.checkpoint.folders.conversion_folder import own_hf_files
+from rl_safe_workers.checkpoint.folders.manifest import (
     MANIFEST,
     SHARDS,
     UNTRACKED_SERIALS,
@@ -23,10 +23,10 @@ from rl_safe_workers.checkpoint.manifest import (
     last_serial,
     read_manifest,
 )
-from rl_safe_workers.checkpoint.manifest_facts import MAX_SERIAL, read_manifest_facts
-from rl_safe_workers.checkpoint.ownership import why_foreign
-from rl_safe_workers.checkpoint.retention import commit, prune
-from rl_safe_workers.checkpoint.step_tracker import TRACKER
+from rl_safe_workers.checkpoint.folders.manifest_facts import MAX_SERIAL, read_manifest_facts
+from rl_safe_workers.checkpoint.folders.ownership import why_foreign
+from rl_safe_workers.checkpoint.folders.retention import commit, prune
+from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
 from rl_safe_workers.config import ResumeMode, RunConfig
 from rl_safe_workers.driver.resume import data_position, find_resume_point
 from rl_safe_workers.errors import CheckpointError

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from rl_safe_workers.checkpoint.index import ByteRange, Chunk, locate, read_index
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS
+from rl_safe_workers.checkpoint.format.index import ByteRange, Chunk, locate, read_index
 from rl_safe_workers.errors import CheckpointError, UnsafeCheckpointError, UsageError
 from tests.torch_dist import grid, write_checkpoint, write_metadata
 

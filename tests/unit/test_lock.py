@@ -18,15 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint import lock
-from rl_safe_workers.checkpoint.lock import check_lock, exclusive
+from rl_safe_workers.checkpoint.folders import lock
+from rl_safe_workers.checkpoint.folders.lock import check_lock, exclusive
 from rl_safe_workers.errors import CheckpointError
 
 HOLD = """
 import os, sys, time
 from datetime import timedelta
 from pathlib import Path
-from rl_safe_workers.checkpoint.lock import exclusive
+from rl_safe_workers.checkpoint.folders.lock import exclusive
 with exclusive(Path(sys.argv[1]), timeout=timedelta(seconds=10), setting="s"):
     if sys.argv[2] == "fork" and os.fork() == 0:
         time.sleep(60)
@@ -121,7 +121,7 @@ COUNT = """
 import sys, time
 from datetime import timedelta
 from pathlib import Path
-from rl_safe_workers.checkpoint.lock import exclusive
+from rl_safe_workers.checkpoint.folders.lock import exclusive
 root = Path(sys.argv[1])
 for _ in range(8):
     with exclusive(root / "lock", timeout=timedelta(seconds=60), setting="s"):

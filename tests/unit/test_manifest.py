@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.checkpoint import durable, retention
-from rl_safe_workers.checkpoint.durable import write_durably
-from rl_safe_workers.checkpoint.manifest import (
+from rl_safe_workers.checkpoint.folders import durable, retention
+from rl_safe_workers.checkpoint.folders.durable import write_durably
+from rl_safe_workers.checkpoint.folders.manifest import (
     MANIFEST,
     SHARDS,
     Manifest,
@@ -28,9 +28,9 @@ from rl_safe_workers.checkpoint.manifest import (
     read_manifest,
     step_dir,
 )
-from rl_safe_workers.checkpoint.ownership import MARKER
-from rl_safe_workers.checkpoint.retention import commit, prune, settle
-from rl_safe_workers.checkpoint.step_tracker import TRACKER
+from rl_safe_workers.checkpoint.folders.ownership import MARKER
+from rl_safe_workers.checkpoint.folders.retention import commit, prune, settle
+from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
 from tests.unit.saves import saved, written
 

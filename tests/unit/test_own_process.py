@@ -75,4 +75,4 @@ def test_no_python_is_started_with_the_working_directory_on_its_path() -> None:
             if isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
                 found += 1
                 assert ast.unparse(node.elts[1]) in ("'-P'", "'-I'"), f"{path}:{node.lineno}"
-    assert found == 3
+    assert found == 2

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint import ownership, retention
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS, complete_checkpoints
-from rl_safe_workers.checkpoint.ownership import INCOMPLETE, MARKER, REPLACED, claim, remove, why_foreign
-from rl_safe_workers.checkpoint.retention import check_places, commit, prune, settle, start_save
-from rl_safe_workers.checkpoint.step_tracker import TRACKER, write_tracker
+from rl_safe_workers.checkpoint.folders import ownership, retention
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS, complete_checkpoints
+from rl_safe_workers.checkpoint.folders.ownership import INCOMPLETE, MARKER, REPLACED, claim, remove, why_foreign
+from rl_safe_workers.checkpoint.folders.retention import check_places, commit, prune, settle, start_save
+from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER, write_tracker
 from rl_safe_workers.errors import CheckpointError
 from tests.unit.foreign_folders import (
     FINAL,

@@ -138,7 +138,9 @@ def test_routing_replay_is_refused_where_there_is_nothing_to_replay(config: RunC
 
 def test_a_bootstrap_that_may_take_less_than_the_store_needs_is_refused(config: RunConfig) -> None:
     config.rl_safe.timeouts.bootstrap = 0.2
-    assert "rl_safe.timeouts.bootstrap cannot be 0.2; it should be greater than or equal to 1" in complaint(config, ConfigError)
+    assert "rl_safe.timeouts.bootstrap cannot be 0.2; it should be greater than or equal to 1" in complaint(
+        config, ConfigError
+    )
 
 
 def test_optimizer_instances_that_do_not_divide_are_refused(config: RunConfig) -> None:

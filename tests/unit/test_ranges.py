@@ -11,8 +11,8 @@ from typing import NoReturn
 import pytest
 import torch
 
-from rl_safe_workers.checkpoint.index import ByteRange, CheckpointIndex, read_index
-from rl_safe_workers.checkpoint.manifest import MANIFEST, SHARDS, read_manifest
+from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS, read_manifest
+from rl_safe_workers.checkpoint.format.index import ByteRange, CheckpointIndex, read_index
 from rl_safe_workers.checkpoint.ranges import Needs, materialise, needed_ranges, sizes_of
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
 from tests.torch_dist import grid, write_checkpoint, write_metadata

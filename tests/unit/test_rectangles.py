@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 
-from rl_safe_workers.checkpoint.rectangles import Lookup, Rectangle, find_overlap, overlaps
+from rl_safe_workers.checkpoint.format.rectangles import Lookup, Rectangle, find_overlap, overlaps
 
 PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
 """A square that no straight cut takes apart."""

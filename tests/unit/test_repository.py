@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -27,42 +28,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
 HEAVY = {"mbridge", "megatron", "pyarrow", "ray", "torch", "transformers", "vllm"}
 SHELL_SCRIPTS = [path for path in sorted((ROOT / "scripts").iterdir()) if not path.suffix]
-LIGHT_MODULES = (
-    "rl_safe_workers",
-    "rl_safe_workers.checkpoint.archives",
-    "rl_safe_workers.checkpoint.audit",
-    "rl_safe_workers.checkpoint.audit_report",
-    "rl_safe_workers.checkpoint.balance",
-    "rl_safe_workers.checkpoint.collector",
-    "rl_safe_workers.checkpoint.convert",
-    "rl_safe_workers.checkpoint.durable",
-    "rl_safe_workers.checkpoint.flat_ranges",
-    "rl_safe_workers.checkpoint.format_names",
-    "rl_safe_workers.checkpoint.index",
-    "rl_safe_workers.checkpoint.lock",
-    "rl_safe_workers.checkpoint.manifest",
-    "rl_safe_workers.checkpoint.manifest_facts",
-    "rl_safe_workers.checkpoint.manifest_schema",
-    "rl_safe_workers.checkpoint.ownership",
-    "rl_safe_workers.checkpoint.publish",
-    "rl_safe_workers.checkpoint.ranges",
-    "rl_safe_workers.checkpoint.rectangles",
-    "rl_safe_workers.checkpoint.retention",
-    "rl_safe_workers.checkpoint.shard_folder",
-    "rl_safe_workers.checkpoint.step_tracker",
-    "rl_safe_workers.checkpoint.unpickle",
-    "rl_safe_workers.cli.main",
-    "rl_safe_workers.config",
-    "rl_safe_workers.control.deadline",
-    "rl_safe_workers.driver.rewards",
-    "rl_safe_workers.env",
-    "rl_safe_workers.errors",
-    "rl_safe_workers.lifecycle",
-    "rl_safe_workers.plan.plan",
-    "rl_safe_workers.ranks",
-    "rl_safe_workers.recipe",
-    "rl_safe_workers.topology.layout",
-)
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+PURE_MODULES = next(contract["source_modules"] for contract in CONTRACTS if contract["id"] == "pure")
 
 EXAMPLES: dict[str, errors.RlSafeError] = {
     "DivergedError": errors.DivergedError(step=3, loss=float("inf"), grad_norm=2.0),
@@ -103,9 +70,15 @@ def error_classes() -> list[type[errors.RlSafeError]]:
     return sorted(found, key=lambda cls: cls.__name__)
 
 
-@pytest.mark.parametrize("module", LIGHT_MODULES)
-def test_importing_it_loads_nothing_heavy(module: str) -> None:
-    code = f"import sys, {module}; print(*sorted({HEAVY!r} & sys.modules.keys()))"
+def modules_below(name: str) -> list[str]:
+    """A module, or a room with every module in it."""
+    folder = ROOT / name.replace(".", "/")
+    return [name, *(f"{name}.{path.stem}" for path in sorted(folder.glob("[!_]*.py")))]
+
+
+@pytest.mark.parametrize("name", ["rl_safe_workers.__init__", *PURE_MODULES])
+def test_importing_it_loads_nothing_heavy(name: str) -> None:
+    code = f"import sys, {', '.join(modules_below(name))}; print(*sorted({HEAVY!r} & sys.modules.keys()))"
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
     assert result.returncode == 0, result.stderr
@@ -135,6 +108,36 @@ def test_a_name_that_is_not_public_is_refused() -> None:
         _ = rl_safe_workers.nonsense
 
 
+FOREIGN_PACKAGES = ("megatron", "ray", "torch", "vllm")
+
+
+def private_names(path: Path) -> set[str]:
+    """The private names of a foreign package that a module touches, such as ``torch.distributed: _world``."""
+    tree, packages = _tree(path), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            packages |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            packages |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    packages = {name: full for name, full in packages.items() if full.partition(".")[0] in FOREIGN_PACKAGES}
+    found = {full for full in packages.values() if re.search(r"\._[a-z]", full)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
+            owner = ast.unparse(node.value).partition(".")[0]
+            if owner in packages:
+                found.add(f"{packages[owner]}: {node.attr}")
+    return found
+
+
+def test_a_private_name_of_another_package_is_touched_in_one_module() -> None:
+    touched: dict[str, list[str]] = {}
+    for path in MODULES:
+        for name in private_names(path):
+            touched.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in touched.items() if len(paths) > 1} == {}
+    assert len(touched) > 15, "the rule sees nothing"
+
+
 def test_the_version_is_the_projects() -> None:
     assert f'\nversion = "{rl_safe_workers.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
 
@@ -159,10 +162,10 @@ def test_every_error_appears_in_the_drawing_of_the_hierarchy() -> None:
     assert [cls.__name__ for cls in error_classes() if cls.__name__ not in drawn] == []
 
 
-def test_init_files_of_sub_packages_are_empty() -> None:
+def test_the_init_file_of_each_room_says_what_the_room_is_for_and_no_more() -> None:
     inits = [path for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE]
-    assert inits
-    assert [str(path) for path in inits if path.read_text()] == []
+    assert len(inits) > 20
+    assert [str(path) for path in inits if not ast.get_docstring(_tree(path)) or len(_tree(path).body) > 1] == []
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
@@ -465,7 +468,7 @@ def test_one_module_turns_a_lost_store_into_an_error() -> None:
 def test_one_module_makes_threads_for_bounded_work() -> None:
     assert _modules_where(_calls("Thread")) == {
         "control/deadline.py",
-        "checkpoint/writer.py",  # syncs a file beside its writing, and ends with it
+        "checkpoint/save/writer.py",  # syncs a file beside its writing, and ends with it
         "diagnostics/answering.py",  # answers as long as the process lives
         "driver/process_memory.py",  # samples memory as long as the run lives
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint.manifest import last_serial
+from rl_safe_workers.checkpoint.folders.manifest import last_serial
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.resume import newest_since
 from tests.unit.saves import saved, written

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint.shard_folder import check_no_links, clear_shards
+from rl_safe_workers.checkpoint.folders.shard_folder import check_no_links, clear_shards
 from tests.unit.foreign_folders import contents
 
 OURS = ("__0_0.distcp", "__12_1.distcp", ".metadata", "metadata.json", "common.pt", ".metadata.tmp")

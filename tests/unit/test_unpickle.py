@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl_safe_workers.checkpoint.index import read_index
-from rl_safe_workers.checkpoint.loader import Blobs
-from rl_safe_workers.checkpoint.unpickle import METADATA_NAMES, EnumMember, Record, read_metadata_record
+from rl_safe_workers.checkpoint.format.index import read_index
+from rl_safe_workers.checkpoint.format.unpickle import METADATA_NAMES, EnumMember, Record, read_metadata_record
+from rl_safe_workers.checkpoint.load.loader import Blobs
 from rl_safe_workers.errors import CheckpointError, UnsafeCheckpointError
 from tests.torch_dist import grid, write_checkpoint
 
@@ -92,7 +92,7 @@ def test_metadata_that_calls_a_program_is_refused_by_name_and_not_run(
         ("torch.distributed.checkpoint.metadata", "os.system"),
         ("torch.distributed.checkpoint.metadata", "Metadata.__init__"),
         ("torch.serialization", "load"),
-        ("rl_safe_workers.checkpoint.unpickle", "os.system"),
+        ("rl_safe_workers.checkpoint.format.unpickle", "os.system"),
     ],
 )
 def test_a_name_that_is_not_listed_is_refused(tmp_path: Path, module: str, name: str) -> None:

@@ -27,13 +27,13 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from rl_safe_workers.checkpoint.archives import Archive
-from rl_safe_workers.checkpoint.format_names import COMMON_ENUMS, TREE_NAMES
-from rl_safe_workers.checkpoint.index import ByteRange, CheckpointIndex, Chunk, Location, TensorEntry
-from rl_safe_workers.checkpoint.loader import Blobs, compare, load_value, read_pieces
-from rl_safe_workers.checkpoint.pieces import Split
-from rl_safe_workers.checkpoint.rectangles import Index
-from rl_safe_workers.checkpoint.values import _COLLECTIONS, _MAKERS, _STATEFUL, _TYPES
+from rl_safe_workers.checkpoint.format.archives import Archive
+from rl_safe_workers.checkpoint.format.format_names import COMMON_ENUMS, TREE_NAMES
+from rl_safe_workers.checkpoint.format.index import ByteRange, CheckpointIndex, Chunk, Location, TensorEntry
+from rl_safe_workers.checkpoint.format.rectangles import Index
+from rl_safe_workers.checkpoint.load.loader import Blobs, compare, load_value, read_pieces
+from rl_safe_workers.checkpoint.load.values import _COLLECTIONS, _MAKERS, _STATEFUL, _TYPES
+from rl_safe_workers.checkpoint.state.pieces import Split
 from rl_safe_workers.errors import CheckpointError, UnsafeCheckpointError
 from tests.torch_dist import archive
 

@@ -96,7 +96,7 @@ def state_of(worker: Any) -> dict[str, str]:
     import numpy as np
     from megatron.core import tensor_parallel
 
-    from rl_safe_workers.checkpoint.optimizer_state import parts_of
+    from rl_safe_workers.checkpoint.state.optimizer_state import parts_of
 
     engine = worker.engine
     parts = parts_of(engine.optimizer)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.checkpoint.claim import claimed
+from rl_safe_workers.checkpoint.folders.claim import claimed
 from tests.integration.runs import REPOSITORY, Running, finish, running
 
 RECIPE = REPOSITORY / "recipes" / "verl" / "quickstart.sh"

@@ -185,7 +185,7 @@ LAYERS = int(os.environ.get("RL_SAFE_INVENTORY_LAYERS", "12"))
 def _timed_saves(rank: int, model: Path, root: Path, layers: int) -> list[tuple[float, float]]:
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 
-    from rl_safe_workers.bench.inventory import MoeInventory
+    from benchmarks.inventory import MoeInventory
     from rl_safe_workers.lifecycle import Phase
 
     worker = training_worker(model, shards=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from rl_safe_workers.adapters.verl.pending_saves import PendingSave, PendingSaves
-from rl_safe_workers.checkpoint.step_tracker import TRACKER
+from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation, LedgerEntry, add_reports
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.groups import OpClass

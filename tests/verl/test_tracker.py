@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_safe_workers.adapters.verl.tracker import StepTracker
-from rl_safe_workers.checkpoint.step_tracker import TRACKER
+from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
 
 
 def _nothing() -> None:

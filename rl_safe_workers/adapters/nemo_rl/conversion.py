@@ -15,9 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from rl_safe_workers.adapters.hosting import HostedTrainer
-from rl_safe_workers.checkpoint.lock import exclusive
-from rl_safe_workers.checkpoint.ownership import MARKER
-from rl_safe_workers.checkpoint.publish import make_parent, pending_path, publish, removed_on_failure, start_pending
+from rl_safe_workers.checkpoint.folders.lock import exclusive
+from rl_safe_workers.checkpoint.folders.ownership import MARKER
+from rl_safe_workers.checkpoint.folders.publish import (
+    make_parent,
+    pending_path,
+    publish,
+    removed_on_failure,
+    start_pending,
+)
 from rl_safe_workers.errors import CheckpointError, RlSafeError
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase

@@ -11,9 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.comms.teardown import Named, end_together
+from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.errors import CommunicatorError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def groups_now() -> frozenset[Any]:
     """Every group of this process. Not collective."""
-    return frozenset(c10d._world.pg_map)
+    return frozenset(torch_groups.registered_groups())
 
 
 def end_groups_since(before: Collection[Any], *, timeout: timedelta) -> int:
@@ -37,11 +37,11 @@ def end_groups_since(before: Collection[Any], *, timeout: timedelta) -> int:
     Raises:
         CommunicatorError: If they could not be ended together; they were aborted.
     """
-    ours = [group for group in c10d._world.pg_map if group not in before]
+    ours = [group for group in torch_groups.registered_groups() if group not in before]
     backends: list[Named] = [
-        (f"{group.group_desc or group.group_name}", group._get_backend(device))
+        (f"{group.group_desc or group.group_name}", backend)
         for group in ours
-        for device in group._device_types
+        for backend in torch_groups.backends_of(group)
     ]
     failure = end_together(backends, timeout)
     for group in ours:

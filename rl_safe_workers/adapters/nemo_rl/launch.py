@@ -19,7 +19,7 @@ from rl_safe_workers.adapters.nemo_rl.contract import NAMES, TEXTS
 from rl_safe_workers.adapters.nemo_rl.host_source import check_host
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
-from rl_safe_workers.checkpoint.claim import claimed
+from rl_safe_workers.checkpoint.folders.claim import claimed
 from rl_safe_workers.errors import ConfigError
 
 logger = logging.getLogger(__name__)

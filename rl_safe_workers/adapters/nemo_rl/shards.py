@@ -20,11 +20,11 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 from rl_safe_workers.adapters.nemo_rl.patches import replaced
-from rl_safe_workers.checkpoint.durable import fsync
-from rl_safe_workers.checkpoint.save_plan import Replicas
-from rl_safe_workers.checkpoint.saver import Saver
-from rl_safe_workers.checkpoint.shard_folder import clear_shards
-from rl_safe_workers.checkpoint.writer import WrittenFile
+from rl_safe_workers.checkpoint.folders.durable import fsync
+from rl_safe_workers.checkpoint.folders.shard_folder import clear_shards
+from rl_safe_workers.checkpoint.save.save_plan import Replicas
+from rl_safe_workers.checkpoint.save.saver import Saver
+from rl_safe_workers.checkpoint.save.writer import WrittenFile
 from rl_safe_workers.control.plane import ControlPlane
 
 logger = logging.getLogger(__name__)

@@ -27,15 +27,15 @@ from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpoint
 
 from rl_safe_workers.adapters.verl.pending_saves import PendingSave
 from rl_safe_workers.adapters.verl.process import TrainerProcess
-from rl_safe_workers.checkpoint.durable import fsync
-from rl_safe_workers.checkpoint.loader import Loader, read_content_metadata
-from rl_safe_workers.checkpoint.manifest import SHARDS
-from rl_safe_workers.checkpoint.optimizer_state import FULLY_RESHARDABLE, is_in_place
-from rl_safe_workers.checkpoint.save_plan import Replicas
-from rl_safe_workers.checkpoint.saver import Saver
-from rl_safe_workers.checkpoint.shard_folder import check_no_links, clear_shards
-from rl_safe_workers.checkpoint.state import restore_state, sharded_state
-from rl_safe_workers.checkpoint.writer import WrittenFile
+from rl_safe_workers.checkpoint.folders.durable import fsync
+from rl_safe_workers.checkpoint.folders.manifest import SHARDS
+from rl_safe_workers.checkpoint.folders.shard_folder import check_no_links, clear_shards
+from rl_safe_workers.checkpoint.load.loader import Loader, read_content_metadata
+from rl_safe_workers.checkpoint.save.save_plan import Replicas
+from rl_safe_workers.checkpoint.save.saver import Saver
+from rl_safe_workers.checkpoint.save.writer import WrittenFile
+from rl_safe_workers.checkpoint.state.optimizer_state import FULLY_RESHARDABLE, is_in_place
+from rl_safe_workers.checkpoint.state.state import restore_state, sharded_state
 from rl_safe_workers.errors import CheckpointError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
 

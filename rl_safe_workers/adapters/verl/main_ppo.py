@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from rl_safe_workers import env
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
-from rl_safe_workers.checkpoint.claim import claimed
+from rl_safe_workers.checkpoint.folders.claim import claimed
 from rl_safe_workers.errors import RlSafeError
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files

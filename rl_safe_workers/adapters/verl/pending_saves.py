@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from rl_safe_workers.adapters.verl.tracker import StepTracker
-from rl_safe_workers.checkpoint.saver import Saver
+from rl_safe_workers.checkpoint.save.saver import Saver
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank

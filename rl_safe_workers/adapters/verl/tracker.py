@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_safe_workers.checkpoint.step_tracker import write_tracker
+from rl_safe_workers.checkpoint.folders.step_tracker import write_tracker
 
 
 class StepTracker:

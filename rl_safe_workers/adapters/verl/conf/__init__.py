@@ -1,0 +1,1 @@
+"""The Hydra group ``rl_safe`` of verl's configuration, as files."""

@@ -1,0 +1,93 @@
+"""What a limit of CTAs costs in bandwidth and leaves of memory, for every kind of collective: the budget's reasons.
+
+Needs four GPUs, or two for groups of two. Groups of two and of four ranks, each rank in one; the figures are of rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from benchmarks.comms import run_processes
+from benchmarks.gpu import count_gpus, gpu_row
+from benchmarks.table import Row, at_least, at_most
+from rl_safe_workers.errors import ResourceError
+from rl_safe_workers.topology.budget import LIMITS as BUDGET
+from rl_safe_workers.topology.groups import OpClass, Traffic
+from rl_safe_workers.topology.memory import KERNEL_BYTES, Links, costs
+from rl_safe_workers.worlds.store import serve_store
+
+SIZES = (2, 4)
+LIMITS = (None, 20, 16, 12, 9, 8, 4, 1)
+MESSAGES_MIB = (8, 32, 256)
+CLASSES = (OpClass.REDUCE, OpClass.GATHER_SCATTER, OpClass.ALL_TO_ALL, OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "batched_p2p", "unbatched_p2p")
+"""In the order in which a group connects them: those of `CLASSES`."""
+SCALAR = "all_reduce of a scalar"
+JOB_S = 300.0
+MODULE = "benchmarks.comms_limits_ranks"
+
+
+def measure(report: Callable[[str], None]) -> list[Row]:
+    """Runs every limit on groups of two and of four; takes a minute and a half.
+
+    Raises:
+        ResourceError: If there are fewer than two GPUs.
+        RunError: If a rank fails.
+    """
+    gpus = count_gpus()
+    if gpus < min(SIZES):
+        raise ResourceError(f"bench comms_limits: needs 4 GPUs, or 2 for groups of two only; there are {gpus}")
+    ranks = max(size for size in SIZES if size <= gpus)
+    with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
+        _, address, _ = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
+        arguments = [str(ranks), str(address.port), folder]
+        run_processes(MODULE, arguments, Path(folder), ranks=ranks, what="bench comms_limits", timeout_s=JOB_S)
+        records: list[dict[str, Any]] = json.loads((Path(folder) / "0.json").read_text(encoding="utf-8"))
+    for record in records:
+        report(json.dumps(record))
+    return rows(records)
+
+
+def rows(records: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The table: bandwidth of the worse of two large messages, against NCCL's own channels; and the memory model's."""
+    kernels, *groups = records
+    free = {record["size"]: record["seconds"] for record in groups if record["max_ctas"] is None}
+    made = []
+    for record in groups:
+        size, limit, seconds = record["size"], record["max_ctas"], record["seconds"]
+        if limit is None:
+            continue
+        for name in COLLECTIVES:
+            mib, worst = min(
+                ((mib, free[size][_message(name, mib)] / seconds[_message(name, mib)]) for mib in MESSAGES_MIB[1:]),
+                key=lambda found: found[1],
+            )
+            gib = mib / 1024 / seconds[_message(name, mib)]
+            stages = size == 2 and name == COLLECTIVES[-1] and limit == BUDGET[Traffic.STAGES]
+            made.append(
+                gpu_row(f"{size} ranks, {limit} CTAs: {name} of {mib} MiB", "GiB/s", gib,
+                        at_least(0.75 if stages else 0), gib / worst)
+            )  # fmt: skip
+        made.append(
+            gpu_row(f"{size} ranks, {limit} CTAs: {SCALAR}", "us", seconds[SCALAR] * 1e6,
+                    at_most(1.1 if limit == BUDGET[Traffic.CONTROL] else 10), free[size][SCALAR] * 1e6)
+        )  # fmt: skip
+    worst_error = max(abs(_predicted(record) / sum(record["bytes"].values()) - 1) for record in groups)
+    made.append(gpu_row("memory model, worst group: off by", "", worst_error, at_most(0.15)))
+    off = abs(KERNEL_BYTES / kernels["bytes"]["kernels"] - 1)
+    made.append(gpu_row("memory model, NCCL's kernels: off by", "", off, at_most(0.15)))
+    return made
+
+
+def _message(name: str, mib: int) -> str:
+    return f"{name} {mib} MiB"
+
+
+def _predicted(record: Mapping[str, Any]) -> int:
+    neighbour = Links(pairs=1, exchanges=1)
+    return sum(costs(CLASSES, size=record["size"], max_ctas=record["max_ctas"], links=neighbour))

@@ -1,0 +1,214 @@
+"""One rank of the communicators' benchmark: ``python -m benchmarks.comms_ranks RANK JOBS``.
+
+Every job runs in a fork of this process, which has imported everything and touched no device: communicators do not
+outlive a job, and nobody waits for imports.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from benchmarks.comms_peers import WARMUPS
+from benchmarks.forks import in_a_fork
+from rl_safe_workers.comms.trace import CollectiveTrace
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.platforms.cuda import make_deterministic
+from rl_safe_workers.platforms.device_memory import outside_torch
+from rl_safe_workers.recipe import load_recipe
+from rl_safe_workers.trainer.batch import SequenceBatch
+from rl_safe_workers.trainer.trainer_worker import TrainerWorker
+from rl_safe_workers.worlds.address import StoreAddress
+
+OURS, RELEASES = "ours", "ours, releasing"
+FIRST_STEPS = 3
+TIMED_STEPS = {OURS: 30, "nothing": 30}
+"""Steps differ by their communicators' limits alone: those of the budget, and NCCL's own."""
+CYCLES = 20
+"""Of step, release and rebuild."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A layout with one way of warming up.
+
+    Example: ``Job(warmup="every group", recipe="recipes/quickstart_gpu.yaml", overrides=[…], port=4711,
+    secret="…", rows=8, tokens=512)``
+    """
+
+    warmup: str
+    """`OURS`, `RELEASES`, or one of `WARMUPS`."""
+    recipe: str
+    overrides: list[str]
+    port: int
+    secret: str
+    """Of the store, in hexadecimal digits."""
+    rows: int
+    """Sequences of a step on each data-parallel rank."""
+    tokens: int
+    """Of each sequence."""
+
+
+class Taken:
+    """Device memory outside torch's allocator, and how much of its growth came in collectives."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._probe: Callable[[], int] = outside_torch(device) or (lambda: 0)
+        self.by_collectives = 0
+        self.by_group: Counter[str] = Counter()
+        self._start = self._probe()
+
+    def growth(self) -> int:
+        """Since the beginning, from whatever."""
+        return self._probe() - self._start
+
+    @contextmanager
+    def attributed(self) -> Iterator[None]:
+        """Counts what the collectives of the body take."""
+
+        def issue(group: dist.ProcessGroup, operation: str, call: Callable[[], Any]) -> Any:
+            before = self._probe()
+            value = call()
+            taken = max(0, self._probe() - before)
+            self.by_collectives += taken
+            if taken:
+                self.by_group[f"{group.group_desc} {operation}"] += taken
+            return value
+
+        with CollectiveTrace(issue):
+            yield
+
+
+def measure(job: Job, rank: int) -> dict[str, Any]:
+    """Warms up, builds, steps; returns bytes and seconds of this rank, and whose the bytes are."""
+    ways = {OURS: [], RELEASES: ["rollout.release_comms=always"]}
+    settings = ways.get(job.warmup, ["rl_safe.bootstrap.budget=false"])
+    # Steps so small that routing stays as it is, and a step the same work.
+    always = ["rl_safe.bootstrap.watch_steps=0", "actor.optim.lr=1e-6"]
+    config = load_recipe(job.recipe, [*job.overrides, *settings, *always])
+    worker = TrainerWorker(config, training_rank=rank)
+    worker.start(time.time())
+    if job.warmup in ways:
+        make_deterministic()  # as long as their figures are compared
+    worker.enter_world(StoreAddress(host="127.0.0.1", port=job.port, secret=bytes.fromhex(job.secret)))
+    worker.groups()
+    torch.zeros(1, device=worker.device)  # CUDA loads what fills tensors, which is no communicator's
+    _synchronize(worker.device)
+    taken, started_s, report = Taken(worker.device), time.perf_counter(), None
+    if job.warmup in ways:
+        report = worker.bootstrap()
+        warm = report.bytes or 0
+    else:
+        with worker.phase(Phase.BOOTSTRAP), taken.attributed():
+            WARMUPS[job.warmup](worker.device)
+            _synchronize(worker.device)
+        warm, taken.by_collectives = taken.by_collectives, 0
+    seconds = time.perf_counter() - started_s
+    batch = _batch(job, rank)
+    with taken.attributed():
+        worker.convert()
+        figures = [worker.train(batch, len(batch)) for _ in range(FIRST_STEPS)]
+        _synchronize(worker.device)
+    growth, released = taken.growth(), {}
+    if job.warmup == RELEASES:
+        released = _release_and_rebuild(worker, batch, figures)
+    elif job.warmup == OURS:
+        figures += [worker.train(batch, len(batch)) for _ in range(CYCLES)]
+    torch.use_deterministic_algorithms(mode=False)
+    count = TIMED_STEPS.get(job.warmup, 1)
+    steps = [_timed(lambda: worker.train(batch, len(batch)), worker.device) for _ in range(count)]
+    found = {
+        **released,
+        "warmup_s": seconds, "warm_bytes": warm, "late_bytes": taken.by_collectives, "growth_bytes": growth,
+        "predicted_bytes": report.predicted_bytes if report else 0, "step_s": median(steps),
+        "kernel_bytes": (report.kernel_bytes or 0) if report else 0, "by_group": dict(taken.by_group),
+        "figures": figures,
+        "ledger": [asdict(entry) for entry in report.entries] if report else [],
+    }  # fmt: skip
+    worker.teardown()
+    return found
+
+
+def _release_and_rebuild(worker: TrainerWorker, batch: SequenceBatch, figures: list[Any]) -> dict[str, float]:
+    """Cycles of release, rebuild and step: bytes and seconds of the median cycle, and growth since the second.
+
+    Adds each step's figures to ``figures``.
+    """
+    freed, away, back, used = [], [], [], []
+    probe = outside_torch(worker.device) or (lambda: 0)
+    for _ in range(CYCLES):
+        started_s = time.perf_counter()
+        with worker.phase(Phase.OFFLOAD):
+            freed.append(worker.safe.offloader.release_comms())
+        away.append(time.perf_counter() - started_s)
+        with worker.phase(Phase.ONLOAD):
+            worker.safe.offloader.rebuild_comms()
+        _synchronize(worker.device)
+        back.append(time.perf_counter() - started_s - away[-1])
+        figures.append(worker.train(batch, len(batch)))
+        used.append(probe())
+    return {
+        "freed_bytes": median(freed), "release_s": median(away), "rebuild_s": median(back),
+        "cycle_s": median(map(sum, zip(away, back, strict=True))), "cycles_growth_bytes": used[-1] - used[1],
+    }  # fmt: skip
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    dist.barrier()
+    _synchronize(device)
+    started_s = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - started_s
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _batch(job: Job, rank: int) -> SequenceBatch:
+    generator = np.random.default_rng(parallel_state.get_data_parallel_rank())
+    shape = (job.rows, job.tokens)
+    mask = np.zeros(shape, np.float32)
+    mask[:, job.tokens // 4 :] = 1
+    logprobs = np.full(shape, -4.8, np.float32) * mask
+    return SequenceBatch(
+        tokens=generator.integers(7, 100, shape), response_mask=mask, rollout_logprobs=logprobs, old_logprobs=logprobs,
+        advantages=generator.standard_normal(shape[0]).astype(np.float32),
+    )  # fmt: skip
+
+
+def run(jobs: Sequence[Job], rank: int, out: Path) -> int:
+    """Runs each job in a fork, one after the other; returns how many have failed. Writes a line of JSON for each."""
+
+    def work(job: Job) -> dict[str, Any]:
+        return {**asdict(job), **measure(job, rank)}
+
+    done = [in_a_fork(partial(work, job), out / f"{number}_{rank}.json") for number, job in enumerate(jobs)]
+    return done.count(False)
+
+
+def main() -> None:
+    """Runs this rank's part of all jobs."""
+    rank, jobs_file = int(sys.argv[1]), Path(sys.argv[2])
+    jobs = [Job(**fields) for fields in json.loads(jobs_file.read_text(encoding="utf-8"))]
+    sys.exit(min(1, run(jobs, rank, jobs_file.parent)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""One rank of the GPU benchmark: ``python -m benchmarks.gpu_ranks ROLE RANK PORT JOB CONFIG``.
+
+Trainers and rollout ranks without Ray: what Ray adds is seconds at the start, and nothing to a figure. Training rank 0
+prints its figures as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu import CHECKPOINT
+from rl_safe_workers.checkpoint.folders.manifest import model_fingerprint
+from rl_safe_workers.checkpoint.state.state import state_digest
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.driver.preflight import layout_of
+from rl_safe_workers.platforms import cuda
+from rl_safe_workers.platforms.pinned import host_buffer
+from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.store import connect_store
+
+ROUNDS = 4
+"""How often each thing is timed; the first, which allocates, is not counted."""
+STEP_ROUNDS = 9
+"""Of steps, whose time is the host's to launch thousands of kernels and varies by some 10 %."""
+ROWS, TOKENS = 8, 512
+"""Of a training step, on each data-parallel rank."""
+PATIENCE = timedelta(minutes=5)
+
+
+class Ranks:
+    """What both roles share: meeting points and clocks over the store."""
+
+    def __init__(self, config: RunConfig, address: StoreAddress) -> None:
+        self.config, self.address = config, address
+        self.store = connect_store(address, timeout=PATIENCE)
+        self.trainers, self.rollouts = config.cluster.num_trainers, config.cluster.num_rollouts
+        self._meetings = 0
+
+    def meet(self) -> None:
+        """Waits until trainers and rollout ranks have come as far."""
+        self._meetings += 1
+        key = f"bench/meeting/{self._meetings}"
+        if self.store.add(f"{key}/came", 1) == self.trainers + self.rollouts:
+            self.store.set(key, "")
+        self.store.wait([key], PATIENCE)
+
+
+class Rollout(Ranks):
+    """A rollout rank: receives."""
+
+    def __init__(self, config: RunConfig, address: StoreAddress, rank: int) -> None:
+        from rl_safe_workers.rollout.vllm import VllmRollout
+
+        super().__init__(config, address)
+        self.rank, self.worker = rank, VllmRollout(config, rollout_rank=rank)
+
+    def receive(self) -> None:
+        """Takes the weights as often as the trainers send them."""
+        self.worker.start(time.time())
+        specs = [WeightSpec(**{**s, "shape": tuple(s["shape"])}) for s in json.loads(self.store.get("bench/specs"))]
+        self.worker.join(self.address, self.trainers + self.rank, self.trainers + self.rollouts, specs)
+        for _ in range(ROUNDS):
+            self.meet()
+            self.worker.receive_weights()
+            self.meet()
+        self.store.set(f"bench/obstacle/{self.rank}", str(self.worker.loads_through()))
+        self.meet()
+        self.worker.teardown()
+
+
+class Trainer(Ranks):
+    """A training rank: times."""
+
+    def __init__(self, config: RunConfig, address: StoreAddress, rank: int) -> None:
+        from rl_safe_workers.trainer.trainer_worker import TrainerWorker
+
+        super().__init__(config, address)
+        self.rank, self.worker = rank, TrainerWorker(config, training_rank=rank)
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.values: dict[str, Any] = {}
+        self.layout = asdict(layout_of(config))
+
+    def start(self) -> None:
+        """Goes as far as a model with its HF weights."""
+        self.worker.start(time.time())
+        self.worker.enter_world(self.address)
+        self.worker.groups()
+        self.worker.bootstrap()
+        specs = self.worker.convert()
+        if self.rank == 0:
+            self.store.set("bench/specs", json.dumps([asdict(spec) for spec in specs]))
+            self.values["weight_bytes"] = sum(spec.size_bytes for spec in specs)
+
+    def timed(self, name: str, work: Callable[[], Any]) -> Any:
+        """Times work that all trainers begin together, until the last has done it, device included."""
+        dist.barrier()
+        self._synchronize()
+        started_s = time.perf_counter()
+        value = work()
+        self._synchronize()
+        dist.barrier()
+        self.seconds[name].append(time.perf_counter() - started_s)
+        return value
+
+    def _synchronize(self) -> None:
+        if self.worker.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def speeds(self) -> None:
+        """Syncs, steps, offloads."""
+        self.start()
+        if self.rollouts:
+            self._sync()
+        self._steps(_batch(self.rank))
+        self._offload()
+        self.values["device_bytes"] = {e.phase: dict(e.device_bytes) for e in self.worker.safe.lifecycle.drain_events()}
+
+    def _sync(self) -> None:
+        """Weight syncs, until the last rollout rank has its weights in place, and broadcasts of as many bytes."""
+        self.worker.meet_rollouts(self.trainers + self.rollouts)
+        for _ in range(ROUNDS):
+            self.meet()
+            started_s = time.perf_counter()
+            self.worker.sync()
+            self.seconds["sent"].append(time.perf_counter() - started_s)
+            self.meet()
+            self.seconds["sync"].append(time.perf_counter() - started_s)
+        self.meet()
+        self.values["obstacles"] = [self.store.get(f"bench/obstacle/{rank}").decode() for rank in range(self.rollouts)]
+        for _ in range(ROUNDS):
+            self.timed("export", lambda: deque(self.worker.export_hf_weights(), maxlen=0))
+        if self.trainers < 2:
+            return
+        whole = torch.empty(
+            _on_rank_0(self.values.get("weight_bytes", 0)), dtype=torch.uint8, device=self.worker.device
+        )
+        for _ in range(ROUNDS):
+            self.timed("broadcast", lambda: dist.broadcast(whole, src=0))
+
+    def _steps(self, batch: Any) -> None:
+        """Training steps, ours and those of a loop over Megatron alone, by turns."""
+        for _ in range(STEP_ROUNDS):
+            self.timed("step", partial(self.worker.train, batch, len(batch)))
+            self.timed("bare_step", partial(_bare_step, self.worker, batch))
+
+    def _offload(self) -> None:
+        size_bytes = _copied_bytes(self.worker)
+        for _ in range(ROUNDS):
+            self.timed("offload", self.worker.offload)
+            self.timed("onload", self.worker.onload)
+        self.values["moved_bytes"] = size_bytes
+        device = torch.empty(size_bytes, dtype=torch.uint8, device=self.worker.device)
+        host = host_buffer(size_bytes, pinned=device.is_cuda)
+        for _ in range(ROUNDS):
+            self.timed("to_host", lambda: host.copy_(device, non_blocking=True))
+            self.timed("to_device", lambda: device.copy_(host, non_blocking=True))
+
+    def saves(self) -> None:
+        """Saves, sync and async, of a model with an optimizer that has taken a step, and plain writes."""
+        self.start()
+        batch = _batch(self.rank)
+        self.worker.train(batch, len(batch))
+        root = Path(self.config.trainer.default_local_dir or "")
+        fingerprint = model_fingerprint(self.config.model.path)
+        save = partial(self.worker.save_checkpoint, root, fingerprint=fingerprint, layout=self.layout, driver_state={})
+        path = self.timed("save", lambda: save(step=1))
+        files = [f.stat().st_size for f in path.rglob("*.distcp")]
+        self.values["checkpoint_bytes"] = sum(files)
+        self.timed("plain_write", partial(_write_plainly, root / f"plain_{self.rank}", sum(files) // self.trainers))
+        (root / f"plain_{self.rank}").unlink()
+        for step in (2, 3):
+            self.timed("blocked", partial(save, step=step, background=True))
+            self.worker.finalize_checkpoint()
+
+    def repeatable_steps(self) -> None:
+        """Takes steps with deterministic settings and prints a digest of every bit of the state."""
+        cuda.make_deterministic()
+        # Part of the state, and new in every process.
+        random.seed(0)
+        np.random.seed(0)
+        self.start()
+        batch = _batch(self.rank)
+        for _ in range(2):
+            self.worker.train(batch, len(batch))
+        self.values["digest"] = state_digest(self.worker.chunks, self.worker.optimizer)
+
+    def digest(self) -> None:
+        """Loads a checkpoint and prints a digest of the whole model as HF weights."""
+        self.start()
+        path = Path(os.environ[CHECKPOINT])
+        self.worker.load_checkpoint(path, fingerprint=model_fingerprint(self.config.model.path), layout=self.layout)
+        # Under another layout the weights come in another order.
+        digests = {name: _digest(tensor) for name, tensor in self.worker.export_hf_weights()}
+        self.values["digest"] = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+    def end(self) -> None:
+        """Takes the worlds down; training rank 0 prints what was found."""
+        if self.rank == 0:
+            found = {**{name: median(values[1:] or values) for name, values in self.seconds.items()}, **self.values}
+            sys.stdout.write(json.dumps(found) + "\n")
+            sys.stdout.flush()
+        self.worker.teardown()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def _on_rank_0(number: int) -> int:
+    shared = [number]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def _batch(rank: int) -> Any:
+    from rl_safe_workers.trainer.batch import SequenceBatch
+
+    generator = np.random.default_rng(rank)
+    shape = (ROWS, TOKENS)
+    mask = np.zeros(shape, np.float32)
+    mask[:, TOKENS // 4 :] = 1
+    logprobs = np.full(shape, -4.8, np.float32) * mask
+    return SequenceBatch(
+        tokens=generator.integers(7, 100, shape), response_mask=mask, rollout_logprobs=logprobs, old_logprobs=logprobs,
+        advantages=generator.standard_normal(shape[0]).astype(np.float32),
+    )  # fmt: skip
+
+
+def _bare_step(worker: Any, batch: Any) -> None:
+    """A step as Megatron's own training loop takes it: the same model, optimizer, micro-batches and tokens."""
+    from megatron.core import tensor_parallel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    tokens = torch.tensor(batch.tokens, device=worker.device)
+    positions = torch.arange(tokens.shape[1], device=worker.device)
+    micro = worker.config.actor.ppo_micro_batch_size_per_gpu
+
+    def forward_step(data: Iterator[torch.Tensor], model: Any) -> Any:
+        rows = next(data)
+        logits = model(input_ids=rows, position_ids=positions.expand_as(rows), attention_mask=None)[:, :-1].float()
+        nll = tensor_parallel.vocab_parallel_cross_entropy(
+            logits.transpose(0, 1).contiguous(), rows[:, 1:].transpose(0, 1).contiguous()
+        )
+
+        def loss(output: torch.Tensor) -> Any:
+            total = output.sum()
+            return total, torch.tensor(output.numel(), device=output.device), {"loss": total.detach()}
+
+        return nll, loss
+
+    for chunk in worker.chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    worker.optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=forward_step, data_iterator=iter(torch.split(tokens, micro)), model=worker.chunks,
+        num_microbatches=len(tokens) // micro, seq_length=tokens.shape[1], micro_batch_size=micro, forward_only=False,
+    )  # fmt: skip
+    worker.optimizer.step()
+
+
+def _copied_bytes(worker: Any) -> int:
+    """Bytes that an offload copies; it only frees the gradients."""
+    from rl_safe_workers.platforms.device_memory import megatron_owned
+
+    held = megatron_owned(worker.chunks, worker.optimizer, device_type=worker.device.type)
+    return held["weights"] + held["optimizer"]
+
+
+def _write_plainly(path: Path, size_bytes: int) -> None:
+    block = memoryview(bytes(64 * 2**20))
+    with path.open("wb") as file:
+        for start in range(0, size_bytes, block.nbytes):
+            file.write(block[: size_bytes - start])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def main() -> None:
+    """Runs this process's part of a job."""
+    role, rank, port, job, text = sys.argv[1:6]
+    config = RunConfig.model_validate_json(text)
+    address = StoreAddress(host="127.0.0.1", port=int(port), secret=bytes.fromhex(sys.stdin.readline()))
+    if role == "rollout":
+        Rollout(config, address, int(rank)).receive()
+        return
+    trainer = Trainer(config, address, int(rank))
+    getattr(trainer, job)()
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The main job: does it learn, do rollout and trainer agree, and what does it cost? For three seeds, none chosen.
+
+Each seed runs in a folder of its own that starts empty, so its seconds include the making of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import rl_safe_workers
+from benchmarks.table import Goal, Relation, Row, machine_in_words
+from rl_safe_workers.driver import metrics as names
+from rl_safe_workers.driver.console import GIB
+from rl_safe_workers.driver.process_memory import MemorySampler
+from rl_safe_workers.errors import ConfigError, RunError
+from rl_safe_workers.own_process import module_command
+from rl_safe_workers.versions import installed_versions
+
+SEEDS = (0, 1, 2)
+STEPS = 20
+LAST_STEPS = 5
+"""Steps at the end whose mean reward is compared with that of the first step."""
+INTERRUPTED_S = 60.0
+"""How long a run may take to end after Ctrl-C."""
+RECIPE = Path(rl_safe_workers.__file__).parents[1] / "recipes" / "quickstart.yaml"
+
+LEARNING = Goal(relation=Relation.AT_LEAST, bound=2)
+GAP = Goal(relation=Relation.AT_MOST, bound=1e-5)
+WALL = Goal(relation=Relation.AT_MOST, bound=75)
+MEMORY = Goal(relation=Relation.AT_MOST, bound=8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What one run comes to."""
+
+    seed: int
+    learning: float
+    """Mean reward of the last steps over that of the first."""
+    gap: float
+    """Largest difference between rollout's and trainer's log-probability of a sampled token, in nats."""
+    wall_s: float
+    """From the start of the process to its exit."""
+    peak_gib: float
+    """All processes together, at one time."""
+
+
+def measure(report: Callable[[str], None]) -> list[Row]:
+    """Runs the recipe once for each seed.
+
+    Args:
+        report: Takes a line of progress after each run.
+
+    Raises:
+        ConfigError: If this is no checkout with recipes.
+        RunError: If a run fails.
+    """
+    if not RECIPE.is_file():
+        raise ConfigError(f"bench quickstart: {RECIPE} does not exist; run it from a checkout, installed in place")
+    results = []
+    for seed in SEEDS:
+        with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
+            figures = run_seed(seed, Path(folder))
+        report(
+            f"seed {seed}: reward gain {figures.learning:.2f}, gap {figures.gap:.2e} nat, "
+            f"{figures.wall_s:.1f} s, {figures.peak_gib:.2f} GiB"
+        )
+        results.append(figures)
+    return to_rows(results, machine=machine_in_words(), versions=installed_versions())
+
+
+def run_seed(seed: int, folder: Path) -> Figures:
+    """Runs the recipe in an empty folder and measures it from outside."""
+    overrides = [f"trainer.seed={seed}", f"trainer.total_training_steps={STEPS}", "trainer.run_name=bench"]
+    command = module_command("rl_safe_workers", "run", str(RECIPE), *overrides)
+    started_s = time.monotonic()
+    with MemorySampler() as memory:
+        code, complaint = _run(command, folder)
+    wall_s = time.monotonic() - started_s
+    if code != 0:
+        reason = (complaint.strip().splitlines() or ["it says nothing"])[-1]
+        raise RunError(f"bench quickstart: the run for seed {seed} ended with exit code {code}: {reason}")
+    lines = (folder / "outputs" / "bench" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return to_figures(seed, [json.loads(line) for line in lines], wall_s=wall_s, peak_bytes=memory.peak_bytes)
+
+
+def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Runs a command in a folder; returns its exit code and what it wrote to stderr."""
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        _, complaint = process.communicate()
+    except BaseException:
+        # Killed, as subprocess.run would, it could not take its own processes along.
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=INTERRUPTED_S)
+        raise
+    return process.returncode, complaint
+
+
+def to_figures(seed: int, records: Sequence[Mapping[str, Any]], *, wall_s: float, peak_bytes: int) -> Figures:
+    """Sums up the metrics of one run."""
+    rewards = [record[names.REWARD_MEAN] for record in records]
+    return Figures(
+        seed=seed,
+        learning=mean(rewards[-LAST_STEPS:]) / rewards[0],
+        gap=max(record[names.LOGPROB_GAP_MAX] for record in records),
+        wall_s=wall_s,
+        peak_gib=peak_bytes / GIB,
+    )
+
+
+def to_rows(results: Sequence[Figures], *, machine: str, versions: Mapping[str, str]) -> list[Row]:
+    """Returns learning for each seed, and the worst run of all for the rest."""
+    per_seed = [(f"reward gain, seed {r.seed}", "", r.learning, LEARNING, 1) for r in results]
+    worst = [
+        ("logprob gap, worst", "nat", max(r.gap for r in results), GAP, len(results)),
+        ("wall time, worst", "s", max(r.wall_s for r in results), WALL, len(results)),
+        ("peak memory, worst", "GiB", max(r.peak_gib for r in results), MEMORY, len(results)),
+    ]
+    return [
+        Row(name=name, unit=unit, ours=ours, goal=goal, runs=runs, machine=machine, versions=versions)
+        for name, unit, ours, goal, runs in [*per_seed, *worst]
+    ]

@@ -1,0 +1,258 @@
+"""A lock between runs, on a file that they share: whoever holds it says so, and loses it when its process ends.
+
+The file names its holder from its first moment on: it is written under another name and linked to its own. What is
+there and does not name a holder is no lock of ours: it is neither emptied nor removed.
+
+Pure Python: starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from rl_safe_workers.errors import CheckpointError
+from rl_safe_workers.foreign_files import MALFORMED, printable, read_foreign
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+_LIMIT_BYTES = 4096
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_held: set[tuple[int, int]] = set()
+"""Device and inode of the locks that this process holds. It must not open one again: closing it would let it go."""
+_changing = threading.Lock()
+"""Held by the thread that takes or leaves a lock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """What a lock's file says."""
+
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        """Names the process."""
+        return f"process {self.pid} on {printable(self.host)}"
+
+    @classmethod
+    def parse(cls, text: bytes) -> Holder | None:
+        """Reads what a lock's file says; None if it is no lock of ours."""
+        try:
+            fields = json.loads(text)
+            host, pid = fields["host"], fields["pid"]
+        except MALFORMED:
+            return None
+        is_one = fields.keys() == {"host", "pid"} and isinstance(host, str) and type(pid) is int
+        return cls(host=host, pid=pid) if is_one and len(host) <= 256 and 0 < pid < 2**31 else None
+
+
+def _me() -> Holder:
+    return Holder(host=socket.gethostname(), pid=os.getpid())
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Takes the lock if nobody has it.
+
+    A POSIX record lock: it ends with the process, works between hosts over NFS and Lustre, and is not inherited, so
+    that a writer process which outlives a killed trainer does not keep it. (``flock``, and with it the filelock
+    library, fails the last; filelock also empties the file in which the holder is named.)
+    """
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _is_current(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still the one of that name: a holder removes it before letting go."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def check_lock(path: Path) -> None:
+    """Refuses a lock's name that something else has. Writes nothing, and does not wait.
+
+    Raises:
+        CheckpointError: One line, with the name and what to do.
+    """
+    try:
+        if _identity(path.lstat()) in _held:
+            return
+        is_lock = not path.is_symlink() and Holder.parse(read_foreign(path, limit_bytes=_LIMIT_BYTES)) is not None
+    except FileNotFoundError:
+        return
+    except OSError:
+        is_lock = False
+    if not is_lock:
+        raise _not_a_lock(path)
+
+
+def _not_a_lock(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{printable(str(path))} cannot be locked: it is no lock of ours, so it is left alone; move it away or choose "
+        "another place"
+    )
+
+
+def _describe_holder(path: Path) -> str:
+    try:
+        if _identity(path.lstat()) in _held:
+            return "this process"
+        holder = Holder.parse(read_foreign(path, limit_bytes=_LIMIT_BYTES))
+    except OSError:
+        holder = None
+    return "another process" if holder is None else str(holder)
+
+
+def _make(path: Path) -> None:
+    """Makes the lock's file, with this process as its holder, unless something has the name."""
+    own = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        _write(own)
+        os.link(own, path)
+    except FileExistsError:
+        return
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        with suppress(FileExistsError):
+            _write(path)  # a process that finds it before it is written refuses it
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def _write(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        os.write(descriptor, json.dumps(asdict(_me())).encode())
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    """Opens what has the lock's name, and makes it if nothing has.
+
+    Raises:
+        CheckpointError: If it is a link, or not a regular file.
+        OSError: If it cannot be made or opened.
+    """
+    while True:
+        if not os.path.lexists(path):
+            _make(path)
+        try:
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise _not_a_lock(path)
+            return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # its holder has let it go
+
+
+def _try_acquire(path: Path) -> int | None:
+    """Takes the lock; None while another process has it. Returns the descriptor that keeps it."""
+    with _changing:
+        return None if _is_held_here(path) else _try_to_take(path)
+
+
+def _try_to_take(path: Path) -> int | None:
+    while True:
+        with ExitStack() as opened:
+            descriptor = _open(path)
+            opened.callback(os.close, descriptor)
+            if not _try_lock(descriptor):
+                return None
+            if not _is_current(descriptor, path):
+                continue
+            holder = Holder.parse(os.pread(descriptor, _LIMIT_BYTES, 0))
+            if holder is None:
+                raise _not_a_lock(path)
+            if holder == _me():
+                opened.pop_all()
+                _held.add(_identity(os.fstat(descriptor)))
+                return descriptor
+            # Of a process that has ended. Removed while it is held: whoever waits notices and makes a new one.
+            path.unlink()
+
+
+def _is_held_here(path: Path) -> bool:
+    try:
+        return _identity(path.lstat()) in _held
+    except OSError:
+        return False
+
+
+def _let_go(descriptor: int, path: Path) -> None:
+    with _changing:
+        if _is_current(descriptor, path):
+            path.unlink(missing_ok=True)  # while it is held: whoever waits notices and makes a new one
+        _held.discard(_identity(os.fstat(descriptor)))
+        os.close(descriptor)
+
+
+@contextmanager
+def exclusive(path: Path, *, timeout: timedelta, setting: str, what: str | None = None) -> Iterator[bool]:
+    """Holds a lock for the body, against every other process on every host that shares the file system.
+
+    Against another thread of this process as well, and against a second lock on the same path in it.
+
+    Args:
+        path: The lock's file; its folder exists. Removed when the lock is let go.
+        timeout: Longest wait; zero tries once.
+        setting: The configuration key for the error: with a timeout the one that moves it, without one the one to
+            change to another place.
+        what: What is locked, for the error; None: the file.
+
+    Yields:
+        Whether another process had it first.
+
+    Raises:
+        CheckpointError: If another process still has it when the time is up, naming host and process; or if the file
+            cannot be made or locked, or is no lock of ours.
+    """
+    started_s, has_waited, shown = time.monotonic(), False, printable(what or str(path))
+    try:
+        while (descriptor := _try_acquire(path)) is None:
+            if not timeout:
+                raise CheckpointError(
+                    f"{_describe_holder(path)} holds {shown}: let it finish or end it, or change {setting}"
+                )
+            if not has_waited:
+                logger.info("waiting for %s, which holds %s", _describe_holder(path), shown)
+            has_waited = True
+            if (waited_s := time.monotonic() - started_s) >= timeout.total_seconds():
+                raise CheckpointError(
+                    f"{_describe_holder(path)} has held {shown} for the {waited_s:.1f} s that this run waited: "
+                    f"let it finish or end it, or raise {setting}"
+                )
+            time.sleep(POLL_S)
+    except OSError as error:
+        raise CheckpointError(
+            f"{printable(str(path))} cannot be locked: {error}; choose a place on a file system with locks"
+        ) from error
+    try:
+        yield has_waited
+    finally:
+        _let_go(descriptor, path)

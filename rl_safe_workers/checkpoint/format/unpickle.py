@@ -1,0 +1,286 @@
+"""Reads the pickles of a torch_dist checkpoint without running anything they ask for.
+
+A pickle is a program that may call whatever it can name. Two readers keep it from that:
+
+* ``.metadata``, which may be large, goes through Python's own reader, where each listed name gives a stand-in: an inert
+  `Record` that keeps what it was given. It may still waste memory or time, so it is called in a bounded child alone.
+* The small pickles within archives of ``torch.save`` go through `read_tree`, which calls, hashes and compares nothing:
+  it gives a tree of plain values and of what was to be called with what.
+
+Both refuse a name that is not listed before anything is made of it.
+
+Pure Python: starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NoReturn
+
+from rl_safe_workers.checkpoint.format import format_names as names
+from rl_safe_workers.checkpoint.format.gc_pause import gc_paused
+from rl_safe_workers.errors import CheckpointError, UnsafeCheckpointError
+from rl_safe_workers.foreign_files import MALFORMED, TEXT_CHARACTERS, described, printable, read_foreign
+
+METADATA_BYTES = 16 * 2**30
+"""Largest ``.metadata``."""
+STEPS = 10**6
+"""How much a pickle within an archive may hold: reads of its opcodes and their arguments. A usual one has thousands."""
+
+
+class _Refused(Exception):
+    """Carries the name that a pickle asked for in vain."""
+
+
+class _Sealed(type):
+    """Makes a class read-only: BUILD sets attributes of whatever lies on the stack, and that may be a class."""
+
+    def __setattr__(cls, name: str, value: object) -> NoReturn:
+        raise TypeError(f"a pickle may not change {cls.__name__}")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+
+class Record(metaclass=_Sealed):
+    """Stands for an object of a foreign class. Its fields are ``vars(record)``, never methods called on it."""
+
+    def __init__(self, *args: object) -> None:
+        vars(self)["args"] = args
+
+
+class _StatefulRecord(Record):
+    """A record whose state is not always a dict of attributes."""
+
+    def __setstate__(self, state: object) -> None:
+        vars(self).update(state if isinstance(state, dict) else {"state": state})
+
+
+class EnumMember(Record):
+    """Stands for a member of an enum; ``args`` holds its value, or its name."""
+
+
+class _Getattr(metaclass=_Sealed):
+    """``getattr`` as Python 3.11.0 pickles enum members with; nothing else may be had with it."""
+
+    def __new__(cls, owner: object, name: object) -> EnumMember:  # type: ignore[misc]
+        if not (isinstance(owner, _Sealed) and issubclass(owner, EnumMember) and isinstance(name, str)):
+            raise _Refused("builtins.getattr (of what is no enum)")
+        return owner(name)
+
+
+class _First(metaclass=_Sealed):
+    """A function whose result is as good as its argument."""
+
+    def __new__(cls, value: object) -> Any:
+        return value
+
+
+def _stand_ins(listed: names.Names, base: type[Record]) -> dict[tuple[str, str], Any]:
+    return {(module, name): _Sealed(name, (base,), {}) for module, found in listed.items() for name in found}
+
+
+METADATA_NAMES: Mapping[tuple[str, str], Any] = MappingProxyType(
+    {
+        **{("builtins", kind.__name__): kind for kind in (set, frozenset)},
+        **{("__builtin__", kind.__name__): kind for kind in (set, frozenset)},
+        ("builtins", "getattr"): _Getattr,
+        ("__builtin__", "getattr"): _Getattr,
+        ("collections", "OrderedDict"): OrderedDict,
+        **_stand_ins(names.METADATA_RECORDS, Record),
+        **_stand_ins(names.METADATA_STATEFUL, _StatefulRecord),
+        **_stand_ins(names.METADATA_ENUMS, EnumMember),
+        **{("torch", name): name for name in names.ITEM_BITS},
+        ("torch", "Size"): tuple,
+        ("torch.serialization", "_get_layout"): _First,
+    }
+)
+"""What ``.metadata`` may ask for: ``(module, name)`` to what it gets instead."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Looks a name up in the list, and nowhere else: dots in it reach nothing."""
+        try:
+            return METADATA_NAMES[module, name]
+        except KeyError:
+            raise _Refused(f"{module}.{name}") from None
+
+
+def read_metadata_record(path: Path, *, within: Path) -> Record:
+    """Reads a torch_dist ``.metadata`` file into records. For a bounded child: it may take any memory and time.
+
+    Raises:
+        UnsafeCheckpointError: If it asks for a name that the format does not need; the message has the name.
+        CheckpointError: If it is missing or malformed.
+    """
+    try:
+        data = read_foreign(path, limit_bytes=METADATA_BYTES, within=within)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; is this a torch_dist checkpoint?") from error
+    # EXT opcodes take what an earlier, unrestricted pickle has cached past find_class.
+    copyreg.clear_extension_cache()
+    with gc_paused():
+        record = _load(_MetadataUnpickler(io.BytesIO(data)), str(path))
+    if not isinstance(record, Record):
+        raise CheckpointError(f"{path} holds a {type(record).__name__}, not the metadata of a checkpoint")
+    return record
+
+
+def _load(unpickler: pickle.Unpickler | pickle._Unpickler, source: str) -> Any:
+    try:
+        return unpickler.load()
+    except _Refused as error:
+        raise UnsafeCheckpointError(
+            f"{source} asks for {printable(str(error)[:TEXT_CHARACTERS])}, which no checkpoint needs: refused, and "
+            "nothing of it was run; take a checkpoint that you know the writer of"
+        ) from None
+    except MALFORMED as error:
+        raise CheckpointError(
+            f"{source} is damaged: it is not a pickle of a checkpoint ({described(error)}); take another one"
+        ) from error
+
+
+class Name:
+    """A class, function or constant that a pickle names. Nothing is made of it."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        """``module.name``."""
+
+
+class Pairs:
+    """What is to be a dict: keys and values by turns, which nobody has hashed."""
+
+    __slots__ = ("items",)
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+
+class Call:
+    """What is to be called, with what."""
+
+    __slots__ = ("args", "items", "name", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
+        self.name, self.args = name, args
+        self.state: Any = None
+        """What is then to be set on the result."""
+        self.items: list[Any] = []
+        """What is then to be added to it: elements, or keys and values by turns."""
+
+
+class _Steps(io.BytesIO):
+    """Bytes that are read so many times and no more."""
+
+    left = STEPS
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            raise pickle.UnpicklingError(f"more than {STEPS} steps")
+        return super().read(size)
+
+
+_OPCODES = (
+    pickle.PROTO, pickle.STOP, pickle.GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD, pickle.BINPERSID,
+    pickle.MARK, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_TUPLE, pickle.EMPTY_LIST,
+    pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS, pickle.NONE, pickle.NEWTRUE,
+    pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE,
+    pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET,
+)  # fmt: skip
+"""What torch.save writes with its protocol, 2, and torch.load(weights_only=True) reads."""
+
+
+class _TreeUnpickler(pickle._Unpickler):
+    """The reader in Python, whose opcodes can be left out or replaced one by one."""
+
+    dispatch: ClassVar[dict[int, Any]] = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}
+    stack: list[Any]
+    append: Any
+
+    def find_class(self, module: str, name: str) -> Name:
+        text = f"{module.replace('__builtin__', 'builtins')}.{name}"
+        if text not in names.TREE_NAMES:
+            raise _Refused(f"{module}.{name}")
+        return Name(text)
+
+    def persistent_load(self, pid: Any) -> Call:
+        """Stands in for a storage, which ``torch.save`` keeps beside the pickle."""
+        if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
+            raise pickle.UnpicklingError("a persistent id that is no storage")
+        return Call("storage", pid[1:])
+
+    def load_call(self) -> None:
+        args, function = self.stack.pop(), self.stack.pop()
+        if type(function) is not Name or type(args) is not tuple:
+            raise pickle.UnpicklingError("a call of what is no function")
+        self.append(Call(function.text, args))
+
+    def load_state(self) -> None:
+        state, call = self.stack.pop(), self.stack[-1]
+        if type(call) is not Call or call.state is not None:
+            raise pickle.UnpicklingError(f"a state for a {type(call).__name__}")
+        call.state = state
+
+    def load_dict(self) -> None:
+        self.append(Pairs())
+
+    def load_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._add([key, value])
+
+    def load_items(self) -> None:
+        self._add(self.pop_mark())
+
+    def load_element(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def load_elements(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _add(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) not in (Pairs, Call) or len(items) % 2:
+            raise pickle.UnpicklingError(f"items for a {type(target).__name__}")
+        target.items += items
+
+    def _extend(self, elements: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) not in (list, Call):
+            raise pickle.UnpicklingError(f"elements for a {type(target).__name__}")
+        (target if type(target) is list else target.items).extend(elements)
+
+    def pop_mark(self) -> list[Any]:
+        items: list[Any] = super().pop_mark()  # type: ignore[misc]
+        return items
+
+    dispatch |= {
+        pickle.REDUCE[0]: load_call, pickle.NEWOBJ[0]: load_call, pickle.BUILD[0]: load_state,
+        pickle.EMPTY_DICT[0]: load_dict, pickle.SETITEM[0]: load_item, pickle.SETITEMS[0]: load_items,
+        pickle.APPEND[0]: load_element, pickle.APPENDS[0]: load_elements,
+    }  # fmt: skip
+
+
+def read_tree(data: bytes, *, source: str) -> Any:
+    """Reads the pickle of an archive of ``torch.save`` into a tree of values, `Name`, `Pairs` and `Call`.
+
+    The tree may hold one part in many places, or in itself. Takes memory and time by the length of the data.
+
+    Args:
+        data: The record ``data.pkl``.
+        source: How errors name it.
+
+    Raises:
+        UnsafeCheckpointError: If it asks for a name that no checkpoint needs; the message has the name.
+        CheckpointError: If it is malformed.
+    """
+    return _load(_TreeUnpickler(_Steps(data)), source)

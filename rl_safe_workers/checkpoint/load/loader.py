@@ -1,0 +1,468 @@
+"""Loads a torch_dist checkpoint under any layout without a collective: each rank reads what it needs.
+
+Every byte is read here, and megatron-core opens no file of a checkpoint: its own readers trust what they read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from rl_safe_workers.checkpoint.folders.conversion_folder import find_megatron_weights
+from rl_safe_workers.checkpoint.folders.manifest import SHARDS, Manifest, check_fingerprint, read_manifest
+from rl_safe_workers.checkpoint.format.archives import Archive, read_pickle
+from rl_safe_workers.checkpoint.format.gc_pause import gc_paused
+from rl_safe_workers.checkpoint.format.index import (
+    COMMON,
+    ByteRange,
+    CheckpointIndex,
+    Chunk,
+    TensorEntry,
+    chunk_bytes,
+    read_index,
+)
+from rl_safe_workers.checkpoint.format.rectangles import Index, uncovered
+from rl_safe_workers.checkpoint.load.values import make_value
+from rl_safe_workers.checkpoint.state.megatron import CONTENT_METADATA_KEY, StateFilling
+from rl_safe_workers.checkpoint.state.model_state import model_state, restore_model
+from rl_safe_workers.checkpoint.state.pieces import Piece, Split, coalesce, split
+from rl_safe_workers.checkpoint.state.state import restore_state, sharded_state, state_digest
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, RlSafeError
+from rl_safe_workers.foreign_files import HOLE_BYTES, MALFORMED, described, open_foreign
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.worlds.training_rank import Part
+
+logger = logging.getLogger(__name__)
+
+OPEN_FILES = 32
+"""Files that a load has open at once: a checkpoint of a thousand ranks has a thousand."""
+LISTED = 10
+"""Keys that an error names at most."""
+OURS_TO_IGNORE = ("rng_state/", "common_state/")
+"""Objects that a load may leave out: random states of another number of ranks, and the common state."""
+OBJECT_BYTES = 512 * 2**20
+"""Largest object, or common state; a usual one has kilobytes."""
+ENVELOPE_BYTES = 2**20
+"""What an archive may have around a tensor's elements; torch.save takes a thousandth of it."""
+
+
+def read_content_metadata(directory: Path) -> dict[str, Any] | None:
+    """How the state dict of a checkpoint was made, as whoever saved it wrote down; None if it did not. Not collective.
+
+    Raises:
+        UnsafeCheckpointError: If the checkpoint asks for a name that no checkpoint needs; the message has it.
+        CheckpointError: If it cannot be read.
+    """
+    with Blobs(directory) as blobs:
+        index = None if (directory / COMMON).exists() else read_index(directory)
+        found = blobs.load_common(index).get(CONTENT_METADATA_KEY)
+    if not isinstance(found, dict | None):
+        raise CheckpointError(f"{directory} describes its format by a {type(found).__name__}; take another checkpoint")
+    return found
+
+
+class Loader:
+    """Loads of one rank. Every method is called by all ranks of the training world alike."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+
+    def load(
+        self,
+        describe: Callable[[], dict[str, Any]],
+        directory: Path,
+        *,
+        timeout: timedelta,
+        restore: Callable[[dict[str, Any]], None] = lambda loaded: None,
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """Reads what a sharded state dict asks for, in place where it has data.
+
+        Collective over: the training world, through the store alone. Whatever fails on one rank fails on all.
+
+        Args:
+            describe: Makes Megatron's sharded state dict, for loading.
+            directory: Of the shards.
+            timeout: For each of the two agreements: that all is there, and that all has been read and restored.
+            restore: Puts what was loaded in place.
+            strict: Whether a key that no rank asks for is an error; one that is missing always is.
+
+        Returns:
+            The state dict with tensors and objects in the place of their descriptions, and the common state.
+
+        Raises:
+            CheckpointMismatchError: On every rank, with the missing and unexpected keys and shapes that differ.
+            CheckpointError: On every rank, if one cannot read its part.
+            PhaseTimeoutError: Naming the ranks that did not report in time.
+        """
+        operation, deadline = self._control.begin("load", phase=Phase.LOAD), Deadline.after(timeout)
+        failure: Exception | None = None
+        state, index, asked, complaint = {}, None, set[str](), ""
+        try:
+            state = describe()
+            index = read_index(directory)
+            parts = split(state)
+            complaint = compare(parts, index)
+            asked = {s.key for s in parts.tensors} | {s.unique_key for s in parts.objects}
+        except Exception as error:
+            failure = error
+        operation.gathering("ready").settle(
+            deadline,
+            failure=failure,
+            report=(sorted(asked), complaint),
+            decide=lambda reports: _check_fit(reports, index, strict),
+            foreign=CheckpointError,
+        )
+        assert index is not None, "else the agreement has raised"
+        loaded: dict[str, Any] = {}
+        try:
+            with Blobs(directory) as blobs:
+                filling, common = StateFilling(state), blobs.load_common(index)
+                loaded = filling.finish(common, _read_shards(filling.shards, index, blobs))
+            restore(loaded)
+        except RlSafeError as error:
+            failure = error
+        except Exception as error:
+            failure = CheckpointError(f"{directory} cannot be loaded: {described(error)}")
+            failure.__cause__ = error
+        operation.gathering("read").settle(Deadline.after(timeout), failure=failure)
+        return loaded
+
+
+def compare(parts: Split, index: CheckpointIndex) -> str:
+    """Says what of a rank's shards the checkpoint does not have, or has in another shape; empty if it has them all."""
+    missing = {shard.unique_key for shard in parts.objects} - index.objects.keys()
+    other = set()
+    for shard in parts.tensors:
+        if shard.key not in index.tensors:
+            missing.add(shard.key)
+        elif not shard.allow_shape_mismatch and index.tensors[shard.key].shape != tuple(shard.global_shape):
+            other.add(f"{shard.key} is {list(index.tensors[shard.key].shape)} there, {list(shard.global_shape)} here")
+    complaints = [f"missing: {_shorten(sorted(missing))}"] if missing else []
+    return "; ".join(complaints + ([f"of another shape: {_shorten(sorted(other))}"] if other else []))
+
+
+def _check_fit(reports: Sequence[tuple[list[str], str]], index: CheckpointIndex | None, strict: bool) -> None:
+    """Checks on rank 0 that the checkpoint has what all ranks ask for, and nothing else."""
+    complaints = [complaint for _, complaint in reports if complaint]
+    asked = {key for keys, _ in reports for key in keys}
+    stored = [] if index is None else [*index.tensors, *index.objects]
+    unexpected = sorted(key for key in stored if key not in asked and not key.startswith(OURS_TO_IGNORE))
+    if unexpected and strict:
+        complaints.append(f"unexpected: {_shorten(unexpected)}")
+    elif unexpected:
+        logger.warning("the checkpoint has %d keys that nobody asks for: %s", len(unexpected), _shorten(unexpected))
+    if complaints:
+        raise CheckpointMismatchError(f"the checkpoint does not fit the model: {'; '.join(dict.fromkeys(complaints))}")
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def _read_shards(state: dict[str, Any], index: CheckpointIndex, blobs: Blobs) -> dict[str, Any]:
+    """Returns the state dict with tensors and objects in the place of sharded ones."""
+    parts = split(state)
+    for shard in parts.tensors:
+        if shard.data is None:
+            shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
+        elif shard.allow_shape_mismatch:
+            shard.data.detach().zero_()
+    read_pieces(parts.tensors, index, blobs)
+    for item in parts.objects:
+        item.data = blobs.load_object(index.objects[item.unique_key], item.unique_key)
+    result: dict[str, Any] = _data_of(state)
+    return result
+
+
+def _data_of(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {k: _data_of(v) for k, v in state.items()}
+    if isinstance(state, list):
+        return [_data_of(v) for v in state]
+    return state.data if isinstance(state, (ShardedTensor, ShardedObject)) else state
+
+
+def load_value(archive: Archive) -> Any:
+    """Makes the value that an archive of ``torch.save`` holds, on the host.
+
+    Raises:
+        UnsafeCheckpointError: If it asks for a name that no checkpoint needs; the message has the name.
+        CheckpointError: If it is damaged, of a class that is not installed here, or has more parts than a value may.
+    """
+    try:
+        with gc_paused():
+            _check_byte_order(archive)
+            value, storages = make_value(read_pickle(archive), archive.size)
+            for record, storage in storages.items():
+                if storage.numel():
+                    archive.read_into(record, storage.numpy())
+            return value
+    except (*MALFORMED, RuntimeError, ImportError) as error:
+        raise CheckpointError(
+            f"{archive.source} cannot be read: what it holds is damaged, or not of what is installed here "
+            f"({described(error)}); take another one"
+        ) from error
+
+
+def _check_byte_order(archive: Archive) -> None:
+    if "byteorder" not in archive:
+        return
+    order = bytearray(min(archive.size("byteorder"), 16))
+    archive.read_into("byteorder", order)
+    if order != b"little":
+        raise ValueError("the bytes of a machine of another order")
+
+
+class Blobs:
+    """The files of a directory of shards, opened when they are first read from."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> Blobs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def load_object(self, place: ByteRange | None, key: str) -> Any:
+        """Reads an object, which megatron-core stores in a list of its own.
+
+        Raises:
+            CheckpointError: If it is damaged.
+            UnsafeCheckpointError: If it asks for a name that no checkpoint needs.
+        """
+        value = load_value(self._dense(self._archive(self._placed(place, key), key)))
+        if not isinstance(value, list) or len(value) != 1:
+            raise CheckpointError(f"{key} is no object of a checkpoint, but a {type(value).__name__}; take another one")
+        return value[0]
+
+    def load_common(self, index: CheckpointIndex | None) -> dict[str, Any]:
+        """Reads what every rank holds alike: ``common.pt``, or the object that takes its place.
+
+        Args:
+            index: Of the checkpoint; None if it has the file.
+
+        Raises:
+            CheckpointError: If there is neither, or it is damaged.
+            UnsafeCheckpointError: If it asks for a name that no checkpoint needs.
+        """
+        if index is not None and index.common_object and not (self._directory / COMMON).exists():
+            found = self.load_object(index.objects[index.common_object], index.common_object)
+        else:
+            file = self._opened(COMMON)
+            size = os.fstat(file.fileno()).st_size
+            found = load_value(self._dense(Archive(file, 0, size, source=str(self._directory / COMMON))))
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self._directory} has a {type(found).__name__} as common state; take another one")
+        return found
+
+    def load_tensor(self, chunk: Chunk, key: str, nbytes: int) -> torch.Tensor:
+        """Reads a stored part of a tensor.
+
+        Args:
+            chunk: The part.
+            key: Of the tensor.
+            nbytes: Size of its elements in bytes.
+
+        Raises:
+            CheckpointError: If it is damaged, or larger than the index says.
+        """
+        place = self._placed(chunk.place, key)
+        if place.length > nbytes + ENVELOPE_BYTES:
+            raise CheckpointError(f"{key} has {place.length} bytes for elements of {nbytes}; take another checkpoint")
+        archive = self._archive(place, key)
+        tensor = load_value(archive)
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() != prod(chunk.sizes):
+            raise CheckpointError(f"{archive.source} is no tensor of shape {list(chunk.sizes)}; take another one")
+        return tensor.detach().view(chunk.sizes)
+
+    def _placed(self, place: ByteRange | None, key: str) -> ByteRange:
+        if place is None:
+            raise CheckpointError(f"{key} has no place in any file of {self._directory}: the checkpoint is damaged")
+        return place
+
+    def _archive(self, place: ByteRange, key: str) -> Archive:
+        where = f"{self._directory / place.file}, bytes {place.offset} to {place.stop}"
+        return Archive(self._opened(place.file), place.offset, place.length, source=f"{key} in {where},")
+
+    def _dense(self, archive: Archive) -> Archive:
+        """Refuses an archive of no tensor that is too large, or of which little is on the disk."""
+        if archive.length > OBJECT_BYTES:
+            raise CheckpointError(f"{archive.source} has {archive.length} bytes; take another one")
+        if archive.hole_bytes > HOLE_BYTES:
+            raise CheckpointError(f"{archive.source} is mostly a hole; take another checkpoint")
+        return archive
+
+    def _opened(self, name: str) -> BinaryIO:
+        """The file, by its whole name: another folder may have one of the same."""
+        file = self._files.pop(name, None)
+        if file is None:
+            try:
+                file = open_foreign(self._directory / name, within=self._directory)
+            except OSError as error:
+                raise CheckpointError(f"{self._directory / name} cannot be read: {error.strerror}") from error
+        self._files[name] = file  # last in order: the latest used
+        if len(self._files) > OPEN_FILES:
+            self._files.pop(next(iter(self._files))).close()
+        return file
+
+
+@torch.no_grad()
+def read_pieces(tensors: Sequence[ShardedTensor], index: CheckpointIndex, blobs: Blobs) -> None:
+    """Fills sharded tensors from the stored chunks that they overlap. Changes none if one cannot be filled.
+
+    Raises:
+        CheckpointError: If the chunks do not cover a tensor exactly once, or one is damaged.
+    """
+    data = [tensor.data for tensor in tensors]
+    pieces = coalesce(tensors)
+    overlaps = [_covering(piece, index.tensors[piece.key]) for piece in pieces]
+    for piece, chunks in zip(pieces, overlaps, strict=True):
+        target = piece.buffer(data)
+        entry = index.tensors[piece.key]
+        if _stored(piece, entry) != piece.shape:
+            target.zero_()
+        for chunk, there, here in chunks:
+            target[here].copy_(blobs.load_tensor(chunk, piece.key, chunk_bytes(entry, chunk))[there])
+        piece.scatter(data, target)
+
+
+def _stored(piece: Piece, entry: TensorEntry) -> Index:
+    """Shape of what the checkpoint has of a piece: all of it, unless the shard allows another global shape."""
+    return tuple(
+        max(0, min(size, whole - at)) for at, size, whole in zip(piece.offset, piece.shape, entry.shape, strict=True)
+    )
+
+
+def _covering(piece: Piece, entry: TensorEntry) -> list[_Overlap]:
+    """The chunks that overlap a piece, which cover it exactly once.
+
+    Raises:
+        CheckpointError: If they do not.
+    """
+    found = list(_overlaps(piece, entry.chunks))
+    held = [(tuple(s.start for s in here), tuple(s.stop - s.start for s in here)) for _, _, here in found]
+    for wrong in uncovered(held, _stored(piece, entry)):
+        raise CheckpointError(
+            f"{piece.key} {list(entry.shape)} is not whole: of {list(piece.shape)} at {list(piece.offset)}, {wrong}; "
+            "take another checkpoint"
+        )
+    return found
+
+
+_Overlap = tuple[Chunk, tuple[slice, ...], tuple[slice, ...]]
+"""A chunk, and what it shares with a piece: where in the chunk, and where in the piece."""
+
+
+def _overlaps(piece: Piece, chunks: Iterable[Chunk]) -> Iterator[_Overlap]:
+    """Yields chunks that overlap a piece."""
+    for chunk in chunks:
+        there, here = [], []
+        for c, n, p, m in zip(chunk.offsets, chunk.sizes, piece.offset, piece.shape, strict=True):
+            start, stop = max(c, p), min(c + n, p + m)
+            if start >= stop:
+                break
+            there.append(slice(start - c, stop - c))
+            here.append(slice(start - p, stop - p))
+        else:
+            yield chunk, tuple(there), tuple(here)
+
+
+class CheckpointLoads(Part):
+    """Loads checkpoints and conversions, saved under any layout, on the training world alone."""
+
+    def load_checkpoint(
+        self, path: str | Path, *, fingerprint: str, layout: Mapping[str, int], strict: bool = True
+    ) -> Manifest:
+        """Loads model, optimizer and random state, saved under any layout.
+
+        Collective over: the training world, in phase ``load``, through the store. Under another layout than it was
+        saved with, the random state stays what the seed made it.
+
+        Args:
+            path: A ``global_step_N`` directory.
+            fingerprint: Digest of this model's architecture.
+            layout: This run's parallel sizes.
+            strict: Whether keys of the checkpoint that no rank asks for are an error.
+
+        Returns:
+            The checkpoint's manifest, with the driver's state.
+
+        Raises:
+            CheckpointError: If the checkpoint is not complete or damaged, or this rank's state does not have the
+                digest that was saved.
+            CheckpointMismatchError: If it belongs to another model, with the keys that are missing or unexpected.
+            PhaseTimeoutError: If a trainer does not arrive in time; names it.
+        """
+        path = Path(path).absolute()
+        found: list[Manifest] = []
+
+        def describe() -> dict[str, Any]:
+            manifest = read_manifest(path)
+            check_fingerprint(manifest, path=path, fingerprint=fingerprint)
+            found.append(manifest)
+            host = self.rank.host
+            return sharded_state(
+                host.chunks, host.optimizer, training_rank=self.rank.training_rank, size=self.rank.training_size,
+                is_loading=True, metadata=read_content_metadata(path / SHARDS), rng=manifest.layout == dict(layout),
+            )  # fmt: skip
+
+        def restore(loaded: dict[str, Any]) -> None:
+            restore_state(self.rank.host.chunks, self.rank.host.optimizer, loaded)
+            if found[0].layout == dict(layout):
+                self._check_digest(found[0], path)
+
+        with self.rank.phase(Phase.LOAD):
+            Loader(self.rank.control).load(
+                describe, path / SHARDS, timeout=self.rank.remaining(), restore=restore, strict=strict
+            )
+        return found[0]
+
+    def _check_digest(self, manifest: Manifest, path: Path) -> None:
+        saved = manifest.digests.get(str(self.rank.training_rank))
+        if saved is not None and (loaded := state_digest(self.rank.host.chunks, self.rank.host.optimizer)) != saved:
+            raise CheckpointError(
+                f"{path}: the state loaded on training rank {self.rank.training_rank} is not what was saved "
+                f"(digest {loaded[:12]}, saved {saved[:12]})"
+            )
+
+    def load_model_weights(self, path: str | Path, *, fingerprint: str | None = None) -> None:
+        """Loads the model alone from a conversion or a training checkpoint, saved under any layout.
+
+        Collective over: the training world, in phase ``load``. The optimizer's copies follow; its moments stay.
+
+        Args:
+            path: What `convert_checkpoint` or ``save_checkpoint`` made, or another program's torch_dist directory.
+            fingerprint: Of the HF directory that it must be of; None: any.
+
+        Raises:
+            CheckpointError: If it is no checkpoint, or not complete.
+            CheckpointMismatchError: If it is of another model.
+        """
+        path = Path(path).absolute()
+        with self.rank.phase(Phase.LOAD):
+            weights = find_megatron_weights(path)
+            weights.check_is_of(fingerprint, path=path)
+            # A training checkpoint holds more than the model.
+            Loader(self.rank.control).load(
+                lambda: model_state(self.rank.host.chunks, read_content_metadata(weights.shards)),
+                weights.shards,
+                timeout=self.rank.remaining(),
+                restore=lambda loaded: restore_model(self.rank.host.chunks, self.rank.host.optimizer, loaded),
+                strict=False,
+            )

@@ -1,0 +1,353 @@
+"""Makes values of what archives of ``torch.save`` hold: tensors, and the arguments and states of other programs.
+
+No reader of pickles runs here. `unpickle.read_tree` gives what a pickle says, and here is made what a table knows how
+to make. Nothing of what the archive says is ever set on a class or called.
+
+This runs in trainers, so time and memory are bounded whatever the file says: a value has at most half a million parts,
+of which a call costs twenty, and a copy one for each sixteen bytes; and a dict or set has few keys other than text and
+small integers, whose hashes a file can choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import enum
+import importlib
+import io
+import pathlib
+import re
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_safe_workers.checkpoint.format.format_names import COMMON_ENUMS, COMMON_RECORDS, ITEM_BITS, STORAGE_DTYPES
+from rl_safe_workers.checkpoint.format.unpickle import Call, Name, Pairs
+
+PARTS = 500_000
+"""What a value may hold, each part counted wherever it is: a pickle names an object again in two bytes."""
+_CALL_PARTS = 20
+"""Parts that a call costs: an object of torch takes some microseconds and up to a kilobyte."""
+_COPY_BYTES = 16
+"""Bytes that cost a part when they are copied."""
+CHOSEN_KEYS = 1_000
+"""Keys of dicts and elements of sets whose hashes their maker can choose: of alike ones each is compared with all."""
+_SMALL = 2**20
+"""Integers below have hashes that are few of them alike in any table."""
+_KEY_MEMBERS = 4
+"""Members of a tuple that is a key. Megatron's optimizer has keys of two dtypes."""
+_KEY_KINDS = (str, int, float, bytes, enum.Enum, torch.dtype, type(None))
+"""Of a key, and of the members of one that is a tuple; bool is an int."""
+_DTYPE = re.compile(r"[biufc]\d{1,2}|[SU]\d{1,6}")
+_SHORT = {int, str, bytes, datetime.timedelta, datetime.timezone}
+_SHORT_LENGTH = 4096
+"""Longest text that an object is made of: the longest path of Linux."""
+_DIMENSIONS, _LARGEST = 64, 2**63 - 1
+"""Of an array or tensor."""
+
+
+def make_value(tree: Any, size_of: Callable[[str], int]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Makes the value that a pickle describes, on the host. Reads nothing.
+
+    Args:
+        tree: What the pickle says, see `unpickle.read_tree`.
+        size_of: Returns the bytes of a record of the archive, by its name.
+
+    Returns:
+        The value, and the storages of its tensors by the record that holds their bytes: uint8, to be filled.
+
+    Raises:
+        Exception: Of `MALFORMED`, RuntimeError or ImportError, if the tree is damaged, of a class that is not installed
+            here, or has more parts than a value may.
+    """
+    maker = _Maker(size_of)
+    value = maker.make(tree)
+    return value, maker.storages
+
+
+class _Maker:
+    """Makes one value, part by part, and counts what it makes: a part that is in many places is made for each."""
+
+    def __init__(self, size_of: Callable[[str], int]) -> None:
+        """Makes nothing yet."""
+        self._size_of = size_of
+        self._parts, self._keys = PARTS, CHOSEN_KEYS
+        self.storages: dict[str, torch.Tensor] = {}
+        """Storages by the record that holds their bytes."""
+
+    def make(self, part: Any) -> Any:
+        """Makes a value of a part of the tree."""
+        self._spend()
+        kind = type(part)
+        if kind is list:
+            return [self.make(item) for item in part]
+        if kind is tuple:
+            return tuple(self.make(item) for item in part)
+        if kind is Pairs:
+            return dict(self._pairs(part.items))
+        if kind is Name:
+            return _constant(part.text)
+        if kind is Call:
+            return self._called(part)
+        return part
+
+    def _spend(self, parts: int = 1, *, copied: int = 0) -> None:
+        """Counts what is made; ``copied`` is in bytes."""
+        self._parts -= parts + copied // _COPY_BYTES
+        if self._parts < 0:
+            raise ValueError(f"more than {PARTS} parts")
+
+    def _pairs(self, items: list[Any]) -> list[tuple[Any, Any]]:
+        return [(self._hashable(key), self.make(value)) for key, value in zip(items[::2], items[1::2], strict=True)]
+
+    def _hashable(self, part: Any) -> Any:
+        value = self.make(part)
+        members = value if type(value) is tuple else (value,)
+        if len(members) > _KEY_MEMBERS or not all(isinstance(member, _KEY_KINDS) for member in members):
+            raise TypeError(f"{type(value).__name__} as a key")
+        if not (type(value) is str or (type(value) is int and abs(value) < _SMALL)):
+            self._keys -= 1
+            if self._keys < 0:
+                raise ValueError(f"more than {CHOSEN_KEYS} keys other than text and small integers")
+        return value
+
+    def _called(self, call: Call) -> Any:
+        self._spend(_CALL_PARTS)
+        module, _, name = call.name.rpartition(".")
+        if call.name in _STATEFUL:
+            return _STATEFUL[call.name](self, call)
+        if call.state is not None or (call.items and call.name not in _COLLECTIONS):
+            raise TypeError(f"a state for a {call.name}")
+        if call.name in _MAKERS:
+            return _MAKERS[call.name](self, *call.args)
+        if call.name in _COLLECTIONS:
+            return _COLLECTIONS[call.name](self, call)
+        if name in COMMON_ENUMS.get(module, ()):
+            (value,) = call.args
+            return _enum(call.name)(_short(self.make(value)))
+        raise TypeError(f"a call of {call.name}")
+
+    def plain(self, call: Call) -> Any:
+        """An object that is no more than its fields."""
+        found = _class(call.name)
+        if call.args or call.items:
+            raise TypeError(f"arguments for a {call.name}")
+        value = found.__new__(found)
+        vars(value).update(self._fields(call.state))
+        return value
+
+    def _fields(self, state: Any) -> dict[str, Any]:
+        fields = {} if state is None else self.make(state)
+        if type(fields) is not dict or not all(type(key) is str for key in fields):
+            raise TypeError("fields that are no dict")
+        return fields
+
+    def stream(self, call: Call) -> io.BytesIO:
+        """A stream in memory, at the position it had."""
+        data, position, _ = (b"", 0, None) if call.state is None else self.make(call.state)
+        stream = io.BytesIO(_of(data, bytes))
+        stream.seek(_of(position, int))
+        return stream
+
+    def text_as_bytes(self, text: Any = "", encoding: Any = "latin-1") -> bytes:
+        """Bytes, which protocol 2 keeps as text."""
+        if _of(encoding, str) not in ("latin1", "latin-1"):
+            raise ValueError("an encoding that no pickle has")
+        self._spend(copied=len(_of(text, str)))
+        return bytes(text.encode("latin-1"))
+
+    def content(self, content: Any = "", encoding: Any = "latin-1") -> bytes:
+        """Bytes of bytes or of text; a number would be a size to allocate."""
+        return _of(self.make(content), bytes) if type(content) is Call else self.text_as_bytes(content, encoding)
+
+    def member(self, owner: Any, name: Any) -> Any:
+        """A member of an enum, as Python 3.11.0 pickles it."""
+        return _enum(_of(owner, Name).text)[_of(name, str)]
+
+    def simple(self, kind: Callable[..., Any]) -> Callable[..., Any]:
+        """A constructor that takes no more than what it is given."""
+
+        def call(*args: Any) -> Any:
+            values = [_short(self.make(arg)) for arg in args]
+            # A path is taken apart: a member of its own for every other character.
+            self._spend(sum(len(value) for value in values if isinstance(value, str | bytes)))
+            return kind(*values)
+
+        return call
+
+    def collected(self, items: Any) -> list[Any]:
+        """The elements of a set."""
+        return [self._hashable(item) for item in _of(items, list, tuple)]
+
+    def storage(self, kind: Any, key: Any, location: Any, count: Any) -> tuple[torch.Tensor, torch.dtype]:
+        """A storage, made once, and the dtype that its kind has."""
+        name = _of(kind, Name).text.rpartition(".")[2].removesuffix("Storage")
+        dtype = torch.uint8 if name == "Untyped" else getattr(torch, STORAGE_DTYPES[name])
+        record = f"data/{_of(key, str)}"
+        size = self._size_of(record)
+        if size != _of(count, int) * dtype.itemsize:
+            raise ValueError(f"a storage of {count} elements in {size} bytes")
+        if record not in self.storages:
+            self.storages[record] = torch.empty(size, dtype=torch.uint8)
+        return self.storages[record], dtype
+
+    def tensor(
+        self,
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        stride: Any,
+        grad: Any,
+        hooks: Any,
+        dtype: Any = None,
+        _: Any = None,
+    ) -> torch.Tensor:
+        """A tensor within its storage, each element of which it has once."""
+        data, of_storage = self.storage(*_of(storage, Call).args)
+        wanted = of_storage if type(dtype) is not Name else _constant(dtype.text)
+        sizes, strides = _sizes(self.make(shape)), _sizes(self.make(stride))
+        if prod(sizes) * wanted.itemsize > data.numel():
+            raise ValueError("a tensor larger than its storage")
+        return data.view(wanted).as_strided(sizes, strides, _of(offset, int)).requires_grad_(_of(grad, bool))
+
+    def parameter(self, data: Any, grad: Any, hooks: Any) -> torch.nn.Parameter:
+        """A parameter of a module."""
+        return torch.nn.Parameter(_of(self.make(data), torch.Tensor), requires_grad=_of(grad, bool))
+
+    def dtype(self, call: Call) -> np.dtype[Any]:
+        """A dtype of numpy, of numbers or text."""
+        code, *_ = call.args
+        if not _DTYPE.fullmatch(_of(code, str)):
+            raise ValueError("a dtype that no checkpoint needs")
+        is_swapped = call.state is not None and _of(call.state, tuple)[1] == ">"
+        found: np.dtype[Any] = np.dtype(code).newbyteorder(">" if is_swapped else "=")
+        return found
+
+    def scalar(self, dtype: Any, data: Any) -> Any:
+        """A number of numpy's."""
+        return self._array(data, (), dtype, "C")[()]
+
+    def array(self, call: Call) -> np.ndarray[Any, Any]:
+        """An array of numpy's; its state is all it has."""
+        _, shape, dtype, is_fortran, data = _of(call.state, tuple)
+        return self._array(data, shape, dtype, "F" if _of(is_fortran, bool) else "C")
+
+    def array_of_buffer(self, data: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray[Any, Any]:
+        """An array of numpy's, as protocol 5 has it."""
+        return self._array(data, shape, dtype, "F" if order == "F" else "C")
+
+    def _array(self, data: Any, shape: Any, dtype: Any, order: Any) -> np.ndarray[Any, Any]:
+        found, sizes = _of(self.make(dtype), np.dtype), _sizes(self.make(shape))
+        content = _of(self.make(data), bytes, bytearray)
+        if found.itemsize * prod(sizes) != len(content):
+            raise ValueError(f"an array of shape {sizes} in {len(content)} bytes")
+        self._spend(copied=len(content))
+        return np.ndarray(sizes, found, bytes(content), order=order).copy(order=order)
+
+
+def _of(value: Any, *kinds: type) -> Any:
+    """The value if it is of one of the kinds."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{type(value).__name__} in the place of {kinds[0].__name__}")
+    return value
+
+
+def _short(value: Any) -> Any:
+    """The value if an object may be made of it without a look at what it does with it."""
+    if type(value) not in _SHORT or (isinstance(value, str | bytes) and len(value) > _SHORT_LENGTH):
+        raise TypeError(f"a {type(value).__name__} to make an object of")
+    return value
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """The value if it can be the shape or the strides of an array; the product of others may take a day."""
+    sizes: tuple[int, ...] = _of(value, tuple)
+    if len(sizes) > _DIMENSIONS or not all(type(size) is int and 0 <= size <= _LARGEST for size in sizes):
+        raise ValueError("a shape that no array has")
+    return sizes
+
+
+def _class(name: str) -> Any:
+    module, _, found = name.rpartition(".")
+    return getattr(importlib.import_module(module), found)
+
+
+def _enum(name: str) -> Any:
+    found = _class(name)
+    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
+        raise TypeError(f"{name} is no enum")
+    return found
+
+
+def _constant(name: str) -> Any:
+    """What a name alone stands for: a dtype, or a type of Python's."""
+    module, _, found = name.rpartition(".")
+    if module == "torch" and found in ITEM_BITS:
+        return getattr(torch, found)
+    if name in _TYPES:
+        return _TYPES[name]
+    raise TypeError(f"{name} by itself")
+
+
+_LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+
+_TYPES = {f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, set, str, tuple)}
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "_codecs.encode": _Maker.text_as_bytes,
+    "builtins.bytes": _Maker.text_as_bytes,
+    "builtins.bytearray": lambda maker, *args: bytearray(maker.content(*args)),
+    "builtins.complex": lambda maker, *args: complex(*(_of(arg, float) for arg in args)),
+    "builtins.frozenset": lambda maker, items=(): frozenset(maker.collected(items)),
+    "builtins.getattr": _Maker.member,
+    "builtins.set": lambda maker, items=(): set(maker.collected(items)),
+    "storage": lambda maker, *args: maker.storage(*args)[0],
+    "torch.Size": lambda maker, sizes=(): torch.Size(maker.make(sizes)),
+    "torch.device": lambda maker, *args: maker.simple(torch.device)(*args),
+    "torch.serialization._get_layout": lambda maker, name: _LAYOUTS[_of(name, str)],
+    "torch._utils._rebuild_parameter": _Maker.parameter,
+    "torch._utils._rebuild_tensor_v2": lambda maker, *args: maker.tensor(*args[:6]),
+    "torch._utils._rebuild_tensor_v3": _Maker.tensor,
+    **{
+        f"datetime.{kind.__name__}": lambda maker, *args, kind=kind: maker.simple(kind)(*args)
+        for kind in (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone)
+    },
+    **{
+        f"{module}.{kind.__name__}": lambda maker, *args, kind=kind: maker.simple(kind)(*args)
+        for module in ("pathlib", "pathlib._local")
+        for kind in (pathlib.Path, pathlib.PosixPath, pathlib.PurePath, pathlib.PurePosixPath)
+    },
+    **{f"numpy.{core}.multiarray.scalar": _Maker.scalar for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": _Maker.array_of_buffer for core in ("core", "_core")},
+}
+"""How to make what has no state, of the arguments of the call."""
+
+_STATEFUL: dict[str, Callable[[_Maker, Call], Any]] = {
+    **{f"{kind.__module__}.{kind.__name__}": _Maker.plain for kind in (argparse.Namespace, types.SimpleNamespace)},
+    **{f"{module}.{name}": _Maker.plain for module in COMMON_RECORDS if "optimizer" in module
+       for name in COMMON_RECORDS[module]},
+    "io.BytesIO": _Maker.stream,
+    "_io.BytesIO": _Maker.stream,
+    "numpy.dtype": _Maker.dtype,
+    **{f"numpy.{core}.multiarray._reconstruct": _Maker.array for core in ("core", "_core")},
+}  # fmt: skip
+"""How to make what has a state."""
+
+
+def _default(maker: _Maker, call: Call) -> defaultdict[Any, Any]:
+    factory = maker.make(call.args[0]) if call.args else None
+    if factory is not None and factory not in _TYPES.values():
+        raise TypeError("a default that is no type of Python's")
+    return defaultdict(factory, maker._pairs(call.items))
+
+
+_COLLECTIONS: dict[str, Callable[[_Maker, Call], Any]] = {
+    "collections.OrderedDict": lambda maker, call: OrderedDict(maker._pairs(call.items)),
+    "collections.defaultdict": _default,
+}
+"""How to make what is filled after it is made."""

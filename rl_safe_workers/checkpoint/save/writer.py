@@ -1,0 +1,166 @@
+"""Writes one rank's shards into a torch_dist file, durably, with a digest of its bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any, cast
+
+import torch
+
+from rl_safe_workers.checkpoint.folders.ownership import MARKER
+from rl_safe_workers.checkpoint.format.archives import crc32_of
+from rl_safe_workers.errors import CheckpointError
+
+DIGEST = "crc32"
+"""Enough against damage by hardware; a stronger one would cost more than the disk on a fast machine."""
+
+_BUFFER_BYTES = 2**20
+"""torch.save writes a small tensor in some forty parts."""
+_FLUSH_BYTES = 8 * 2**20
+"""How much is written between two syncs in the background."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """What the commit must know of a file."""
+
+    name: str
+    """Relative to the directory of the shards."""
+    size_bytes: int
+    digest: str
+    """E.g. ``"crc32:0a1b2c3d"``."""
+    lengths: list[int]
+    """Bytes of each item, in the order written; each starts where the one before ends."""
+
+
+class _DigestedFile:
+    """What torch.save writes to: counts and digests the bytes on their way to the file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.size_bytes = 0
+        self.crc = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Writes all of the data."""
+        block = memoryview(data).cast("B")
+        self.crc = zlib.crc32(block, self.crc)
+        self.size_bytes += len(block)
+        return self._file.write(block)
+
+    def flush(self) -> None:
+        """Leaves it to whoever closes the file."""
+
+
+@contextmanager
+def _flushing(file: IO[bytes]) -> Iterator[Callable[[int], None]]:
+    """Yields what to tell how much has been written: the disk then works beside the body, not only at the last sync.
+
+    Raises:
+        OSError: What the syncs met. The kernel tells of a failed write once: a last sync would no longer know.
+    """
+    asked = SimpleQueue[bool]()
+    flushed = 0
+    failures: list[OSError] = []
+    thread = threading.Thread(
+        target=_flush_when_asked, args=(file.fileno(), asked, failures), name="flush", daemon=True
+    )
+
+    def flush(size_bytes: int) -> None:
+        nonlocal flushed
+        if size_bytes - flushed >= _FLUSH_BYTES:
+            flushed = size_bytes
+            if not thread.is_alive():
+                thread.start()
+            if asked.empty():
+                asked.put(True)
+
+    try:
+        yield flush
+    finally:
+        asked.put(False)
+        if thread.is_alive():
+            thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _flush_when_asked(descriptor: int, asked: SimpleQueue[bool], failures: list[OSError]) -> None:
+    while asked.get() and not failures:
+        try:
+            os.fdatasync(descriptor)
+        except OSError as error:
+            failures.append(error)
+
+
+def write_items(path: Path, items: Iterable[torch.Tensor | bytes]) -> WrittenFile:
+    """Writes tensors, each as torch.save makes it, and ready-made objects one after another, and syncs the file.
+
+    Tensors on a device are copied to the host one at a time. The interpreter's lock is free during the copies,
+    checksums and writes of large tensors, so that a thread can write beside a training step.
+
+    Args:
+        path: A file that does not exist yet.
+        items: Contiguous tensors, and bytes.
+
+    Raises:
+        OSError: If the file cannot be written or made durable.
+    """
+    lengths: list[int] = []
+    with path.open("xb", buffering=_BUFFER_BYTES) as file, _flushing(file) as flush:
+        digested = _DigestedFile(file)
+        for item in items:
+            start = digested.size_bytes
+            if isinstance(item, torch.Tensor):
+                torch.save(_alone(item), cast(Any, digested))
+            else:
+                digested.write(item)
+            lengths.append(digested.size_bytes - start)
+            flush(digested.size_bytes)
+        file.flush()
+        os.fsync(file.fileno())
+    return WrittenFile(
+        name=path.name, size_bytes=digested.size_bytes, digest=f"{DIGEST}:{digested.crc:08x}", lengths=lengths
+    )
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the host with a storage of its own: torch.save writes the whole storage that a view is of."""
+    host = tensor.detach().cpu()
+    storage = host.untyped_storage()
+    if storage.nbytes() == host.nbytes:
+        return host
+    start = host.storage_offset() * host.itemsize
+    # A slice of a storage shares its memory, and unlike numpy() leaves the storage itself fit for an offload's resize.
+    shared: torch.UntypedStorage = storage[start : start + host.nbytes]
+    return host.new_empty(0).set_(shared, 0, host.shape, host.stride())
+
+
+def file_records(directory: Path, written: Mapping[str, WrittenFile]) -> dict[str, dict[str, Any]]:
+    """Size and digest of every file under a directory but its marker, as a manifest has them.
+
+    Args:
+        directory: The directory.
+        written: Files that ranks have reported, by name; the others, few and small, are read.
+
+    Raises:
+        CheckpointError: If a file that a rank has written is gone, or of another size.
+    """
+    records: dict[str, dict[str, Any]] = {}
+    missing = dict(written)
+    for path in sorted(p for p in directory.rglob("*") if p.is_file() and p != directory / MARKER):
+        file, size = missing.pop(path.name, None), path.stat().st_size
+        if file is not None and file.size_bytes != size:
+            raise CheckpointError(f"{path} has {size} bytes, {file.size_bytes} were written: something else changed it")
+        digest = crc32_of(path) if file is None else file.digest
+        records[str(path.relative_to(directory))] = {"bytes": size, "digest": digest}
+    if missing:
+        raise CheckpointError(f"{', '.join(sorted(missing))} of {directory} were written, and are gone")
+    return records

@@ -1,0 +1,233 @@
+"""Pieces: the parts of global tensors that a rank holds, few and large.
+
+The cost of a torch_dist save is its number of sharded tensors, not its bytes, and Megatron makes one per expert,
+matrix and optimizer state. Here neighbours become one piece: all local experts of a layer and matrix are one chunk
+``[num_local_experts, ...]`` of the global tensor ``[num_experts, ...]`` that Megatron's own saves have, under the
+same key, so that each reads the other's checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import attrgetter
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+from rl_safe_workers.checkpoint.format.rectangles import Index
+from rl_safe_workers.compat.torch_copies import copy_each
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the sharded tensors that a piece is made of."""
+
+    number: int
+    """Its place in the list of sharded tensors."""
+    start: Index
+    """Where its first element lies in the piece."""
+    shape: Index
+    """With a leading 1 for each axis that Megatron prepends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of a global tensor.
+
+    Example: experts 64 to 127 of a layer's ``linear_fc1``, of 128: ``global_shape=(128, 32, 16)``,
+    ``offset=(64, 0, 0)``, ``shape=(64, 32, 16)``, 64 parts of shape ``(1, 32, 16)``.
+    """
+
+    key: str
+    dtype: torch.dtype
+    global_shape: Index
+    offset: Index
+    shape: Index
+    replica_id: Any
+    """Megatron's: an integer or a tuple, all zero for the main replica."""
+    parts: tuple[Part, ...]
+    is_stack: bool = False
+    """Whether each part is one row of the first axis, as an expert is, in order."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """Length of its first axis, along which it can be cut; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    def tensor(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
+        """Rows of the piece along its first axis: a view of the one part if it is contiguous, else a new tensor.
+
+        Args:
+            tensors: Data of the sharded tensors by `Part.number`.
+            rows: With explicit start and stop.
+        """
+        if len(self.parts) == 1:
+            whole = tensors[self.parts[0].number].detach()
+            whole = whole.view(self.shape) if whole.is_contiguous() else whole.reshape(self.shape)
+            return whole[rows].contiguous() if self.shape else whole
+        if self.is_stack:
+            # One call for all experts: a copy_ for each costs ten times as much.
+            return _stack([tensors[part.number] for part in self.parts[rows]], self.shape[1:])
+        whole = tensors[self.parts[0].number].new_empty(self.shape)
+        self.gather(tensors, whole)
+        return whole[rows]
+
+    def gather(self, tensors: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+        """Copies the parts into a tensor of the piece's shape."""
+        for part in self.parts:
+            _region(into, part).copy_(tensors[part.number].detach().view(part.shape))
+
+    def buffer(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A tensor of the piece's shape to read into: the one part itself if it is contiguous, else a new one."""
+        first = tensors[self.parts[0].number].detach()
+        if len(self.parts) == 1 and first.is_contiguous():
+            return first.view(self.shape)
+        # What is read is on the host; a stack of parts goes to the device once.
+        return torch.empty(self.shape, dtype=self.dtype)
+
+    def scatter(self, tensors: Sequence[torch.Tensor], loaded: torch.Tensor) -> None:
+        """Copies what `buffer` gave, filled, into the parts."""
+        if len(self.parts) == 1 and tensors[self.parts[0].number].is_contiguous():
+            return
+        if self.is_stack:
+            targets = [tensors[part.number].detach() for part in self.parts]
+            copy_each(targets, [row.view(t.shape) for row, t in zip(loaded, targets, strict=True)])
+            return
+        for part in self.parts:
+            tensors[part.number].detach().view(part.shape).copy_(_region(loaded, part))
+
+
+def _region(whole: torch.Tensor, part: Part) -> torch.Tensor:
+    return whole[tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))]
+
+
+@torch.no_grad()
+def _stack(rows: list[torch.Tensor], shape: Index) -> torch.Tensor:
+    joined = torch.cat(rows) if rows[0].dim() == 1 + len(shape) else torch.stack(rows)
+    return joined.view(-1, *shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A Megatron state dict, taken apart."""
+
+    tensors: list[ShardedTensor]
+    objects: list[ShardedObject]
+    common: dict[str, Any]
+    """The same dict without those, and without what that leaves empty: what every rank holds alike."""
+
+
+def split(state: dict[str, Any]) -> Split:
+    """Takes apart what is stored apart, in the dict's order, factories built."""
+    found = Split([], [], {})
+    for key, value in state.items():
+        if (rest := _split(value, found)) is not _APART:
+            found.common[key] = rest
+    return found
+
+
+_APART = object()
+"""What is left of a value that is stored apart."""
+
+
+def _split(value: Any, found: Split) -> Any:
+    # The most by far: tens of thousands.
+    if type(value) is ShardedTensor:
+        found.tensors.append(value)
+        return _APART
+    if isinstance(value, dict):
+        kept = {k: rest for k, v in value.items() if (rest := _split(v, found)) is not _APART}
+        return kept if kept or not value else _APART
+    if isinstance(value, list):
+        left = [rest for v in value if (rest := _split(v, found)) is not _APART]
+        return left if left or not value else _APART
+    if isinstance(value, ShardedTensorFactory):
+        _split(value.build(), found)
+    elif isinstance(value, ShardedTensor):
+        found.tensors.append(value)
+    elif isinstance(value, ShardedObject):
+        found.objects.append(value)
+    elif not isinstance(value, LocalNonpersistentObject):
+        return value
+    return _APART
+
+
+signature = attrgetter("key", "global_offset", "local_shape", "dtype", "replica_id", "global_shape")
+"""What of a sharded tensor decides how it becomes part of a piece; equal signatures give equal pieces."""
+
+
+def coalesce(shards: Sequence[ShardedTensor]) -> list[Piece]:
+    """Joins neighbours of one global tensor, axis by axis, into as few pieces as possible.
+
+    Sharded tensors join if they have the same key, dtype and replica id, and differ in their place along one axis
+    only, without a gap.
+    """
+    by_tensor: defaultdict[Any, list[Piece]] = defaultdict(list)
+    for number, shard in enumerate(shards):
+        by_tensor[shard.key, shard.dtype, shard.replica_id].append(_to_piece(number, shard))
+    return [joined for group in by_tensor.values() for joined in _join(group)]
+
+
+def _to_piece(number: int, shard: ShardedTensor) -> Piece:
+    shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    part = Part(number, (0,) * len(shape), shape)
+    return Piece(
+        shard.key, shard.dtype, tuple(shard.global_shape), tuple(shard.global_offset), shape, shard.replica_id, (part,)
+    )
+
+
+def _join(pieces: list[Piece]) -> list[Piece]:
+    # From the last axis, so that the halves of a gated layer become whole rows before rows become experts.
+    for axis in reversed(range(len(pieces[0].shape))):
+        if len(pieces) == 1:
+            break
+        lines: defaultdict[Any, list[Piece]] = defaultdict(list)
+        for piece in pieces:
+            offset, shape = piece.offset, piece.shape
+            lines[offset[:axis], offset[axis + 1 :], shape[:axis], shape[axis + 1 :]].append(piece)
+        pieces = [joined for line in lines.values() for joined in _join_line(line, axis)]
+    return pieces
+
+
+def _join_line(line: list[Piece], axis: int) -> Iterator[Piece]:
+    line.sort(key=lambda piece: piece.offset[axis])
+    run = [line[0]]
+    for piece in line[1:]:
+        if run[-1].offset[axis] + run[-1].shape[axis] == piece.offset[axis]:
+            run.append(piece)
+        else:
+            yield _join_run(run, axis)
+            run = [piece]
+    yield _join_run(run, axis)
+
+
+def _join_run(run: list[Piece], axis: int) -> Piece:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    parts: list[Part] = []
+    length = 0
+    for piece in run:
+        for part in piece.parts:
+            start = part.start
+            parts.append(Part(part.number, (*start[:axis], start[axis] + length, *start[axis + 1 :]), part.shape))
+        length += piece.shape[axis]
+    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+    is_stack = axis == 0 and all(part.shape == (1, *shape[1:]) for part in parts)
+    return Piece(
+        first.key, first.dtype, first.global_shape, first.offset, shape, first.replica_id, tuple(parts), is_stack
+    )

@@ -1,0 +1,13 @@
+"""One launch for many copies. ``torch._foreach_copy_`` is private; seen in torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies ``sources[i]`` into ``targets[i]``, of the same shape, for every i. Does not wait for a GPU."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))

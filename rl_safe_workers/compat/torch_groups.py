@@ -1,0 +1,69 @@
+"""The process's registry of groups: torch's, and Megatron's list of its own.
+
+Both are private. Seen in torch 2.11 and 2.13, and in megatron-core 0.16.1 and 0.19.2. No function is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+
+def registered_groups() -> tuple[Any, ...]:
+    """Returns every group that this process is a member of, in the order of their creation."""
+    return tuple(c10d._world.pg_map)
+
+
+def megatron_groups() -> list[Any]:
+    """Returns this rank's Megatron groups in the order of their creation; None stands for the default group."""
+    return list(parallel_state._global_process_group_list or ())
+
+
+def backends_of(group: ProcessGroup) -> list[Any]:
+    """Returns a group's backends, one for each kind of device."""
+    return [group._get_backend(device) for device in group._device_types]
+
+
+def default_store() -> Any:
+    """Returns the store that the default group was made over."""
+    return c10d._get_default_store()
+
+
+def make_default(group: Any) -> None:
+    """Makes a group the default one. The groups that exist stay registered."""
+    c10d._update_default_pg(group)
+
+
+def set_members(group: Any, members: Sequence[int]) -> None:
+    """Gives a group its rank map: ``members[i]`` is the global rank of its rank ``i``."""
+    c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(members)}
+
+
+def forget_members(group: Any) -> None:
+    """Takes a group's rank map away, if it has one."""
+    c10d._world.pg_group_ranks.pop(group, None)
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Bounds the later collectives of a group."""
+    c10d._set_pg_timeout(timeout, group)
+
+
+def group_count() -> int:
+    """Returns the counter that torch names the next group by."""
+    return int(c10d._world.group_count)
+
+
+def reset_group_count(count: int) -> None:
+    """Sets that counter back, so that the next group's name is the one that other processes give it."""
+    c10d._world.group_count = count
+
+
+def forget_names() -> None:
+    """Empties the list by which ``destroy_process_group()`` shuts every group down, one after the other."""
+    c10d._world.pg_names.clear()
