@@ -1,1 +1,1 @@
-"""What the package promises, measured beside what others do. Not in the wheel; ``rl-safe bench NAME`` runs one."""
+"""The package's promises, each measured beside its peer. Not in the wheel; ``rl-safe bench NAME`` runs one."""

@@ -90,7 +90,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
 
 def layouts_for(gpus: int) -> Sequence[Layout]:
-    """Those of four ranks, or of two where there are fewer than four GPUs.
+    """Returns the layouts of four ranks, or of two where there are fewer than four GPUs.
 
     Raises:
         ResourceError: If there are fewer than two.
@@ -161,7 +161,7 @@ def _run_layout(
 
 
 def _differing(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> int:
-    """Of the steps that two jobs have in common, how many have not the same figures, bit for bit, on every rank."""
+    """Counts the steps of both jobs whose figures differ, bit for bit, on some rank."""
     differing: set[int] = set()
     for of_rank in zip(one, other, strict=True):
         steps = zip(*(found["figures"] for found in of_rank), strict=True)

@@ -1,4 +1,4 @@
-"""What a limit of CTAs costs in bandwidth and leaves of memory, for every kind of collective: the budget's reasons.
+"""Measures the bandwidth and the memory that a limit of CTAs costs each kind of collective: the budget's reasons.
 
 Needs four GPUs, or two for groups of two. Groups of two and of four ranks, each rank in one; the figures are of rank 0.
 """

@@ -30,7 +30,7 @@ _WARM, _SAMPLES, _SCALAR_CALLS = 3, 5, 200
 
 
 def collectives(group: dist.ProcessGroup, out: torch.Tensor, given: torch.Tensor) -> dict[str, Callable[[int], None]]:
-    """What can be issued on a group, by name; each takes the number of elements that one rank has of the message."""
+    """Returns a group's collectives by name. Each takes the number of elements that one rank has of the message."""
     ranks = dist.get_process_group_ranks(group)
     size, me = len(ranks), dist.get_rank(group)
     following, previous = ranks[(me + 1) % size], ranks[(me - 1) % size]

@@ -1,4 +1,4 @@
-"""What others do about communicators before the first step, as faithfully as it can be said in a few lines.
+"""Ways in which other projects treat communicators before the first step, as faithfully as a few lines can be.
 
 Each is collective over the training world, after Megatron's groups were made.
 """

@@ -39,7 +39,7 @@ FIRST_STEPS = 3
 TIMED_STEPS = {OURS: 30, "nothing": 30}
 """Steps differ by their communicators' limits alone: those of the budget, and NCCL's own."""
 CYCLES = 20
-"""Of step, release and rebuild."""
+"""Cycles of a step, a release and a rebuild."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,11 @@ class Job:
     overrides: list[str]
     port: int
     secret: str
-    """Of the store, in hexadecimal digits."""
+    """Secret of the store, in hexadecimal digits."""
     rows: int
     """Sequences of a step on each data-parallel rank."""
     tokens: int
-    """Of each sequence."""
+    """Tokens of each sequence."""
 
 
 class Taken:

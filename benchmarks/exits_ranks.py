@@ -41,7 +41,7 @@ class Job:
     overrides: list[str]
     port: int
     secret: str
-    """Of the store, in hexadecimal digits."""
+    """Secret of the store, in hexadecimal digits."""
 
 
 def live_and_end(job: Job, rank: int) -> dict[str, float]:

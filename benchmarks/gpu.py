@@ -52,7 +52,7 @@ LARGE = SeededModelConfig(
 )  # fmt: skip
 """3.1 B parameters."""
 NEEDED = ("context", "communicators", "other")
-"""What outlives an offload and a sleep."""
+"""Owners whose memory stays after an offload and a sleep."""
 LAST_STEPS = 5
 JOB_S, RUN_S, INTERRUPTED_S = 500.0, 240.0, 60.0
 RANKS = "benchmarks.gpu_ranks"
@@ -81,7 +81,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
 
 def placements(gpus: int) -> list[str]:
-    """Those of `PLACEMENTS` that fit."""
+    """Returns those of `PLACEMENTS` that fit the number of GPUs."""
     return [name for name in PLACEMENTS if int(name[0]) <= gpus]
 
 
@@ -194,7 +194,7 @@ def gpu_memory_mib() -> int:
 
 
 def resume(folder: Path, report: Callable[[str], None]) -> Row:
-    """Whether four ranks have the parameters that two have saved, in the colocated run under ``folder``."""
+    """Returns True if four ranks have the parameters that two have saved, in the colocated run under ``folder``."""
     folder = folder / "2_GPUs_colocated"
     (checkpoint,) = folder.rglob("global_step_20")
     digests = set()

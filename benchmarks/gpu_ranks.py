@@ -39,14 +39,14 @@ from rl_safe_workers.worlds.store import connect_store
 ROUNDS = 4
 """How often each thing is timed; the first, which allocates, is not counted."""
 STEP_ROUNDS = 9
-"""Of steps, whose time is the host's to launch thousands of kernels and varies by some 10 %."""
+"""Rounds of steps. The host's time to launch thousands of kernels varies by some 10 %."""
 ROWS, TOKENS = 8, 512
-"""Of a training step, on each data-parallel rank."""
+"""Rows and tokens of a training step, on each data-parallel rank."""
 PATIENCE = timedelta(minutes=5)
 
 
 class Ranks:
-    """What both roles share: meeting points and clocks over the store."""
+    """Meeting points and clocks over the store, for both roles."""
 
     def __init__(self, config: RunConfig, address: StoreAddress) -> None:
         self.config, self.address = config, address

@@ -41,7 +41,7 @@ MEMORY = Goal(relation=Relation.AT_MOST, bound=8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one run comes to."""
+    """Figures of one run."""
 
     seed: int
     learning: float

@@ -27,7 +27,7 @@ OURS = "ours_0/global_step_1/dist_ckpt"
 
 
 class Ranks:
-    """What the jobs share: the place among the ranks, a clock, and both ways to save."""
+    """The jobs' shared state: the place among the ranks, a clock, and both ways to save."""
 
     def __init__(self, rank: int, port: int, folder: Path) -> None:
         import torch

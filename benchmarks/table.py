@@ -1,4 +1,4 @@
-"""What a benchmark found: rows, each with its goal, as a table and as JSON."""
+"""The result of a benchmark: rows, each with its goal, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Goal:
     bound: float
 
     def is_met_by(self, value: float) -> bool:
-        """Whether the value keeps the promise; one that is not a number never does."""
+        """Returns True if the value keeps the promise; one that is not a number never does."""
         return value <= self.bound if self.relation is Relation.AT_MOST else value >= self.bound
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Row:
 
     @property
     def met(self) -> bool:
-        """Whether the goal is met."""
+        """True if the goal is met."""
         return self.goal.is_met_by(self.ours if self.ratio is None else self.ratio)
 
     def to_json(self) -> dict[str, Any]:

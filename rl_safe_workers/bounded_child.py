@@ -48,7 +48,7 @@ _ERROR_BYTES = 16 * TEXT_CHARACTERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a call may use."""
+    """Limits of a call: memory, time and size of its answer."""
 
     memory_bytes: int
     """Memory beyond what Python and our modules take."""

@@ -301,7 +301,7 @@ class ClusterConfig(Section):
     device: Device = "cpu"
     """With ``cuda`` each trainer and each rollout rank has one GPU."""
     colocated: bool = False
-    """Whether rollout rank i shares the GPU of training rank i, in turn: one sleeps while the other works."""
+    """True if rollout rank i shares the GPU of training rank i, in turn: one sleeps while the other works."""
     num_trainers: Ranks = 4
     num_rollouts: Ranks = 1
     cpus_per_trainer: Cpus = 0.25
@@ -420,7 +420,7 @@ class TeardownConfig(Section):
 
 
 class RlSafeConfig(Section):
-    """What every host framework shares."""
+    """Settings that every host framework shares."""
 
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     bootstrap: BootstrapConfig = Field(default_factory=BootstrapConfig)

@@ -15,7 +15,7 @@ from rl_safe_workers.ranks import RankId, Role
 RUN_ID = "RL_SAFE_RUN_ID"
 """Marks every process of a run, so that leftovers are found even when nobody remembers their process ids."""
 ROLE = "RL_SAFE_ROLE"
-"""What an actor is, as in ``lifecycle.Role``; its children inherit it."""
+"""Role of an actor, as in ``lifecycle.Role``; its children inherit it."""
 RANK = "RL_SAFE_RANK"
 """An actor's rank within its role; its children inherit it."""
 NODE = "RL_SAFE_NODE"
@@ -69,7 +69,7 @@ TORCH_FR_BUFFER_SIZE = "TORCH_FR_BUFFER_SIZE"
 TORCH_NCCL_DEBUG_INFO_TEMP_FILE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """Where torch writes what the Flight Recorder has of NCCL's groups: a prefix, which the rank follows."""
 TORCH_NCCL_DEBUG_INFO_PIPE_FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-"""Prefix of a pipe that torch makes, ``<prefix><rank>.pipe``; whoever writes to it asks for that file."""
+"""Prefix of a pipe that torch makes, ``<prefix><rank>.pipe``; writing to it asks for that file."""
 TMPDIR = "TMPDIR"
 """Where libraries put temporary files: a folder of the run, removed with it. vLLM leaves a file at every start."""
 
@@ -81,7 +81,7 @@ RAY_AUTH_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 """File with the token that the processes of a run's own Ray know each other by. Ray otherwise keeps one for all of a
 user's clusters below ``HOME``, which may not be writable."""
 RAY_AUTH_TOKEN, RAY_AUTH_MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
-"""What a user may have set for another cluster: a token that would win over the file, and whether one is asked for."""
+"""Variables that a user may have set for another cluster: a token that would win over the file, and the mode."""
 
 ALL_ACTORS: Mapping[str, str] = {
     OMP_NUM_THREADS: "1",
@@ -101,7 +101,7 @@ ROLLOUT_ACTORS: Mapping[str, str] = {
 TRAINER_ACTORS: Mapping[str, str] = {TORCH_FR_BUFFER_SIZE: "2000"}
 """Defaults for trainers, beside those for all."""
 NCCL_FLIGHTS, NCCL_REQUESTS = "flight_nccl_", "request_nccl_"
-"""What begins the names of NCCL's Flight Recorder files, and of the pipes that ask for them, in ``HANG_DIR``."""
+"""Prefixes of NCCL's Flight Recorder files, and of the pipes that ask for them, in ``HANG_DIR``."""
 DETERMINISTIC: Mapping[str, str] = {CUBLAS_WORKSPACE_CONFIG: ":4096:8"}
 """For processes that `platforms.cuda.make_deterministic` is called in."""
 USER_MAY_SET = frozenset({OMP_NUM_THREADS, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, VLLM_LOGGING_LEVEL})
@@ -168,7 +168,7 @@ def base_dir() -> Path:
 
 
 def has_base_dir() -> bool:
-    """Whether ``BASE_DIR`` is set."""
+    """Returns True if ``BASE_DIR`` is set."""
     return bool(os.environ.get(BASE_DIR))
 
 
@@ -231,12 +231,12 @@ def local_world_size() -> int | None:
 
 
 def nccl_cumem_is_off() -> bool:
-    """Whether ``NCCL_CUMEM_ENABLE`` forbids NCCL to map its memory itself."""
+    """Returns True if ``NCCL_CUMEM_ENABLE`` forbids NCCL to map its memory itself."""
     return os.environ.get(NCCL_CUMEM_ENABLE) == "0"
 
 
 def belongs_to_run(environ: Mapping[str, str], run_id: str, node: str | None = None) -> bool:
-    """Whether a process with this environment was launched by the run, on one node of it unless that is None."""
+    """Returns True if the run launched the process with this environment, on ``node`` if that is given."""
     return environ.get(RUN_ID) == run_id and node in (None, environ.get(NODE))
 
 

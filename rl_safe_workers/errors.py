@@ -102,7 +102,7 @@ class RunError(RlSafeError):
     """Something failed while running."""
 
     may_pass = True
-    """Whether the same run may go well if it is started again."""
+    """True if the same run may go well if it is started again."""
 
     def __init__(
         self, *args: object, culprit: RankId | None = None, foreign: ForeignCause = ForeignCause.UNKNOWN
@@ -168,7 +168,7 @@ def error_named(class_name: str, text: str) -> RlSafeError:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """What a phase waited for.
+    """The object of a phase's wait.
 
     Example: ``Awaited("training world", frozenset(trainer_ids(range(4))))``
     """

@@ -1,4 +1,4 @@
-"""The form that every check of this package answers in: what will happen, to whom, and what avoids it."""
+"""The result of every check of this package: the consequence, the ranks it hits, and the setting that avoids it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Severity(StrEnum):
-    """What a finding does to a run."""
+    """The effect of a finding on a run."""
 
     STOPS = "stops"
     """The run hangs, fails, or computes something else."""
@@ -39,7 +39,7 @@ class Finding:
     code: str
     severity: Severity
     text: str
-    """What will happen."""
+    """The consequence."""
     groups: tuple[str, ...] = ()
     ranks: str = ""
     since: str
@@ -59,7 +59,7 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def stops(findings: Iterable[Finding]) -> bool:
-    """Whether any of them stops the run."""
+    """Returns True if any of them stops the run."""
     return any(finding.severity is Severity.STOPS for finding in findings)
 
 

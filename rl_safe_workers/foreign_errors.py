@@ -1,4 +1,4 @@
-"""What errors of torch, NCCL, gloo, Ray and the system mean: the one place that reads the text of others.
+"""Classifies the errors of torch, NCCL, gloo, Ray and the system: the one place that reads the text of others.
 
 torch has no types for most of them, so their messages are all there is to tell them by. What is not known is unknown,
 never a guess: ``tests/unit/foreign_messages.json`` holds real messages of each kind, with where they come from.
@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class ForeignCause(StrEnum):
-    """What an error that is not ours says."""
+    """The meaning of an error that is not ours."""
 
     UNKNOWN = "unknown"
     """Anything else."""
@@ -30,7 +30,7 @@ class ForeignCause(StrEnum):
 
     @property
     def is_about_others(self) -> bool:
-        """Whether the process that has it only waited for other ranks."""
+        """True if the process that has it only waited for other ranks."""
         return self in (ForeignCause.TIMEOUT, ForeignCause.PEER_LOST, ForeignCause.STORE_LOST)
 
 
@@ -91,7 +91,7 @@ PATTERNS: Mapping[ForeignCause, tuple[str, ...]] = {
         r"Get timed out: some object\(s\) not ready",
     ),
 }
-"""What texts of each kind contain. The first kind that fits counts."""
+"""Parts of texts by kind. The first kind that fits counts."""
 _KINDS = {kind: re.compile("|".join(patterns)) for kind, patterns in PATTERNS.items()}
 
 

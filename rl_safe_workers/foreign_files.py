@@ -47,7 +47,7 @@ MALFORMED = (
     ValueError,
     struct.error,
 )
-"""What a pickle that is not well-formed raises: its opcodes work on whatever lies on its stack."""
+"""Errors that a pickle raises that is not well-formed: its opcodes work on any value on its stack."""
 
 
 def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = None) -> BinaryIO:

@@ -119,7 +119,7 @@ class PhaseEvent:
 
 
 FREE_BYTES = "free"
-"""What no process holds, beside the owners in an event's ``device_bytes``."""
+"""Memory that no process holds, beside the owners in an event's ``device_bytes``."""
 
 
 class Observer(Protocol):
@@ -159,7 +159,7 @@ class Lifecycle:
         return self._current
 
     def has_completed(self, phase: Phase) -> bool:
-        """Whether the phase has completed at least once."""
+        """Returns True if the phase has completed at least once."""
         return phase in self._completed
 
     def check(self, phase: Phase) -> None:

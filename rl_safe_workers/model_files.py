@@ -39,7 +39,7 @@ _BITS: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """What a safetensors header says of one tensor.
+    """A tensor's entry in a safetensors header.
 
     Example: ``TensorEntry(dtype="BF16", shape=(128, 64), start=0, stop=16384)``
     """

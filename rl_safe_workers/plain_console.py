@@ -1,4 +1,4 @@
-"""A terminal that takes text as it is, whoever wrote it."""
+"""A terminal that prints text as it is, without markup."""
 
 from __future__ import annotations
 

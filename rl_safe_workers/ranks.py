@@ -1,4 +1,4 @@
-"""Who a process of a run is: its role and its rank, as one value."""
+"""The identity of a process of a run: its role and its rank, as one value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Role(StrEnum):
-    """What a process of the joint world is."""
+    """The role of a process in the joint world."""
 
     TRAINER = "trainer"
     ROLLOUT = "rollout"

@@ -1,4 +1,4 @@
-"""What a run has failed by: the one failure that all others follow from, out of what each rank reports.
+"""Finds the one failure that all others follow from, in the reports of the ranks.
 
 Functions over typed facts. No message of ours is looked at.
 """
@@ -35,11 +35,11 @@ class RootCause:
     """
 
     error: RunError
-    """What one rank has reported: the root itself or, where that has reported nothing, the best account of it."""
+    """The root's report or, where the root has reported nothing, the best account of it."""
     culprits: frozenset[RankId]
     """Ranks that the failure began with; empty if nobody knows."""
     is_told: bool
-    """Whether the error is about the culprits; if not, it only waited for them, who have reported nothing."""
+    """True if the error is about the culprits; if not, it only waited for them, who have reported nothing."""
 
 
 def cause_of(error: Exception, rank_id: RankId) -> Cause:
@@ -85,7 +85,7 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
 
     In this order, and of several the earliest: a rank that died; one that raised; one that was stopped; one that
     repeats the failure of a rank of which nothing else is known; a phase's deadline, by the report that names missing
-    ranks which have reported no wait of their own; and a rank that waited in vain, for those that are pending still.
+    ranks which have reported no wait of their own; and a rank whose wait failed, for those that are pending still.
 
     Args:
         reports: What each rank has failed with, at least one: a RankError of its own, or the PhaseTimeoutError that it

@@ -1,4 +1,4 @@
-"""What a `SafeTrainer` does, as plain functions for a Megatron script under torchrun: three lines, and no Ray.
+"""A `SafeTrainer` as plain functions for a Megatron script under torchrun: three lines, and no Ray.
 
 The script creates the default group and Megatron's groups itself. Every rank is a training rank.
 """
@@ -49,7 +49,7 @@ class _ScriptComms(HostComms):
 
 @dataclass(kw_only=True)
 class _Script:
-    """What the functions of one process share, of one default group."""
+    """State that the functions of one process share, for one default group."""
 
     world: ReferenceType[Any]
     """The default group."""
@@ -266,7 +266,7 @@ def _room(device: torch.device) -> int | None:
 
 
 def _features(given: Features | None) -> Features:
-    """Those given, or for each what connects more; what Megatron's groups tell is taken from them in both cases."""
+    """Returns the given features, or those that connect more. Facts that Megatron's groups tell win in both cases."""
     if given is None:
         given = Features(
             moe=True,

@@ -207,7 +207,7 @@ class _Scale:
 
     @property
     def is_at_root(self) -> bool:
-        """Whether the last event was the first node of the text."""
+        """True if the last event was the first node of the text."""
         return self._nodes == 1
 
     def take(self, event: yaml.Event) -> None:

@@ -1,4 +1,4 @@
-"""What adapters share: a trainer process of a host framework, whose default group and calls are the host's."""
+"""A trainer process of a host framework, whose default group and calls are the host's. All adapters share it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostedTrainer:
 
     @property
     def has_world(self) -> bool:
-        """Whether the default group exists and is the training world."""
+        """True if the default group exists and is the training world."""
         return self._trainer is not None and self._trainer.has_world
 
     @property

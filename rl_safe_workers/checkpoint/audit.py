@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: off the critical path, with no GPU, process group or Ray.
+"""Audits a checkpoint: is it whole? Needs no GPU, process group or Ray, and keeps off the critical path.
 
     report = audit(Path("checkpoints/global_step_10"), deep=True)
     report.ok, report.problems
@@ -245,7 +245,7 @@ class _Audit:
             self.findings.add("file", f"{name} cannot be read: {error.strerror}")
 
     def report(self, *, deep: bool, seconds: float) -> AuditReport:
-        """What was found."""
+        """Returns the findings."""
         index, manifest = self.index, self.manifest
         return AuditReport(
             directory=str(self.location.root),

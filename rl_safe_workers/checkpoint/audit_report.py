@@ -1,4 +1,4 @@
-"""What an audit found.
+"""The findings of an audit.
 
 Pure Python: starts in milliseconds.
 """
@@ -29,18 +29,18 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
-    """What an audit found."""
+    """The findings of an audit."""
 
     directory: str
     ok: bool
     deep: bool
-    """Whether the bytes themselves were read."""
+    """True if the bytes themselves were read."""
     problems: tuple[Problem, ...]
     """The first 20 of each kind."""
     counts: Mapping[str, int]
     """How many there are of each kind."""
     has_manifest: bool
-    """Whether it is a checkpoint of ours."""
+    """True if it is a checkpoint of ours."""
     step: int | None
     layout: Mapping[str, int] | None
     versions: Mapping[str, str] | None

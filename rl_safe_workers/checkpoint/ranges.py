@@ -39,7 +39,7 @@ Ranges = dict[str, list[tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What one host reads of a checkpoint."""
+    """The parts of a checkpoint that one host reads."""
 
     rectangles: Sequence[tuple[str, Index, Index]]
     """``(key, offsets, sizes)`` of global tensors."""

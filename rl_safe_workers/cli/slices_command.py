@@ -157,7 +157,7 @@ def _find_ranges_in_child(config: RunConfig, checkpoint: Path, ranks: Sequence[i
 
 
 def _print_table(ranges: Ranges, sizes: Mapping[str, int]) -> None:
-    """Prints a line for each file and the totals; bytes are exact, for whoever plans a copy."""
+    """Prints a line for each file and the totals; bytes are exact, to plan a copy by."""
     needed = {name: sum(stop - start for start, stop in parts) for name, parts in ranges.items()}
     table = Table(show_footer=True)
     table.add_column("file", "total", overflow="fold")

@@ -1,4 +1,4 @@
-"""What the commands write to a terminal besides their results: errors, logs and usage.
+"""Writes a command's errors, logs and usage to a terminal; its results are the command's own.
 
 Any of it may quote a file or an argument that somebody else has made, so all of it goes through `printable`.
 """

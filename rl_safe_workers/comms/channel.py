@@ -107,7 +107,7 @@ class Channel:
 
 
 class _BackendView:
-    """What `_get_backend` answers: the backend of the present generation, whichever that is.
+    """The answer of `_get_backend`: the backend of the present generation.
 
     ``c10d._set_pg_timeout`` and others ask a group for its backend and look at its class. A real one would reach the
     present generation alone, and after a release there is none; this one stands for all of them.

@@ -1,4 +1,4 @@
-"""What the bootstrap has missed: device memory that a collective takes in the first training steps, and whose it is."""
+"""Finds device memory that a collective takes in the first training steps, and names the group that took it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class LateWatch:
         return value
 
     def _is_new(self, group: dist.ProcessGroup, found: OpClass | None) -> bool:
-        """Whether a group carries a class for the first time. One rank alone has nobody to connect to."""
+        """Returns True if a group carries a class for the first time. One rank alone has nobody to connect to."""
         known = self._connected.setdefault(group.group_name, set())
         # all_to_all connects every peer, for batches too.
         is_known = found in known or (found is OpClass.BATCHED_P2P and OpClass.ALL_TO_ALL in known)

@@ -33,7 +33,7 @@ class LiveGroup:
     group: Any
     """The torch ProcessGroup."""
     is_megatrons: bool
-    """Whether it is the default group or in Megatron's list; else someone else has created it."""
+    """True if it is the default group or in Megatron's list; else someone else has created it."""
 
     @property
     def size(self) -> int:
@@ -42,14 +42,14 @@ class LiveGroup:
 
     @property
     def is_known(self) -> bool:
-        """Whether the table of groups says what it carries, be it nothing."""
+        """True if the table of groups says what it carries, be it nothing."""
         # Megatron's twins for CPU tensors carry what a host sends over them.
         unused = self.description in UNUSED or self.description.endswith("_GLOO")
         return self.is_megatrons and (self.description in KINDS or unused)
 
     @property
     def kind(self) -> GroupKind | None:
-        """What is known of what it carries; None if it is nothing, or not known."""
+        """The kind of the group; None if it carries nothing, or nothing is known of it."""
         return KINDS.get(self.description) if self.is_megatrons else None
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ release the inner group goes, with its connections and device memory; a rebuild 
     register_backend("nccl")  ->  "rl_safe_nccl"   CUDA tensors over NCCL, released; CPU tensors over gloo, kept
 
 These are names for ``init_process_group``, and every later ``new_group`` inherits them. Naming backends by device
-(``"cpu:gloo,cuda:..."``) does not mix with them: torch lets a group of Python's take the place of the whole group.
+(``"cpu:gloo,cuda:..."``) does not mix with them: torch replaces the whole group by one that is written in Python.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _KEPT_FROM_TORCH = frozenset(
     {"rank", "size", "name", "boxed", "unbox", "bound_device_id"}
     | {"_id", "_backend_id", "_get_backend_name", "_pybind11_conduit_v1_", "BackendType"}
 )
-"""What torch's own class answers without a backend."""
+"""Attributes that torch's own class answers without a backend."""
 
 
 class GroupState(StrEnum):
-    """Whether a group can carry anything."""
+    """The states of a group: connected or released."""
 
     CONNECTED = "connected"
     """It has a generation; each collective goes there."""
@@ -113,7 +113,7 @@ class ReleasableGroup(dist.ProcessGroup):
 
     @property
     def state(self) -> GroupState:
-        """Whether it can carry anything."""
+        """True if it can carry anything."""
         return self._state
 
     @property
@@ -137,10 +137,10 @@ class ReleasableGroup(dist.ProcessGroup):
         return [work for work in works if not work.is_completed()]
 
     def detach(self, *, missing_call: str = "rebuild()") -> Any:
-        """Releases the group; whoever calls it ends the communicators. Not collective; idempotent.
+        """Releases the group; the caller ends the communicators. Not collective; idempotent.
 
         Args:
-            missing_call: What makes the group usable again, for the error of whoever uses it before.
+            missing_call: What makes the group usable again, for the error of a caller that uses it before.
 
         Returns:
             torch's backend of the generation that is over, or None if there was none. ``shutdown`` ends its
@@ -306,7 +306,7 @@ class ReleasableGroup(dist.ProcessGroup):
             live.abort()
 
     def close(self) -> list[Any]:
-        """Closes the group for good and returns its backends; whoever calls it ends them. Idempotent."""
+        """Closes the group for good and returns its backends, for the caller to end. Idempotent."""
         self._state = GroupState.CLOSED
         return [live for channel in self.channels.values() if (live := channel.detach()) is not None]
 

@@ -35,14 +35,14 @@ from rl_safe_workers.ranks import trainer_id
 logger = logging.getLogger(__name__)
 
 _WORK_SHARE = 0.8
-"""Of the time that is left, for what may hang; the rest is for the ranks to tell each other about it."""
+"""Share of the time that is left, for work that may hang. In the rest the ranks tell each other about it."""
 _UNDO = timedelta(seconds=10)
 """Longest time to take back what a rebuild that failed has made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseReport:
-    """What a release did on this rank.
+    """The result of a release on this rank.
 
     Example: ``ReleaseReport(groups=9, seconds=0.08, freed_bytes=4446000000)``
     """
@@ -54,7 +54,7 @@ class ReleaseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebuildReport:
-    """What a rebuild did on this rank.
+    """The result of a rebuild on this rank.
 
     Example: ``RebuildReport(groups=9, generation=3, connect_s=0.05, seconds=0.11, taken_bytes=4446000000)``
     """
@@ -93,7 +93,7 @@ def release(
         control: This rank's place in the training world.
         timeout: Longest time that this takes.
         phase: The phase whose deadline that is, for errors.
-        missing_call: What makes the groups usable again, for the error of whoever uses one before.
+        missing_call: What makes the groups usable again, for the error of a caller that uses one before.
         used_bytes: Tells the device memory in use; called before and after.
 
     Raises:
@@ -182,7 +182,7 @@ class _Ranks:
     def __init__(self, control: ControlPlane, what: str, *, phase: Phase, timeout: timedelta) -> None:
         self._control, self._what, self._phase = control, what, phase
         self.generations: dict[str, int] = {}
-        """Of every rank's groups at the last agreement, by the group's name; on rank 0."""
+        """Generations of every rank's groups at the last agreement, by the group's name; on rank 0."""
         self._together_s = time.monotonic()
         self.deadline = Deadline.after(timeout)
 
@@ -311,7 +311,7 @@ def _do_together(ranks: _Ranks, groups: Sequence[ReleasableGroup], work: Callabl
     """Does a part of a rebuild and learns how the others fared; releases the groups again if it failed anywhere."""
     failure, after_s = failure_of(work), ranks.elapsed_s()
     if failure is not None:
-        # Before the agreement: whoever waits for this rank in a collective of gloo then fails at once.
+        # Before the agreement: a rank that waits for this one in a collective of gloo then fails at once.
         _release_again(groups)
     try:
         ranks.agree(failure, after_s=after_s)

@@ -1,4 +1,4 @@
-"""What communicator work reports. Pure Python, so that a driver can receive it without torch."""
+"""Reports of communicator work. Pure Python, so that a driver can receive them without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_safe_workers.topology.memory import KERNEL_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
-    """What connecting one op class of one group has cost a rank.
+    """The cost of connecting one op class of one group on one rank.
 
     Example: ``LedgerEntry(group="EXPERT_DATA_PARALLEL_GROUP", ranks=(0, 2), op_class="reduce", seconds=0.31,
     bytes=507510784, predicted_bytes=507510784)``
@@ -24,12 +24,12 @@ class LedgerEntry:
     bytes: int | None
     """Growth of device memory outside torch's allocator; None where there is no device to ask."""
     predicted_bytes: int
-    """What the model of ``topology.memory`` expects on NVLink."""
+    """Bytes that the model of ``topology.memory`` expects on NVLink."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapReport:
-    """What a bootstrap did on this rank.
+    """The result of a bootstrap on this rank.
 
     Example: ``BootstrapReport(entries=(…), skipped=7, unknown=(), seconds=0.04)``
     """
@@ -59,7 +59,7 @@ class BootstrapReport:
 
     @property
     def predicted_bytes(self) -> int:
-        """What the model expects of all that."""
+        """Bytes that the model expects of all entries."""
         return sum(entry.predicted_bytes for entry in self.entries) + (KERNEL_BYTES if self.kernel_bytes else 0)
 
 
@@ -86,7 +86,7 @@ class LateAllocation:
 
 
 def add_reports(first: BootstrapReport, second: BootstrapReport) -> BootstrapReport:
-    """What two bootstraps over the same groups have cost together; each op class of a group is listed once."""
+    """Returns the joint cost of two bootstraps over the same groups; each op class of a group is listed once."""
     entries: dict[Any, LedgerEntry] = {}
     for entry in (*first.entries, *second.entries):
         key = (entry.group, entry.ranks, entry.op_class)

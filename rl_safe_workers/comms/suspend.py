@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 NEEDED_NCCL = (2, 29, 7)
 _DRAIN_SHARE = 0.8
-"""Of the timeout, for what is queued on the GPU; who waits for longer tells the others before they miss it."""
+"""Share of the timeout, to drain the GPU's queue. A rank that needs longer tells the others before they give up."""
 
 
 def can_suspend(device: torch.device) -> bool:
-    """Whether communicators of a device can be suspended by this torch and NCCL, as this process is set up."""
+    """Returns True if communicators of a device can be suspended by this torch and NCCL, as this process is set up."""
     if device.type != "cuda" or not hasattr(Backend, "suspend") or env.nccl_cumem_is_off():
         return False
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]

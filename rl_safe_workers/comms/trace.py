@@ -30,7 +30,7 @@ import torch.distributed as dist
 from rl_safe_workers.topology.groups import OpClass
 
 BATCH = "batch_isend_irecv"
-"""What a send or a receive is called that is part of a batch: the function of torch that makes one."""
+"""Name of a send or a receive that is part of a batch: the function of torch that makes one."""
 OP_CLASSES = {
     "allreduce": OpClass.REDUCE,
     "reduce": OpClass.REDUCE,
@@ -80,7 +80,7 @@ _TRACES = "rl_safe_workers.comms.trace"
 
 
 class _Batches(threading.local):
-    """What a thread has begun to coalesce."""
+    """The operations that a thread has begun to coalesce."""
 
     def __init__(self) -> None:
         self.last: dict[dist.ProcessGroup, str] = {}
@@ -221,7 +221,7 @@ def _keep(traces: tuple[CollectiveTrace, ...]) -> None:
 
 @functools.cache
 def _stash_takes_no_reference() -> bool:
-    """Whether torch keeps an object without counting itself in, and yet counts itself out in the end.
+    """Returns True if torch keeps an object without counting itself in, and yet counts itself out in the end.
 
     torch 2.11 does, 2.13 does not; with 2.11 the object is gone, and another in its place, once its caller lets go.
     """
@@ -235,7 +235,7 @@ def _stash_takes_no_reference() -> bool:
 
 
 def _in_batch() -> bool:
-    """Whether torch's function issues a batch: gloo does not coalesce, so nothing else tells."""
+    """Returns True if torch's function issues a batch: gloo does not coalesce, so nothing else tells."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         if frame.f_code.co_name == BATCH:

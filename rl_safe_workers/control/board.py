@@ -5,8 +5,8 @@
     note, notes    lines of a log that many ranks add to, read with one request
     number         counts the operations of a name, in the store, which outlives a worker
 
-The store's counters (``add``) are not used: nobody can sign a counter, and one that a stranger has made a word of costs
-whoever asks for it the connection.
+The store's counters (``add``) are not used: nobody can sign a counter, and a reader loses its connection over one that
+a stranger has turned into text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Board:
             secret: The run's secret; see `seal.new_secret`.
             who: This process, for errors, e.g. ``"rank 1 of training world"``.
         """
-        # A connection of its own: NCCL's first collectives wait in the one that a group was made with, and whoever
+        # A connection of its own: NCCL's first collectives wait in the one that a group was made with, and a rank that
         # waits there keeps everyone else in the process out.
         self._store: Any = store.clone()  # type: ignore[attr-defined]
         self._seal, self._who = Seal(secret), who

@@ -23,7 +23,7 @@ _SHOWN = 300
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank tells the others of its failure.
+    """A rank's report of its failure to the others.
 
     Example: ``Failure("no room", kind="CheckpointError", culprit=trainer_id(2))``
     """

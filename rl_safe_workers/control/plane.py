@@ -2,8 +2,8 @@
 
     barrier             nobody goes on before all have come
     gathering           every rank reports, rank 0 decides, every rank learns of it
-    exchange_verdicts   every rank learns who is well, whoever is missing
-    report_failure      a rank says what it has failed with; whoever looks into the store learns of it
+    exchange_verdicts   every rank learns which ranks are well and which are missing
+    report_failure      a rank leaves its failure in the store, for the diagnosis
     sign_off            rank 0, which owns the store, stays until nobody needs it any more
 
 No collective and no process group takes part, so that nothing can be left hanging in one. Every message is signed; see
@@ -125,7 +125,7 @@ class ControlPlane:
     def exchange_verdicts(self, failure: str | None, *, phase: str, deadline: Deadline) -> dict[int, str]:
         """Tells the others whether this rank is well, and learns who is not.
 
-        Collective over: every rank of the world; it returns when the time is up, whoever is missing.
+        Collective over: every rank of the world; it returns when the time is up, even if ranks are missing.
 
         Args:
             failure: None if all is well, else one line of what has failed.
@@ -165,7 +165,7 @@ class ControlPlane:
             raise operation.late(missing, deadline)
 
     def report_failure(self, error: Exception, *, phase: str) -> None:
-        """Leaves this rank's failure in the store, for whoever looks for the root cause. Does not wait.
+        """Leaves this rank's failure in the store, for the search for the root cause. Does not wait.
 
         Where the store is gone, too, it is only logged: the caller has an error to raise.
 

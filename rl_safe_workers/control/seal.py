@@ -1,6 +1,6 @@
 """Signs what ranks write to the run's store, and refuses what no rank of the run has signed.
 
-TCPStore has no password: whoever reaches its port may write, append to and delete every key. So each message carries an
+TCPStore has no password: anyone at its port may write, append to and delete every key. So each message carries an
 HMAC-SHA256 over its key and its contents. Keys hold the number of their operation, so a message of an earlier operation
 does not pass for one of this.
 """

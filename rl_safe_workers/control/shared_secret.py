@@ -34,7 +34,7 @@ from rl_safe_workers.ranks import trainer_id, trainer_ids
 
 _KEY = "rl_safe_secret"
 _PREFIX = "rl_safe_secret_"
-"""Of the names of files."""
+"""Prefix of the names of files."""
 _LOOK_S = 0.02
 _own: bytes | None = None
 """The secret that this process has made: a host may build its groups anew on one store."""

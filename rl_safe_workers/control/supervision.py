@@ -1,8 +1,8 @@
-"""Collective work that no deadline of a backend covers, under one of ours: whoever is missing or fails is named by all.
+"""Runs collectives that NCCL's timeout does not cover under a deadline of ours: every rank names the same culprit.
 
-NCCL connects at the first collective of a group, and its timeouts do not count yet. So the ranks tell each other over
-the store that they have come, do the work in a thread that can be left behind, and look meanwhile whether another rank
-has given up.
+NCCL connects at the first collective of a group, and its timeouts do not count yet. So each rank first reports its
+arrival over the store. It then does the work in a thread that it can leave behind, and watches the store meanwhile for
+a rank that has given up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COLLECTIVE = ("torch/distributed/distributed_c10d.py", "torch/cuda/__init__.py"
 """Where a thread is that issues a collective, or waits for the device to finish it."""
 _END = "end"
 _GRACE = timedelta(seconds=1)
-"""What those wait longer who can only hear of a rank that is missing elsewhere."""
+"""Extra time for ranks that depend on another rank's lookup."""
 
 
 def _slot(name: str) -> str:
@@ -254,7 +254,7 @@ class Supervision:
         self._heed_failures()
 
     def _is_deadline(self, error: BaseException) -> bool:
-        """Whether a backend has only given up at the deadline, a little before us: its collectives share it."""
+        """Returns True if a backend has only given up at the deadline, a little before us: its collectives share it."""
         is_timeout = foreign_cause(error) is ForeignCause.TIMEOUT
         return is_timeout and self._deadline.left_s < _SLICE.total_seconds()
 
@@ -263,10 +263,10 @@ class Supervision:
         self._operation.put(f"beat/{self._rank}", str(self._beats).encode())
 
     def _let_one_judge(self) -> None:
-        """Lets the first who finds the time up find out who is missing, and the others wait to be told.
+        """Elects the rank that looks up the missing ranks; the others wait for its answer.
 
-        It takes requests in proportion to the ranks, which all of them together would be the square of. They return,
-        to look for themselves, if they are not told.
+        One lookup costs requests in proportion to the ranks. If every rank did it, the cost would grow with their
+        square. The others look for themselves if no answer comes.
         """
         if int(self._operation.first("judge", str(self._rank).encode())) != self._rank:
             self._listen(2 * _SLICE + _GRACE)
@@ -280,7 +280,7 @@ class Supervision:
             time.sleep(_BEAT_S)
 
     def _silent(self, ranks: Sequence[int]) -> list[int]:
-        """Those among members whose process does nothing any more, or who are not in the collective but before it.
+        """Returns the members whose process does nothing any more, or that have not entered the collective.
 
         None if all are in it, and it does not end.
         """

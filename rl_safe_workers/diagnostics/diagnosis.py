@@ -1,4 +1,4 @@
-"""Who is to blame for a run that fails or hangs: from its processes, its store and what the host knows.
+"""Names the rank to blame for a run that fails or hangs: from its processes, its store and the host's knowledge.
 
     ranks = [RankProcess(rank_id=trainer_id(0), pid=popen.pid, poll=popen.poll, folder=folder), ...]
     diagnosis = diagnose(ranks, reports=control.reported_failures, patience_s=10.0)
@@ -32,7 +32,7 @@ Reports = Mapping[RankId, RunError]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Who is to blame, and where each rank is.
+    """The rank to blame, and the place of each rank.
 
     Example: ``Diagnosis(verdict="trainer rank 1 was killed by SIGKILL, ...", culprits={trainer_id(1)}, ...)``
     """
@@ -44,7 +44,7 @@ class Diagnosis:
     error: RunError | None
     """The root of what ranks have reported and of what became of their processes; None if nothing has failed."""
     ranks: Mapping[RankId, str]
-    """What each rank does or has failed with, and at which line of code: the end of a sentence about it."""
+    """Each rank's action or failure, with its line of code: the end of a sentence about it."""
 
 
 def diagnose(
@@ -122,7 +122,7 @@ def _failure(one: RankProcess, cause: Cause) -> RankError:
 
 
 def _seen_wait(answers: Answers, waiting: Collection[RankId], busy: Collection[RankId]) -> Wait | None:
-    """Returns who waits for whom, as far as the processes show it; None if nobody waits."""
+    """Returns the waiting ranks and the missing ones, as far as the processes show; None if no rank waits."""
     if not waiting:
         return None
     ended = {one.rank_id for one in answers.ranks if one.is_gone}

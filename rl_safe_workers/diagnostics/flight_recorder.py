@@ -1,4 +1,4 @@
-"""What torch's Flight Recorder has of each training rank's collectives. torch itself is not needed to read it."""
+"""Reads each training rank's collectives from torch's Flight Recorder. Needs no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Work:
     op: str
     group: str
     number: int
-    """Of the group's collectives, counted by each member."""
+    """Number among the group's collectives, counted by each member."""
     has_ended: bool
     """In a result or an error."""
     created_s: float
@@ -38,7 +38,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a rank's collectives tell of where it is."""
+    """A rank's collectives, as they tell where it is."""
 
     under_way: Work | None
     """The oldest that has not ended."""
@@ -57,7 +57,7 @@ class Record:
 
 
 def read_flights(files: Mapping[str, bytes]) -> dict[int, Record]:
-    """What files of the Flight Recorder have, by training rank.
+    """Reads files of the Flight Recorder, by training rank.
 
     Args:
         files: Their contents, by names that end in the rank. One that cannot be read is warned about.

@@ -33,7 +33,7 @@ _NAMED_NODES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Who waited for whom, as far as the error tells.
+    """The ranks that waited and the ranks that they waited for, as far as the error tells.
 
     Example: ``Wait(phase="train", group="the trainers", arrived={trainer_id(0)}, missing={trainer_id(1)}, ...)``
     """
@@ -42,13 +42,13 @@ class Wait:
     group: str
     arrived: frozenset[RankId]
     missing: frozenset[RankId] | None
-    """None if the error names nobody: whoever is still in a call then."""
+    """None if the error names nobody: the ranks that are still in a call then."""
     waited_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """What the evidence of a hang says."""
+    """The evidence of a hang."""
 
     verdict: str
     """One line."""
@@ -107,11 +107,11 @@ def _add(found: dict[str, Any], name: str, tell: Callable[[], Any], timeout_s: f
 def judge(
     error: BaseException | None, wait: Wait, answers: Answers, target: Path | None
 ) -> tuple[Hang, dict[str, Any]]:
-    """Finds out for whom the others wait.
+    """Finds the ranks that the others wait for.
 
     Args:
         error: What the run has failed with; None if only the answers tell.
-        wait: Who waited for whom, as far as that error tells.
+        wait: The waiting ranks and the missing ones, as far as that error tells.
         answers: What the ranks have answered.
         target: Where the evidence will be; None: nowhere.
 
@@ -200,7 +200,7 @@ def _training_ranks(ranks: Collection[RankId]) -> set[int]:
 
 
 def wait_of(error: BaseException) -> Wait | None:
-    """Tells who waited for whom, by what an error carries; None if it is about something else."""
+    """Returns the wait that an error carries; None if it is about something else."""
     if isinstance(error, PhaseTimeoutError):
         if (members := error.awaited.members) is None:
             return None
@@ -230,7 +230,7 @@ def verdict(
     """Sums the evidence up in one line.
 
     Args:
-        wait: Who waited for whom.
+        wait: The waiting ranks and the missing ones.
         missing: Ranks that have not come.
         answers: What the ranks have answered.
         works: The collective that a training rank waits in.

@@ -55,7 +55,7 @@ class RankProcess:
     has looked."""
     cpu_s: float | None = None
     source: str | None = None
-    """Who has written the stacks: faulthandler, py-spy; None: nobody could."""
+    """Tool that wrote the stacks: faulthandler or py-spy. None: there are none."""
     text: str = ""
     stack: Stack | None = None
     last_place: str | None = None
@@ -105,11 +105,11 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What the ranks of a run have answered, wherever they are."""
+    """Answers of a run's ranks, wherever they are."""
 
     ranks: Sequence[RankProcess] = ()
     records: Mapping[int, Record] = field(default_factory=dict)
-    """What the Flight Recorder tells, by training rank."""
+    """Records of the Flight Recorder, by training rank."""
     flights: Mapping[str, bytes] = field(default_factory=dict)
     """Its files by name, ``flight_<backend>_<rank>``: as torch writes them, compressed by zlib for their way."""
     homes: Mapping[RankId, str] = field(default_factory=dict)
@@ -172,7 +172,7 @@ def processes_of_run(run_id: str, node: str | None = None) -> list[RankProcess]:
 
 
 class _Inquiry:
-    """What is known of the ranks at any time; `ask` fills it in.
+    """Facts about the ranks, as far as they are known; `ask` fills it in.
 
     Attributes:
         ranks: Those found, trainers first.

@@ -1,4 +1,4 @@
-"""What a check of the doctor is: facts are gathered within a deadline, and then judged without looking at anything."""
+"""A check of the doctor gathers facts within a deadline, and then judges them without looking at anything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB, MIB = 2**30, 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is examined: this machine, for a run if there is a recipe.
+    """The subject of an examination: this machine, for a run if there is a recipe.
 
     Example: ``Subject(recipe="recipes/quickstart.yaml", overrides=("trainer.seed=1",), config=config)``
     """
@@ -27,18 +27,18 @@ class Subject:
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
     config: RunConfig | None = None
-    """What the recipe says; None: the machine is examined for any run."""
+    """The recipe's configuration. None: the machine is examined for any run."""
     checkpoint_path: Path | None = None
     """Another place of checkpoints than the recipe's."""
 
     @property
     def may_use_gpus(self) -> bool:
-        """Whether the run is on GPUs; without a recipe it may be."""
+        """True if the run is on GPUs; without a recipe it may be."""
         return self.config is None or self.config.cluster.device == "cuda"
 
     @property
     def needs_gpus(self) -> bool:
-        """Whether the run is known to be on GPUs."""
+        """True if the run is known to be on GPUs."""
         return self.config is not None and self.config.cluster.device == "cuda"
 
     @property
@@ -48,7 +48,7 @@ class Subject:
 
     @property
     def joins_cluster(self) -> bool:
-        """Whether the run joins a running Ray cluster, and so may have processes on other machines."""
+        """True if the run joins a running Ray cluster, and so may have processes on other machines."""
         return self.config is not None and self.ray != LOCAL_RAY
 
     @property
@@ -92,7 +92,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a check has found.
+    """The facts and findings of a check.
 
     Example: ``Report(facts=(Fact(name="GPUs", value="none"),))``
     """

@@ -1,4 +1,4 @@
-"""Whether a process that multiprocessing spawns can import this package.
+"""Checks that a process that multiprocessing spawns can import this package.
 
 megatron-core spawns one while it saves: it starts a fresh Python, imports the main module again, and then what it is to
 do. A script without a guard runs itself again there and hangs.
@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """What a spawned process has said.
+    """A spawned process's answer.
 
     Example: ``Child(here="/src/rl_safe_workers", there="/src/rl_safe_workers", main="rl-safe", seconds=0.4)``
     """

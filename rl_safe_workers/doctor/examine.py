@@ -37,7 +37,7 @@ class Diagnosis:
 
     @property
     def stops(self) -> bool:
-        """Whether something stops the run."""
+        """True if something stops the run."""
         return stops(self.findings)
 
 

@@ -15,20 +15,20 @@ TORCH_DEADLINE_S, TOOL_DEADLINE_S = 90.0, 15.0
 SUSPENDS_NCCL = (2, 29, 7)
 """NCCL from which on a communicator can give its memory back; torch offers it since 2.12."""
 FREE_SHARE = 0.9
-"""Of a GPU's memory; a context and a desktop take less than the rest."""
+"""Share of a GPU's memory that should be free; a context and a desktop take less than the rest."""
 _NVLINK = re.compile(r"NV\d+")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """What torch and ``nvidia-smi`` say.
+    """Answers of torch and ``nvidia-smi``.
 
     Example: ``Gpus(torch=Answer(values={"devices": [], …}), topology=None, processes=None)``
     """
 
     torch: Answer
-    """Of ``torch_probe``."""
+    """Answer of ``torch_probe``."""
     topology: str | None
     """``nvidia-smi topo -m``; None: it is not there."""
     processes: str | None

@@ -1,4 +1,4 @@
-"""What a live bootstrap says: seconds and bytes of each group, or the rank that did not answer."""
+"""Reports a live bootstrap: seconds and bytes of each group, or the rank that did not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine gives a run, GPUs apart: CPUs, memory, shared memory, and limits of the operating system."""
+"""Checks a machine's CPUs, memory, shared memory and limits. GPUs have a check of their own."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LOCAL_OBJECT_STORE_BYTES = 256 * MIB
 """Ray's shared memory in a run of ours, as ``driver.cluster`` sets it."""
 STORE_SHARE, STORE_SHARED_SHARE = 0.3, 0.95
-"""Of a node's free memory, as Ray takes where nothing is said; but not more than that share of free ``/dev/shm``."""
+"""Default share of a node's free memory that Ray takes, and its largest share of free ``/dev/shm``."""
 STORE_BYTES, STORE_MOST_BYTES = 10**10, 200 * 10**9
 """The least that a small ``/dev/shm`` limits the store to, and the most that it has on any node."""
 NCCL_SHARED_BYTES = GIB
-"""What NCCL's guide gives a container."""
+"""Shared memory that NCCL's guide gives a container."""
 FEW_FILES, CLUSTER_FILES = 8192, 65536
 TRAINER_BYTES, ROLLOUT_BYTES = int(0.59e9), int(1.8e9)
 """Host memory of a process of the quickstart; larger models take more."""
@@ -40,7 +40,7 @@ class Machine:
     cpus: int
     memory_total: int
     memory_free: int
-    """What processes can still get, within a container's limit."""
+    """Bytes that processes can still get, within a container's limit."""
     shared_total: int
     shared_free: int
     files_soft: int

@@ -17,7 +17,7 @@ _LONGEST = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a probe has said.
+    """A probe's answer.
 
     Example: ``Answer(values={"torch": "2.13.0"})`` or ``Answer(reason="ImportError: …")``
     """

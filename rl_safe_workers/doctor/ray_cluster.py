@@ -1,4 +1,4 @@
-"""Whether a running Ray cluster can be reached, and has what the run needs."""
+"""Checks that a running Ray cluster can be reached and has enough for the run."""
 
 from __future__ import annotations
 

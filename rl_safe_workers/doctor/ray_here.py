@@ -1,4 +1,4 @@
-"""Whether Ray can start on this machine, for a run that starts its own."""
+"""Checks that Ray can start on this machine, for a run that starts its own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rl_safe_workers.reaping.temp_folder import LONGEST_SOCKET, SOCKET
 
 LOOPBACK = "127.0.0.1"
 FULL_SHARE = 0.95
-"""Of the temporary folder's file system, from which on Ray creates no objects on it."""
+"""Share of the temporary folder's file system above which Ray creates no objects on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What Ray's start depends on.
+    """The conditions of a start of Ray.
 
     Example: ``Start(temp=Path("/tmp"), writable=True, used_share=0.5, loopback="")``
     """

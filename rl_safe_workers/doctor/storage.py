@@ -17,7 +17,7 @@ from rl_safe_workers.findings import Finding, Severity
 WRITTEN_BYTES, BLOCK_BYTES = 64 * MIB, 4 * MIB
 IN_MEMORY = ("ramfs", "tmpfs")
 SHARED = ("9p", "afs", "beegfs", "ceph", "cifs", "fuse", "gpfs", "lustre", "nfs", "smb", "virtiofs", "wekafs")
-"""What the names of file systems that several machines may see begin with."""
+"""First letters of file systems that several machines may share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Storage:
     reason: str = ""
     """Why not."""
     save_bytes: int | None = None
-    """What a save of the run writes; None: not known."""
+    """Bytes of one save of the run; None: not known."""
     save_s: float = 0.0
     """How long that takes at this speed, all nodes' ranks sharing it as the plan says."""
 
@@ -118,7 +118,7 @@ def judge(storage: Storage, subject: Subject) -> Report:
 
 
 def _saves(subject: Subject) -> bool:
-    """Whether anything will be saved; without a recipe it is the question."""
+    """Returns True if anything will be saved; without a recipe it is the question."""
     return subject.config is None or subject.checkpoint_path is not None or subject.config.trainer.save_freq > 0
 
 

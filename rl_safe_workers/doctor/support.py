@@ -63,7 +63,7 @@ WRITTEN_FOR: Mapping[str, tuple[str, str]] = {
 }
 """First and last minor version that the code looks out for."""
 NEEDED = ("torch", "megatron-core", VLLM, "ray", "transformers", "mbridge")
-"""What a run of ours imports, beside what is installed with this package."""
+"""Packages that a run of ours imports, besides those installed with this package."""
 _README = "README.md, What runs"
 
 

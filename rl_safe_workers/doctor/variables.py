@@ -24,7 +24,7 @@ _EVERY_NCCL = "every NCCL"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What rows look at beside the value.
+    """The context of a variable's value.
 
     Example: ``Surroundings(subject=subject, environ={"NCCL_DEBUG": "INFO"}, interfaces=frozenset({"lo"}), cpus=2)``
     """
@@ -40,17 +40,17 @@ class Surroundings:
 
     @property
     def gpus(self) -> bool:
-        """Whether the run is on GPUs, or may be."""
+        """True if the run is on GPUs, or may be."""
         return self.subject.may_use_gpus
 
     @property
     def several_nodes(self) -> bool:
-        """Whether the run may have processes on other machines."""
+        """True if the run may have processes on other machines."""
         return self.subject.joins_cluster
 
     @property
     def colocated(self) -> bool:
-        """Whether trainers and vLLM share GPUs in turn."""
+        """True if trainers and vLLM share GPUs in turn."""
         return self.subject.config is not None and self.subject.config.cluster.colocated
 
     @property
@@ -75,12 +75,12 @@ class Variable:
     """Given its value, ``""`` where it is not set."""
     severity: Severity
     text: str
-    """What will happen; name and value come before it."""
+    """The consequence; name and value come before it."""
     since: str
     evidence: tuple[str, ...]
     avoid: str
     code: str = ""
-    """Of a second row of one name."""
+    """Code of a second row of one name."""
 
     def find(self, around: Surroundings) -> Finding | None:
         """Returns the finding, if it hurts here."""
@@ -150,7 +150,7 @@ def _nccl_loopback(value: str, around: Surroundings) -> bool:
 
 
 def _proxied(value: str, around: Surroundings) -> bool:
-    """Whether Ray's gRPC takes a proxy, as it does when told to, and no node is excepted from it."""
+    """Returns True if Ray's gRPC takes a proxy, as it does when told to, and no node is excepted from it."""
     proxies = any(around.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy"))
     excepted = any(around.environ.get(name) for name in ("no_grpc_proxy", "no_proxy"))
     return around.several_nodes and _on(value) and proxies and not excepted

@@ -99,7 +99,7 @@ def gather(
 
     Raises:
         RankError: The failure that came first, when any rank fails. Others are not waited for.
-        PhaseTimeoutError: If ranks waited in vain for another, or have not answered in time; names the missing.
+        PhaseTimeoutError: If a rank did not come or did not answer in time; names the missing.
     """
     pending = list(calls.refs)
     replies: dict[Any, Reply] = {}

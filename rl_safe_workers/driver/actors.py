@@ -29,7 +29,7 @@ CALL_FRAME = CallFrame("rl_safe_workers/driver/actors.py", "call")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a call brings back: a value or an error, and in either case what happened."""
+    """The outcome of a call: a value or an error, and in either case the events."""
 
     value: Any = None
     error: RunError | None = None

@@ -52,9 +52,9 @@ logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=BaseException)
 
 LOOK_S = 30.0
-"""What nodes get to answer in, however long it took until they were there."""
+"""Seconds that nodes get to answer, however long they took to join."""
 GPU_SHARE = 0.5
-"""Of a trainer and of the rollout rank on its GPU, as Ray counts; neither is held to it."""
+"""Share of a GPU for a trainer and for its rollout rank, as Ray counts; neither is held to it."""
 
 
 class Cluster:
@@ -96,7 +96,7 @@ class Cluster:
 
     @property
     def is_local(self) -> bool:
-        """Whether Ray is ours: started for this run and ended with it."""
+        """True if Ray is ours: started for this run and ended with it."""
         return ray_address(self._config.cluster) == LOCAL_RAY
 
     @property

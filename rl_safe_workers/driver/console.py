@@ -1,4 +1,4 @@
-"""What a person sees of a run in a terminal, or line by line in a log file."""
+"""Shows a run to a person, in a terminal or line by line in a log file."""
 
 from __future__ import annotations
 

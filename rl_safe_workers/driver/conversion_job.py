@@ -49,9 +49,9 @@ class Place:
     source: Path
     target: Path
     overwrite: bool
-    """Whether the target may replace something else."""
+    """True if the target may replace something else."""
     dtype: str | None
-    """What was asked for by ``model.dtype``; None: that of the source."""
+    """Type that ``model.dtype`` asks for; None: the source's."""
 
 
 def convert_to_megatron(config: RunConfig, place: Place) -> str:

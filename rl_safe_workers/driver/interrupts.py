@@ -19,7 +19,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Whether the run has been asked to stop."""
+    """Notes requests to stop the run."""
 
     def __init__(self) -> None:
         self._signum: int | None = None

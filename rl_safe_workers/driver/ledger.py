@@ -1,4 +1,4 @@
-"""What the communicators have cost, for people and for dashboards."""
+"""Shows the cost of communicators to people and to dashboards."""
 
 from __future__ import annotations
 

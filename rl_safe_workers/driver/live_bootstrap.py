@@ -17,7 +17,7 @@ from rl_safe_workers.errors import RunError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveBootstrap:
-    """What a bootstrap has cost.
+    """The cost of a bootstrap.
 
     Example: ``bootstrap_live(config, RunConsole())``
     """
@@ -25,7 +25,7 @@ class LiveBootstrap:
     ledgers: tuple[BootstrapReport, ...]
     """By training rank."""
     seconds: dict[str, float]
-    """Of each phase, as the driver saw it."""
+    """Seconds of each phase, as the driver saw it."""
 
 
 def bootstrap_live(config: RunConfig, console: RunConsole) -> LiveBootstrap:

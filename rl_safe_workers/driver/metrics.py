@@ -1,4 +1,4 @@
-"""What a run measured: one JSON object per step, and TensorBoard events on request."""
+"""A run's measurements: one JSON object per step, and TensorBoard events on request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def phase_seconds_name(phase: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTotal:
-    """What all stays in one phase add up to, as the driver saw them.
+    """The sum of all stays in one phase, as the driver saw them.
 
     Example: ``PhaseTotal(count=20, total_s=14.2).mean_s == 0.71``
     """

@@ -1,4 +1,4 @@
-"""Sees to what a run has on one node of a cluster that it has joined: folders, leftovers, whoever outlives the driver.
+"""Looks after a run's folders, leftovers and surviving processes on one node of a cluster that it has joined.
 
 The driver does all of this itself on its own machine, where it also starts Ray.
 """
@@ -25,12 +25,12 @@ from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
 from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
 
 LOG_BYTES = 2**18
-"""Of a file that a failed run takes along from a node: its end."""
+"""Bytes that a failed run takes from the end of each log file of a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlace:
-    """What actors of a node are told. Example: ``ray.get(agent.open.remote("10.0.0.4"))``."""
+    """A node's folders and addresses, for its actors. Example: ``ray.get(agent.open.remote("10.0.0.4"))``."""
 
     temp_dir: Path
     """For their temporary files; the agent removes it."""

@@ -1,4 +1,4 @@
-"""Whether the nodes of a run go together, before any actor of it starts: same versions, same code, same files."""
+"""Checks before any actor starts that the nodes of a run go together: same versions, same code, same files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rl_safe_workers.versions import STACK
 CACHED_S = 3.0
 _MARKER, _LEFT_BEHIND_S = ".seen_by_all_", 86400.0
 Facts = Mapping[str, Any]
-"""What `node_probe.look` returns; or ``error``, why it could not look."""
+"""The result of `node_probe.look`; or ``error``, the reason why it could not look."""
 
 
 def check_nodes(

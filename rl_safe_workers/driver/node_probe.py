@@ -1,4 +1,4 @@
-"""What a node of the cluster has, looked at from there.
+"""Looks at a node of the cluster from there: versions, code and files.
 
 This module is sent to the node as it is (pickled by value), since the node may lack the package, or have another
 version of it. So it imports nothing but Python's own library.

@@ -20,7 +20,7 @@ from rl_safe_workers.errors import Awaited, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 
 JOINING, LOOK_AT_NODES, NODE_AGENTS = "joining the Ray cluster", "the look at the nodes", "the agents of the nodes"
-"""What a PhaseTimeoutError calls waits for others than ranks."""
+"""Names that a PhaseTimeoutError gives to waits for others than ranks."""
 ANSWER_S = 2.0
 """How long a node's own port may take to accept a connection before the node counts as lost."""
 _AT_ONCE = 1024
@@ -38,21 +38,21 @@ class Node:
     """As given to ``ray start --node-name``, by default its address."""
     address: str
     port: int
-    """Of its raylet."""
+    """Port of its raylet."""
     total: Mapping[str, float]
     free: Mapping[str, float]
-    """What nobody has reserved; Ray tells with a delay of some hundred milliseconds."""
+    """Resources that nobody has reserved; Ray tells with a delay of some hundred milliseconds."""
 
     def __str__(self) -> str:
         return self.name if self.name == self.address else f"{self.name} ({self.address})"
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is the one of a Ray that was started for the run alone."""
+        """True if it is the one of a Ray that was started for the run alone."""
         return self.address == "127.0.0.1"
 
     def answers(self) -> bool:
-        """Whether its raylet takes a connection. Ray itself notices some 15 to 30 s later that one does not."""
+        """Returns True if its raylet takes a connection. Ray itself notices some 15 to 30 s later that one does not."""
         for _ in range(2):  # a busy one may miss the first
             try:
                 with socket.create_connection((self.address, self.port), timeout=ANSWER_S):
@@ -82,7 +82,7 @@ def await_nodes(refs: Mapping[Any, Node], what: str, *, timeout_s: float, check:
     """Waits for something of each node.
 
     Args:
-        refs: What is awaited, and of whom.
+        refs: Ray references of the awaited results, each with its node.
         what: For the error, e.g. ``NODE_AGENTS``.
         timeout_s: Seconds until all must be there.
         check: Called several times a second; what it raises ends the wait.

@@ -152,7 +152,7 @@ def _plain(column: pa.Array, subject: str) -> pa.Array:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Whether each value of a type is there once for each time that it is used."""
+    """Returns True if each value of a type is there once for each time that it is used."""
     if pa.types.is_struct(kind):
         return all(_is_plain(kind.field(number).type) for number in range(kind.num_fields))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):

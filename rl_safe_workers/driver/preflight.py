@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a run before anything is started or written.
+"""Checks of a run that need the configuration and the files, before anything is started or written.
 
 Reads the configuration, the model's ``config.json`` and file names; imports no torch, starts no process.
 """

@@ -30,7 +30,7 @@ _KINDS = ("CPU", "GPU")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """What a run has reserved.
+    """The resources that a run has reserved.
 
     Example: ``reserve(config.cluster, layout, timeout_s=300, check=interrupts.check)``
     """
@@ -46,7 +46,7 @@ class Reservation:
 
 
 def bundles(cluster: ClusterConfig) -> list[dict[str, float]]:
-    """What to reserve: a bundle for each trainer, then one for each rollout rank; colocated, one for each pair."""
+    """Returns the bundles to reserve: one per trainer, then one per rollout rank; colocated, one per pair."""
     trainer, rollout = needs(cluster)
     return [dict(trainer)] * cluster.num_trainers + [dict(rollout)] * rollouts_apart(cluster)
 

@@ -28,7 +28,7 @@ CHARACTER_CLASSES: Mapping[str, frozenset[str]] = {
     "vowels": frozenset("aeiouAEIOU"),
     "whitespace": frozenset(" \n"),
 }
-"""What ``char_class`` knows, by the name that stands in ``reward_model.ground_truth``."""
+"""Classes of characters that ``char_class`` knows, by the name that stands in ``reward_model.ground_truth``."""
 
 
 class RewardFunction(Protocol):
@@ -108,7 +108,7 @@ def exact_match(data_source: str, solution_str: str, ground_truth: str, extra_in
 
 
 BUILT_IN: Mapping[str, RewardFunction] = {"char_class": char_class, "exact_match": exact_match}
-"""What ``reward.function`` may name without a module."""
+"""Functions that ``reward.function`` may name without a module."""
 
 
 def _builtin(name: str) -> RewardFunction:

@@ -110,7 +110,7 @@ def _starting_point(config: RunConfig, *, is_claimed: bool) -> ResumePoint | Non
 
 
 def _is_complete(resume: ResumePoint | None, config: RunConfig, console: RunConsole) -> bool:
-    """Whether the run is at its last step already, which it then says."""
+    """Returns True if the run is at its last step already, which it then says."""
     total = config.trainer.total_training_steps
     if resume is None or resume.manifest.step < total:
         return False
@@ -144,7 +144,7 @@ def describe_checkpoints(config: RunConfig, *, resumes: bool) -> str:
     if config.trainer.save_freq < 1:
         return "none: trainer.save_freq is -1"
     present = 0 if resumes else len(complete_checkpoints(Path(root or "")))
-    older = f"; {present} of an earlier run are there and will give way, trainer.resume_mode=auto goes on from them"
+    older = f"; {present} of an earlier run are there and will be replaced, trainer.resume_mode=auto goes on from them"
     return f"{root}{older if present else ''}"
 
 

@@ -46,20 +46,20 @@ _OWNERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseRow:
-    """What the stays of one role in one phase add up to."""
+    """The sum of one role's stays in one phase."""
 
     phase: Phase
     role: Role
     ranks: str
     stays: int
-    """Of the rank with most."""
+    """Stays of the rank with most."""
     failed: int
     """Stays that failed, over all ranks."""
     mean_s: float
     longest_s: float
     longest_rank: int
     total_s: float
-    """Of the rank that spent most."""
+    """Seconds of the rank that spent most."""
     share: float
     """``total_s`` over the time from the first phase to the last."""
 

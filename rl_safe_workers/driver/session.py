@@ -221,7 +221,7 @@ class Session:
         self.finish(self.start_trainers(Phase.SYNC, "sync").joined_with(receivers))
 
     def late_allocations(self) -> list[list[LateAllocation]]:
-        """What the first training steps showed that the bootstrap had missed, by training rank."""
+        """Returns the late allocations of the first training steps, by training rank."""
         return self._gather(self.start_trainers(Phase.TRAIN, "late_allocations"))
 
     def load(self, path: str, layout: dict[str, int]) -> None:

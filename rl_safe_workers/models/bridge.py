@@ -24,7 +24,7 @@ NEEDS_TRANSFORMER_ENGINE = {
 
 
 class WeightBridge(Protocol):
-    """What the trainer and the conversion need of a bridge; as narrow as two libraries have in common."""
+    """The interface that the trainer and the conversion need of a bridge; the narrow core that two libraries share."""
 
     config: Any
     """Megatron's TransformerConfig."""
@@ -78,7 +78,7 @@ def open_bridge(hf_path: str, *, dtype: torch.dtype, **settings: Any) -> WeightB
 
 
 def _is_installed(module: str) -> bool:
-    """Whether a module can be found; False too if a package above it is absent."""
+    """Returns True if a module can be found; False too if a package above it is absent."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

@@ -17,7 +17,7 @@ from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.errors import CommunicatorError
 
 EXPERT_WEIGHT = ".mlp.experts.linear_fc"
-"""What the names of expert weights have in common; each ends with ``weight`` and the expert's number."""
+"""Common part of the names of expert weights; each ends with ``weight`` and the expert's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Shard:
     shape: tuple[int, ...]
     dtype: torch.dtype
     tensor_model_parallel: bool
-    """Whether tensor parallelism splits it; this name and the next are those of Megatron's marks on a parameter."""
+    """True if tensor parallelism splits it; this name and the next are those of Megatron's marks on a parameter."""
     partition_dim: int
 
     @property

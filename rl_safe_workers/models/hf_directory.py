@@ -1,4 +1,4 @@
-"""What an HF model folder must hold, as far as its configuration and the headers of its weights tell.
+"""Checks an HF model folder, as far as its configuration and the headers of its weights tell.
 
 Imports no torch, so that a folder is refused before anything is started.
 """

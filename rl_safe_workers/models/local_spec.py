@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be imported; its layers are used wherever it is."""
+    """Returns True if Transformer Engine can be imported; its layers are used wherever it is."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -31,7 +31,7 @@ LOCAL_LAYER_SETTINGS: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "moe_permute_fusion": False,
 }
-"""What mbridge's model configs turn on and Megatron's local layers do not have."""
+"""Options that mbridge's model configs turn on and Megatron's local layers do not have."""
 
 
 class _LocalLayers:
@@ -124,7 +124,7 @@ class _AnyLayout:
         return [self._weight_name_mapping_mcore_local_to_global(view, consider_ep=False) for view in views]  # type: ignore[attr-defined]
 
     def _is_left_out(self, name: str) -> bool:
-        """Whether it is the embedding once more, on the last pipeline stage; HF files hold it once."""
+        """Returns True if it is the embedding once more, on the last pipeline stage; HF files hold it once."""
         return self._is_tied and name == "output_layer.weight"
 
     def _to_hf(self, name: str, shards: list[torch.Tensor], announced: Any) -> tuple[list[str], list[torch.Tensor]]:
@@ -155,7 +155,7 @@ class _AnyLayout:
 
 
 class _NewerLibraries:
-    """What mbridge reads from places that transformers 5 has left, and what megatron-core 0.16 has renamed."""
+    """Names that transformers 5 and megatron-core 0.16 have moved, in the places where mbridge reads them."""
 
     hf_config: Any
 

@@ -29,9 +29,9 @@ class OwnWeight:
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     is_split: bool
-    """Whether to make them is collective."""
+    """True if to make them is collective."""
     is_source: bool
-    """Whether this rank is the one of its group that sends them."""
+    """True if this rank is the one of its group that sends them."""
     make: Callable[[], Sequence[torch.Tensor]]
     """Returns them as they are now. Collective over: the tensor or expert-tensor group, if it splits them."""
 

@@ -1,6 +1,6 @@
 """A tiny model made from a seed, as a real HF directory: the Qwen3 of the quickstart, and other families for the tests.
 
-Everything is written by transformers and tokenizers themselves, so that whatever reads HF directories reads this one.
+Everything is written by transformers and tokenizers themselves, so that every reader of HF directories reads this one.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class GroupFamily:
 
     @property
     def kind(self) -> GroupKind | None:
-        """What is known of what it carries; None: nothing of the training world's."""
+        """The kind of the group; None: it is none of the training world's."""
         return KINDS.get(self.description)
 
     @cached_property

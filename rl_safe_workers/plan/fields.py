@@ -1,4 +1,4 @@
-"""What a plan can be told: one row for each fact, with its option, its keys in other tools, and what it may be."""
+"""The facts of a plan: one row for each, with its option, its keys in other tools, and its range."""
 
 from __future__ import annotations
 
@@ -234,5 +234,5 @@ HABITS: Mapping[str, Mapping[str, Any]] = {
         "optimizer_sharding": "dp_reshardable", "teardown": "one by one", "vllm_tp": 1,
     },
 }  # fmt: skip
-"""What each host does where nothing else is said, as read in its source: verl 0.9.1, NeMo RL and ms-swift of August
+"""Defaults of each host, as read in its source: verl 0.9.1, NeMo RL and ms-swift of August
 2026, plain megatron-core 0.19. A timeout of None: this package sets one for each phase."""

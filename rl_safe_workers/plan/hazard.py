@@ -1,4 +1,4 @@
-"""What a hazard is: data about something that will go wrong, and a function that finds where.
+"""A hazard is data about something that will go wrong, and a function that finds the place.
 
 A hazard that a plan has becomes a finding.
 """
@@ -22,7 +22,7 @@ class Where:
     groups: Sequence[str] = ()
     ranks: str = ""
     detail: str = ""
-    """What is particular to this plan."""
+    """The part that is particular to this plan."""
     severity: Severity | None = None
     """If it is another than the hazard's own."""
 
@@ -37,11 +37,11 @@ class Hazard:
     code: str
     severity: Severity
     text: str
-    """What will happen, one sentence without a full stop; ``Where.detail`` follows in brackets."""
+    """The consequence, one sentence without a full stop; ``Where.detail`` follows in brackets."""
     since: str
     evidence: tuple[str, ...]
     avoid: str
-    """What to set, with ``{names}`` of facts, which are put in the words of the plan's source."""
+    """The setting that avoids it, with ``{names}`` of facts, which are put in the words of the plan's source."""
     find: Callable[[Plan], Iterable[Where]]
 
     def findings(self, plan: Plan) -> list[Finding]:

@@ -155,8 +155,9 @@ HAZARDS = (
     ),
     Hazard(
         code="timeout-none", severity=Severity.RISKS,
-        text="a rank that does not come is waited for as good as for ever", since="ms-swift as of August 2026",
-        evidence=("ms-swift 6312",), avoid="rl_safe.timeouts, one for each phase", find=_no_timeout,
+        text="the other ranks wait for a missing rank for months (timeout 18,000,000 s)",
+        since="ms-swift as of August 2026", evidence=("ms-swift 6312",),
+        avoid="rl_safe.timeouts, one for each phase", find=_no_timeout,
     ),
     Hazard(
         code="torch-eager-nccl", severity=Severity.RISKS,

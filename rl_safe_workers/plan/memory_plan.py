@@ -50,7 +50,7 @@ NOTHING = Span(0, 0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMemory:
-    """What one group takes on the rank with most groups, by way.
+    """Memory of one group on the rank with most groups, by way.
 
     Example: ``GroupMemory(description="EXPERT_DATA_PARALLEL_GROUP", first_phase=Phase.TRAIN, by_way={LAZY: …})``
     """
@@ -74,7 +74,7 @@ class MemoryPlan:
         return sum((group.by_way[way] for group in self.groups), Span.between(KERNEL_BYTES, KERNEL_BYTES))
 
     def late(self) -> Span:
-        """What arrives in the first training step if left to first use, at the peak."""
+        """Bytes that arrive in the first training step, at the peak, if groups are left to first use."""
         trained = [group.by_way[LAZY] for group in self.groups if group.first_phase is Phase.TRAIN]
         return sum(trained, NOTHING)
 

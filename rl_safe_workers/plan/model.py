@@ -1,6 +1,6 @@
 """How many parameters an HF model has, and on which pipeline stage and for which kind of sharding.
 
-Read from ``config.json`` alone, of any decoder of the usual kind: what one file does not say is taken as Llama has it.
+Read from ``config.json`` alone, of any decoder of the usual kind: missing keys have Llama's values.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class ModelSize:
     layer_sharded: int
     layer_replicated: int
     dense_mlp: int
-    """Of a layer without experts."""
+    """Parameters of a layer without experts."""
     moe_shared: int
-    """Of a layer with experts: its shared experts."""
+    """Parameters of the shared experts of a layer with experts."""
     moe_router: int
     expert: int
     """One expert of one layer."""

@@ -40,7 +40,7 @@ class Communicator:
     key: str
     """Megatron's name of it in ``nccl_communicator_config_path``; empty: it has none."""
     classes: Classes
-    """What it carries; empty: it is made and not used."""
+    """Op classes that it carries; empty: it is made and not used."""
     first_phase: Phase | None
     """The phase that uses it first, if nobody does before; None: none does."""
     crossing: int
@@ -48,7 +48,7 @@ class Communicator:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything goes over it."""
+        """True if anything goes over it."""
         return bool(self.classes) or self.family.description in (JOINT, ENGINE)
 
 
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def moe(self) -> bool:
-        """Whether the model has experts, as far as is known."""
+        """True if the model has experts, as far as is known."""
         return bool(self.features.moe) or (self.features.moe is None and self.request.layout.expert > 1)
 
     @property
@@ -209,5 +209,5 @@ def _saves(request: Request, model: ModelSize, layers: list[int], nodes: Sequenc
 
 
 def is_spare(communicator: Communicator) -> bool:
-    """Whether Megatron makes it and nothing uses it, of whatever size."""
+    """Returns True if Megatron makes it and nothing uses it, of whatever size."""
     return not communicator.is_used or communicator.family.description in UNUSED

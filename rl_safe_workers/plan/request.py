@@ -1,4 +1,4 @@
-"""What is planned: checked facts about a run, from whatever source they came."""
+"""The subject of a plan: checked facts about a run, from whatever source they came."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Source:
     name: str
     values: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
-    """What each fact is called where it comes from."""
+    """Name of each fact in the source that it came from."""
     max_ctas: Mapping[str, int] = field(default_factory=dict)
     """Limits of channels by Megatron's name of a group."""
 
@@ -114,7 +114,7 @@ class Request:
 
     @property
     def mixed(self) -> bool:
-        """Whether the trainers' default group contains rollout ranks."""
+        """True if the trainers' default group contains rollout ranks."""
         return self.default_group == "joint" and self.rollouts > 0
 
     def setting(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""What each rank writes in a save, and how long that takes at a stated bandwidth, for every way to shard.
+"""Predicts each rank's writes in a save, and their time at a stated bandwidth, for every way to shard.
 
 Bytes of the weights in the model's dtype, and of the optimizer's master weights and two moments in fp32. Only writing
 is counted: planning, which grows with the number of tensors, and collectives come on top.
@@ -15,7 +15,7 @@ from rl_safe_workers.plan.model import StageSize
 from rl_safe_workers.topology.layout import ParallelLayout
 
 OPTIMIZER_BYTES = 12
-"""Of a parameter: a master weight and two moments, 4 bytes each."""
+"""Bytes of optimizer state for a parameter: a master weight and two moments, 4 bytes each."""
 OURS = "rl_safe_workers"
 RAISES_SINCE = "0.16"
 """megatron-core from which on fully_sharded_model_space raises."""
@@ -24,7 +24,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What decides how much a rank writes.
+    """The place of a rank, as far as it decides how much the rank writes.
 
     Example: ``Place(stage=0, tensor=0, first=True, saves_part=True, expert_first=True, saves_expert_part=True)``
     """
@@ -32,16 +32,16 @@ class Place:
     stage: int
     tensor: int
     first: bool
-    """Whether it is replica 0 of its dense parameters."""
+    """True if it is replica 0 of its dense parameters."""
     saves_part: bool
-    """Whether it is in the first optimizer instance, which saves for all."""
+    """True if it is in the first optimizer instance, which saves for all."""
     expert_first: bool
     saves_expert_part: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveWay:
-    """What one way of saving writes.
+    """The writes of one way of saving.
 
     Example: ``SaveWay(sharding="dp_reshardable", fully_parallel=True, bytes_by_rank=(…), seconds=12.0)``
     """

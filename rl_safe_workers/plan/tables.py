@@ -58,7 +58,7 @@ def tables(plan: Plan) -> Iterator[Table]:
 
 
 def takes_device_memory(plan: Plan) -> bool:
-    """Whether the communicators do: those of gloo take none."""
+    """Returns True if the communicators do: those of gloo take none."""
     return "nccl" in plan.request.backend
 
 

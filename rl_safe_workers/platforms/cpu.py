@@ -1,4 +1,4 @@
-"""What lets Megatron-core run on gloo and CPU tensors: every shim named, with its reason.
+"""Lets Megatron-core run on gloo and CPU tensors: every shim is named, with its reason.
 
 Megatron-core names the CUDA device in many places where any device would do. Each shim below answers one such
 place; line numbers are megatron-core 0.16.1's. They change the process: call `apply` once, at the start of a
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 META = torch.device("meta")
 BACKEND = "gloo"
-"""Of the training world."""
+"""Backend of the training world."""
 _applied = False
 
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _GPUS_OF_THE_DRIVER = Path("/proc/driver/nvidia/gpus")
 BACKEND = "cpu:gloo,cuda:nccl"
-"""Of the training world: objects travel as CPU tensors, everything else on the device."""
+"""Backends of the training world: objects travel as CPU tensors, everything else on the device."""
 
 
 def observer(owned: Callable[[], Mapping[str, int]], **options: Any) -> DeviceMemory:

@@ -1,4 +1,4 @@
-"""Whose the memory of a CUDA device is, at the end of each phase of one process."""
+"""Accounts for the memory of a CUDA device by owner, at the end of each phase of one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROWS: Mapping[Phase, str] = {
     Phase.SYNC: COMMUNICATORS,
     Phase.TEARDOWN: COMMUNICATORS,
 }
-"""Whose account a phase's growth outside torch's allocator goes to; that of any other phase is loaded kernels, mostly,
+"""Owner of a phase's growth outside torch's allocator. In any other phase the growth is mostly loaded kernels,
 and goes to ``other``."""
 
 
@@ -46,11 +46,11 @@ class Probe(Protocol):
         ...
 
     def reserved(self) -> int:
-        """What the allocator of this process has taken from the device."""
+        """Bytes that this process's allocator has taken from the device."""
         ...
 
     def allocated(self) -> int:
-        """What of it tensors hold."""
+        """Bytes of it that tensors hold."""
         ...
 
 
@@ -83,11 +83,11 @@ class CudaProbe:
         return int(torch.cuda.get_device_properties(self._device).total_memory) - self.used()
 
     def reserved(self) -> int:
-        """What the allocator of this process has taken from the device."""
+        """Bytes that this process's allocator has taken from the device."""
         return int(torch.cuda.memory_reserved(self._device))
 
     def allocated(self) -> int:
-        """What of it tensors hold."""
+        """Bytes of it that tensors hold."""
         return int(torch.cuda.memory_allocated(self._device))
 
 
@@ -200,7 +200,7 @@ def megatron_owned(chunks: Sequence[Any], optimizer: Any, *, device_type: str = 
 
 
 _PARAMETERS: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]] = WeakKeyDictionary()
-"""Of each chunk: to go through a thousand modules takes as long as to send their weights."""
+"""Parameters of each chunk: to go through a thousand modules takes as long as to send their weights."""
 
 
 def _parameters(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -55,7 +55,7 @@ def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process runs. One that has ended, and that its parent has not asked for yet, does not."""
+    """Returns True if a process runs. One that has ended, and that its parent has not asked for yet, does not."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -63,7 +63,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def ended(pids: Iterable[int]) -> list[int]:
-    """Those of the process ids under which nothing runs any more."""
+    """Returns those of the process ids under which nothing runs any more."""
 
     def runs(pid: int) -> bool:
         try:
@@ -107,7 +107,7 @@ def remove_leftovers(temp: Path) -> None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether this user made a folder for itself alone. Anybody may make one, or a link, by the same name in /tmp."""
+    """Returns True if this user made a folder for itself alone. In /tmp anyone may make one of that name."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 

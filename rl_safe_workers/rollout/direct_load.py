@@ -33,9 +33,9 @@ class Copy:
     target: torch.Tensor
     """A view of one of the model's tensors."""
     stride: tuple[int, ...]
-    """Of the source, in elements of the target's dtype; its shape is the target's."""
+    """Stride of the source, in elements of the target's dtype; its shape is the target's."""
     offset: int
-    """Of the source in the bucket, in such elements."""
+    """Offset of the source in the bucket, in such elements."""
 
     def source(self, buffer: torch.Tensor) -> torch.Tensor:
         """The part of a bucket's buffer that it copies."""
@@ -85,7 +85,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fills: list[tuple[torch.Tensor, float]] = []
         """Views of the model's tensors and the constants that they get."""
         self.other: str | None = None
-        """What was written besides copies of the same dtype and shape, and constants."""
+        """Other writes than copies of the same dtype and shape, and constants; None if there were none."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func._schema.is_mutable:
@@ -117,7 +117,7 @@ class DirectLoad:
             device: Of the model.
         """
         self.copies: list[list[Copy]] = []
-        """Of each bucket."""
+        """Copies of each bucket."""
         self._fills: list[list[tuple[torch.Tensor, float]]] = []
         self._sent: list[torch.Tensor] = []
         self.obstacle: str | None = None

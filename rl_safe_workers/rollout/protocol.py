@@ -1,4 +1,4 @@
-"""What passes between rollout ranks and the rest of a run: samples, and weights cut into buckets.
+"""Data that passes between rollout ranks and the rest of a run: samples, and weights cut into buckets.
 
 Without torch or vLLM, so that the driver can read it.
 """

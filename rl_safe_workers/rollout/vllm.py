@@ -101,7 +101,7 @@ class VllmRollout:
         return {owner: 0 if owner in self._asleep else size for owner, size in self._held.items()}
 
     def _mapped_bytes(self) -> int:
-        """What torch has reserved, without what sleeps, of which torch does not know."""
+        """Returns the bytes that torch has reserved, without sleeping memory, of which torch does not know."""
         return torch.cuda.memory_reserved() - sum(self._held[owner] for owner in self._asleep)
 
     def _sleep(self, *, level: int) -> None:

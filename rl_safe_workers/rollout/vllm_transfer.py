@@ -79,7 +79,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     obstacle: str | None = _NOT_TRIED
     """Why updates go through the model's loaders; None if they go straight into the model."""
     _is_broken = False
-    """Whether an update through vLLM's loaders has failed half-way, which leaves layers that wait for the rest."""
+    """True if an update through vLLM's loaders has failed half-way, which leaves layers that wait for the rest."""
 
     def init_transfer_engine(self, init_info: JointInitInfo) -> None:
         """Joins the joint group. Collective over: trainers and rollout ranks."""
@@ -210,7 +210,7 @@ def _vllm_config(config: VllmConfig) -> Iterator[None]:
 
 
 def _computes(model: torch.nn.Module) -> str | None:
-    """What in a model is computed from its weights, as under quantisation or in latent attention; None if nothing."""
+    """Names a part of a model that is computed from its weights, as in quantisation or latent attention; or None."""
     for module in model.modules():
         method = type(getattr(module, "quant_method", None)).__name__
         if method != "NoneType" and not method.startswith("Unquantized"):

@@ -27,7 +27,7 @@ LACKS: Mapping[str, frozenset[OpClass]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommsPlan:
-    """What will be connected, with which limits.
+    """The groups to connect, and their limits.
 
     Example: ``CommsPlan.of(layout, Features(), {}).bytes``
     """

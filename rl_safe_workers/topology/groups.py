@@ -1,4 +1,4 @@
-"""What Megatron's process groups are: their names, their sizes, what they carry and when that begins.
+"""Megatron's process groups: their names, their sizes, the op classes that they carry, and from when on.
 
 Pure Python: a plan needs it where no torch is. The table is of megatron-core 0.16 to 0.19, ``parallel_state.py``, and
 what each group carries was read from a trace of real training steps (``comms.trace``).
@@ -34,7 +34,7 @@ class OpClass(StrEnum):
 
 
 class Traffic(StrEnum):
-    """What a group's messages are like."""
+    """The kind of a group's messages."""
 
     CONTROL = "control"
     """Scalars: its speed does not matter."""
@@ -46,7 +46,7 @@ class Traffic(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """What of a run decides which collectives its groups carry.
+    """The features of a run that decide which collectives its groups carry.
 
     Example: ``Features(moe_dispatcher="alltoall", tied_embeddings=False)``
     """
@@ -54,30 +54,30 @@ class Features:
     moe_dispatcher: str = "alltoall"
     """``alltoall`` or ``allgather``."""
     moe: bool | None = None
-    """Whether the model has experts; None if not known: it has if there is expert parallelism."""
+    """True if the model has experts; None if not known: it has if there is expert parallelism."""
     tied_embeddings: bool = True
-    """Whether the first and the last pipeline stage share the embedding; True if not known."""
+    """True if the first and the last pipeline stage share the embedding; True if not known."""
     batched_p2p: bool | None = None
     """Megatron's ``batch_p2p_comm``, which mbridge turns off; None if not known: both ways are connected."""
     variable_seq_lengths: bool | None = None
     """Megatron's setting of that name, which mbridge turns on: stages then exchange shapes, always in batches. None if
     not known: they may."""
     virtual_pipeline: bool = False
-    """Whether stages are cut into virtual ones: the last stage sends to the first, then."""
+    """True if stages are cut into virtual ones: the last stage sends to the first, then."""
     distributed_optimizer: bool = True
     """Megatron's ``use_distributed_optimizer``."""
     fp8: bool = False
-    """Whether scales of fp8 are reduced."""
+    """True if scales of fp8 are reduced."""
     expert_bias: bool = False
     """Megatron's ``moe_router_enable_expert_bias``."""
     aux_loss: bool = False
-    """Whether the router has a load-balancing loss."""
+    """True if the router has a load-balancing loss."""
     optimizer_instances: int = 1
     """Megatron's ``num_distributed_optimizer_instances``."""
     context_exchange: frozenset[str] = frozenset({"p2p"})
     """How context-parallel ranks exchange, by the names of Megatron's ``cp_comm_type``; see `context_exchange`."""
     weights_over_world: bool = False
-    """Whether weight syncs use the default group, as colocated trainers do."""
+    """True if weight syncs use the default group, as colocated trainers do."""
 
     @classmethod
     def of(cls, config: MegatronConfig, *, colocated: bool = False) -> Features:
@@ -123,10 +123,10 @@ class GroupKind:
     size: Callable[[ParallelLayout, Features], int]
     """Number of members."""
     classes: Callable[[ParallelLayout, Features], Classes] = lambda layout, features: _NOTHING
-    """What it carries; nothing if Megatron creates it and does not use it."""
+    """Op classes that it carries; none if Megatron creates it and does not use it."""
     traffic: Callable[[ParallelLayout, Features], Traffic] = lambda layout, features: Traffic.BANDWIDTH
     fires_alone: bool = False
-    """Whether Megatron issues its collectives on a group of one rank, too."""
+    """True if Megatron issues its collectives on a group of one rank, too."""
     first_phase: Phase = Phase.TRAIN
     """The phase that issues the first one."""
 

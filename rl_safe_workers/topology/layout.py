@@ -116,7 +116,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What of an HF model decides whether it divides over a layout."""
+    """The sizes of an HF model that decide if it divides over a layout."""
 
     model_type: str
     num_layers: int
@@ -165,7 +165,7 @@ class ModelShape:
 
 SUPPORTED_MODEL_TYPES = ("qwen3", "qwen3_moe")
 CONVERTIBLE_MODEL_TYPES = (*SUPPORTED_MODEL_TYPES, "llama", "mixtral")
-"""What `rl-safe convert` takes: the weights alone, with nothing said about rollouts."""
+"""Model types that `rl-safe convert` takes: the weights alone, with nothing said about rollouts."""
 MOE_MODEL_TYPES = ("qwen3_moe", "mixtral")
 PLAIN_SETTINGS: Mapping[str, Any] = {
     "attention_bias": False,

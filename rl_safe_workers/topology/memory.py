@@ -32,7 +32,7 @@ MIB = 2**20
 DEFAULT_CTAS = 24
 """Channels that NCCL takes on an H200 node without a limit."""
 KERNEL_BYTES = 418 * MIB
-"""What NCCL's kernels take in a process, once, whatever it connects: their code, and the stack of the largest."""
+"""Bytes of NCCL's kernels in a process, once: their code, and the stack of the largest."""
 
 _BASE_MIB, _BASE_MIB_PER_CHANNEL = 4, 6
 _RING_MIB_PER_CTA = 12
@@ -44,7 +44,7 @@ _ALONE_CHANNELS = 64
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Whom a rank sends to one by one.
+    """The ranks that a rank sends to one by one.
 
     Example: ``Links(pairs=2, exchanges=1)``: to one neighbour over one pair, from the other over another one
     """
@@ -154,7 +154,7 @@ def predict_groups(layout: ParallelLayout, features: Features, limits: Mapping[s
 
 
 def far_bytes(group: PredictedGroup, gpus_per_node: int | None) -> int:
-    """What of a group's bytes is for all_to_all with ranks that must be on other nodes: the part that is not sure.
+    """Returns the bytes of a group's all_to_all with ranks that must be on other nodes: the part that is not sure.
 
     Args:
         group: The group.

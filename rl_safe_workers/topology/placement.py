@@ -56,7 +56,7 @@ class DoesNotFitError(Exception):
 
 
 def needs(cluster: ClusterConfig) -> tuple[Resources, Resources]:
-    """What a trainer and a rollout rank take; colocated, what a pair takes, and nothing."""
+    """Returns the resources of a trainer and of a rollout rank; colocated, those of a pair, and nothing."""
     gpu = {} if cluster.device == "cpu" else {"GPU": 1.0}
     if cluster.colocated:
         return {"CPU": cluster.cpus_per_trainer + cluster.cpus_per_rollout, **gpu}, {}

@@ -1,4 +1,4 @@
-"""What the ranks of one host read of a checkpoint, down to the byte, without the checkpoint's bytes or any memory.
+"""Finds the parts of a checkpoint that the ranks of one host read, to the byte, without its bytes or their memory.
 
 Each rank's model and optimizer are built by the trainer's own code, so that nothing can differ from a real load: in a
 world of fake groups, where collectives move nothing, and on the meta device, where tensors have shapes and no values.

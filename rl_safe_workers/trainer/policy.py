@@ -32,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def sends_shapes(config: MegatronConfig) -> bool:
-    """Whether pipeline stages tell each other the shapes of what they send.
+    """Returns True if pipeline stages tell each other the shapes of what they send.
 
     Shapes vary only under the all-to-all dispatcher; the all-gather one refuses the setting.
     """
@@ -101,7 +101,7 @@ class MegatronPolicy:
 
     @property
     def holds_logprobs(self) -> bool:
-        """Whether this rank returns log-probabilities: TP rank 0 of the last pipeline stage."""
+        """True if this rank returns log-probabilities: TP rank 0 of the last pipeline stage."""
         return bool(parallel_state.is_pipeline_last_stage()) and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def _token_logprobs(self, model: Any, tokens: Tensor) -> Tensor:

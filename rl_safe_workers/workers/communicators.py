@@ -32,12 +32,12 @@ _WATCHED = (Phase.LOGPROB, Phase.TRAIN)
 
 
 class HostComms:
-    """What a host framework adds to Megatron's own communication. An adapter overrides what applies to its host."""
+    """The collectives that a host framework adds to Megatron's own. An adapter overrides what applies to its host."""
 
     missing_groups = "call bootstrap() after init_groups()"
-    """What to do where there has been no bootstrap, for errors."""
+    """The step to take where there has been no bootstrap, for errors."""
     makes_groups = False
-    """Whether the host makes Megatron's groups, with the limits of `Communicators.limits`, or none."""
+    """True if the host makes Megatron's groups, with the limits of `Communicators.limits`, or none."""
 
     def groups(self) -> HostGroups:
         """Returns what the host itself issues on Megatron's groups, once they exist."""
@@ -72,7 +72,7 @@ class Communicators(Part):
 
     @property
     def has_nccl(self) -> bool:
-        """Whether groups are NCCL's."""
+        """True if groups are NCCL's."""
         return self.rank.device.type == "cuda"
 
     def plan(self) -> CommsPlan:
@@ -209,7 +209,7 @@ class Communicators(Part):
         return report, _united(work.connected, of_host)
 
     def is_connected(self, group: LiveGroup) -> bool:
-        """Whether the bootstrap has connected a group."""
+        """Returns True if the bootstrap has connected a group."""
         return group.group.group_name in self._connected
 
     def late_allocations(self) -> list[LateAllocation]:

@@ -47,7 +47,7 @@ SLACK_S = 2.0
 
 
 class ConvertHost(MegatronHost, Protocol):
-    """What a conversion needs of the host class besides."""
+    """The interface that a conversion needs of the host class besides."""
 
     def load_hf_weights(self, path: str) -> None:
         """Reads the HF weights of a directory into the chunks, one by one. Collective over: the training world."""

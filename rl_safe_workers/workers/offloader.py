@@ -42,10 +42,10 @@ class _HostCopy:
             stop += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._host = host_buffer(stop, pinned=bool(tensors) and tensors[0].is_cuda)
         self._device = torch.empty(0, dtype=torch.uint8)
-        """What the tensors are views of, once they have been brought back."""
+        """The memory behind the tensors, once they have been brought back."""
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether these are the tensors that it was made for, with the sizes that they had."""
+        """Returns True if these are the tensors that it was made for, with the sizes that they had."""
         sizes = [size for _, size in self._places]
         return len(tensors) == len(sizes) and all(
             a is b and a.nbytes == size for a, b, size in zip(tensors, self.tensors, sizes, strict=True)
@@ -79,7 +79,7 @@ class _HostCopy:
         _synchronize(self.tensors)
 
     def _is_whole(self) -> bool:
-        """Whether the tensors still are where `give_back` has put them."""
+        """Returns True if the tensors still are where `give_back` has put them."""
         start = self._device.data_ptr()
         return self._device.nbytes > 0 and all(
             tensor.data_ptr() == start + offset for tensor, (offset, _) in zip(self.tensors, self._places, strict=True)

@@ -1,4 +1,4 @@
-"""What a weight sync sends: every HF weight once, from a training rank that has it."""
+"""The weights that a sync sends: every HF weight once, from a training rank that has it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Outgoing:
     specs: tuple[WeightSpec, ...]
     mine: frozenset[str]
     is_collective: bool
-    """Whether to make weights takes collectives of the training world, on some rank."""
+    """True if to make weights takes collectives of the training world, on some rank."""
     weights: Callable[[], Weights]
     """Starts over: yields those of this rank, in the order of ``specs``. May be collective at each item."""
 
     @classmethod
     def of_all(cls, export: Callable[[], Weights]) -> Outgoing:
-        """Of an export that brings every weight to every rank; rank 0 sends. Collective over: the training world."""
+        """Takes an export that brings every weight to every rank; rank 0 sends. Collective over: the training world."""
         specs = tuple(
             WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
             for name, tensor in export()
@@ -51,7 +51,7 @@ class Outgoing:
 
     @classmethod
     def of_own(cls, own: Sequence[OwnWeight], *, training_rank: int) -> Outgoing:
-        """Of what each rank makes of its own parameters. Collective over: the training world.
+        """Takes the weights that each rank makes of its own parameters. Collective over: the training world.
 
         A weight goes with the others of its kind, such as the same matrix of all experts of a layer, in the order of
         the ranks that send them: vLLM holds those in one tensor, and a layer waits for all.

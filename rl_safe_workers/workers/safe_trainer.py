@@ -1,4 +1,4 @@
-"""What makes a Megatron trainer safe beside vLLM: one rank of the training world, and the parts that guard it."""
+"""A Megatron trainer that is safe beside vLLM: one rank of the training world, and the parts that guard it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _ABORT = timedelta(seconds=10)
 """Longest time to abort groups that cannot be destroyed."""
 _JOINT_SHARE = 0.5
-"""Of the teardown's time, to leave the joint group."""
+"""Share of the teardown's time, to leave the joint group."""
 
 
 class SafeTrainer(TrainingRank):
@@ -163,7 +163,7 @@ class SafeTrainer(TrainingRank):
         return None if left is None else in_one_line(left)
 
     def _give_up_everything(self, failure: str) -> str:
-        """Lets the parts tell whoever waits for this rank that it has failed; returns what has failed."""
+        """Lets the parts tell the ranks that wait for this one that it has failed; returns what has failed."""
         try:
             self.abort(failure)
         except RlSafeError as error:

@@ -22,8 +22,8 @@ from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
 _PAIR_SHARE, _FLUSH_SHARE = 0.5, 0.8
-"""Of the time that is left of a sync, for rollout ranks that do not read: before the other trainers, who wait in the
-world's broadcasts meanwhile, give up; the rest is to agree on how it went."""
+"""Shares of a sync's remaining time, for rollout ranks that do not read. They end before the other trainers give up,
+who wait in the world's broadcasts meanwhile. The rest is for the agreement on the outcome."""
 
 
 @runtime_checkable

@@ -15,4 +15,4 @@ class StoreAddress:
     host: str
     port: int
     secret: bytes = field(repr=False)
-    """The run's secret, 32 bytes: whoever has it can forge any message. Keep it out of logs, errors and variables."""
+    """The run's secret, 32 bytes: its owner can forge any message. Keep it out of logs, errors and variables."""

@@ -1,6 +1,6 @@
 """Keeps new connections away from the run's store while nobody of the run has to connect.
 
-torch's TCPStore has no password: whoever reaches its port may read and write every key. On the loopback interface that
+torch's TCPStore has no password: anyone at its port may read and write every key. On the loopback interface that
 is every user of the machine. A run connects in two phases only, ``world`` and ``joint``, so the port is shut in
 between: the kernel drops what asks for a connection. Connections that exist go on.
 """
@@ -24,7 +24,7 @@ from rl_safe_workers.errors import CommunicatorError
 logger = logging.getLogger(__name__)
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-"""Of Linux (asm-generic/socket.h). Any user may set a filter on a socket of its own."""
+"""Options of Linux (asm-generic/socket.h). Any user may set a filter on a socket of its own."""
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A classic BPF program of one instruction: keep 0 bytes of every packet."""
 _ESTABLISHED = "01"

@@ -97,7 +97,7 @@ class GpuPair:
 
     @property
     def is_open(self) -> bool:
-        """Whether the memory is still shared."""
+        """True if the memory is still shared."""
         return self._shared is not None
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> Callable[[], None]:

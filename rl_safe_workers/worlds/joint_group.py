@@ -93,7 +93,7 @@ class JointGroup:
 
     @property
     def is_open(self) -> bool:
-        """Whether the group can be used."""
+        """True if the group can be used."""
         return self._group is not None
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> Callable[[], None]:
@@ -202,7 +202,7 @@ def _failure(error: RuntimeError) -> Failure:
 def wait_for_stream(device: torch.device, timeout: timedelta) -> bool:
     """Waits for what is queued on a GPU's current stream; returns whether it ended in time.
 
-    Raises RuntimeError if the device has failed. Asks and sleeps by turns, because torch's own waits have no deadline.
+    Raises RuntimeError if the device has failed. Asks and sleeps in turn, because torch's own waits have no deadline.
     """
     done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record(torch.cuda.current_stream(device))

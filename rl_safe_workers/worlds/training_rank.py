@@ -27,7 +27,7 @@ _ON_STORAGE = (Phase.SAVE, Phase.LOAD, Phase.CONVERT)
 
 
 class MegatronHost(Protocol):
-    """What saves, loads and weight syncs need of a trainer's class: the model, and nothing about how it was built."""
+    """The interface that saves, loads and weight syncs need of a trainer's class: the model, however it was built."""
 
     chunks: list[Any]
     """Model chunks of this rank, wrapped in Megatron's DistributedDataParallel."""
@@ -108,7 +108,7 @@ class TrainingRank:
 
     @property
     def has_store(self) -> bool:
-        """Whether this rank is connected to the run's store."""
+        """True if this rank is connected to the run's store."""
         return self._store is not None
 
     @property
@@ -135,7 +135,7 @@ class TrainingRank:
 
     @property
     def has_world(self) -> bool:
-        """Whether this rank has joined the training world."""
+        """True if this rank has joined the training world."""
         return self._world is not None
 
     @property
@@ -222,7 +222,7 @@ class TrainingRank:
             set_group_timeouts(self.remaining())
 
     def abort(self, reason: str) -> None:
-        """Tells whoever waits for this rank that it has failed. Does not wait.
+        """Tells the ranks that wait for this one that it has failed. Does not wait.
 
         Args:
             reason: What has failed, in one line.

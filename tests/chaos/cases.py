@@ -28,10 +28,10 @@ TRAINERS = 2
 FIRST_STEP, LAST_STEP = 1, 3
 """Every run goes on from a checkpoint of the first step, so that each phase is entered and there is one to lose."""
 OCCURRENCE = {Phase.ROLLOUT: 2, Phase.TRAIN: 2, Phase.SYNC: 3, Phase.SAVE: 2}
-"""Of phases that come again and again: that of the last step. The first sync is that of the loaded weights."""
+"""Stay at which a fault strikes in phases that come again: the last step's. The first sync sends the loaded weights."""
 
 TIMEOUT_S = {Kind.STALL: 6.0, Kind.LATE: 6.0}
-"""Of the phase that the fault strikes in; short where it is waited for."""
+"""Timeouts of the phase that the fault strikes in; short where a test waits for it."""
 GENEROUS_TIMEOUT_S = 20.0
 SLACK_S = 10.0
 """How much longer than the phase's timeout a run may take from the fault to its end."""
@@ -57,7 +57,7 @@ class Case:
     role: Role
     rank: int
     restarts: bool = False
-    """Whether the run is to start again after it."""
+    """True if the run is to start again after it."""
 
     def __str__(self) -> str:
         return f"{self.phase}-{self.role}{self.rank}-{self.column.replace(', ', '-')}"
@@ -74,11 +74,11 @@ class Case:
 
     @property
     def timeout_s(self) -> float:
-        """Of the phase."""
+        """Timeout of the phase."""
         return TIMEOUT_S.get(self.kind, GENEROUS_TIMEOUT_S)
 
     def fault(self, folder: Path, number: int = 0) -> Fault:
-        """What strikes in the run of this case.
+        """Makes the fault that strikes in the run of this case.
 
         Args:
             folder: For the marks.
@@ -98,11 +98,11 @@ class Case:
         )
 
     def overrides(self) -> list[str]:
-        """Of the recipe."""
+        """Overrides of the recipe."""
         return [*CONFIG, "trainer.resume_mode=auto", f"rl_safe.timeouts.{self.phase}={self.timeout_s}"]
 
     def is_named_by(self, error: str) -> bool:
-        """Whether an error message names the rank of the fault, before any other, and the phase."""
+        """Returns True if an error message names the rank of the fault, before any other, and the phase."""
         if f"phase {self.phase}" not in error:
             return False
         who = rf"(trainer|training) rank {self.rank}\b" if self.role is Role.TRAINER else rf"rollout rank {self.rank}\b"
@@ -148,7 +148,7 @@ QUICK = frozenset(
         Case(kind=Kind.KILL, phase=Phase.SYNC, role=Role.ROLLOUT, rank=0),
     }
 )
-"""Those that are run without ``--chaos``; a stall is in ``tests/integration/test_hang.py``."""
+"""Cases that run without ``--chaos``; a stall is in ``tests/integration/test_hang.py``."""
 QUICK_CHAIN = (Case(kind=Kind.KILL, phase=Phase.TRAIN, role=Role.TRAINER, rank=1, restarts=True),)
 """The like, of those that start again."""
 

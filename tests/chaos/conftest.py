@@ -16,7 +16,7 @@ from tests.integration.runs import RECIPES, REPOSITORY, Outcome, finish, rl_safe
 
 PAGE = REPOSITORY / "docs" / "reliability.md"
 KEPT = REPOSITORY / "outputs" / "chaos.json"
-"""What the last run with ``--chaos`` has found, for one with ``--chaos-again``."""
+"""Results of the last run with ``--chaos``, for one with ``--chaos-again``."""
 SECONDS, MACHINE, NOTE = "chaos_seconds", "chaos_machine", "chaos_note"
 """Properties of a test: ``(case, seconds)``, the same of a `MachineFault`, and a sentence for the page. pytest-xdist
 brings them from its workers."""
@@ -25,11 +25,11 @@ LONG = ("test_orphans.py", "test_clean_exit.py")
 
 
 class Results:
-    """What the tests of a session have found."""
+    """Results of a session's tests."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float | None] = {}
-        """Of each case that was run; None for one that failed."""
+        """Seconds of each case that was run; None for one that failed."""
         self.machine: dict[str, float | None] = {}
         """The same, of each `MachineFault`."""
         self.notes: dict[str, str] = {}

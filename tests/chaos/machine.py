@@ -9,7 +9,7 @@ WAIT_S = 6.0
 
 
 class MachineFault(StrEnum):
-    """What is wrong with the machine; each is one row of the page."""
+    """A fault of the machine; each is one row of the page."""
 
     FULL_DISK = "the disk is full in the middle of a save"
     FULL_DISK_IN_BACKGROUND = "the same, of a save in the background"
@@ -51,4 +51,4 @@ ENDS = {
     MachineFault.TEMP_FILLS_UP: AS_ELSE,
     MachineFault.LONG_TEMP: REFUSED,
 }
-"""What the tests of a fault assert, in a few words."""
+"""Claims that the tests of a fault assert, in a few words."""

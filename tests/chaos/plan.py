@@ -1,4 +1,4 @@
-"""What is to go wrong in a run: one fault in each attempt, in one rank, at one place of one phase."""
+"""The faults of a run: one in each attempt, in one rank, at one place of one phase."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 
 OF_A_RANK = (Kind.KILL, Kind.RAISE, Kind.STALL, Kind.LATE, Kind.EXIT)
-"""Those of the matrix; the others are in `tests.chaos.test_machine_faults`."""
+"""Faults of the matrix; the others are in `tests.chaos.test_machine_faults`."""
 
 
 class Point(StrEnum):
@@ -54,7 +54,7 @@ TAKES_PART = {
 }
 """In a phase of the others a rank only waits to be called."""
 ABRUPT = frozenset({Kind.KILL, Kind.EXIT, Kind.STOP})
-"""What can happen to a rank that only waits."""
+"""Faults that can happen to a rank that only waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +75,13 @@ class Fault:
     number: int = 0
     """Its place among the faults of the run."""
     folder: str
-    """Of the marks by which the processes of a run tell each other, and the test, what has happened."""
+    """Folder of the marks by which the processes of a run tell each other, and the test, of events."""
     disk: str = ""
     """For FILL: a folder on that disk."""
 
     @property
     def finds_it_idle(self) -> bool:
-        """Whether the rank takes no part in the phase: the fault strikes while the others are in it."""
+        """True if the rank takes no part in the phase: the fault strikes while the others are in it."""
         return self.phase not in TAKES_PART[self.role]
 
     @property

@@ -122,7 +122,7 @@ STOPPED = {
     MachineFault.STOPPED_IDLE_TRAINER: (Role.TRAINER, 1, Phase.ROLLOUT, Phase.ONLOAD),
     MachineFault.STOPPED_IDLE_ENGINE: (Role.ROLLOUT, 0, Phase.TRAIN, Phase.SYNC),
 }
-"""Who is stopped, in which phase, and in which it is missed."""
+"""The role that is stopped, the phase in which it is stopped, and the phase in which it is missed."""
 
 
 @pytest.mark.timeout(600)

@@ -88,7 +88,7 @@ def assert_completed(outcome: Outcome, undisturbed: Outcome) -> None:
 
 
 def named_at_restarts(outcome: Outcome) -> list[str]:
-    """What each restart says that it comes after; the console breaks lines."""
+    """Returns the failures that the restarts name; the console breaks lines."""
     words = " ".join(outcome.out.split())
     return re.findall(r"restart \d+ of \d+, from .*?, after: (.*?)(?=restart \d+ of|$)", words)
 

@@ -24,7 +24,7 @@ KEEP_LAST = 2
 
 
 def make_save(root: Path, *, step: int, save: int, keep_last: int = KEEP_LAST) -> None:
-    """What rank 0 does for a save, with shards that name the number of it; the clock goes backwards meanwhile."""
+    """Does rank 0's part of a save, with shards that name the save's number; the clock goes backwards meanwhile."""
     start_save(root, step)
     pending = pending_path(step_dir(root, step))
     for shard in range(2):
@@ -107,7 +107,7 @@ class Folder:
 
 
 def look(root: Path) -> Folder:
-    """What is there; fails unless each checkpoint loads, and a resume picks the newest."""
+    """Returns the folder's contents; fails unless each checkpoint loads, and a resume picks the newest."""
     found = find_checkpoints(root)
     assert found.damaged == [], "half a checkpoint was taken for a whole one"
     for path, manifest in found.complete:

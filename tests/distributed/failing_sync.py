@@ -51,9 +51,9 @@ class Case:
     reads: int | None = None
     """Buckets that the rollout rank beside training rank ``FAILING`` reads of the first sync; None: all."""
     stays: bool = True
-    """Whether it lives on when it reads no more."""
+    """True if it lives on when it reads no more."""
     again: bool = True
-    """Whether the world is used after the first sync."""
+    """True if the world is used after the first sync."""
 
     @property
     def rollouts(self) -> int:
@@ -63,19 +63,19 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one trainer saw."""
+    """One trainer's record."""
 
     error: RlSafeError | None
-    """Of the first sync."""
+    """The error of the first sync."""
     waited_s: float
     left: bool
-    """Whether it is out of the joint group after that."""
+    """True if it is out of the joint group after that."""
     packed: int
     """Buckets that it began to pack in it."""
     summed: float | None
     """Over the world, of 1 from each trainer."""
     prints: dict[str, str]
-    """Of the weights that it exports after the second sync."""
+    """Prints of the weights that it exports after the second sync."""
 
 
 def _prints(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:

@@ -48,7 +48,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank would write of each global tensor, and the steps that its Adam counted."""
+    """The values that one rank would write of each global tensor, and the steps that its Adam counted."""
 
     shards: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]
     """Key, global shape, offset, data: main replicas. bf16 as fp32, which is exact."""
@@ -145,7 +145,7 @@ class Rank(MegatronPolicy):
         )
 
     def load_with_stock(self, directory: Path) -> Held:
-        """What Megatron's own code reads."""
+        """Returns the values that Megatron's own code reads."""
         allocate_state(self.optimizer)
         loaded = dist_checkpointing.load(self.stock(is_loading=True), str(directory))
         for index, chunk in enumerate(self.chunks):

@@ -1,4 +1,4 @@
-"""What one rank sees of the weights that it sends, under each layout."""
+"""One rank's view of the weights that it sends, under each layout."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ Prints = dict[str, tuple[str, tuple[int, ...], str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank saw."""
+    """One rank's record."""
 
     specs: tuple[WeightSpec, ...]
     buckets: list[Bucket]
     mine: frozenset[str]
     exported: Prints
     made: Prints
-    """Of the weights that this rank takes part in making."""
+    """Prints of the weights that this rank takes part in making."""
     views: set[str]
-    """Those of them that share their storage with a parameter."""
+    """Names of those that share their storage with a parameter."""
     received: Prints
     """Through buckets, of which each came from its source."""
     left_over: int

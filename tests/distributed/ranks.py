@@ -20,7 +20,7 @@ LINGER_S = 0.2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank did: a value, an exception, or neither because it was still running at the deadline."""
+    """The outcome of one rank: a value, an exception, or neither because it was still running at the deadline."""
 
     rank: int
     value: Any = None

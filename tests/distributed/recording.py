@@ -23,7 +23,7 @@ class Collective:
 
     @property
     def connection(self) -> tuple[str, tuple[int, ...], OpClass]:
-        """What must be connected for it."""
+        """The connection that it needs."""
         found = op_class(self.op)
         assert found is not None, f"{self.op} has no class"
         return self.group, self.ranks, found
@@ -43,5 +43,5 @@ def recorded_collectives() -> Iterator[list[Collective]]:
 
 
 def is_connected(group: dist.ProcessGroup) -> bool:
-    """Whether this rank has taken part in any collective of a gloo group, which counts its own."""
+    """Returns True if this rank has taken part in any collective of a gloo group, which counts its own."""
     return group._get_sequence_number_for_group() > 0

@@ -43,7 +43,7 @@ class Ranks:
 
 
 def error_of(action: Callable[[], object]) -> tuple[type[BaseException], str, float]:
-    """What an action raises, and after how many seconds."""
+    """Returns the error that an action raises, and after how many seconds."""
     start_s = time.monotonic()
     try:
         action()

@@ -1,4 +1,4 @@
-"""What the ranks of the resharding tests do: they save under one layout and load under others."""
+"""The ranks of the resharding tests: they save under one layout and load under others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHERS = {
 
 
 def _follows_a_moved_tensor(trainer: Rank) -> bool:
-    """Whether a later description sees what took a tensor's place."""
+    """Returns True if a later description sees what took a tensor's place."""
     part = trainer.optimizer.chained_optimizers[0]
     main = part.optimizer.param_groups[0]["params"][0]
     before = part.optimizer.state[main]["exp_avg"]

@@ -27,7 +27,7 @@ EXPERTS, LAYERS = 8, 2
 
 
 def state_of(rank: int, *, step: int = 0, ep: int = EP, size: int = SIZE, hidden: int = 8) -> dict[str, Any]:
-    """What a rank holds at a step: experts, a replicated matrix, a tensor cut by rank, objects and common state."""
+    """A rank's state at a step: experts, a replicated matrix, a tensor cut by rank, objects and common state."""
     state: dict[str, Any] = {"iteration": step, "args": {"lr": 0.5, "names": ["a", "b"]}}
     local = EXPERTS // ep
     for layer in range(LAYERS):

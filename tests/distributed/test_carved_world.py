@@ -30,7 +30,7 @@ PATIENCE_S = 5.0
 """How long a collective that the fifth rank is missing from may take to fail."""
 SLEEP_S = 90.0
 WAYS = ("at once", "in the background", "fully parallel")
-"""Of saving: the first two without a collective, the last by megatron-core on the training world."""
+"""Ways of saving: the first two without a collective, the last by megatron-core on the training world."""
 IDENTITY = {"fingerprint": "tiny", "layout": {"world_size": TRAINERS, "expert": 2}}
 
 

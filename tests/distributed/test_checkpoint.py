@@ -78,7 +78,7 @@ def _run(function: Any, *args: Any) -> list[Outcome]:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def round_trip(request, seeded_models, tmp_path_factory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What the run that saved went on with, and what fresh processes that loaded went on with."""
+    """The steps after a save, of the run that saved and of fresh processes that loaded."""
     (kind, sizes), root = LAYOUTS[request.param], tmp_path_factory.mktemp("checkpoints")
     config = run_config(seeded_models[kind], **sizes)
     config.rl_safe.checkpoint.digest = True
@@ -256,7 +256,7 @@ def _record_saves(rank: int, address: StoreAddress, config: RunConfig, root: Pat
 FLAGS = [("neither", False, False), ("fully_parallel_save", True, False), ("validate_access_integrity", False, True)]
 GATHER_OBJECT, ALL_GATHER_OBJECT = ["allgather_", "gather_"], ["allgather_", "allgather_"]
 PLAIN_SAVE = [(op, "default_pg") for op in [*GATHER_OBJECT, "barrier", *GATHER_OBJECT, "broadcast_", "barrier"]]
-"""What no flag of megatron-core removes: plans and results gathered, failures told, and a barrier after two writes."""
+"""Collectives that no flag of megatron-core removes: it gathers plans and results, tells failures, and waits twice."""
 
 
 def test_a_save_issues_no_collective_unless_a_flag_asks_for_them(config: RunConfig, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def _receive(address: StoreAddress) -> dict[str, dict[str, set[Path_]]]:
 
 @pytest.fixture(scope="module")
 def paths(seeded_models, tmp_path_factory) -> dict[str, dict[str, set[Path_]]]:
-    """What rank 0 has gone through, by operation and foreign call."""
+    """The modules that rank 0 went through, by operation and foreign call."""
     from tests.distributed.worker import served_store
 
     with served_store() as address:

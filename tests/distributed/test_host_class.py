@@ -51,7 +51,7 @@ class BareHost:
 
 
 class SetUp(MegatronActorMixin):
-    """What the README's reader writes, over a host that is yet to be named."""
+    """The class that the README's reader writes, over a host that is yet to be named."""
 
     config: RunConfig
 

@@ -20,7 +20,7 @@ from tests.distributed.dying_saves import (
 from tests.distributed.ranks import run_ranks, values
 
 KILLS = 60
-"""Of the saves that follow one another in one folder."""
+"""Kills during saves that follow one another in one folder."""
 MOMENTS = 50
 """About as many changes of the disk as a save makes."""
 

@@ -1,4 +1,4 @@
-"""What a bootstrap has missed is found in the first training steps, told once, and refused if so configured."""
+"""The first steps find device memory that the bootstrap missed, tell it once, and refuse it if configured so."""
 
 from __future__ import annotations
 

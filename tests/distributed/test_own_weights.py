@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen_in(models: Path) -> dict[str, list[Seen]]:
-    """What the ranks of the layouts that were asked for so far saw."""
+    """Returns the records of the ranks, for the layouts that were asked for so far."""
     return _SeenIn(models)
 
 
@@ -54,7 +54,7 @@ class _SeenIn(dict[str, list[Seen]]):
 
 
 def _sent(ranks: list[Seen], prints: list[Prints]) -> Prints:
-    """What the sources send, each weight from its own."""
+    """Returns the weights that the sources send, each from its own."""
     return {spec.name: prints[spec.source][spec.name] for spec in ranks[0].specs}
 
 

@@ -34,7 +34,7 @@ from tests.distributed.worker import Worker, run_config, served_store
 
 SHORT = timedelta(seconds=1.5)
 CYCLES, STEP_EVERY = 200, 10
-"""Of releases and rebuilds; of a training step among them."""
+"""Releases and rebuilds; a training step comes among so many of them."""
 WARM = 50
 """Cycles after which nothing may grow."""
 
@@ -332,7 +332,7 @@ def four_layers(tmp_path_factory) -> Path:
 
 
 def _sizes(store: Any) -> dict[str, int]:
-    """What a cycle could leave behind."""
+    """Returns the sizes of everything that a cycle could leave behind."""
     return {
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": len(list(Path("/proc/self/task").iterdir())),

@@ -1,4 +1,4 @@
-"""What a save leaves behind, good or failed: a checkpoint or nothing, and no rank that waits for another in vain."""
+"""A save, good or failed, leaves a checkpoint or nothing, and no rank that waits for another in vain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save writes, who writes it, and what each way to fail comes to, on every rank."""
+"""The writes of a save, their ranks, and the outcome of each failure on every rank."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ BOTH = {OpClass.REDUCE, OpClass.GATHER_SCATTER}
 
 
 def _begin(rank: int, address: StoreAddress, **sizes: int) -> None:
-    """What a script does before its first line of ours."""
+    """Does the part of a script before its first line of ours."""
     store = connect_store(address, timeout=PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
     parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)

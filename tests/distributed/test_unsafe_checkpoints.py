@@ -55,7 +55,7 @@ def _save(rank: int, address: StoreAddress, root: Path) -> None:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Of a checkpoint of ours."""
+    """The shards of a checkpoint of ours."""
     values(_run(_save, tmp_path))
     return tmp_path / "global_step_1" / SHARDS
 

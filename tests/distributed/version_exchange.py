@@ -22,7 +22,7 @@ IDENTITY = {"fingerprint": "tiny", "layout": {"world_size": SIZE}}
 
 
 def _digest(worker: Worker) -> str:
-    """Of every tensor of model and optimizer; settings of the optimizer differ from version to version."""
+    """Digests every tensor of model and optimizer; settings of the optimizer differ from version to version."""
     tensors = [p for chunk in worker.chunks for _, p in sorted(chunk.named_parameters())]
     for part in parts_of(worker.optimizer):
         for group in part.optimizer.param_groups:

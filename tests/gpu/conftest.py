@@ -12,7 +12,7 @@ _ROWS = pytest.StashKey[list[Row]]()
 
 @pytest.fixture(scope="session")
 def rows(pytestconfig: pytest.Config) -> list[Row]:
-    """What to add figures to."""
+    """The table to add figures to."""
     return pytestconfig.stash.setdefault(_ROWS, [])
 
 

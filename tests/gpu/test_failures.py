@@ -39,7 +39,7 @@ STALLS = Case(kind=Kind.STALL, phase=Phase.TRAIN, role=Role.TRAINER, rank=1)
 AGAIN = Case(kind=Kind.KILL, phase=Phase.TRAIN, role=Role.TRAINER, rank=0, restarts=True)
 STEPS = 2
 TIMEOUT_S = 40.0
-"""Of the phase. A first step compiles kernels."""
+"""Timeout of the phase. A first step compiles kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)

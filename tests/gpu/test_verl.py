@@ -49,7 +49,7 @@ def start(folder: Path, name: str, *overrides: str) -> list[str]:
 
 
 def metrics_of(out: str) -> dict[int, dict[str, float]]:
-    """What verl's console logger printed, by step."""
+    """Returns the metrics that verl's console logger printed, by step."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
     found = {}
     for line in plain.splitlines():

@@ -38,7 +38,7 @@ _READABLE = (
     "/usr", "/lib", "/lib64", "/sys", "/proc/sys", "/proc/self", "/proc/stat", "/proc/meminfo", "/proc/cpuinfo",
     "/etc/ld.so.cache", "/etc/localtime", "/etc/os-release", "/etc/mime.types",
 )  # fmt: skip
-"""What Python and its libraries read by themselves."""
+"""Files that Python and its libraries read by themselves."""
 _DEVICES = ("/dev/null", "/dev/urandom", "/dev/shm")
 _LISTED = 20
 
@@ -101,14 +101,14 @@ def _add(found: list[str], text: str) -> None:
 
 
 def _is_ours(arguments: tuple[Any, ...]) -> bool:
-    """Whether a process is one of our own bounded readers: this Python with a module of ours."""
+    """Returns True if a process is one of our own bounded readers: this Python with a module of ours."""
     executable, command = arguments[0], arguments[1]
     words = [str(word) for word in command] if isinstance(command, (list, tuple)) else [str(command)]
     return str(executable or words[0]) == sys.executable and any("rl_safe_workers" in word for word in words)
 
 
 def _is_child(process: int) -> bool:
-    """Whether a process is a child of this one: whoever starts a reader may end it."""
+    """Returns True if a process is a child of this one: whoever starts a reader may end it."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
     except (OSError, IndexError):

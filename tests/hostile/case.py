@@ -26,7 +26,7 @@ class Site:
 
     @property
     def input(self) -> Path:
-        """What the attacker has made."""
+        """The folder of the attacker's files."""
         return self.root / "input"
 
     @property
@@ -104,5 +104,5 @@ class Case:
         return self.name.partition("/")[0]
 
     def may_accept(self, command: Command) -> bool:
-        """Whether a command may end well on this input."""
+        """Returns True if a command may end well on this input."""
         return self.accepts == EITHER or str(command) in self.accepts or command.entry in self.accepts

@@ -124,7 +124,7 @@ def manifest_fields(root: Path) -> dict[str, Any]:
 
 
 def wanted_state() -> dict[str, Any]:
-    """What a load asks the good checkpoint for, in Megatron's sharded form."""
+    """The state that a load asks the good checkpoint for, in Megatron's sharded form."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
     state: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a child of a warm process does: runs one command on one input, and tells how it ended."""
+"""A child of a warm process: runs one command on one input, and tells how it ended."""
 
 from __future__ import annotations
 

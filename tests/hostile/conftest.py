@@ -19,7 +19,7 @@ RESULT = "hostile_result"
 
 
 class Results:
-    """What the tests of a session have found."""
+    """Results of a session's tests."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file

@@ -70,7 +70,7 @@ _NO_INDEX = {
     (INDEX, what)
     for what in ("fifo", "socket", "folder", "link-loop", "link-proc-mem", "link-proc-kmsg", "link-dev-zero")
 }
-"""What a reader may take for no index at all, as long as it does not open it."""
+"""Files that a reader may take for no index at all, as long as it does not open them."""
 
 
 def _replace(file: str, what: str, site: Site) -> None:
@@ -225,7 +225,7 @@ WEIGHT_FILES: dict[str, Callable[[], bytes]] = {
 }  # fmt: skip
 """Files of weights by name."""
 _SOUND = ("scalar", "shape-zero-and-huge", "shape-of-100000", "header-90-mib", "header-of-a-million", "name-escape")
-"""Those that a reader may take."""
+"""Names of headers that a reader may take."""
 
 
 def _grown() -> Iterator[Case]:

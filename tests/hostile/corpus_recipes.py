@@ -195,7 +195,7 @@ STRUCTURES: dict[str, Callable[[Site], str | bytes] | str | bytes] = {
     "8-mib-of-list": lambda site: "model: [" + "a, " * (3 * MIB) + "a]\n",
     "8-mib-of-text": lambda site: "model: '" + "a" * (8 * MIB) + "'\n",
 }  # fmt: skip
-"""What is no recipe, by name."""
+"""Texts that are no recipe, by name."""
 
 LENIENT: dict[str, Callable[[Site], str | bytes] | str | bytes] = {
     "directive-long": "%TAG ! " + "x" * 100_000 + "\n---\n" + BASE,
@@ -230,7 +230,7 @@ LENIENT: dict[str, Callable[[Site], str | bytes] | str | bytes] = {
     "ray-address-long": _section("cluster", "{ray_address: '" + "a" * 10**6 + ":1'}"),
     "ray-address-slow": _section("cluster", "{ray_address: '" + ":1" * 50_000 + "x'}"),
 }
-"""What may be a recipe, by name: it must do no harm."""
+"""Texts that may be a recipe, by name: they must do no harm."""
 
 
 # Defaults
@@ -308,7 +308,7 @@ _BAD_FOLDERS = {
 }  # fmt: skip
 
 _NO_FOLDER = ("file", "below-file", "own-file", "device")
-"""Of these, where a path is one, but no folder can be."""
+"""Kinds of entry that may stand at a path, but never in the place of a folder."""
 
 
 def _names() -> Iterator[Case]:

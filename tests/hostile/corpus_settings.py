@@ -32,7 +32,7 @@ WRONG_TYPES = {
 
 @dataclass(frozen=True)
 class Spec:
-    """What one key may hold."""
+    """The values that one key may hold."""
 
     kind: type
     """``int``, ``float``, ``bool``, ``str``, ``list``, or ``Section`` for a key that holds further keys."""

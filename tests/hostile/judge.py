@@ -1,4 +1,4 @@
-"""Whether a command ended as it should on a hostile input."""
+"""Judges how a command ended on a hostile input."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def verdict(case: Case, command: Command, outcome: Outcome, *, good: Outcome) ->
 
 
 def is_refused(outcome: Outcome) -> bool:
-    """Whether the command said that the input is wrong."""
+    """Returns True if the command said that the input is wrong."""
     return outcome.code in (1, 2)
 
 
 def refusal(outcome: Outcome) -> str:
-    """What a refusal is called in the table."""
+    """Returns the table's name for a refusal."""
     return outcome.error or ("argparse" if ": error: " in outcome.err else "found damaged")
 
 

@@ -1,4 +1,4 @@
-"""What lies in a folder, to the byte, so that a change is seen."""
+"""A folder's contents, to the byte, so that a change is seen."""
 
 from __future__ import annotations
 

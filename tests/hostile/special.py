@@ -1,4 +1,4 @@
-"""What may lie in the place of a file: links, pipes, holes and other things that are no plain file."""
+"""Entries in the place of a file: links, pipes, holes and other things that are no plain file."""
 
 from __future__ import annotations
 

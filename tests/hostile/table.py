@@ -1,4 +1,4 @@
-"""What became of the inputs, as a table."""
+"""The outcomes of the inputs, as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAD = ("kind", "inputs", "runs", "accepted", "refused", "slowest s", "most MiB"
 
 def result(name: str, command: str, *, refusal: str | None, seconds: float, extra_bytes: int,
            failures: Sequence[str]) -> dict[str, Any]:  # fmt: skip
-    """What became of one command on one input, fit for JSON.
+    """Returns the outcome of one command on one input, fit for JSON.
 
     Args:
         name: The input.

@@ -57,7 +57,7 @@ class Outcome:
     out: str = ""
     err: str = ""
     undecodable: bool = False
-    """Whether its output is not UTF-8."""
+    """True if its output is not UTF-8."""
     ran: list[str] = field(default_factory=list)
     read: list[str] = field(default_factory=list)
     """Files of others that were read."""

@@ -100,16 +100,16 @@ class Running:
 
     @property
     def out(self) -> str:
-        """What it has printed so far."""
+        """The text that it has printed so far."""
         return self._log("out").read_text()
 
     @property
     def err(self) -> str:
-        """What it has printed to stderr so far."""
+        """The text that it has printed to stderr so far."""
         return self._log("err").read_text()
 
     def has_started_a_trainer(self) -> bool:
-        """Whether some process has become a trainer, whose imports then take seconds."""
+        """Returns True if some process has become a trainer, whose imports then take seconds."""
         titles = []
         for process in self.processes():
             with suppress(psutil.Error):
@@ -117,7 +117,7 @@ class Running:
         return any(title.startswith("ray::") and "Trainer" in title for title in titles)
 
     def has_finished_a_step(self) -> bool:
-        """Whether the first line of metrics is written."""
+        """Returns True if the first line of metrics is written."""
         return any(file.read_text() for file in self.folder.glob("outputs/*/metrics.jsonl"))
 
     def wait_until(self, condition: Callable[[], bool], *, timeout_s: float = 120.0) -> Self:
@@ -182,7 +182,7 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether some process has a file of shared memory open or mapped: that of another run then, beside this one."""
+    """Returns True if some process has a file of shared memory open or mapped. It is then another run's."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone meanwhile
             if str(path) in (process / "maps").read_text():

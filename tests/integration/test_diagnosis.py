@@ -1,4 +1,4 @@
-"""Who is to blame among four plain processes: no Ray, no driver and no trainer of ours can be imported there."""
+"""The rank to blame among four plain processes: no Ray, no driver and no trainer of ours can be imported there."""
 
 from __future__ import annotations
 

@@ -217,5 +217,5 @@ def set_environment(rank: int, size: int, port: int) -> None:
 
 @functools.cache
 def annotations(size: int) -> Any:
-    """What NeMo RL's NamedSharding tells us: how many workers there are."""
+    """The parts of NeMo RL's NamedSharding that tell how many workers there are."""
     return SimpleNamespace(size=size)

@@ -1,4 +1,4 @@
-"""Who converts, on one rank without groups: what is there is taken, and two runs take turns."""
+"""Conversions on one rank without groups: a complete one is taken, and two runs take turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of Megatron-Bridge's configuration decides about collectives."""
+"""Collectives that Megatron-Bridge's configuration asks for."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_the_package_is_on_the_workers_path_once() -> None:
 
 
 SETUP = "setup(config, tokenizer, dataset, val_dataset)"
-"""What NeMo RL's script does."""
+"""The lines of NeMo RL's script."""
 
 
 def _write_script(source: Path, body: str) -> None:

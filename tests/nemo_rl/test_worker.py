@@ -1,4 +1,4 @@
-"""What is imported by name: our worker over whatever class has NeMo RL's name; and saves in the background."""
+"""The worker that NeMo RL imports by name, over any class of that name; and saves in the background."""
 
 from __future__ import annotations
 

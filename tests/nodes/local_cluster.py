@@ -27,7 +27,7 @@ START_S = 120.0
 SETTLE_S = 5.0
 OF_A_RUN = ("rl_safe_workers.reaping.guardian", "rl_safe_workers run", "rl-safe run", "ray::NodeAgent", "ray::Trainer")
 CPUS = 2
-"""Of each node, as Ray counts them."""
+"""CPUs of each node, as Ray counts them."""
 _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
@@ -198,7 +198,7 @@ class Job:
 
     @property
     def out(self) -> str:
-        """What has been streamed so far, without colours."""
+        """The text that has been streamed so far, without colours."""
         return re.sub(r"\x1b\[[0-9;]*m", "", self._log.read_text(errors="replace"))
 
     @property

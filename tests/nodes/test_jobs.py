@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.timeout(400)
 RUNTIME_ENV = REPOSITORY / "ray_configs" / "runtime_env.yaml"
 TIMEOUT_S, START_TIMEOUT_S = 8.0, 60.0
-"""Of the phase that something happens in."""
+"""Timeouts of the phase that something happens in, and of the start."""
 NOTICED_LATER = {Phase.ROLLOUT: Phase.ONLOAD, Phase.REWARD: Phase.ONLOAD}
 """When the loss of idle trainers shows, unless Ray notices it before."""
 SLACK_S = 10.0

@@ -1,4 +1,4 @@
-"""What the mixin puts on its host: its methods, and one attribute."""
+"""The mixin puts its methods and one attribute on its host."""
 
 from __future__ import annotations
 

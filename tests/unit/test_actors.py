@@ -1,4 +1,4 @@
-"""What a worker raises becomes an error that says whose it is."""
+"""An error of a worker becomes an error that names the worker."""
 
 from __future__ import annotations
 

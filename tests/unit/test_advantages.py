@@ -11,7 +11,7 @@ from rl_safe_workers.trainer.advantages import estimate_advantages
 GRPO, MEAN_ONLY = AlgorithmConfig(), AlgorithmConfig(norm_adv_by_std_in_grpo=False)
 RLOO = AlgorithmConfig(adv_estimator=AdvEstimator.rloo)
 TOLERANCE = 1e-5
-"""What the small number that keeps the division safe may change."""
+"""Difference that the small number may make which keeps the division safe."""
 
 
 def test_grpo_divides_by_the_sample_standard_deviation_of_the_group() -> None:

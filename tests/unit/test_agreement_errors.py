@@ -35,7 +35,7 @@ def settled(
     timeout: timedelta = PATIENCE,
     foreign: type[RlSafeError] = RunError,
 ) -> list[Any]:
-    """What the agreement comes to on each rank: its value or its error."""
+    """Returns the outcome of the agreement on each rank: its value or its error."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
     secret, members = new_secret(), trainer_ids(range(2))
 

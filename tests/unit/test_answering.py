@@ -1,4 +1,4 @@
-"""What a rank leaves for those who look for it, and what is read of that."""
+"""Files that a rank leaves for a later inquiry, and their reading."""
 
 from __future__ import annotations
 

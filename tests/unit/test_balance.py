@@ -1,4 +1,4 @@
-"""Who writes what: every row once, evenly, and in few parts."""
+"""The division of writes: every row once, evenly, and in few parts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_a_model_without_mapping_is_refused(tmp_path: Path) -> None:
 
 
 class FakeAutoBridge:
-    """What is used of Megatron-Bridge's AutoBridge, with its signatures."""
+    """The used part of Megatron-Bridge's AutoBridge, with its signatures."""
 
     events: list[Any]
 

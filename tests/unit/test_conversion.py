@@ -1,4 +1,4 @@
-"""What a place holds before a conversion: nothing, the result, a torn one, or something of someone else."""
+"""A place before a conversion: empty, with the result, with a torn one, or with someone else's files."""
 
 from __future__ import annotations
 

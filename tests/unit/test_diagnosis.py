@@ -1,4 +1,4 @@
-"""Who is to blame, by what processes answer and what ranks have reported. The answers are made up here."""
+"""The rank to blame, by answers of processes and reports of ranks. The answers are made up here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What errors say, made from their fields, and how their fields travel between ranks."""
+"""Texts of errors, made from their fields, and the fields' way between ranks."""
 
 from __future__ import annotations
 

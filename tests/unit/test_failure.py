@@ -1,4 +1,4 @@
-"""What a rank tells the others of its failure: fields that travel as JSON and make the error that the others raise."""
+"""Reports of a failure: fields that travel as JSON and make the error that the others raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a manifest says of files: what ranks have reported must be there."""
+"""A manifest's records of files: every file that a rank has reported must be there."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _add_lines_of_the_others(store: Any, keys: dict[str, bytes]) -> None:
 
 
 def _claim_the_place_of_the_absent(store: Any, keys: dict[str, bytes]) -> None:
-    """What one rank has signed, under the keys of another."""
+    """Puts messages that one rank has signed under the keys of another."""
     for key, value in keys.items():
         place, _, rank = key.rpartition("/")
         if rank == "0":

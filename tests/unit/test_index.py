@@ -1,4 +1,4 @@
-"""What an index says of a checkpoint, and what is refused."""
+"""The index of a checkpoint, and the ones that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes leave in shared memory goes with them, and nobody else's does."""
+"""Files of processes in shared memory go with them, and nobody else's do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a killed driver has left among the temporary files goes at the next start; what is in use stays."""
+"""Temporary files of a killed driver go at the next start; files in use stay."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(temp: Path, content: str) -> Path:
 
 
 def of_nobody() -> str:
-    """What a run has written whose driver has ended."""
+    """The files of a run whose driver has ended."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     return f"feedbeef {gone.pid} 1 {HERE}"

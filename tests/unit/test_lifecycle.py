@@ -12,7 +12,7 @@ from rl_safe_workers.lifecycle import REQUIRES, Lifecycle, Phase, unix_now
 from rl_safe_workers.ranks import Role
 
 FIRST = {Phase.START, Phase.WORLD, Phase.TEARDOWN}
-"""What a trainer may enter before anything else."""
+"""Phases that a trainer may enter first."""
 BEFORE_BOOTSTRAP = [Phase.START, Phase.WORLD, Phase.GROUPS]
 
 

@@ -1,4 +1,4 @@
-"""What makes a directory a checkpoint, and that no interruption makes a wrong one or loses a right one."""
+"""A manifest makes a directory a checkpoint. No interruption makes a wrong one or loses a right one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from rl_safe_workers.workers.outgoing import Outgoing, dtype_name
 
 CPU = torch.device("cpu")
 MARK = 7
-"""Of each byte of a buffer that nobody has written."""
+"""Value of each byte of a buffer that nobody has written."""
 
 Weights = dict[str, torch.Tensor]
 Tell = Callable[[int, Sequence[OwnWeight]], Outgoing]

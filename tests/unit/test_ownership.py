@@ -189,7 +189,7 @@ EMPTY = {
         (path / f"{MANIFEST}.tmp").write_text("{"),
     ),
 }
-"""What a save that was killed leaves at each moment."""
+"""Folders that a killed save leaves at each moment."""
 
 
 @pytest.mark.parametrize("kind", EMPTY)

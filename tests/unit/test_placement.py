@@ -1,4 +1,4 @@
-"""What a run reserves of its cluster: the bundles that its actors are placed in."""
+"""The bundles that a run reserves of its cluster for its actors."""
 
 from __future__ import annotations
 

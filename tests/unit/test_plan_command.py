@@ -21,7 +21,7 @@ from rl_safe_workers.plan.sources import nemo_rl_source, recipe_source, verl_sou
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("mbridge", "megatron", "numpy", "omegaconf", "pyarrow", "ray", "torch", "transformers", "vllm")
-"""What takes longer to import than a plan takes."""
+"""Packages that take longer to import than a plan takes."""
 ISSUE = [
     "--world=512", "--trainers=256", "--tp=4", "--pp=2", "--ep=8", "--etp=1", "--cp=1", "--optimizer-instances=2",
     "--vllm-tp=4", "--gpus-per-node=8",

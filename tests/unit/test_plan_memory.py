@@ -15,7 +15,7 @@ from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.topology.memory import KERNEL_BYTES, MIB, Links, group_bytes
 
 TRAINED = Features(moe=True, tied_embeddings=False)
-"""Of the model that was measured; how it sends was both ways, as is taken where it is not known."""
+"""Features of the measured model. It was sent both ways, as a plan assumes where it does not know."""
 
 
 def layout(world_size: int, **sizes: int) -> ParallelLayout:

@@ -42,7 +42,7 @@ HF_CONFIG: dict[str, Any] = {
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """What the preflight looks at of a model directory."""
+    """The files of a model directory that the preflight reads."""
     path = tmp_path / "model"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(HF_CONFIG))

@@ -57,7 +57,7 @@ class Setting:
     name: str
     value: str
     has_reason: bool
-    """Whether the line above it is a comment."""
+    """True if the line above it is a comment."""
 
 
 def settings(path: Path) -> Iterator[Setting]:

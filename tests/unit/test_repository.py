@@ -99,6 +99,15 @@ def test_type_checkers_see_exactly_the_public_names() -> None:
     assert names | {"__version__"} == set(rl_safe_workers.__all__)
 
 
+def test_no_docstring_opens_with_what_or_whether() -> None:
+    opening = re.compile(r'"""(What|Whatever|Whether|Who|Whoever|Whose|Whom|Those|Of)\b')
+    files = [*MODULES, *TEST_FILES, *sorted((ROOT / "benchmarks").glob("*.py"))]
+    found = [
+        f"{p.relative_to(ROOT)}: {line}" for p in files for line in p.read_text().splitlines() if opening.search(line)
+    ]
+    assert [line for line in found if "opening = " not in line] == []
+
+
 def test_every_error_class_is_public() -> None:
     assert {cls.__name__ for cls in error_classes()} <= set(rl_safe_workers.__all__)
 
@@ -327,7 +336,7 @@ class TextReader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _says(self, node: ast.expr) -> bool:
-        """Whether an expression is, or contains, what an error says."""
+        """Returns True if an expression is, or contains, what an error says."""
         for part in ast.walk(node):
             if isinstance(part, ast.Name) and part.id in self._texts:
                 return True
@@ -479,7 +488,7 @@ _OTHERS_CLASS = {"adapters/verl/trainers.py"}
 
 
 def _asks_what_it_has(node: ast.AST) -> bool:
-    """Whether a call asks an object for an attribute of itself that may not be there."""
+    """Returns True if a call asks an object for an attribute of itself that may not be there."""
     match node:
         case ast.Call(func=ast.Name(id="hasattr"), args=[ast.Name(id="self"), _]):
             return True

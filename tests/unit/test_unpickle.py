@@ -112,7 +112,7 @@ def test_getattr_gives_members_of_listed_enums_and_nothing_else(tmp_path: Path) 
 
 
 def _reduced(tmp_path: Path, body: bytes) -> tuple[Any, ...]:
-    """What a program leaves, as the arguments of a ``Metadata``."""
+    """Returns a program's result, as the arguments of a ``Metadata``."""
     record = _read(_metadata(tmp_path, _program(METADATA_CLASS + body + b"\x85R")))
     arguments: tuple[Any, ...] = vars(record)["args"]
     return arguments

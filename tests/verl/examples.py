@@ -11,7 +11,7 @@ STARTERS = ("python", "python3", "uv", "ray", "torchrun", "pip", "pip3", "hf", "
 """Programs that the scripts run, or ask; each is replaced by one that writes its arguments down."""
 STUB = '#!/bin/sh\nfor argument in "$@"; do printf "%s\\n" "$argument"; done >> "$RECORD"\n'
 VARIABLES = {"HOME": "/home/user", "HDFS_ROOT": "/hdfs", "DATA_ROOT": "/data", "RAY_DATA_HOME": "/data"}
-"""What scripts ask for and have no default of."""
+"""Variables that scripts ask for and have no default of."""
 DROPPED = "megatron.grad_offload"
 """A key of August 2026 that verl 0.9.1 does not have; its own composition refuses it."""
 

@@ -124,7 +124,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> dict[str, tuple[str | None, str | None]]:
-    """What of `state_of` is not the same in two states."""
+    """Returns the entries of `state_of` that differ between two states."""
     names = before.keys() | after.keys()
     return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
 

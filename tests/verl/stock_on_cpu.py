@@ -1,4 +1,4 @@
-"""What megatron-core's fully-parallel load, which verl's own checkpoint manager uses, needs where there is no GPU."""
+"""Shims for megatron-core's fully-parallel load, which verl's own checkpoint manager uses, where there is no GPU."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def process(node: dict[str, Any] | None = None, *, features: Features = MOE, pip
 
 
 def limits_of(*args: Any, **kwargs: Any) -> dict[str, int]:
-    """What such a process would make groups with."""
+    """Returns the limits that such a process would make groups with."""
     return process(*args, **kwargs).trainer.comms.wanted_limits()
 
 

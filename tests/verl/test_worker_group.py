@@ -30,7 +30,7 @@ JOB = {
 
 
 SYNC = ["resume weights", "update_weights", "resume kv_cache"]
-"""What a rollout sees of verl's weight sync."""
+"""Calls that a rollout gets in verl's weight sync."""
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _one(answers: list[Any]) -> Any:
-    """What every rank has answered alike."""
+    """Returns the answer that every rank has given alike."""
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 

@@ -1,4 +1,4 @@
-"""What of Megatron-Bridge's configuration decides which collectives Megatron's groups will carry."""
+"""Reads from Megatron-Bridge's configuration which collectives Megatron's groups will carry."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from rl_safe_workers.topology.groups import Features, context_exchange
 
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
-"""What says that a model has Mamba layers, too."""
+"""Fields that say that a model has Mamba layers, too."""
 
 
 def features_of(megatron_cfg: Any) -> Features:

@@ -32,11 +32,11 @@ class HostName:
     name: str
     """Dotted from the module, e.g. ``"Worker.shutdown"``."""
     parameters: tuple[str, ...]
-    """Those that must be there, in this order; others may follow or stand between. Empty for a class."""
+    """Required parameters, in this order; others may follow or stand between. Empty for a class."""
     why: str
     """How it is used."""
     optional: bool = False
-    """Whether older commits lack it, in which nobody calls it either."""
+    """True if older commits lack it, in which nobody calls it either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

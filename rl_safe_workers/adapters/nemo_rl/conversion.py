@@ -36,16 +36,16 @@ CONFIG = "run_config.yaml"
 _FILES = (f"{ITERATION}/.metadata", f"{ITERATION}/metadata.json", f"{ITERATION}/{CONFIG}")
 TRACKER = "latest_checkpointed_iteration.txt"
 _OF_AN_IMPORT = frozenset({ITERATION, TRACKER, "latest_train_state.pt", MARKER})
-"""What lies in an import of NeMo RL's; a directory with anything else is someone else's."""
+"""Contents of an import of NeMo RL's. A directory that holds anything else is someone else's."""
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a conversion is there to its last file."""
+    """Returns True if a conversion is there to its last file."""
     return all((path / name).is_file() for name in (*_FILES, TRACKER))
 
 
 def is_from_hf(config: Mapping[str, Any]) -> bool:
-    """Whether the first weights are HF's: with ``pretrained_checkpoint`` nothing is converted."""
+    """Returns True if the first weights are HF's: with ``pretrained_checkpoint`` nothing is converted."""
     return config.get("pretrained_checkpoint") is None
 
 

@@ -18,7 +18,7 @@ class SafePolicyMixin:
     """Mix over ``MegatronPolicyWorkerImpl``, before it."""
 
     host_module: ClassVar[str] = "nemo_rl.models.policy.workers.megatron_policy_worker"
-    """The module whose names the host's constructor looks up; it is imported by whoever mixes."""
+    """The module whose names the host's constructor looks up; the class that mixes it in imports it."""
     safe: PolicyProcess
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -111,7 +111,7 @@ class SafePolicyMixin:
         return bool(super().shutdown()) and not failed  # type: ignore[misc]
 
     def rl_safe_report(self) -> dict[str, float]:
-        """What this rank has to tell of the adapter. Not collective."""
+        """Returns this rank's figures about the adapter, by name. Not collective."""
         comms = self.safe.trainer.comms
         report = comms.report
         found = {"import_groups": float(self.safe.import_groups), "late": float(len(comms.late_allocations()))}

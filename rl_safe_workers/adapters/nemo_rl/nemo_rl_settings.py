@@ -1,4 +1,4 @@
-"""What NeMo RL's users can set: the node ``rl_safe`` of their YAML, and how it reaches the workers.
+"""The settings of NeMo RL's users: the node ``rl_safe`` of their YAML, and its way to the workers.
 
 NeMo RL keeps top-level keys that it does not know, and hands its workers the node ``policy`` alone. So the driver
 writes what was set into one environment variable of the policy's workers (``policy.megatron_cfg.env_vars``).

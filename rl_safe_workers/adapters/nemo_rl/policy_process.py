@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class NemoRlComms(HostComms):
-    """What NeMo RL adds to Megatron's communication."""
+    """The collectives that NeMo RL issues on groups besides Megatron's own."""
 
     missing_groups = "NeMo RL has not made Megatron's groups by initialize_model_parallel()"
     makes_groups = True
@@ -55,7 +55,7 @@ class NemoRlComms(HostComms):
 
 
 class PolicyProcess(HostedTrainer):
-    """What our worker asks: the world, the groups, the bootstrap, phases with deadlines, saves, the teardown.
+    """The trainer behind our worker: the world, groups, bootstrap, phases with deadlines, saves, the teardown.
 
     Attributes:
         import_groups: How many groups an import has made, which were ended.
@@ -250,7 +250,7 @@ class PolicyProcess(HostedTrainer):
                 self.trainer.world = replace(world, host_groups=world.host_groups | joint)
 
     def tell_failure(self, error: Exception) -> None:
-        """As `HostedTrainer.tell_failure`: whoever saves waits for this rank's shards."""
+        """As `HostedTrainer.tell_failure`: the ranks that save wait for this rank's shards."""
         if self._writer is not None:
             self._writer.fail(error, self.trainer.remaining())
 

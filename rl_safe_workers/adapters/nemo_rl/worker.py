@@ -16,4 +16,4 @@ class SafeMegatronPolicyWorkerImpl(SafePolicyMixin, MegatronPolicyWorkerImpl):
 # The name that NeMo RL's profiler settings know.
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
 class SafeMegatronPolicyWorker(SafeMegatronPolicyWorkerImpl):
-    """What ``worker_extension_cls_fqn`` names."""
+    """The class that ``worker_extension_cls_fqn`` names."""

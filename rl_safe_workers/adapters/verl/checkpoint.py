@@ -55,7 +55,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
     _step_folder: Path
     """verl's folder of the step that was saved last."""
     _uploads = False
-    """Whether verl's rank 0 uploads that step, too: at the end of a save, with no deadline but the save's."""
+    """True if verl's rank 0 uploads that step, too: at the end of a save, with no deadline but the save's."""
 
     @classmethod
     def take_over(cls, manager: MegatronCheckpointManager, process: TrainerProcess, name: str) -> SafeCheckpointManager:
@@ -67,7 +67,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     @property
     def _in_background(self) -> bool:
-        """Whether saves go on while verl trains.
+        """True if saves go on while verl trains.
 
         Not where verl's driver names the step right after the actor's, and not with an upload: nothing would bound it
         later, and the other ranks would wait for rank 0 in the next phase.

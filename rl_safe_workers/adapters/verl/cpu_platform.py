@@ -1,4 +1,4 @@
-"""What lets verl's Megatron engine run on gloo without a GPU: a device platform of verl's own kind, and shims.
+"""Lets verl's Megatron engine run on gloo without a GPU: a device platform of verl's own kind, and shims.
 
 For tests and the small recipe; ``VERL_PLATFORM=rl_safe_cpu`` chooses it. Line numbers are verl 0.9.1's. `apply` changes
 the process, and refuses to where there is a GPU.
@@ -47,7 +47,7 @@ _MODULE = SimpleNamespace(
     **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"), _zero),
     **dict.fromkeys(("empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_device", "synchronize"), _nothing),
 )
-"""What verl asks of ``torch.cuda``, or of its like."""
+"""Functions of ``torch.cuda``, or of a module like it, that verl calls."""
 
 
 class HostPlatform(PlatformBase):
@@ -117,7 +117,7 @@ class HostPlatform(PlatformBase):
         """No profiler listens."""
 
     def ray_resource_name(self) -> str:
-        """What verl's resource pools ask Ray for; ``ray.init(num_gpus=N)`` provides it without a GPU."""
+        """The resource that verl's pools ask Ray for; ``ray.init(num_gpus=N)`` provides it without a GPU."""
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:

@@ -83,7 +83,7 @@ class SafeEngineMixin:
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)  # type: ignore[misc]
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        """What a weight sync sends; not before communicators are connected."""
+        """Returns the weights that a sync sends; not before communicators are connected."""
         self.process.trainer.comms.require("weight sync")
         return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
 
@@ -122,7 +122,7 @@ _DEVICES = ["cuda", "cpu"]
 
 
 def is_registered() -> bool:
-    """Whether verl's registry has our engines."""
+    """Returns True if verl's registry has our engines."""
     return any(engine in EngineRegistry._engines[kind]["megatron"].values() for kind, engine in _ENGINES.items())
 
 

@@ -33,12 +33,12 @@ SETTINGS = "RL_SAFE_VERL"
 
 
 def is_wanted(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether verl is told to use our engines; in this process unless told."""
+    """Returns True if verl is told to use our engines; in this process unless told."""
     return (os.environ if environ is None else environ).get(ENGINE_VENDOR) == VENDOR
 
 
 def is_cpu() -> bool:
-    """Whether verl is told to use our CPU platform."""
+    """Returns True if verl is told to use our CPU platform."""
     return os.environ.get(PLATFORM, "").strip().lower() == CPU_PLATFORM
 
 

@@ -1,4 +1,4 @@
-"""What of verl's configuration decides which collectives Megatron's groups will carry."""
+"""Reads from verl's configuration which collectives Megatron's groups will carry."""
 
 from __future__ import annotations
 

@@ -8,23 +8,23 @@ from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.topology.groups import Classes, OpClass
 
 DATA_PARALLEL: Classes = (OpClass.REDUCE, OpClass.GATHER_SCATTER)
-"""Of the data-parallel group without context parallelism: verl counts tokens and averages the loss over it, and gathers
+"""The data-parallel group without context parallelism: verl counts tokens and averages the loss over it, and gathers
 metrics (transformer_impl.py:842, engine_workers.py:202)."""
 
 
 WEIGHTS: Classes = (OpClass.GATHER_SCATTER,)
-"""Of the expert-parallel and the pipeline group: bridges gather weights over them for each sync with vLLM (mbridge
+"""The expert-parallel and the pipeline group: bridges gather weights over them for each sync with vLLM (mbridge
 0.15.1, core/bridge.py:340 and 370)."""
 
 
 DELTA: Classes = (OpClass.GATHER_SCATTER, OpClass.ALL_TO_ALL)
-"""Of the tensor-parallel and the joint expert group, with verl's delta checkpoint engine and one pipeline stage: counts
+"""The tensor-parallel and the joint expert group, with verl's delta checkpoint engine and one pipeline stage: counts
 are all-gathered, changes gathered, which NCCL makes of sends (delta_export.py:277-284, sparse_gather.py:85 and 136)."""
 DELTA_KEYS = ("tp", "tp_ep_mp")
 
 
 def verl_groups(*, delta_weights: bool) -> HostGroups:
-    """Those groups, with what verl issues on each.
+    """Returns those groups, with the op classes that verl issues on each.
 
     Args:
         delta_weights: Whether the rollout is sent changes of weights.

@@ -59,7 +59,7 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 _signals: list[signal.Signals] = []
-"""Those that were answered; not Ctrl-C, which Python answers."""
+"""Signals that were answered; not Ctrl-C, which Python answers."""
 
 
 @contextmanager

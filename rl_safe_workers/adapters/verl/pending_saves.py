@@ -38,7 +38,7 @@ class PendingSave:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a tree that is not in progress any more has failed, which `finish` raises."""
+        """True if a tree that is not in progress any more has failed, which `finish` raises."""
         return any(saver.in_flight for saver in self._savers)
 
     def finish(self, timeout: timedelta) -> None:

@@ -68,7 +68,7 @@ def _register() -> None:
 
 
 def is_active() -> bool:
-    """Whether our engines are in verl's registry, or will be once its own are."""
+    """Returns True if our engines are in verl's registry, or will be once its own are."""
     if any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         return True
     ours = sys.modules.get("rl_safe_workers.adapters.verl.engine")

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class VerlComms(HostComms):
-    """What verl adds to Megatron's communication."""
+    """The collectives that verl issues on groups besides Megatron's own."""
 
     missing_groups = "build the engine first"
     makes_groups = True
@@ -60,7 +60,7 @@ class VerlComms(HostComms):
 
 
 class TrainerProcess(HostedTrainer):
-    """What the engines of one process share: phases with deadlines, the bootstrap, saves in flight, the teardown."""
+    """The trainer that the engines of one process share: phases with deadlines, bootstrap, pending saves, teardown."""
 
     def __init__(self, settings: VerlSettings) -> None:
         """Takes the default group as the training world. Not collective."""
@@ -149,7 +149,7 @@ class TrainerProcess(HostedTrainer):
             )  # fmt: skip
 
     def metrics(self) -> dict[str, float]:
-        """What this rank has to tell of the adapter, under the names of verl's metrics.
+        """Returns this rank's figures about the adapter, under the names of verl's metrics.
 
         Of saves, what they took since the last call.
         """

@@ -1,4 +1,4 @@
-"""What verl's users can set: the node ``actor_rollout_ref.rl_safe``, and how it reaches the workers.
+"""The settings of verl's users: the node ``actor_rollout_ref.rl_safe``, and its way to the workers.
 
 verl hands its workers some nodes of the run's configuration, and its engines none of them. So the driver writes what
 was set into one environment variable of the job, which every process of the job has.
@@ -81,7 +81,7 @@ def engine_nodes(config: DictConfig) -> list[str]:
 
 
 def _taken(config: DictConfig) -> dict[str, Any]:
-    """What of `TAKEN` the configuration says."""
+    """Returns the settings of `TAKEN` that the configuration has."""
     overrides = [
         OmegaConf.select(config, f"{node}.megatron.override_transformer_config") or {} for node in engine_nodes(config)
     ]

@@ -36,7 +36,7 @@ class StepTracker:
 
     @property
     def is_ours(self) -> bool:
-        """Whether verl's driver leaves it to the workers to name steps."""
+        """True if verl's driver leaves it to the workers to name steps."""
         leaders = [background for engine, background in self._background.items() if engine not in self._followers]
         return any(self._background.values()) and all(leaders)
 

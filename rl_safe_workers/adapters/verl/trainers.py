@@ -19,7 +19,7 @@ from rl_safe_workers.ranks import format_ranks
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 15.0
-"""What a worker may take longer than its own deadline."""
+"""Seconds that a worker may take longer than its own deadline."""
 _GROUPS = ("actor_rollout_wg", "critic_wg", "ref_policy_wg")
 
 

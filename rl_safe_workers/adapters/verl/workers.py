@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Calls:
-    """What our driver calls on every worker."""
+    """Calls that our driver makes on every worker."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rl_safe_metrics(self) -> dict[str, float]:

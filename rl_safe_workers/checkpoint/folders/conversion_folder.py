@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 HF_FILES = "huggingface"
 """Sub-directory for the HF directory's small files; verl gives it the same name."""
 OURS = (SHARDS, HF_FILES)
-"""What lies at the top of a conversion, besides its manifest."""
+"""Entries at the top of a conversion, besides its manifest."""
 KEY = "conversion"
 """Where the manifest says that it is one, and in which dtype."""
 ADVICE = "choose another place, or overwrite it"
@@ -43,15 +43,15 @@ ADVICE = "choose another place, or overwrite it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertedModel:
-    """What a conversion is of, whatever the layout.
+    """The source of a conversion, whatever the layout.
 
     Example: ``ConvertedModel(fingerprint="0123456789abcdef", dtype="bfloat16")``
     """
 
     fingerprint: str
-    """Of the HF directory, see `manifest.model_fingerprint`."""
+    """Fingerprint of the HF directory, see `manifest.model_fingerprint`."""
     dtype: str
-    """Of the Megatron model's parameters."""
+    """The type of the Megatron model's parameters."""
 
 
 def lock_path(final: Path) -> Path:

@@ -1,4 +1,4 @@
-"""A lock between runs, on a file that they share: whoever holds it says so, and loses it when its process ends.
+"""A lock between runs, on a shared file. The holder writes its name there; the lock ends with its process.
 
 The file names its holder from its first moment on: it is written under another name and linked to its own. What is
 there and does not name a holder is no lock of ours: it is neither emptied nor removed.
@@ -40,7 +40,7 @@ _changing = threading.Lock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """What a lock's file says."""
+    """Contents of a lock's file."""
 
     host: str
     pid: int
@@ -86,7 +86,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _is_current(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one of that name: a holder removes it before letting go."""
+    """Returns True if the open file is still the one of that name: a holder removes it before letting go."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -193,7 +193,7 @@ def _try_to_take(path: Path) -> int | None:
                 opened.pop_all()
                 _held.add(_identity(os.fstat(descriptor)))
                 return descriptor
-            # Of a process that has ended. Removed while it is held: whoever waits notices and makes a new one.
+            # Of a process that has ended. Removed while it is held: a waiting process notices and makes a new one.
             path.unlink()
 
 
@@ -207,7 +207,7 @@ def _is_held_here(path: Path) -> bool:
 def _let_go(descriptor: int, path: Path) -> None:
     with _changing:
         if _is_current(descriptor, path):
-            path.unlink(missing_ok=True)  # while it is held: whoever waits notices and makes a new one
+            path.unlink(missing_ok=True)  # while it is held: a waiting process notices and makes a new one
         _held.discard(_identity(os.fstat(descriptor)))
         os.close(descriptor)
 

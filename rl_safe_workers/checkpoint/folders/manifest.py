@@ -1,4 +1,4 @@
-"""What makes a directory a checkpoint: a manifest, written last.
+"""The manifest, written last, makes a directory a checkpoint.
 
     default_local_dir/
       latest_checkpointed_iteration.txt    step of the newest complete checkpoint, as verl writes it
@@ -13,7 +13,7 @@ commit leaves one under its temporary name, and it is found there.
 
 The newest checkpoint is the one with the highest serial, which is one more than that of every checkpoint that was in
 the directory at its commit. So the order is that of the commits: neither a clock nor the step rules it. A run that
-went back to step 10 and saves step 12 makes a newer checkpoint than the step 20 of before, which gives way first.
+went back to step 10 and saves step 12 makes a newer checkpoint than the step 20 of before, which is removed first.
 Checkpoints without a serial, of schema 2, are older than all that have one; the time of their save sorts these.
 
 A checkpoint that was copied here, or forged, may have any serial. The tracker file names the checkpoint that was saved
@@ -43,7 +43,7 @@ from rl_safe_workers.model_files import read_model_json
 
 SHARDS = "dist_ckpt"
 OLDEST_SCHEMA = 2
-"""Of the manifests that a load takes."""
+"""Oldest manifest that a load takes."""
 _PROBE_BYTES = 64 * 2**10
 """How much of each end of a weight file goes into the fingerprint."""
 UNTRACKED_SERIALS = 10**6
@@ -67,7 +67,7 @@ class Manifest:
     """Unix time in seconds."""
     versions: dict[str, str]
     files: dict[str, dict[str, Any]]
-    """Of every file, by path relative to the checkpoint: ``{"bytes": 4096, "digest": "crc32:0a1b2c3d"}``."""
+    """Every file's ``{"bytes": 4096, "digest": "crc32:0a1b2c3d"}``, by path relative to the checkpoint."""
     driver_state: dict[str, Any]
     """The driver's own state: data position."""
     digests: dict[str, str]
@@ -137,7 +137,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a directory of checkpoints holds."""
+    """Contents of a directory of checkpoints."""
 
     complete: list[tuple[Path, Manifest]]
     """Newest first, see above."""
@@ -208,7 +208,7 @@ def last_serial(root: Path) -> int:
         try:
             serials.append(read_manifest_json(path).get("serial", 0))
         except CheckpointError:
-            continue  # whoever looks for checkpoints is told of it
+            continue  # the search for checkpoints reports it
     return max(serial for serial in serials if serial <= highest)
 
 

@@ -1,4 +1,4 @@
-"""What a manifest says, of any schema that was ever written, however damaged the checkpoint around it.
+"""Reads manifests of any schema that was ever written, however damaged the checkpoint around them.
 
 A manifest is data that somebody else may have made. It is read up to a size, from within its checkpoint alone, and
 counts only if every type, range and path in it is sane (`manifest_schema`).
@@ -30,7 +30,7 @@ MANIFEST_BYTES = 40 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What a manifest says of a file."""
+    """A manifest's record of a file."""
 
     bytes: int
     digest: str | None
@@ -39,7 +39,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestFacts:
-    """What the audit needs of a manifest."""
+    """The facts of a manifest that the audit needs."""
 
     schema: int
     step: int

@@ -1,4 +1,4 @@
-"""What a manifest may say: types, ranges and paths, for every schema that was ever written.
+"""The schema of manifests: types, ranges and paths, for every version that was ever written.
 
 Imports pydantic, which takes a tenth of a second: import this where a manifest is read, not at the top of a module.
 """
@@ -42,7 +42,7 @@ class _Strict(BaseModel):
 
 
 class FileRecord(_Strict):
-    """What a manifest says of a file."""
+    """A manifest's record of a file."""
 
     bytes: Size
     digest: Annotated[str, Field(pattern=r"^crc32:[0-9a-f]{1,8}$")]
@@ -83,7 +83,7 @@ class ThirdManifest(SecondManifest):
 
 
 class Marker(_Strict):
-    """What the marker of a pending folder says."""
+    """Contents of the marker of a pending folder."""
 
     host: Text
     pid: Annotated[int, Field(ge=1)]

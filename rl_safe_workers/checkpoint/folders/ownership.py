@@ -42,7 +42,7 @@ _OUR_NAMES = frozenset({MARKER, MANIFEST})
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What a folder holds at any depth, by path relative to it. No link was followed."""
+    """Contents of a folder at any depth, by path relative to it. No link was followed."""
 
     files: frozenset[str]
     folders: frozenset[str]

@@ -45,7 +45,7 @@ _ELSEWHERE = "set trainer.default_local_dir elsewhere"
 
 
 def check_places(root: Path, step: int) -> None:
-    """Refuses to save a step where something that is not ours would have to give way. Writes nothing.
+    """Refuses to save a step that would replace something that is not ours. Writes nothing.
 
     Raises:
         CheckpointError: One line, with the name of what is in the way.
@@ -80,12 +80,12 @@ def commit(pending: Path, manifest: Manifest, *, durable: Container[str] = ()) -
     """Turns a finished ``.incomplete`` directory into a checkpoint; call on one rank, after all have written.
 
     Shards are made durable, then the manifest, then the final name, then the tracker file. An older checkpoint of
-    the same step gives way only once the new one is complete.
+    the same step is removed only once the new one is complete.
 
     Args:
         pending: The directory.
         manifest: What it holds. Its serial is given here.
-        durable: Names of files that whoever wrote them has synced already.
+        durable: Names of files that their writers have synced already.
 
     Returns:
         The checkpoint's final path.

@@ -44,7 +44,7 @@ def read_tracker(root: Path) -> int | None:
 
 
 def write_tracker(root: Path, step: int) -> None:
-    """Names the newest complete checkpoint. Durable and atomic: whoever reads it finds a whole number.
+    """Names the newest complete checkpoint. Durable and atomic: a reader finds a whole number.
 
     Raises:
         CheckpointError: If something that is not ours has its name.
@@ -56,7 +56,7 @@ def write_tracker(root: Path, step: int) -> None:
 
 
 def _is_number(path: Path) -> bool:
-    """Whether a regular file, no link, holds a number or, after a crash, the beginning of one."""
+    """Returns True if a regular file, no link, holds a number or, after a crash, the beginning of one."""
     try:
         text = b"?" if path.is_symlink() else read_foreign(path, limit_bytes=_LIMIT_BYTES)
     except OSError:

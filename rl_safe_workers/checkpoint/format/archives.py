@@ -42,7 +42,7 @@ _UNREADABLE = (
     ValueError,
     struct.error,
 )
-"""What zipfile raises for a damaged archive: any field of it may hold anything."""
+"""Errors that zipfile raises for a damaged archive: any field of it may hold anything."""
 
 
 def crc32_of(path: Path, *, within: Path | None = None) -> str:

@@ -117,4 +117,4 @@ TREE_NAMES = frozenset(
     for module, found in listed.items()
     for name in found
 )
-"""What the pickle of an archive of ``torch.save`` may ask for, as ``module.name``."""
+"""Names that the pickle of an archive of ``torch.save`` may ask for, as ``module.name``."""

@@ -1,4 +1,4 @@
-"""What a torch_dist checkpoint holds and where: every tensor's chunks and every object, to the byte.
+"""The index of a torch_dist checkpoint: the place of every tensor's chunks and of every object, to the byte.
 
     index = read_index(Path("checkpoints/global_step_10"))
     index.tensors["decoder.final_layernorm.weight"].chunks[0].place     ByteRange(file='__0_0.distcp', ...)
@@ -160,7 +160,7 @@ def _shown(text: object) -> str:
 
 
 def _is_in(path: Path, directory: Path) -> bool:
-    """Whether a path is in a directory once links are followed; those that lead elsewhere are passed over."""
+    """Returns True if a path is in a directory once links are followed; those that lead elsewhere are passed over."""
     return not path.is_symlink() or path.resolve().is_relative_to(directory.resolve())
 
 
@@ -199,7 +199,7 @@ def read_records(location: Location) -> CheckpointIndex:
 
 
 def limits_of(location: Location) -> Limits:
-    """What it may take to read a checkpoint's metadata and check it: by its size, at least twice what it does take.
+    """Returns the limits for reading and checking a checkpoint's metadata: by its size, at least twice the real need.
 
     Raises:
         CheckpointError: If it is missing, or no regular file of the checkpoint.

@@ -1,4 +1,4 @@
-"""What a ``.metadata`` file says, as JSON can hold it: the part of an index that is read in a bounded child.
+"""Turns a ``.metadata`` file into JSON: the part of reading an index that runs in a bounded child.
 
     {"tensors": [[key, dtype, shape, [[offsets, sizes, place], ...]], ...],
      "objects": [[key, place], ...],

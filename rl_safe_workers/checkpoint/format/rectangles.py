@@ -20,12 +20,12 @@ Axis = list[tuple[int, int]]
 
 
 def overlaps(a: Rectangle, b: Rectangle) -> bool:
-    """Whether two rectangles share an element; an empty one shares none."""
+    """Returns True if two rectangles share an element; an empty one shares none."""
     return all(max(p, q) < min(p + m, q + n) for p, m, q, n in zip(*a, *b, strict=True))
 
 
 def is_within(rectangle: Rectangle, shape: Index) -> bool:
-    """Whether a rectangle has a shape's dimensions and lies in its bounds."""
+    """Returns True if a rectangle has a shape's dimensions and lies in its bounds."""
     offsets, sizes = rectangle
     return len(offsets) == len(sizes) == len(shape) and all(
         p >= 0 and n >= 0 and p + n <= size for p, n, size in zip(offsets, sizes, shape, strict=True)
@@ -73,7 +73,7 @@ def _axes(group: Sequence[Rectangle]) -> list[Axis]:
 
 
 def _are_disjoint(axes: Sequence[Axis]) -> bool:
-    """Whether a group lies on a grid: two rectangles of it are then apart, or have the same offsets."""
+    """Returns True if a group lies on a grid: two rectangles of it are then apart, or have the same offsets."""
     return all(p + m <= q for axis in axes for (p, m), (q, _) in pairwise(axis))
 
 

@@ -35,7 +35,7 @@ STEPS = 10**6
 
 
 class _Refused(Exception):
-    """Carries the name that a pickle asked for in vain."""
+    """Carries the name that a pickle asked for and did not get."""
 
 
 class _Sealed(type):
@@ -75,7 +75,7 @@ class _Getattr(metaclass=_Sealed):
 
 
 class _First(metaclass=_Sealed):
-    """A function whose result is as good as its argument."""
+    """A function whose argument serves as its result."""
 
     def __new__(cls, value: object) -> Any:
         return value
@@ -100,7 +100,7 @@ METADATA_NAMES: Mapping[tuple[str, str], Any] = MappingProxyType(
         ("torch.serialization", "_get_layout"): _First,
     }
 )
-"""What ``.metadata`` may ask for: ``(module, name)`` to what it gets instead."""
+"""Names that ``.metadata`` may ask for: ``(module, name)`` to the stand-in that it gets."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -157,7 +157,7 @@ class Name:
 
 
 class Pairs:
-    """What is to be a dict: keys and values by turns, which nobody has hashed."""
+    """Alternating keys and values that are to be a dict. Nobody has hashed them."""
 
     __slots__ = ("items",)
 
@@ -166,16 +166,16 @@ class Pairs:
 
 
 class Call:
-    """What is to be called, with what."""
+    """A call that the pickle asks for: a name and its arguments. Nothing is called."""
 
     __slots__ = ("args", "items", "name", "state")
 
     def __init__(self, name: str, args: tuple[Any, ...]) -> None:
         self.name, self.args = name, args
         self.state: Any = None
-        """What is then to be set on the result."""
+        """State that is then to be set on the result."""
         self.items: list[Any] = []
-        """What is then to be added to it: elements, or keys and values by turns."""
+        """Items that are then to be added to it: elements, or alternating keys and values."""
 
 
 class _Steps(io.BytesIO):
@@ -197,7 +197,7 @@ _OPCODES = (
     pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE,
     pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET,
 )  # fmt: skip
-"""What torch.save writes with its protocol, 2, and torch.load(weights_only=True) reads."""
+"""Opcodes that torch.save writes with its protocol, 2, and torch.load(weights_only=True) reads."""
 
 
 class _TreeUnpickler(pickle._Unpickler):

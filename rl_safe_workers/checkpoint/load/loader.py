@@ -53,11 +53,11 @@ OURS_TO_IGNORE = ("rng_state/", "common_state/")
 OBJECT_BYTES = 512 * 2**20
 """Largest object, or common state; a usual one has kilobytes."""
 ENVELOPE_BYTES = 2**20
-"""What an archive may have around a tensor's elements; torch.save takes a thousandth of it."""
+"""Bytes that an archive may have around a tensor's elements; torch.save takes a thousandth of it."""
 
 
 def read_content_metadata(directory: Path) -> dict[str, Any] | None:
-    """How the state dict of a checkpoint was made, as whoever saved it wrote down; None if it did not. Not collective.
+    """Returns the saver's record of how the state dict was made; None if there is none. Not collective.
 
     Raises:
         UnsafeCheckpointError: If the checkpoint asks for a name that no checkpoint needs; the message has it.

@@ -30,7 +30,7 @@ from rl_safe_workers.checkpoint.format.format_names import COMMON_ENUMS, COMMON_
 from rl_safe_workers.checkpoint.format.unpickle import Call, Name, Pairs
 
 PARTS = 500_000
-"""What a value may hold, each part counted wherever it is: a pickle names an object again in two bytes."""
+"""Most parts of a value, each counted wherever it is: a pickle names an object again in two bytes."""
 _CALL_PARTS = 20
 """Parts that a call costs: an object of torch takes some microseconds and up to a kilobyte."""
 _COPY_BYTES = 16
@@ -42,13 +42,13 @@ _SMALL = 2**20
 _KEY_MEMBERS = 4
 """Members of a tuple that is a key. Megatron's optimizer has keys of two dtypes."""
 _KEY_KINDS = (str, int, float, bytes, enum.Enum, torch.dtype, type(None))
-"""Of a key, and of the members of one that is a tuple; bool is an int."""
+"""Types of a key, and of the members of one that is a tuple; bool is an int."""
 _DTYPE = re.compile(r"[biufc]\d{1,2}|[SU]\d{1,6}")
 _SHORT = {int, str, bytes, datetime.timedelta, datetime.timezone}
 _SHORT_LENGTH = 4096
 """Longest text that an object is made of: the longest path of Linux."""
 _DIMENSIONS, _LARGEST = 64, 2**63 - 1
-"""Of an array or tensor."""
+"""Most dimensions of an array or tensor, and its largest size."""
 
 
 def make_value(tree: Any, size_of: Callable[[str], int]) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -285,7 +285,7 @@ def _enum(name: str) -> Any:
 
 
 def _constant(name: str) -> Any:
-    """What a name alone stands for: a dtype, or a type of Python's."""
+    """Returns the dtype, or the type of Python's, that a name alone stands for."""
     module, _, found = name.rpartition(".")
     if module == "torch" and found in ITEM_BITS:
         return getattr(torch, found)

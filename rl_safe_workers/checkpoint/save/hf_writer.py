@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
-"""What transformers itself takes for a file of a large model."""
+"""Largest file; transformers itself takes as much for a file of a large model."""
 HEADER_BYTES = 2**18
 """Room for the header of one file: some 1500 tensors. A file that has used it up is closed and the next one begun."""
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
-"""What an HF directory holds beside weights: configuration, tokenizer, licence. No code."""
+"""Files of an HF directory besides weights: configuration, tokenizer, licence. No code."""
 COPIED_BYTES = 2**30
 """Largest of them; a tokenizer has some megabytes."""
 _METADATA = {"format": "pt"}
@@ -78,11 +78,11 @@ class ShardFile:
 
     @property
     def names(self) -> list[str]:
-        """What it holds so far."""
+        """The names that it holds so far."""
         return [name for name in self._header if name != "__metadata__"]
 
     def has_room(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the header has room for a tensor, and the data ends where one of its dtype may begin.
+        """Returns True if the header has room for a tensor, and the data ends where one of its dtype may begin.
 
         The format allows no gap between tensors, and readers map them as arrays, which must be aligned.
         """
@@ -255,7 +255,7 @@ def write_hf_directory(
         dtypes: The dtype of each weight in ``source``; of one that is not in it the tensor's own is kept.
         dtype: One dtype for all weights instead.
         max_shard_bytes: Bytes of tensors in a file at most.
-        overwrite: Whether a directory that is there gives way once the new one is complete.
+        overwrite: True: a directory that is there is replaced once the new one is complete.
 
     Raises:
         CheckpointError: If it cannot be written; nothing is left under the final name, or what was there before is.

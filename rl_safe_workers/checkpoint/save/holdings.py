@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What one rank holds and writes. Its file has the chunks of all entries in order, then the objects."""
+    """Tensors and objects that one rank holds and writes. Its file has all chunks in order, then the objects."""
 
     entries: list[Entry]
     objects: list[str]

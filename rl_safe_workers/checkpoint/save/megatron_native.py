@@ -34,7 +34,7 @@ def save_with_megatron(
         state: Megatron's sharded state dict.
         directory: Existing, empty directory, the same on every rank.
         config: Which of its flags are on.
-        content_metadata: How the state dict was made, for whoever loads it.
+        content_metadata: How the state dict was made, for the loader.
     """
     _keep_results_in_process()
     strategy: Any = TorchDistSaveShardedStrategy(*FORMAT)

@@ -27,7 +27,7 @@ class Replicas:
     expert: int = 1
     """Size of the expert data-parallel group."""
     optimizer: bool = False
-    """Whether optimizer state is replicated like the parameters; a DistributedOptimizer's is not."""
+    """True if optimizer state is replicated like the parameters; a DistributedOptimizer's is not."""
 
     def of(self, key: str) -> int:
         """How many ranks hold the tensor of a key."""
@@ -38,7 +38,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a rank writes, as long as the structure of its state stays the same."""
+    """The parts that a rank writes, as long as the structure of its state stays the same."""
 
     signature: list[tuple[Any, ...]]
     object_keys: list[str]
@@ -48,10 +48,10 @@ class Plan:
     digest: str
     size_bytes: int
     largest_bytes: int
-    """Of one write."""
+    """Bytes of the largest write."""
 
     def fits(self, tensors: Sequence[ShardedTensor], object_keys: Sequence[str]) -> bool:
-        """Whether these tensors and objects have the structure that the plan was made for."""
+        """Returns True if these tensors and objects have the structure that the plan was made for."""
         return (
             len(tensors) == len(self.signature)
             and object_keys == self.object_keys
@@ -92,7 +92,7 @@ def _writes(pieces: list[Piece], replicas: Replicas) -> list[tuple[Piece, slice]
 
 
 def _entries(pieces: list[Piece], writes: list[tuple[Piece, slice]]) -> list[Entry]:
-    """What the rank holds, by key, with the chunks that it writes in the order in which it writes them."""
+    """Returns the rank's tensors by key, with the chunks that it writes, in the order of writing."""
     of_key = {piece.key: piece for piece in pieces}
     chunks: dict[str, list[tuple[Index, Index]]] = {key: [] for key in of_key}
     for piece, rows in writes:

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a rank wrote. The commit gets one from every rank."""
+    """A rank's report of its writes. The commit gets one from every rank."""
 
     file: WrittenFile | None
     """None if it had nothing to write."""
@@ -86,7 +86,7 @@ class Saver:
 
     @property
     def in_flight(self) -> bool:
-        """Whether there is a save to `finish`: one that is not committed, or that has failed."""
+        """True if there is a save to `finish`: one that is not committed, or that has failed."""
         return self._pending is not None
 
     @gc_paused()
@@ -107,7 +107,7 @@ class Saver:
         Args:
             state: Megatron's sharded state dict.
             directory: Where the shards go, on storage that every rank sees. ``prepare`` makes it.
-            content_metadata: How the state dict was made, for whoever loads it.
+            content_metadata: How the state dict was made, for the loader.
             prepare: Called on rank 0 before anything is written. What it raises, every rank does.
             commit: Called on rank 0 once every shard is durable and megatron-core's metadata is written. `finish`
                 returns its value.

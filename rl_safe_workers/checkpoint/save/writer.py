@@ -29,7 +29,7 @@ _FLUSH_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """What the commit must know of a file."""
+    """Facts about a file that the commit needs."""
 
     name: str
     """Relative to the directory of the shards."""
@@ -41,7 +41,7 @@ class WrittenFile:
 
 
 class _DigestedFile:
-    """What torch.save writes to: counts and digests the bytes on their way to the file."""
+    """A file for torch.save: counts and digests the bytes on their way."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -56,7 +56,7 @@ class _DigestedFile:
         return self._file.write(block)
 
     def flush(self) -> None:
-        """Leaves it to whoever closes the file."""
+        """Does nothing; the owner of the file closes it."""
 
 
 @contextmanager

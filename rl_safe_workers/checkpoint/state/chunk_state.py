@@ -26,7 +26,7 @@ class Window:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements follow each other in memory, row-major."""
+        """True if the elements follow each other in memory, row-major."""
         wanted = row_major(self.shape)
         return all(n == 1 or a == b for n, a, b in zip(self.shape, self.strides, wanted, strict=True))
 
@@ -104,7 +104,7 @@ class ChunkLayout:
         self._is_constant = not self._others or not is_scaled
 
     def is_current(self) -> bool:
-        """Whether the module's tensors are still those that this was built of."""
+        """Returns True if the module's tensors are still those that this was built of."""
         return self._is_constant and all(slot.owner.get(slot.name) is slot.tensor for slot in self._slots)
 
     def windows(self) -> dict[int, tuple[Window, ...]]:
@@ -112,7 +112,7 @@ class ChunkLayout:
         return {id(slot.tensor): tuple(window for _, window in slot.windows) for slot in self._slots}
 
     def shards(self) -> dict[str, Any]:
-        """What a state dict has of the chunk, by name; numbered where a tensor has several windows. No copy."""
+        """Returns the chunk's entries of a state dict, by name. Several windows of one tensor are numbered. No copy."""
         found = dict(self._others)
         for slot in self._slots:
             tensor = slot.tensor.detach()

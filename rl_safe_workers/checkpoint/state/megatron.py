@@ -1,4 +1,4 @@
-"""What is asked of megatron-core itself: the common state in the form of its version, objects as it stores them, and
+"""Calls into megatron-core itself: the common state in the form of its version, objects as it stores them, and
 state dicts as it loads them.
 
 Looks at what the installed version does instead of its number: up to 0.18 the common state becomes ``common.pt``
@@ -52,7 +52,7 @@ def store_common(common: dict[str, Any], directory: Path, content_metadata: dict
     Args:
         common: The state dict without anything sharded.
         directory: Existing directory of the shards.
-        content_metadata: How the sharded state dict was made, for whoever loads it.
+        content_metadata: How the sharded state dict was made, for the loader.
 
     Returns:
         Objects that are to be written with the shards, beside ``common.pt``; none up to megatron-core 0.18.

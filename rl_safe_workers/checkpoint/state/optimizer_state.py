@@ -34,7 +34,7 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 
 def is_in_place(optimizer: Any) -> bool:
-    """Whether all state lies in memory as it is stored.
+    """Returns True if all state lies in memory as it is stored.
 
     Not so with the precision-aware optimizer, which scales it, and the one that keeps some of it on the host:
     Megatron's own code then describes it, with a gather.
@@ -60,7 +60,7 @@ def allocate_state(optimizer: Any) -> None:
 
 
 def is_torch_adam(part: Any) -> bool:
-    """Whether torch's own Adam is wrapped; Transformer Engine's counts steps per group and needs no help."""
+    """Returns True if torch's own Adam is wrapped; Transformer Engine's counts steps per group and needs no help."""
     return isinstance(part.optimizer, torch.optim.Adam)
 
 
@@ -176,7 +176,7 @@ def _ranks_with_equal_parameters() -> list[list[int]]:
 
 
 def common_state(part: Any) -> dict[str, Any]:
-    """What is not a tensor of one DistributedOptimizer's state, as Megatron's own state dict has it."""
+    """Returns one DistributedOptimizer's state without its tensors, as Megatron's own state dict has it."""
     step = _step_of(part)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in _groups(part)]
     state: dict[str, Any] = {

@@ -56,7 +56,7 @@ class Piece:
     """Megatron's: an integer or a tuple, all zero for the main replica."""
     parts: tuple[Part, ...]
     is_stack: bool = False
-    """Whether each part is one row of the first axis, as an expert is, in order."""
+    """True if each part is one row of the first axis, as an expert is, in order."""
 
     @property
     def size_bytes(self) -> int:
@@ -141,7 +141,7 @@ def split(state: dict[str, Any]) -> Split:
 
 
 _APART = object()
-"""What is left of a value that is stored apart."""
+"""Marks a value that is stored apart."""
 
 
 def _split(value: Any, found: Split) -> Any:
@@ -167,7 +167,7 @@ def _split(value: Any, found: Split) -> Any:
 
 
 signature = attrgetter("key", "global_offset", "local_shape", "dtype", "replica_id", "global_shape")
-"""What of a sharded tensor decides how it becomes part of a piece; equal signatures give equal pieces."""
+"""The fields of a sharded tensor that decide its piece; equal signatures give equal pieces."""
 
 
 def coalesce(shards: Sequence[ShardedTensor]) -> list[Piece]:

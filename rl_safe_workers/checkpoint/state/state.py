@@ -1,4 +1,4 @@
-"""What a training rank's checkpoint holds, in Megatron's sharded form.
+"""The contents of a training rank's checkpoint, in Megatron's sharded form.
 
     {"model": {name: ShardedTensor},              or "model0", "model1", ... with virtual pipeline stages
      "optimizer": {"optimizer": {"param_groups": ...}, "param_state": {name: ShardedTensor},
@@ -80,7 +80,7 @@ class StateLayout:
             self._parts = [OptimizerLayout(part, windows) for part in parts_of(optimizer)]
 
     def is_current(self, chunks: Sequence[Any], metadata: dict[str, Any] | None) -> bool:
-        """Whether the model's tensors are still those that it was built of."""
+        """Returns True if the model's tensors are still those that it was built of."""
         return (
             metadata in (None, self.metadata)
             and self._chunk_ids == [id(chunk) for chunk in chunks]
