@@ -20,6 +20,7 @@ BENCHMARKS: Mapping[str, str] = {
     "comms": "communicators on 2 or 4 GPUs: memory and seconds of the bootstrap, against what others do",
     "exits": "the end of ranks with every communicator alive, on 2 or 4 GPUs, against torch's own",
     "comms_limits": "limits of NCCL's channels on 2 or 4 GPUs: what each costs in bandwidth, and leaves of memory",
+    "installs": "pins of verl, ms-swift and NeMo RL that an installation of the wheel would move",
     "control": "operations of the control plane over the store, signed and unsigned",
     "save": "saves, loads and audits of a checkpoint of 6,144 experts, against megatron-core's own",
 }
