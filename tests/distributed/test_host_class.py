@@ -55,7 +55,7 @@ class SetUp(MegatronActorMixin):
 
     config: RunConfig
 
-    def set_up(self, rank: int, address: StoreAddress) -> None:
+    def set_up(self, rank: int) -> None:
         self.setup_worker(
             training_rank=rank,
             training_size=SIZE,
@@ -63,6 +63,8 @@ class SetUp(MegatronActorMixin):
             megatron=self.config.megatron,
             device=self.device,
         )
+
+    def connect(self, address: StoreAddress) -> None:
         self.init_world(address, backend="gloo")
         self.init_groups(seed=0)
         self.bootstrap()
@@ -84,7 +86,8 @@ def _life(rank: int, address: StoreAddress, config: RunConfig, root: Path) -> li
         actor.offload()
     except LifecycleError as error:
         refusals.append(str(error))
-    actor.set_up(rank, address)
+    actor.set_up(rank)
+    actor.connect(address)
     actor.offload()
     try:
         actor.save_checkpoint(root, step=1, fingerprint="f", layout={}, driver_state={})
@@ -118,7 +121,8 @@ def _sync(rank: int, address: StoreAddress, config: RunConfig) -> Weights:
         return _receive(address)
     actor = BareActor(config)
     assert not hasattr(actor, "own_hf_weights")
-    actor.set_up(rank, address)
+    actor.set_up(rank)
+    actor.connect(address)
     actor.safe.store.set(f"specs/{rank}", pickle.dumps(actor.weight_specs()))
     actor.join(SIZE + 1)
     actor.send_weights(bucket_bytes=BUCKET_BYTES)
