@@ -112,9 +112,9 @@ def _resolve(requirements: Sequence[str], python: str, folder: Path) -> dict[str
 
 def _make_environment(venv: Path, version: str, pins: Pins) -> str:
     """Makes an environment in which pip finds each pin installed; returns its Python."""
-    python = shutil.which(f"python{version}") or next(
-        (str(path) for path in sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))), None
-    )
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = [*sorted(map(str, pyenv.glob(f"versions/{version}.*/bin/python"))), shutil.which(f"python{version}")]
+    python = next((path for path in found if path is not None), None)
     if python is None:
         raise ConfigError(f"there is no python{version}: install it, or put it on PATH")
     _run([python, "-m", "venv", str(venv)])
