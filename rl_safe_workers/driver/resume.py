@@ -17,7 +17,7 @@ from rl_safe_workers.checkpoint.folders.manifest import (
     step_entries,
 )
 from rl_safe_workers.checkpoint.folders.retention import check_places, warn_once
-from rl_safe_workers.config import ResumeMode, RunConfig
+from rl_safe_workers.config import ResumeMode, TrainerConfig
 from rl_safe_workers.driver.data import check_position
 from rl_safe_workers.errors import CheckpointError, ConfigError
 from rl_safe_workers.foreign_files import printable
@@ -31,14 +31,17 @@ class ResumePoint:
     manifest: Manifest
 
 
-def find_resume_point(config: RunConfig) -> ResumePoint | None:
-    """Finds the checkpoint that the configuration asks to resume from; None to start from the HF weights.
+def find_resume_point(trainer: TrainerConfig, model_path: Path) -> ResumePoint | None:
+    """Finds the checkpoint that a run is to resume from; None to start from the HF weights.
+
+    Args:
+        trainer: The run's node ``trainer``.
+        model_path: The run's model; a checkpoint of another one is refused, if the model is there yet.
 
     Raises:
         CheckpointError: If the named checkpoint is not complete, or all that there are are damaged.
         CheckpointMismatchError: If it belongs to another model.
     """
-    trainer = config.trainer
     if trainer.resume_mode is ResumeMode.disable:
         return None
     if trainer.resume_mode is ResumeMode.resume_path:
@@ -51,8 +54,8 @@ def find_resume_point(config: RunConfig) -> ResumePoint | None:
         if newest is None:
             return None
         point = newest
-    if Path(config.model.path).is_dir():
-        check_resume_point(point, config)
+    if model_path.is_dir():
+        check_resume_point(point, model_path)
     return point
 
 
@@ -96,30 +99,28 @@ def data_position(point: ResumePoint) -> Mapping[str, int]:
     return found
 
 
-def newest_since(config: RunConfig, serial: int) -> ResumePoint | None:
-    """Returns the newest complete checkpoint in ``trainer.default_local_dir`` that was saved since; None if none was.
+def newest_since(root: Path, serial: int) -> ResumePoint | None:
+    """Returns the newest complete checkpoint in a directory that was saved since; None if none was.
 
     Args:
-        config: Of the run.
+        root: The run's ``trainer.default_local_dir``.
         serial: `last_serial` of that directory at the start of the run; what is older is another run's.
     """
-    assert config.trainer.default_local_dir is not None, "filled by load_recipe"
-    found = find_checkpoints(Path(config.trainer.default_local_dir))
+    found = find_checkpoints(root)
     since = [(path, manifest) for path, manifest in found.complete if manifest.serial > serial]
     return ResumePoint(path=since[0][0], manifest=since[0][1]) if since else None
 
 
-def check_save_places(config: RunConfig, resume: ResumePoint | None) -> None:
+def check_save_places(trainer: TrainerConfig, resume: ResumePoint | None) -> None:
     """Refuses a run of which a save would meet something that is not ours. Writes nothing.
 
     Args:
-        config: Of the run.
-        resume: Where it starts.
+        trainer: The run's node ``trainer``.
+        resume: The checkpoint that it starts from.
 
     Raises:
         ConfigError: One line, with the name of what is in the way.
     """
-    trainer = config.trainer
     assert trainer.default_local_dir is not None, "filled by load_recipe"
     root = Path(trainer.default_local_dir)
     if trainer.save_freq < 1 or not os.path.lexists(root):
@@ -137,10 +138,10 @@ def check_save_places(config: RunConfig, resume: ResumePoint | None) -> None:
         raise ConfigError(str(error)) from error
 
 
-def check_resume_point(point: ResumePoint, config: RunConfig) -> None:
+def check_resume_point(point: ResumePoint, model_path: Path) -> None:
     """Refuses a checkpoint of another model. Needs the model; a seeded one may have to be made first.
 
     Raises:
         CheckpointMismatchError: Naming both sides.
     """
-    check_fingerprint(point.manifest, path=point.path, fingerprint=model_fingerprint(config.model.path))
+    check_fingerprint(point.manifest, path=point.path, fingerprint=model_fingerprint(model_path))

@@ -97,8 +97,8 @@ def run(config: RunConfig) -> None:
 
 def _starting_point(config: RunConfig, *, is_claimed: bool) -> ResumePoint | None:
     """Finds the checkpoint that the run starts from, and refuses what would be in its way. Writes nothing."""
-    resume = find_resume_point(config)
-    check_save_places(config, resume)
+    resume = find_resume_point(config.trainer, Path(config.model.path))
+    check_save_places(config.trainer, resume)
     folder = run_folder(config)
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     # Whose lock it is, and whether its run still lives, is seen when the folder is claimed.
@@ -262,9 +262,10 @@ class Job:
 
     def _go_back(self, log: MetricsLog) -> None:
         """Makes ready to start from the newest complete checkpoint of this run, or from where it began."""
+        root = Path(self._config.trainer.default_local_dir or "")
 
         def go_back() -> ResumePoint | None:
-            found = newest_since(self._config, self._last_serial) or self._resume
+            found = newest_since(root, self._last_serial) or self._resume
             log.forget_after(0 if found is None else found.manifest.step)
             return found
 
@@ -279,7 +280,7 @@ class Job:
                 self._cluster.guard()
                 create_model(self._config, self._config.model.create, self._run_id, self._interrupts)
             if self._resume is not None:
-                check_resume_point(self._resume, self._config)
+                check_resume_point(self._resume, Path(self._config.model.path))
         self._session.set_up()
         self._report_bootstrap()
         loop = GrpoLoop(

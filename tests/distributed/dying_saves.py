@@ -16,7 +16,7 @@ from rl_safe_workers.checkpoint.folders.publish import pending_path
 from rl_safe_workers.checkpoint.folders.retention import commit, prune, start_save
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
 from rl_safe_workers.checkpoint.format.archives import crc32_of
-from rl_safe_workers.config import ModelConfig, ResumeMode, RunConfig, TrainerConfig
+from rl_safe_workers.config import ResumeMode, TrainerConfig
 from rl_safe_workers.driver.resume import find_resume_point
 from tests.distributed.shards import manifest_of
 
@@ -116,7 +116,7 @@ def look(root: Path) -> Folder:
             assert crc32_of(path / name) == record["digest"]
             assert (path / name).read_text() == _contents(manifest.driver_state["save"])
     trainer = TrainerConfig(default_local_dir=str(root), resume_mode=ResumeMode.auto)
-    point = find_resume_point(RunConfig(model=ModelConfig(path="no model"), trainer=trainer))
+    point = find_resume_point(trainer, Path("no model"))
     assert point is not None
     assert read_manifest(point.path) == found.complete[0][1]
     newest_of_step: dict[int, int] = {}

@@ -48,16 +48,13 @@ def manifest(directory: str) -> int:
 
 def resume(root: str, data: str) -> int:
     """Finds the checkpoint that a run resumes from, and goes to its place in the data."""
-    from rl_safe_workers.config import ResumeMode, RunConfig
+    from rl_safe_workers.config import ResumeMode, TrainerConfig
     from rl_safe_workers.driver.data import PromptDataset, PromptLoader
     from rl_safe_workers.driver.resume import find_resume_point
     from rl_safe_workers.errors import CheckpointError
 
-    config = RunConfig()
-    config.model.path = "no-model"
-    config.trainer.resume_mode = ResumeMode.auto
-    config.trainer.default_local_dir = root
-    point = find_resume_point(config)
+    trainer = TrainerConfig(resume_mode=ResumeMode.auto, default_local_dir=root)
+    point = find_resume_point(trainer, Path("no-model"))
     if point is None:
         raise CheckpointError(f"{root} has no checkpoint")
     loader = PromptLoader(PromptDataset([data]), batch_size=2, shuffle=True, seed=0)

@@ -27,7 +27,7 @@ from rl_safe_workers.checkpoint.folders.manifest_facts import MAX_SERIAL, read_m
 from rl_safe_workers.checkpoint.folders.ownership import why_foreign
 from rl_safe_workers.checkpoint.folders.retention import commit, prune
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
-from rl_safe_workers.config import ResumeMode, RunConfig
+from rl_safe_workers.config import ResumeMode, TrainerConfig
 from rl_safe_workers.driver.resume import data_position, find_resume_point
 from rl_safe_workers.errors import CheckpointError
 from tests.unit.bad_manifests import HOSTILE, POSITION, RECORD, rewritten
@@ -43,10 +43,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def resumed_step(root: Path) -> int:
-    config = RunConfig()
-    config.model.path, config.trainer.default_local_dir = "no model", str(root)
-    config.trainer.resume_mode = ResumeMode.auto
-    point = find_resume_point(config)
+    trainer = TrainerConfig(default_local_dir=str(root), resume_mode=ResumeMode.auto)
+    point = find_resume_point(trainer, Path("no model"))
     assert point is not None
     return point.manifest.step
 
@@ -212,10 +210,8 @@ def test_a_checkpoint_without_a_sane_data_position_is_passed_over(kind: str, roo
     path = rewritten(root / "global_step_30", driver_state={"data": POSITIONS[kind]})
     assert resumed_step(root) == 20
     assert "global_step_30 has no usable data position" in caplog.text
-    config = RunConfig()
-    config.model.path, config.trainer.resume_mode = "no model", ResumeMode.resume_path
-    config.trainer.resume_from_path = str(path)
-    point = find_resume_point(config)
+    trainer = TrainerConfig(resume_mode=ResumeMode.resume_path, resume_from_path=str(path))
+    point = find_resume_point(trainer, Path("no model"))
     assert point is not None
     with pytest.raises(CheckpointError, match="global_step_30 has no usable data position"):
         data_position(point)

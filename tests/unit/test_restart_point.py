@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rl_safe_workers.checkpoint.folders.manifest import last_serial
-from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.resume import newest_since
 from tests.unit.saves import saved, written
 
@@ -15,9 +14,7 @@ HOUR_S = 3600.0
 
 
 def _newest(root: Path, *, since: int) -> int | None:
-    config = RunConfig()
-    config.trainer.default_local_dir = str(root)
-    point = newest_since(config, since)
+    point = newest_since(root, since)
     return None if point is None else point.manifest.step
 
 

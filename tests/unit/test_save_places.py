@@ -31,7 +31,7 @@ def config_of(root: Path, *, save_freq: int = 4, total: int = 10, resumes: bool 
 
 
 def check(config: RunConfig) -> None:
-    check_save_places(config, find_resume_point(config))
+    check_save_places(config.trainer, find_resume_point(config.trainer, Path(config.model.path)))
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
