@@ -16,10 +16,10 @@ from rl_safe_workers.errors import ConfigError
 
 BENCHMARKS: Mapping[str, str] = {
     "quickstart": "the main job for three seeds: learning, agreement, seconds, memory",
-    "gpu": "the main job on 2 or 4 GPUs; a larger model's sync, steps, offload and saves, against plain ones",
+    "gpu": "the main job on 2 or 4 GPUs, and a larger model's sync, steps, offload and saves, against plain ones",
     "comms": "communicators on 2 or 4 GPUs: memory and seconds of the bootstrap, against what others do",
     "exits": "the end of ranks with every communicator alive, on 2 or 4 GPUs, against torch's own",
-    "comms_limits": "limits of NCCL's channels on 2 or 4 GPUs: what each costs in bandwidth, and leaves of memory",
+    "comms_limits": "limits of NCCL's channels on 2 or 4 GPUs: bandwidth and memory of each",
     "installs": "pins of verl, ms-swift and NeMo RL that an installation of the wheel would move",
     "control": "operations of the control plane over the store, signed and unsigned",
     "save": "saves, loads and audits of a checkpoint of 6,144 experts, against megatron-core's own",
@@ -29,7 +29,7 @@ BENCHMARKS: Mapping[str, str] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command takes."""
-    about = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
+    about = "; ".join(f"{name}: {text}" for name, text in sorted(BENCHMARKS.items()))
     parser.description = f"{about}. Exit code 0: every goal is met; 3: one is not."
     parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help=f"one of {', '.join(BENCHMARKS)}")
     parser.add_argument("--json", metavar="FILE", type=to_path, help="write the rows there too")

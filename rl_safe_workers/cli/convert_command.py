@@ -10,14 +10,13 @@ from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.recipe import load_settings
 
 DESCRIPTION = """
-Converts a model, on trainers alone, in the parallel layout that the keys say:
-`--hf DIR --out DIR` writes Megatron's torch_dist shards, to be loaded under any layout;
-`--megatron DIR --hf-out DIR` writes an HF directory from such a conversion, or from a checkpoint of a run
-(then with model.path=DIR, the HF directory that the run started from).
-The result is there when it is complete. A complete conversion of the same model is used as it is, a truncated one is
-made again, and of two runs at one place one works and the other waits, up to rl_safe.timeouts.convert seconds.
-Without cluster.num_trainers there are as many trainers as the layout has places; without model.dtype the weights keep
-their dtype.
+Converts a model on training ranks, in the parallel layout that the keys set.
+`--hf DIR --out DIR` writes Megatron's torch_dist shards, which load under any layout.
+`--megatron DIR --hf-out DIR` writes an HF directory, from such a conversion or from a checkpoint of a run. For a
+checkpoint also give model.path=DIR, the HF directory that the run started from.
+The target appears when it is complete. A complete conversion of the same model is used again. A truncated one is made
+anew. If two runs convert to one target, one waits for the other, up to rl_safe.timeouts.convert seconds.
+Default of cluster.num_trainers: the smallest number that fits the layout. Default of model.dtype: the source's.
 """
 
 
@@ -31,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--out", metavar="DIR", type=to_path, help="directory of the shards to write")
     target.add_argument("--hf-out", metavar="DIR", type=to_path, help="HF directory to write")
     parser.add_argument("--recipe", metavar="FILE", help="take layout, timeouts and cluster from a recipe")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there, even if it is something else")
+    parser.add_argument("--overwrite", action="store_true", help="replace the target, even if it is something else")
     parser.add_argument(
         "overrides",
         metavar="key=value",

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from rl_safe_workers.doctor.live import Live
 
 DESCRIPTION = """
-Examines the machine where it runs: versions, GPUs and their links, environment variables that hurt, memory and limits,
-the place of checkpoints, spawned processes, Ray; with a recipe, against what its run takes.
---live also brings up the recipe's trainers, connects every communicator without a model, and ends them.
-Nothing is written but a file of 64 MiB at the place of checkpoints, which is removed at once.
+Checks the machine that it runs on: versions, GPUs and their links, harmful environment variables, memory and limits,
+the folder of checkpoints, spawned processes, Ray. With a recipe, it compares them with the needs of that run.
+--live also starts the recipe's trainers, connects every communicator without a model, and ends them.
+It writes one file of 64 MiB to the folder of checkpoints, and removes it at once.
 Exit code 0: nothing stops the run; 1: something does; 2: the input is wrong.
 """
 EPILOG = """
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--live", action="store_true", help="bootstrap the recipe's layout, without a model")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
-        "--checkpoint-path", metavar="DIR", type=to_path, help="place of checkpoints (default: the recipe's)"
+        "--checkpoint-path", metavar="DIR", type=to_path, help="folder of checkpoints (default: the recipe's)"
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="log more than warnings")
     parser.set_defaults(execute=run_doctor)

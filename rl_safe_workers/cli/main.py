@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,13 +18,13 @@ from rl_safe_workers.cli import terminal
 from rl_safe_workers.errors import RlSafeError
 
 COMMANDS: Mapping[str, str] = {
-    "run": "train, as a recipe says",
-    "bench": "measure and compare with the goals",
-    "convert": "HF weights to Megatron's shards, and back",
+    "run": "train with a recipe",
+    "bench": "measure and compare with goals; in a checkout only",
+    "convert": "convert HF weights to Megatron's shards, or back",
     "audit": "check that a checkpoint is whole",
-    "plan": "show a run before it exists, and what will go wrong",
-    "doctor": "examine this machine, for a recipe's run",
-    "slices": "list what one host needs of a checkpoint, or copy it",
+    "plan": "show groups, memory and hazards of a run, without a GPU",
+    "doctor": "check this machine and cluster before a run",
+    "slices": "list or copy the bytes of a checkpoint that one host needs",
 }
 """Help line of each command, by its name. Its module is ``rl_safe_workers.cli.<name>_command``."""
 
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 1 if the run failed; 2 if the input is wrong; 3 if a benchmark missed a goal; 128 + the
-        signal's number if interrupted.
+        signal's number if interrupted, or if nobody reads the output any more.
 
     Raises:
         SystemExit: After ``--help`` and ``--version``, and with code 2 for arguments that are not understood.
@@ -44,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(argv)
         terminal.set_up(verbose=arguments.verbose)
         code: int = arguments.execute(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_no_reader():
+            raise
+        return 128 + signal.SIGPIPE
     except RlSafeError as error:
         terminal.report(error)
         return error.exit_code
@@ -51,6 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("rl-safe: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     return code
+
+
+def _has_no_reader() -> bool:
+    """Returns True if the reader of stdout is gone, as ``head`` goes; the rest of the output is then dropped."""
+    (poll := select.poll()).register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    # Else Python complains when it closes stdout at the end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from rl_safe_workers.plan.request import Request
 
 DESCRIPTION = """
-Shows a run before it exists: the ranks by node and role, every communicator of megatron-core, their memory, what each
-rank writes in a save, and what will go wrong. Nothing is started, and neither torch nor a GPU is needed.
-It is told by a recipe with overrides, by options, or by another framework's own settings; options win.
-Exit code 0: the plan is made; 1: with --check, it has a hazard that stops the run; 2: the input is wrong.
+Shows a run before it exists: ranks by node and role, Megatron's communicators, their memory, the writes of a save,
+and hazards. It starts nothing, and needs neither torch nor a GPU. Describe the run by a recipe with overrides, by
+options, or by the settings of another framework. Options win.
+Exit code 0: the plan is made; 1: a hazard stops the run (with --check); 2: the input is wrong.
 """
 EPILOG = """
 rl-safe plan --world 512 --trainers 256 --tp 4 --pp 2 --ep 8 --etp 1 --vllm-tp 4 --model DIR |
@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="RECIPE key=value", nargs="*", help="a recipe of ours, and overrides")
     parser.add_argument(
         "--from", dest="other", nargs=argparse.REMAINDER, metavar="verl ARGS | nemo-rl FILE",
-        help="comes last: what verl's main_ppo is given, or a NeMo RL YAML with key=value",
+        help="comes last: the arguments of verl's main_ppo, or a NeMo RL YAML with key=value",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
-        "--svg", metavar="FILE", type=to_path, help="write a picture of the ranks; choose a group in it"
+        "--svg", metavar="FILE", type=to_path, help="write a picture of the ranks, with a choice of groups"
     )
     parser.add_argument("--html", metavar="FILE", type=to_path, help="write a page with the picture and the tables")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a hazard stops the run")

@@ -33,11 +33,11 @@ from rl_safe_workers.recipe import load_settings
 from rl_safe_workers.topology.layout import WORLD_KEY, check_layout, check_model
 
 DESCRIPTION = """
-Lists the files and byte ranges of a checkpoint of ours that host K reads to resume under the layout that the keys say,
-so that nobody copies all of it to every host. Needs model.path, of which config.json will do, and no GPU; the model is
-built from shapes alone, without memory for its weights. Training rank r is on host r // gpus-per-node. Without
-cluster.num_trainers there are as many trainers as saved the checkpoint. A file without ranges must be on the host too,
-in its full size, as a hole: --copy-to makes it so. A copy is for host K under this layout, and for no other.
+Lists the files and byte ranges that host K reads to resume from a checkpoint of ours, under the layout that the keys
+set. So you need not copy the whole checkpoint to every host. It needs model.path (its config.json is enough) and no
+GPU: it builds the model from shapes, without memory for weights. Training rank r is on host r // gpus-per-node.
+Default of cluster.num_trainers: the number of ranks that saved. The host also needs every other file in its full size,
+as a hole: --copy-to makes them. A copy serves host K under this layout only.
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -305,3 +306,15 @@ def python(*arguments: str) -> str:
         [sys.executable, *arguments], check=True, capture_output=True, text=True, timeout=60, cwd=REPOSITORY
     )
     return done.stdout
+
+
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_a_reader_that_stops_reading_makes_no_traceback(options: list[str]) -> None:
+    command = [sys.executable, "-m", "rl_safe_workers", "plan", "--world", "64", "--trainers", "32", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    # rich ends the process itself where it prints a table.
+    assert process.returncode == (128 + signal.SIGPIPE if options else 1)
