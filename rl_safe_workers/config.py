@@ -25,7 +25,7 @@ _MOST_SEEDED = 10**9
 """Largest product of layers and widths of a seeded model, which has two or three times as many parameters."""
 _HOST_AND_PORT = re.compile(r"(?!\w+://)\S+:\d+")
 HEARING_S = 1.0
-"""Twice what a rank waits at the store before it looks whether another one has given up (control/supervision.py)."""
+"""Least timeout of the bootstrap: twice the time in which a waiting rank looks for the failures of others."""
 
 
 def _checked_path(path: str) -> str:
@@ -109,7 +109,8 @@ class SeededModelConfig(Section):
     moe_intermediate_size: Width = 64
     num_attention_heads: Width = 4
     num_key_value_heads: Width = 2
-    head_dim: Width = 32
+    head_dim: Annotated[int, Field(ge=2, le=2**20, multiple_of=2)] = 32
+    """Even: RoPE turns pairs."""
     num_experts: int = Field(8, ge=0, le=2**20)
     """0 makes a dense Qwen3."""
     num_experts_per_tok: Width = 2
@@ -120,7 +121,7 @@ class SeededModelConfig(Section):
         heads = (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
         if self.num_hidden_layers * self.hidden_size * (width + heads) > _MOST_SEEDED:
             raise Contradiction(
-                f"{self.num_hidden_layers} layers of {self.hidden_size} x {width + heads} are no small model: "
+                f"{self.num_hidden_layers} layers of {self.hidden_size} x {width + heads} are too large a model: "
                 "give a model.path, or lower hidden_size"
             )
         if self.num_attention_heads % self.num_key_value_heads:
@@ -128,8 +129,6 @@ class SeededModelConfig(Section):
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "
                 f"num_attention_heads={self.num_attention_heads}"
             )
-        if self.head_dim % 2:
-            raise Contradiction(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
         if self.num_experts and self.num_experts_per_tok > self.num_experts:
             raise Contradiction(
                 f"num_experts_per_tok={self.num_experts_per_tok} must be at most num_experts={self.num_experts}"
@@ -205,7 +204,7 @@ class MegatronConfig(Section):
     tensor_model_parallel_size: Ranks = 1
     pipeline_model_parallel_size: Ranks = 1
     virtual_pipeline_model_parallel_size: Count | None = None
-    """Virtual stages of each pipeline stage, which interleave; None: it is one piece."""
+    """Number of virtual stages in each pipeline stage, for an interleaved schedule; None: stages are not cut."""
     expert_model_parallel_size: Ranks = 1
     expert_tensor_parallel_size: Ranks = 1
     context_parallel_size: Ranks = 1
@@ -236,7 +235,7 @@ class RolloutConfig(Section):
     name: Literal["vllm"] = "vllm"
     tensor_model_parallel_size: Ranks = 1
     n: Annotated[int, Field(ge=1, le=2**16)] = 8
-    """Samples per prompt."""
+    """Samples per prompt; training needs at least 2."""
     temperature: float = Field(1.0, gt=0, le=1e3)
     max_logprob_gap: float = Field(1e-5, ge=0, le=1e3)
     """Largest allowed difference, in nats, between rollout and trainer in the log-probability of a sampled token."""
@@ -312,7 +311,7 @@ class ClusterConfig(Section):
 
 
 class PhaseTimeouts(Section):
-    """Seconds that each phase may take which every host framework has (see lifecycle.Phase)."""
+    """Seconds that each phase of any host framework may take (see lifecycle.Phase)."""
 
     bootstrap: Annotated[Seconds, Field(ge=HEARING_S)] = 300.0
     """At least the time in which ranks hear of each other over the store."""
@@ -381,7 +380,7 @@ class BootstrapConfig(Section):
     false: NCCL's own number for all."""
     max_ctas: MaxCtasConfig = Field(default_factory=MaxCtasConfig)
     watch_steps: Steps = 3
-    """In how many first training steps each collective is looked at for device memory that it takes late; 0: never."""
+    """Number of first training steps that are watched for device memory that collectives take late; 0: none."""
     on_late: Literal["warn", "raise"] = "warn"
     """Reaction to such memory."""
 
@@ -420,7 +419,7 @@ class TeardownConfig(Section):
 
 
 class RlSafeConfig(Section):
-    """Settings that every host framework shares."""
+    """Settings of a training rank. An adapter makes them of its host's own settings."""
 
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     bootstrap: BootstrapConfig = Field(default_factory=BootstrapConfig)
@@ -463,15 +462,13 @@ class RunConfig(Section):
             )
         if n < 2:
             # Every estimator compares the samples of one prompt.
-            raise ConfigError(
-                f"rollout.n={n} with algorithm.adv_estimator={self.algorithm.adv_estimator}: "
-                "a group needs at least 2 samples to compare"
-            )
+            raise ConfigError(f"rollout.n={n} cannot be trained with: a group needs at least 2 samples to compare")
         if self.cluster.device == "cpu" and self.model.dtype != "float32":
             raise ConfigError(f"model.dtype={self.model.dtype} must be float32 with cluster.device=cpu")
 
     @model_validator(mode="after")
-    def _check_devices(self) -> RunConfig:
+    def _check_support(self) -> RunConfig:
+        """Refuses what the built-in trainer cannot do; hosts use some of these sections without such a limit."""
         megatron, rollout, cluster = self.megatron, self.rollout, self.cluster
         if cluster.colocated and cluster.device == "cpu":
             raise Contradiction("cluster.colocated=true needs cluster.device=cuda: there is no GPU to share")

@@ -9,7 +9,7 @@ import difflib
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -45,6 +45,9 @@ class Section(BaseModel, metaclass=_SectionType):
 
     Text becomes a number where a number belongs, as after ``${oc.env:NAME}``. Unknown keys, NaN and infinity are
     refused. Assigning to a field checks nothing; `checked` checks a whole section again.
+
+    A rule of one field raises ValueError with a text that completes "it ...", such as ``"should be even"``. A rule
+    between fields raises `Contradiction` with a sentence. Both become a `ConfigError`.
     """
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
@@ -53,11 +56,12 @@ class Section(BaseModel, metaclass=_SectionType):
     @classmethod
     def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         # pydantic takes true for 1.
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and section_of(kind) is None and bool not in (kind, *typing.get_args(kind)):
             raise PydanticCustomError("not_bool", "Input should not be true or false")
         return value
 
-    def checked(self: T) -> T:
+    def checked(self) -> Self:
         """Returns a checked copy, for a section whose fields were assigned.
 
         Raises:
@@ -120,7 +124,7 @@ def _walk(kind: type[Section], prefix: str) -> Iterator[str]:
 def _config_error(
     kind: type[Section], error: ValidationError, *, node: str = "", source_of: Callable[[str], str]
 ) -> ConfigError:
-    """Says the first of pydantic's findings on one line; an unknown key first, since it explains others."""
+    """Returns the first of pydantic's findings on one line. Unknown keys come first: they explain the others."""
     findings = error.errors(include_url=False)
     finding = min(findings, key=lambda one: one["type"] not in _UNKNOWN)
     key = _dotted(finding["loc"])
@@ -159,4 +163,5 @@ def _demand(finding: ErrorDetails) -> str:
         return "it should be a section of keys"
     if finding["type"] == "value_error":
         return f"it {first_line(finding['ctx']['error'])}"
-    return "it " + finding["msg"].removeprefix("Input ")
+    text = finding["msg"]
+    return f"it {text.removeprefix('Input ')}" if text.startswith("Input ") else text[:1].lower() + text[1:]

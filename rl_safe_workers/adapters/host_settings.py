@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from rl_safe_workers.config import BootstrapConfig, PhaseTimeouts, RlSafeConfig, TimeoutsConfig
 from rl_safe_workers.errors import ConfigError
-from rl_safe_workers.section import Section, read
+from rl_safe_workers.section import Contradiction, Section, read
 
 
 class HostSettings(Section):
@@ -25,16 +25,16 @@ class HostSettings(Section):
     @classmethod
     def _refuse_limit_of_world(cls, bootstrap: BootstrapConfig) -> BootstrapConfig:
         if bootstrap.max_ctas.world is not None:
-            raise ValueError("should not limit max_ctas.world: the host makes the default group")
+            raise Contradiction("max_ctas.world cannot have a limit: the host makes the default group")
         return bootstrap
 
     def rl_safe(self, **timeouts: float) -> RlSafeConfig:
-        """Returns the node that a `SafeTrainer` takes.
+        """Returns the node that a `SafeTrainer` takes. Creating the groups has the timeout of their bootstrap.
 
         Args:
             **timeouts: Seconds of phases that the host's own settings state elsewhere.
         """
-        seconds = {**self.timeouts.model_dump(), "groups": self.timeouts.bootstrap, **timeouts}
+        seconds = {"groups": self.timeouts.bootstrap, **self.timeouts.model_dump(), **timeouts}
         return RlSafeConfig(timeouts=TimeoutsConfig(**seconds), bootstrap=self.bootstrap)
 
     def to_json(self) -> str:

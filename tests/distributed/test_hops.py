@@ -57,11 +57,11 @@ def _modules(frame: FrameType | None) -> list[str]:
 def _name(function: str, caller: str) -> str:
     """Names a foreign call by what it is for, which its caller tells."""
     match function, caller:
-        case "save", "checkpoint.writer":
+        case "save", "checkpoint.save.writer":
             return "torch.save"
-        case "fsync", "checkpoint.writer":
+        case "fsync", "checkpoint.save.writer":
             return "fsync of a shard"
-        case "rename", "checkpoint.retention":
+        case "rename", "checkpoint.folders.retention":
             return "rename of the checkpoint"
     return function
 

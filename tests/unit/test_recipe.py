@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.config import AdvEstimator, ClusterConfig, ResumeMode, RunConfig, SeededModelConfig
+from rl_safe_workers.config import HEARING_S, AdvEstimator, ClusterConfig, ResumeMode, RunConfig, SeededModelConfig
+from rl_safe_workers.control import supervision
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.recipe import load_recipe, ray_address, to_yaml
 from rl_safe_workers.section import nearest_key
@@ -288,12 +289,14 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
         (["data.train_batch_size=-1"], "data.train_batch_size cannot be -1; it should be greater than or equal to 1"),
         (["rl_safe.timeouts.save=.inf"], "rl_safe.timeouts.save cannot be inf; it should be a finite number"),
         (["rl_safe.timeouts.save=1e300"], "rl_safe.timeouts.save cannot be 1e+300; it should be less than or equal to"),
+        (["data=true"], "data cannot be True; it should be a section of keys"),
+        (["rollout.n=1e30"], "rollout.n cannot be 1e+30; "),
         (["rollout.n=1000000000"], "rollout.n cannot be 1000000000; it should be less than or equal to 65536"),
         (["actor.optim.lr=.nan"], "actor.optim.lr cannot be nan; it should be a finite number"),
         (["actor.optim.beta2=1"], "actor.optim.beta2 cannot be 1; it should be less than 1"),
         (["rollout.max_logprob_gap=-1"], "rollout.max_logprob_gap cannot be -1; it should be greater than"),
-        (["rollout.n=1"], "rollout.n=1 with algorithm.adv_estimator=grpo: a group needs at least 2"),
-        (["rollout.n=1", "algorithm.adv_estimator=rloo"], "rollout.n=1 with algorithm.adv_estimator=rloo"),
+        (["rollout.n=1"], "rollout.n=1 cannot be trained with: a group needs at least 2"),
+        (["rollout.n=1", "algorithm.adv_estimator=rloo"], "rollout.n=1 cannot be trained with"),
         (["trainer.resume_mode=resume_path"], "trainer: resume_mode=resume_path needs resume_from_path=DIR"),
         (["trainer.resume_from_path=x"], "trainer: resume_from_path=x is not read with resume_mode=disable"),
         (["trainer.logger=[wandb]"], "trainer.logger[0] cannot be 'wandb'; it should be 'console' or 'tensorboard'"),
@@ -318,7 +321,7 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
         (["data.train_files=[]"], "data.train_files has no value; set it in the recipe"),
         (["model.create.num_key_value_heads=3"], "model.create: num_key_value_heads=3 does not divide"),
         (["model.create.num_key_value_heads=0"], "model.create.num_key_value_heads cannot be 0; it should be"),
-        (["model.create.head_dim=31"], "model.create: head_dim=31 must be even"),
+        (["model.create.head_dim=31"], "model.create.head_dim cannot be 31; it should be a multiple of 2"),
         (["model.create.num_experts=1"], "model.create: num_experts_per_tok=2 must be at most num_experts=1"),
     ],
 )
@@ -455,7 +458,7 @@ def test_a_path_that_is_no_utf8_is_refused(write: Write) -> None:
         (f"actor.optim.lr={10**400}", "a number of more than 300 characters"),
         (f"trainer.seed={'9' * 5000}", "cannot be read"),
         ("data.train_batch_size=1048576", "sequences a step"),
-        ("model.create.num_hidden_layers=1048576", "are no small model"),
+        ("model.create.num_hidden_layers=1048576", "are too large a model"),
         ("model.create.vocab.size=1", "unknown key model.create.vocab.size"),
         (".".join(["a"] * 10_000) + "=1", "unknown key a.a.a."),
         ("x" * 100_000 + "=1", "unknown key xxx"),
@@ -465,3 +468,7 @@ def test_a_path_that_is_no_utf8_is_refused(write: Write) -> None:
 def test_a_value_out_of_all_measure_is_refused_soon(write: Write, override: str, message: str) -> None:
     assert message in (found := complaint(write(), override))
     assert len(found) < 1_000
+
+
+def test_a_bootstrap_has_twice_the_time_in_which_ranks_look_for_failures() -> None:
+    assert 2 * supervision._SLICE.total_seconds() == HEARING_S

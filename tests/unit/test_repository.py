@@ -433,11 +433,9 @@ def test_a_first_line_taken_by_hand_is_noticed(line: str) -> None:
 
 
 def _modules_where(is_wanted: Callable[[ast.AST], bool]) -> set[str]:
-    """Modules of the package with a node of a kind; benchmarks stand beside it."""
+    """Modules of the package with a node of a kind."""
     return {
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if path.parent.name != "bench" and any(map(is_wanted, ast.walk(_tree(path))))
+        str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if any(map(is_wanted, ast.walk(_tree(path))))
     }
 
 

@@ -189,7 +189,7 @@ ON = ["model_engine=megatron", "+actor_rollout_ref.rl_safe.enabled=true"]
         ([*ON, "+actor_rollout_ref.rl_safe.dispatchers=[x]"], "moe_token_dispatcher_type in each engine's"),
         ([*ON, f"{CTAS}.epp=8"], "unknown key .*max_ctas.epp; the nearest known key is .*max_ctas"),
         ([*ON, f"{CTAS}.ep=0"], "max_ctas.ep cannot be 0; it should be greater than or equal to 1"),
-        ([*ON, f"{CTAS}.world=8"], "should not limit max_ctas.world: the host makes"),
+        ([*ON, f"{CTAS}.world=8"], "max_ctas.world cannot have a limit: the host makes"),
         ([*ON, *CRITIC, "critic.strategy=fsdp"], "critic.strategy=fsdp: it must be megatron"),
         ([*ON, *REFERENCE, "actor_rollout_ref.ref.strategy=fsdp2"], "ref.strategy=fsdp2: it must be megatron"),
         ([*ON, "trainer.use_v1=false"], "deprecated trainer is not supported"),
