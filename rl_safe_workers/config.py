@@ -22,7 +22,7 @@ _LONGEST_RUN_NAME = 200
 """Bytes; leaves room for what is added to the name."""
 _MOST_SEQUENCES = 2**20
 _MOST_SEEDED = 10**9
-"""Largest product of layers and widths of a seeded model, which has two or three times as many parameters."""
+"""Largest product of layers and widths of a recipe's seeded model, which has two or three times as many parameters."""
 _HOST_AND_PORT = re.compile(r"(?!\w+://)\S+:\d+")
 HEARING_S = 1.0
 """Least timeout of the bootstrap: twice the time in which a waiting rank looks for the failures of others."""
@@ -117,13 +117,6 @@ class SeededModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_shape(self) -> SeededModelConfig:
-        width = max(self.intermediate_size, max(1, self.num_experts) * self.moe_intermediate_size)
-        heads = (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
-        if self.num_hidden_layers * self.hidden_size * (width + heads) > _MOST_SEEDED:
-            raise Contradiction(
-                f"{self.num_hidden_layers} layers of {self.hidden_size} x {width + heads} are too large a model: "
-                "give a model.path, or lower hidden_size"
-            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise Contradiction(
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "
@@ -134,6 +127,16 @@ class SeededModelConfig(Section):
                 f"num_experts_per_tok={self.num_experts_per_tok} must be at most num_experts={self.num_experts}"
             )
         return self
+
+    def check_small(self) -> None:
+        """Raises ConfigError for a model that a recipe should not make by accident; benchmarks make larger ones."""
+        width = max(self.intermediate_size, max(1, self.num_experts) * self.moe_intermediate_size)
+        heads = (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        if self.num_hidden_layers * self.hidden_size * (width + heads) > _MOST_SEEDED:
+            raise ConfigError(
+                f"model.create: {self.num_hidden_layers} layers of {self.hidden_size} x {width + heads} are too large "
+                "a model: give a model.path, or lower model.create.hidden_size"
+            )
 
 
 class ModelConfig(Section):
@@ -463,6 +466,8 @@ class RunConfig(Section):
         if n < 2:
             # Every estimator compares the samples of one prompt.
             raise ConfigError(f"rollout.n={n} cannot be trained with: a group needs at least 2 samples to compare")
+        if self.model.create is not None:
+            self.model.create.check_small()
         if self.cluster.device == "cpu" and self.model.dtype != "float32":
             raise ConfigError(f"model.dtype={self.model.dtype} must be float32 with cluster.device=cpu")
 
