@@ -138,7 +138,7 @@ def test_a_place_that_is_somebody_elses_is_refused(name: str, message: str, moe_
 
 def test_a_dtype_that_cannot_be_converted_is_refused(moe_model: Path, tmp_path: Path) -> None:
     outcome = finish(convert("--hf", moe_model, "--out", "x", "model.dtype=int8"), tmp_path)
-    assert_refused(outcome, 2, "model.dtype=int8 cannot be converted: set it to float32 or bfloat16")
+    assert_refused(outcome, 2, "model.dtype cannot be 'int8'; it should be 'float32' or 'bfloat16'")
 
 
 def test_experts_that_do_not_divide_are_refused(moe_model: Path, tmp_path: Path) -> None:
