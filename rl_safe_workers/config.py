@@ -305,7 +305,8 @@ class ClusterConfig(Section):
     colocated: bool = False
     """True if rollout rank i shares the GPU of training rank i, in turn: one sleeps while the other works."""
     num_trainers: Ranks = 4
-    num_rollouts: Ranks = 1
+    num_rollouts: Annotated[int, Field(ge=0, le=2**20)] = 1
+    """0 where nothing is generated, as in a conversion; training needs at least 1."""
     cpus_per_trainer: Cpus = 0.25
     cpus_per_rollout: Cpus = 0.5
     ray_address: Annotated[str, AfterValidator(_checked_address)] | None = None
@@ -466,6 +467,8 @@ class RunConfig(Section):
         if n < 2:
             # Every estimator compares the samples of one prompt.
             raise ConfigError(f"rollout.n={n} cannot be trained with: a group needs at least 2 samples to compare")
+        if self.cluster.num_rollouts < 1:
+            raise ConfigError("cluster.num_rollouts=0 cannot be trained with: set it to 1 or more")
         if self.model.create is not None:
             self.model.create.check_small()
         if self.cluster.device == "cpu" and self.model.dtype != "float32":

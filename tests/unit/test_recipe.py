@@ -289,6 +289,7 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
         (["data.train_batch_size=-1"], "data.train_batch_size cannot be -1; it should be greater than or equal to 1"),
         (["rl_safe.timeouts.save=.inf"], "rl_safe.timeouts.save cannot be inf; it should be a finite number"),
         (["rl_safe.timeouts.save=1e300"], "rl_safe.timeouts.save cannot be 1e+300; it should be less than or equal to"),
+        (["cluster.num_rollouts=0"], "cluster.num_rollouts=0 cannot be trained with"),
         (["data=true"], "data cannot be True; it should be a section of keys"),
         (["rollout.n=1e30"], "rollout.n cannot be 1e+30; "),
         (["rollout.n=1000000000"], "rollout.n cannot be 1000000000; it should be less than or equal to 65536"),
