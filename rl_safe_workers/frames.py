@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _MACHINERY = (
@@ -66,15 +66,11 @@ def telling_frame(frames: Iterable[Frame]) -> Frame | None:
     return next((frame for frame in frames if frame.is_telling), next(iter(frames), None))
 
 
-def frames_of(stack: FrameType | TracebackType | None) -> list[Frame]:
-    """Returns the frames of a running thread, or of an exception's traceback; innermost first."""
-    if isinstance(stack, TracebackType):
-        walked = list(traceback.walk_tb(stack))[::-1]
-    else:
-        walked = list(traceback.walk_stack(stack)) if stack is not None else []
+def frames_of(stack: TracebackType | None) -> list[Frame]:
+    """Returns the frames of an exception's traceback, innermost first."""
     return [
         Frame(file=relative(frame.f_code.co_filename), line=line, function=frame.f_code.co_name)
-        for frame, line in walked
+        for frame, line in list(traceback.walk_tb(stack))[::-1]
     ]
 
 
