@@ -1,4 +1,4 @@
-"""Lets ``python -m rl_safe_workers`` stand for ``rl-safe``."""
+"""Makes ``python -m rl_safe_workers`` the same command as ``rl-safe``."""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""Calls a function of this package in a process of its own, within limits of memory and time that the kernel keeps.
+"""Calls a function of this package in a child process, under limits of memory and time that the kernel enforces.
 
-Whoever made a file can lead its reader to use any amount of either, and what runs in C heeds no check of ours. The
-process has nothing of the caller's but its arguments and the path of its modules. Its answer is bytes, never a pickle.
-It does not outlive the caller. It cannot write a byte to a file; where the kernel has Landlock, it cannot make, empty
-or remove one either.
+A malicious file can make its reader use any amount of memory or time, and C code does not run the checks of this
+package. The child gets only its arguments and the caller's module path. Its answer is bytes, never a pickle. It does
+not outlive the caller. It cannot write a byte to a file. If the kernel has Landlock, it cannot create, empty or remove
+a file either.
 
 Pure Python: starts in milliseconds, as does the process.
 """
@@ -36,32 +36,32 @@ _START = (
 )
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
-"""Numbers of system calls, the same on every platform."""
+"""System call numbers, the same on every platform."""
 _LANDLOCK_VERSION = 1
-"""Flag that asks which version of Landlock the kernel has."""
+"""Flag that asks for the kernel's Landlock version."""
 _CHANGES, _TRUNCATION = 0b1_1111_1111_0010, 1 << 14
-"""Rights of Landlock: to write, make and remove files and folders, since version 1; to empty files, since version 3."""
+"""Landlock rights: to write, create and remove files and folders (version 1); to truncate files (version 3)."""
 _BLOCK_BYTES = 2**20
 _ERROR_BYTES = 16 * TEXT_CHARACTERS
-"""Room for an answer that is an error."""
+"""Bytes allowed for an answer that is an error, beyond the largest answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a call: memory, time and size of its answer."""
+    """Limits of one call: memory, time and the size of its answer."""
 
     memory_bytes: int
-    """Memory beyond what Python and our modules take."""
+    """Bytes of memory, on top of the memory that Python and our modules take."""
     cpu_s: int
     """Seconds of processor time, until the function calls `lift_time_limit`."""
     wall_s: float | None
-    """Seconds until the answer is there; None: any."""
+    """Seconds until the answer must be complete; None for no limit."""
     answer_bytes: int
-    """Largest answer."""
+    """Size in bytes of the largest answer."""
 
 
 class _Exceeded(Exception):
-    """Carries what a call took too much of."""
+    """Reports the limit that a call has exceeded."""
 
 
 def call_bounded(
@@ -72,21 +72,21 @@ def call_bounded(
     subject: str,
     failure: type[RlSafeError],
 ) -> bytes:
-    """Calls a function in a process of its own and waits for its answer.
+    """Calls a function in a child process and waits for its answer.
 
     Args:
-        function: A function of a module of this package that imports no torch.
-        arguments: Its keyword arguments, as JSON can hold them. Paths are absolute.
-        limits: What it may use.
-        subject: The file that it reads, for errors.
-        failure: Class of the error if it uses more than it may, or dies.
+        function: A function from a module of this package that does not import torch.
+        arguments: Its keyword arguments, as JSON values. Paths are absolute.
+        limits: The limits of the call.
+        subject: The file that the function reads, for error messages.
+        failure: Class of the error that is raised if the child exceeds a limit or dies.
 
     Returns:
-        What the function returned.
+        The function's return value.
 
     Raises:
-        RlSafeError: What the function raised, if it is an error of ours that needs no more than a text; else
-            ``failure``, whose text says what happened, on one line.
+        RlSafeError: The function's own error, if its class is ours and its constructor takes only a message. In all
+            other cases an error of class ``failure``, whose message says in one line what happened.
     """
     request = {
         "function": [function.__module__, function.__qualname__],
@@ -95,7 +95,7 @@ def call_bounded(
         "parent": os.getpid(),
     }
     with os.fdopen(os.memfd_create("complaints"), "w+b") as complaints:
-        # Isolated from environment and working directory, which may be the very folder that is not trusted.
+        # Isolated from the environment and the working directory, which may be the untrusted folder itself.
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", f"-Xutf8={sys.flags.utf8_mode}", "-c", _START, json.dumps(module_path())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, cwd="/", start_new_session=True,
@@ -119,7 +119,7 @@ def call_bounded(
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: Limits) -> bytes | None:
-    """Sends the request and returns the answer; None if the process died before it was complete."""
+    """Sends the request and returns the answer; None if the child died before the answer was complete."""
     assert process.stdin is not None
     assert process.stdout is not None
     deadline_s = math.inf if limits.wall_s is None else time.monotonic() + limits.wall_s
@@ -160,19 +160,22 @@ def _cause_of_death(returncode: int, limits: Limits, complaints: BinaryIO) -> st
 
 
 def lift_time_limit() -> None:
-    """Ends the limit of processor time; for the part of a call that takes time by the bytes that are there."""
+    """Lifts the limit of processor time.
+
+    For the part of a call whose time is proportional to the bytes that the file really has.
+    """
     resource.setrlimit(resource.RLIMIT_CPU, (resource.getrlimit(resource.RLIMIT_CPU)[1],) * 2)
 
 
 def serve() -> None:
-    """Runs in the process: calls the function that stdin names and writes the answer to stdout."""
+    """Runs in the child: calls the function that stdin names, and writes the answer to stdout."""
     request = json.loads(sys.stdin.buffer.read())
     _tie_to_parent(request["parent"])
     output = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anything prints is no part of the answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # printed text must not mix with the answer
     module, name = request["function"]
     function = getattr(importlib.import_module(module), name)
-    # From here on nothing can be written to a file, and that of complaints is one.
+    # After this the process cannot write to any file, and stderr is one.
     silence = os.open(os.devnull, os.O_WRONLY)
     _forbid_changes()
     os.dup2(silence, sys.stderr.fileno())
@@ -182,7 +185,7 @@ def serve() -> None:
     with os.fdopen(output, "wb") as file:
         file.write((1 + len(answer)).to_bytes(8, "little") + mark)
         file.write(answer)
-    os._exit(0)  # to free a million objects one by one takes as long as to make them
+    os._exit(0)  # freeing a million objects one by one takes as long as making them
 
 
 def _call(function: Callable[..., bytes], arguments: Mapping[str, Any]) -> tuple[bytes, bytes]:
@@ -198,17 +201,17 @@ def _call(function: Callable[..., bytes], arguments: Mapping[str, Any]) -> tuple
 
 
 def _tie_to_parent(parent: int) -> None:
-    import ctypes  # the caller has no need of it
+    import ctypes  # the parent does not need it
 
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it had ended before
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)
-    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # a crash leaves no core file, and wakes nobody who collects them
+    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # a crash leaves no core file, and wakes no core dump handler
 
 
 def landlock_version() -> int:
-    """Version of Landlock that the kernel offers; below 1 if it has none or keeps it from us."""
+    """Returns the Landlock version of the kernel; a number below 1 if there is none or we may not use it."""
     import ctypes
 
     size, flags = ctypes.c_size_t(0), ctypes.c_uint(_LANDLOCK_VERSION)
@@ -216,7 +219,7 @@ def landlock_version() -> int:
 
 
 def _forbid_changes() -> None:
-    """Takes away the right to change what is on a disk, from a kernel that has Landlock (Linux 5.13) and lets us."""
+    """Drops this process's right to change files, if the kernel has Landlock (Linux 5.13) and allows its use."""
     import ctypes
 
     version = landlock_version()
@@ -226,7 +229,7 @@ def _forbid_changes() -> None:
     handled = ctypes.c_uint64(_CHANGES | (_TRUNCATION if version >= 3 else 0))
     size = ctypes.c_size_t(ctypes.sizeof(handled))
     rules = system_call(_LANDLOCK_CREATE_RULESET, ctypes.byref(handled), size, ctypes.c_uint(0))
-    # A kernel takes no more rights from a process that could get them back by running a program.
+    # Without this flag the kernel refuses: the process could regain the rights by running a setuid program.
     ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if system_call(_LANDLOCK_RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0)) != 0:
         raise OSError("the kernel has Landlock and does not apply it")

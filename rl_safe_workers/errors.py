@@ -1,7 +1,7 @@
-"""Every error that this package raises.
+"""Defines every error that this package raises.
 
     RlSafeError
-    ├── UsageError                    the caller can mend it; exit code 2, nothing written
+    ├── UsageError                    the caller can correct it; exit code 2, nothing written
     │   ├── ConfigError               unknown key, wrong type, contradictory settings
     │   ├── LayoutError               sizes that do not factor or do not divide the model
     │   ├── ModelError                a missing or unsupported model directory
@@ -10,16 +10,16 @@
     │   ├── ResourceError             too few CPUs or GPUs for the layout
     │   └── CheckpointMismatchError   a checkpoint of another model or layout
     └── RunError                      the world failed; exit code 1
-        ├── LifecycleError            a phase entered before what it needs
-        ├── PhaseTimeoutError         a phase passed its deadline; names who is missing
+        ├── LifecycleError            a phase entered before the phases that it requires
+        ├── PhaseTimeoutError         a phase passed its deadline; names the missing ranks
         ├── RankError                 one rank failed; carries its id, phase, cause and traceback
         ├── ClusterError              Ray could not be started or joined
         │   └── NodeMismatchError     nodes with other versions, other code or other files
-        ├── NodeLostError             a node of the cluster is gone; carries its name and who was on it
+        ├── NodeLostError             a node of the cluster is gone; carries its name and its ranks
         ├── CommunicatorError         a group is missing, unknown or different between ranks
         │   └── StoreLostError        the process that owns the run's store has ended
         ├── CheckpointError           a checkpoint that is incomplete or could not be written
-        │   └── UnsafeCheckpointError   one that asks for code that no checkpoint needs
+        │   └── UnsafeCheckpointError   a checkpoint that asks for code that no checkpoint needs
         ├── DivergedError             an update whose loss or gradient is not finite
         ├── RolloutError              a rollout that returned what the run cannot use
         ├── WeightSyncError           a weight sync that did not complete on every rank
@@ -51,8 +51,8 @@ class RlSafeError(Exception):
     """Root of the hierarchy. ``str(error)`` is one line that says what to do.
 
     Attributes:
-        culprit: The rank that has failed, in an error that every rank raises because of it; else None.
-        foreign: The kind of failure of torch, Ray or the system that the error tells of, where nothing else does.
+        culprit: The rank that has failed, if every rank raises this error because of that rank; else None.
+        foreign: The kind of failure of torch, Ray or the system that the error reports, if no cause is chained to it.
     """
 
     exit_code = 1
@@ -102,7 +102,7 @@ class RunError(RlSafeError):
     """Something failed while running."""
 
     may_pass = True
-    """True if the same run may go well if it is started again."""
+    """True if the same run may succeed when it is started again."""
 
     def __init__(
         self, *args: object, culprit: RankId | None = None, foreign: ForeignCause = ForeignCause.UNKNOWN
@@ -121,7 +121,7 @@ class LifecycleError(RunError):
 
 
 def first_line(error: BaseException) -> str:
-    r"""Returns what an error says, without the traces that torch's and Ray's add to it.
+    r"""Returns the first line of an error's message, without the traces that torch and Ray append.
 
     >>> first_line(ValueError("no\nTraceback")), first_line(ValueError())
     ('no', '')
@@ -130,7 +130,7 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns what an error says; of one that is not ours its type, too.
+    """Returns the first line of an error's message, with its type in front if its class is not ours.
 
     >>> in_one_line(ValueError("no"))
     'ValueError: no'
@@ -140,7 +140,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def foreign_cause(error: BaseException) -> ForeignCause:
-    """Returns the kind of foreign failure that an error is, or comes from; ``UNKNOWN`` if it comes from none."""
+    """Returns the kind of foreign failure that an error is, or is caused by; ``UNKNOWN`` if there is none."""
     link: BaseException | None = error
     seen: list[BaseException] = []
     while link is not None and not any(link is one for one in seen):
@@ -155,10 +155,10 @@ def foreign_cause(error: BaseException) -> ForeignCause:
 
 
 def error_named(class_name: str, text: str) -> RlSafeError:
-    """Makes the error of another rank from the name of its class and its message.
+    """Rebuilds the error of another rank from the name of its class and its message.
 
     Returns:
-        An error of that class; a RunError for a class that is not ours, or that has fields which are not known here.
+        An error of that class; a RunError if the class is not ours, or if its constructor needs more than a message.
     """
     cls = globals().get(class_name)
     if isinstance(cls, type) and issubclass(cls, RlSafeError) and "__init__" not in vars(cls):
@@ -168,15 +168,15 @@ def error_named(class_name: str, text: str) -> RlSafeError:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The object of a phase's wait.
+    """The object of a phase's wait: a set of ranks, or a thing without ranks.
 
     Example: ``Awaited("training world", frozenset(trainer_ids(range(4))))``
     """
 
     name: str
-    """For the message."""
+    """Name for the message."""
     members: frozenset[RankId] | None = None
-    """Ranks that it consists of; None: it is no ranks, such as a node or the placement group."""
+    """Ids of its ranks; None for a thing without ranks, such as a node or the placement group."""
 
 
 class PhaseTimeoutError(RunError):
@@ -184,11 +184,11 @@ class PhaseTimeoutError(RunError):
 
     Attributes:
         phase: Name of the phase, e.g. ``"bootstrap"``.
-        awaited: What was waited for.
+        awaited: The thing that the phase waited for.
         missing: Ranks that had not arrived when the deadline passed.
         waited_s: Seconds waited.
         setting: Dotted configuration key that moves the deadline.
-        detail: What else is known, e.g. what ranks have said.
+        detail: Further facts for the message, e.g. reports of ranks.
     """
 
     def __init__(
@@ -216,11 +216,11 @@ class PhaseTimeoutError(RunError):
         return f"rank {format_ranks(one.rank for one in self.missing)}" if len(roles) == 1 else name_ranks(self.missing)
 
     def naming(self, culprits: Iterable[RankId]) -> PhaseTimeoutError:
-        """Returns the same error about fewer missing ranks: the others are known to wait themselves."""
+        """Returns the same error with other missing ranks, e.g. without ranks that are known to wait themselves."""
         return PhaseTimeoutError(**self._plain(), awaited=self.awaited, missing=culprits)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields, fit for JSON: how one rank tells the others."""
+        """Returns the fields as values for JSON, in which a rank sends the error to other ranks."""
         members = None if self.awaited.members is None else _by_role(self.awaited.members)
         return {**self._plain(), "awaited": [self.awaited.name, members], "missing": _by_role(self.missing)}
 
@@ -229,7 +229,7 @@ class PhaseTimeoutError(RunError):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> PhaseTimeoutError:
-        """Makes the error of another rank out of what its `as_json` has returned."""
+        """Rebuilds the error of another rank from the result of its `as_json`."""
         name, members = fields["awaited"]
         awaited = Awaited(name, None if members is None else _of_roles(members))
         return cls(**{**fields, "awaited": awaited, "missing": _of_roles(fields["missing"])})
@@ -248,33 +248,33 @@ def _of_roles(by_role: Mapping[str, Sequence[int]]) -> frozenset[RankId]:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The rank failed by itself."""
+    """The rank failed by its own fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The rank's process ended without a word."""
+    """The rank's process ended without a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """The rank waited for others, who did not come or went away."""
+    """The rank waited for other ranks, which did not arrive or disappeared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """The rank only says what another one has failed with."""
+    """The rank only repeats the failure of rank ``of``."""
 
     of: RankId
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The rank's process was stopped, e.g. by SIGSTOP, and does nothing before it is continued."""
+    """The rank's process was stopped, e.g. by SIGSTOP, and does nothing until it is continued."""
 
 
 Cause = Raised | Died | Victim | Repeats | Stopped
-"""How a rank came to fail."""
+"""The reason why a rank failed."""
 _TOLD_CHARACTERS = 20_000
 _PLAIN_CAUSES = {cause.__name__: cause for cause in (Raised, Died, Victim, Stopped)}
 
@@ -285,12 +285,12 @@ class RankError(RunError):
     Attributes:
         rank_id: The rank.
         phase: The phase that the rank was in.
-        cause: How it came to fail.
+        cause: The reason why it failed.
         text: ``"TypeName: message"`` of the original exception.
         trace: The remote traceback as text.
-        raised_at: Unix time of the exception (`lifecycle.unix_now`), or of when a death was noticed: to find the first
-            of several.
-        place: The line of code that it failed at or was last seen at, e.g. ``"train.py:12 (step)"``; None if unknown.
+        raised_at: Unix time in seconds (`lifecycle.unix_now`) of the exception, or of the moment when the death was
+            noticed. It tells which of several failures was the first.
+        place: The line of code where it failed or was last seen, e.g. ``"train.py:12 (step)"``; None if unknown.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class RankError(RunError):
         super().__init__(f"{rank_id} failed in phase {phase}: {text}")
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields, fit for JSON: how one rank tells the others. Long texts are cut off."""
+        """Returns the fields as values for JSON, in which a rank sends the error to other ranks. Cuts long texts."""
         of = list(self.cause.of) if isinstance(self.cause, Repeats) else type(self.cause).__name__
         plain = {name: getattr(self, name) for name in ("phase", "raised_at", "place")}
         text, trace = self.text[:_TOLD_CHARACTERS], self.trace[-_TOLD_CHARACTERS:]
@@ -317,7 +317,7 @@ class RankError(RunError):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RankError:
-        """Makes the error of another rank out of what its `as_json` has returned."""
+        """Rebuilds the error of another rank from the result of its `as_json`."""
         role, rank = fields["rank_id"]
         of = fields["cause"]
         cause = _PLAIN_CAUSES[of]() if isinstance(of, str) else Repeats(RankId(Role(of[0]), of[1]))
@@ -329,18 +329,18 @@ class ClusterError(RunError):
 
 
 class NodeMismatchError(ClusterError):
-    """Nodes that a run cannot go on together: other versions, other code, or files that one does not see."""
+    """Nodes that cannot run together: versions or code differ, or a node does not see the same files."""
 
     may_pass = False
 
 
 class NodeLostError(RunError):
-    """A node of the cluster is gone, and all ranks on it.
+    """One or more nodes of the cluster are gone, with all ranks on them.
 
     Attributes:
-        nodes: Names of the nodes.
+        nodes: Names of the lost nodes.
         phase: The phase that the run was in.
-        ranks: The ranks that were on them.
+        ranks: The ranks that ran on these nodes.
     """
 
     def __init__(self, *, nodes: Sequence[str], phase: str, ranks: Iterable[RankId], detail: str) -> None:
@@ -354,7 +354,7 @@ class NodeLostError(RunError):
 
 
 class CommunicatorError(RunError):
-    """A group is missing, unknown, or not the same on all ranks."""
+    """A process group is missing, unknown, or not the same on all ranks."""
 
 
 class StoreLostError(CommunicatorError):
@@ -366,7 +366,7 @@ class CheckpointError(RunError):
 
 
 class UnsafeCheckpointError(CheckpointError):
-    """A checkpoint whose pickles ask for a name that no checkpoint needs, or for a file outside it."""
+    """A checkpoint whose pickles import a name that no checkpoint needs, or that refers to a file outside it."""
 
 
 class WeightSyncError(RunError):

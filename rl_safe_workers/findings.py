@@ -1,4 +1,4 @@
-"""The result of every check of this package: the consequence, the ranks it hits, and the setting that avoids it."""
+"""Owns `Finding`, the result of every check in this package: a hazard, the ranks it concerns, and how to avoid it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Severity(StrEnum):
-    """The effect of a finding on a run."""
+    """The effect of a hazard on a run."""
 
     STOPS = "stops"
-    """The run hangs, fails, or computes something else."""
+    """The run hangs, fails, or computes a wrong result."""
     RISKS = "risks"
-    """It may: when memory is short, a rank late, or at its end."""
+    """The run may hang or fail: when memory is short, when a rank is late, or when it ends."""
     COSTS = "costs"
-    """Time or memory."""
+    """The run takes more time or memory."""
 
 
 _STYLES = {Severity.STOPS: "bold red", Severity.RISKS: "yellow", Severity.COSTS: "cyan"}
@@ -30,7 +30,7 @@ _EFFECTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A hazard that is there.
+    """A hazard that a check has found.
 
     Example: ``Finding(code="gpus-short", severity=Severity.STOPS, text="the run needs 2 GPUs, and there are 0",
     since="always", evidence=("platforms/cuda.py",), avoid="fewer ranks")``
@@ -39,7 +39,7 @@ class Finding:
     code: str
     severity: Severity
     text: str
-    """The consequence."""
+    """The consequence for the run, as a sentence without its full stop."""
     groups: tuple[str, ...] = ()
     ranks: str = ""
     since: str
@@ -48,23 +48,23 @@ class Finding:
     """The setting that avoids it."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns it for JSON."""
+        """Returns the fields as values for JSON."""
         return asdict(self) | {"severity": str(self.severity)}
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Sorts findings by severity; those of one severity stay in their order."""
+    """Sorts findings by severity. The order within one severity stays the same."""
     order = list(Severity)
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
 def stops(findings: Iterable[Finding]) -> bool:
-    """Returns True if any of them stops the run."""
+    """Returns True if any finding stops the run."""
     return any(finding.severity is Severity.STOPS for finding in findings)
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns a number and its noun.
+    """Returns a number followed by its noun, in the plural unless the number is 1.
 
     >>> counted(1, "node"), counted(2, "node")
     ('1 node', '2 nodes')
@@ -83,7 +83,7 @@ def lines(finding: Finding) -> Iterator[str]:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Says in a line what the findings come to."""
+    """Returns a summary of the findings in one line."""
     counts = {severity: sum(finding.severity is severity for finding in findings) for severity in Severity}
     if not findings:
         return "no hazard found"
@@ -93,7 +93,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """Prints each finding, and what they come to."""
+    """Prints each finding and the summary."""
     from rich.text import Text
 
     for finding in findings:

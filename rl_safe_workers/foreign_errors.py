@@ -1,7 +1,8 @@
-"""Classifies the errors of torch, NCCL, gloo, Ray and the system: the one place that reads the text of others.
+"""Classifies errors of torch, NCCL, gloo, Ray and the system; the only module that reads the text of foreign errors.
 
-torch has no types for most of them, so their messages are all there is to tell them by. What is not known is unknown,
-never a guess: ``tests/unit/foreign_messages.json`` holds real messages of each kind, with where they come from.
+torch has no types for most of these errors, so only their messages tell them apart. A message that fits no pattern is
+classified as unknown, never guessed. ``tests/unit/foreign_messages.json`` holds real messages of each kind with their
+sources.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ class ForeignCause(StrEnum):
     """The meaning of an error that is not ours."""
 
     UNKNOWN = "unknown"
-    """Anything else."""
+    """Any other error."""
     TIMEOUT = "timeout"
-    """A collective, a store or another process was waited for, and did not answer in time."""
+    """A collective, a store or another process did not answer in time."""
     PEER_LOST = "peer lost"
-    """The connection to another rank broke, or the process at its other end is dead."""
+    """The connection to another rank broke, or the other process is dead."""
     STORE_LOST = "store lost"
     """The connection to the store's server broke."""
     OUT_OF_MEMORY = "out of memory"
-    """There is no memory left, of a device or of the host."""
+    """A device or the host has no memory left."""
     NO_SPACE = "no space"
-    """There is no room left in a file system."""
+    """A file system has no space left."""
 
     @property
     def is_about_others(self) -> bool:
-        """True if the process that has it only waited for other ranks."""
+        """True if the process with this error only waited for other processes."""
         return self in (ForeignCause.TIMEOUT, ForeignCause.PEER_LOST, ForeignCause.STORE_LOST)
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _STORE_IS_GONE = ("Broken pipe", "Connection reset by peer")
-"""All that torch's DistNetworkError says where the store's server has ended."""
+"""The whole message of torch's DistNetworkError if the store's server has ended."""
 PATTERNS: Mapping[ForeignCause, tuple[str, ...]] = {
-    # What takes one process away shows as a lost peer elsewhere, also in the same text: so this comes first.
+    # First, because a message about a process that ran out of memory may also report it as a lost peer.
     ForeignCause.OUT_OF_MEMORY: (
         r"CUDA out of memory\.",
         r"CUDA error: out of memory",
@@ -91,23 +92,23 @@ PATTERNS: Mapping[ForeignCause, tuple[str, ...]] = {
         r"Get timed out: some object\(s\) not ready",
     ),
 }
-"""Parts of texts by kind. The first kind that fits counts."""
+"""Regular expressions for the messages of each kind. The first kind that matches counts."""
 _KINDS = {kind: re.compile("|".join(patterns)) for kind, patterns in PATTERNS.items()}
 
 
 def classify(error: BaseException | str) -> ForeignCause:
-    """Tells what an error of another library means.
+    """Classifies an error of another library.
 
     Args:
-        error: The error, which tells more than its text alone; or the text.
+        error: The error, or its text. The error itself is better, because its type counts, too.
 
     Returns:
-        Its kind. ``UNKNOWN`` for every type of error that the libraries above do not raise, such as an AssertionError
-        or a requests.Timeout, whatever its text, and for a system call that failed on a file.
+        The kind. It is ``UNKNOWN`` for every type that the libraries above do not raise, such as an AssertionError or
+        a requests.Timeout, with any text. It is also ``UNKNOWN`` for an OSError other than a full file system.
     """
     if isinstance(error, str):
         return _of_text(error)
-    # By name, so that Ray is not imported for it. Its timeout is an OSError, too.
+    # Compared by name, so that Ray need not be imported. Ray's timeout is an OSError, too.
     is_of_ray = any(cls.__module__.partition(".")[0] == "ray" for cls in type(error).__mro__)
     if isinstance(error, MemoryError):
         return ForeignCause.OUT_OF_MEMORY

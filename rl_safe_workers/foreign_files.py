@@ -1,7 +1,7 @@
-"""Reads files that somebody else may have made: regular files only, up to a size, and without ever blocking.
+"""Reads untrusted files: regular files only, up to a size limit, and without blocking.
 
-Opening a FIFO waits for a writer, reading a device may never end, and a link may lead anywhere. Nothing here opens
-what is not a regular file.
+Opening a FIFO waits for a writer, reading a device may never end, and a link may lead anywhere. This module opens
+regular files only.
 
 Pure Python: starts in milliseconds.
 """
@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 Kind = Literal["file", "folder", "other"]
-"""A device, a FIFO, a socket, or a file that the kernel makes up, is of another kind than a file or a folder."""
+"""Kind of a path's target. A device, a FIFO, a socket and a file of procfs or sysfs are ``"other"``."""
 TEXT_CHARACTERS = 1000
-"""Length at most of what an error quotes of a file."""
+"""Largest number of characters that an error quotes from a file."""
 SMALL_BYTES = 2**20
 """Size limit for a file that holds a few settings."""
 HOLE_BYTES = 64 * 2**20
-"""How much of a file that is read as a whole may be holes. A hole costs nothing to make and its size to read."""
+"""Largest total size of the holes in a file that is read whole. A hole takes no disk space but memory to read."""
 _MOST_DEPTH = 32
-"""How many folders of a checkpoint or a model lie inside each other at most."""
+"""Deepest nesting of folders in a checkpoint or a model."""
 _LONGEST_NAME = 255
-"""Bytes of a name in a folder; all file systems of Linux take as many."""
+"""Largest size in bytes of a file name; all Linux file systems allow this much."""
 _LONGEST_PATH = 3_000
-"""Bytes of a path, of the 4,096 that Linux takes: what is written below one needs the rest."""
+"""Largest size in bytes of a path. Linux allows 4,096; files written below the path need the rest."""
 MALFORMED = (
     pickle.UnpicklingError,
     ArithmeticError,
@@ -55,18 +55,18 @@ def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = No
 
     Args:
         path: The file. Links are followed.
-        within: Folder that the file must be in once all links are resolved; None: anywhere.
+        within: Folder that must contain the file after all links are resolved; None: any folder.
         uid: User id that must own the file; None: any.
 
     Raises:
         OSError: If the file cannot be opened, is not a regular file, lies outside ``within``, or has another owner.
-            ``strerror`` says which.
+            ``strerror`` gives the reason.
     """
     status = look(path)
     # Not Path.resolve, which raises RuntimeError for a link to itself.
     if within is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(within)):
         raise OSError(errno.EXDEV, f"a link that leads out of {within}", str(path))
-    # Looked at before it is opened, since opening a device may already do something; and after, since it may change.
+    # Checked before opening, because opening a device may have effects, and after, because the file may have changed.
     _check(status, path, uid)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -78,10 +78,10 @@ def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = No
 
 
 def look(path: str | Path) -> os.stat_result:
-    """Returns the status of what is at a path, links followed.
+    """Returns the status of a path's target; follows links.
 
     Raises:
-        OSError: If nothing is there, or it cannot be looked at; also for a name that no file can have.
+        OSError: If the target does not exist or its status cannot be read; also for a name that no file can have.
     """
     try:
         return Path(path).stat()
@@ -90,7 +90,7 @@ def look(path: str | Path) -> os.stat_result:
 
 
 def complaint_about_path(path: str) -> str | None:
-    """Says why no file can have a path, and what to do about it; None if one can."""
+    """Returns why a path cannot be used and how to correct it; None if it can be used."""
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in path):
         return "has a control character, or bytes that are not UTF-8: rename it"
     if any(len(name.encode()) > _LONGEST_NAME for name in path.split("/")):
@@ -101,10 +101,10 @@ def complaint_about_path(path: str) -> str | None:
 
 
 def kind_of(path: str | Path) -> Kind | None:
-    """Returns what is at a path, links followed; None if nothing is.
+    """Returns the kind of a path's target, following links; None if the target does not exist.
 
     Raises:
-        OSError: If that cannot be told: a name too long, a folder that may not be read, links in a circle.
+        OSError: If the kind cannot be found out: the name is too long, a folder is not readable, or links form a cycle.
     """
     try:
         status = look(path)
@@ -125,13 +125,13 @@ def read_foreign(path: Path, *, limit_bytes: int, within: Path | None = None, ui
         uid: As for `open_foreign`.
 
     Raises:
-        OSError: As `open_foreign`; or if the file is larger than ``limit_bytes``, or mostly a hole.
+        OSError: As `open_foreign`; or if the file is larger than ``limit_bytes``, or has more than 64 MiB of holes.
     """
     with open_foreign(path, within=within, uid=uid) as file:
         size = os.fstat(file.fileno()).st_size
-        # A read allocates what it asks for.
+        # read() allocates the size that it is asked for.
         data = file.read(size + 1) if size <= limit_bytes and hole_bytes(file, 0, size) <= HOLE_BYTES else None
-        if data is not None and size < len(data) <= limit_bytes:  # it grows
+        if data is not None and size < len(data) <= limit_bytes:  # the file is growing
             data += file.read(limit_bytes + 1 - len(data))
     if size > limit_bytes or (data is not None and len(data) > limit_bytes):
         raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
@@ -141,11 +141,12 @@ def read_foreign(path: Path, *, limit_bytes: int, within: Path | None = None, ui
 
 
 def read_json(path: Path, *, limit_bytes: int, within: Path | None = None, uid: int | None = None) -> Any:
-    """Reads a regular file of JSON; see `read_foreign`.
+    """Reads a regular JSON file; see `read_foreign`.
 
     Raises:
         OSError: As `read_foreign`.
-        ValueError: If it is no JSON in UTF-8, or nested more deeply than Python reads; quotes nothing of it.
+        ValueError: If the file is not JSON in UTF-8, or is nested too deeply for Python. The error quotes nothing of
+            the file.
     """
     data = read_foreign(path, limit_bytes=limit_bytes, within=within, uid=uid)
     try:
@@ -159,10 +160,10 @@ def read_json(path: Path, *, limit_bytes: int, within: Path | None = None, uid: 
 
 
 def entries_below(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yields all that is in a folder at any depth. A link is yielded, and not followed.
+    """Yields all entries of a folder at any depth. Yields links, but does not follow them.
 
     Raises:
-        OSError: If a folder cannot be read, or folders lie inside each other too deeply.
+        OSError: If a folder cannot be read, or folders are nested more than 32 deep.
     """
     pending = [(os.fspath(folder), 0)]
     while pending:
@@ -179,7 +180,7 @@ def entries_below(folder: Path) -> Iterator[os.DirEntry[str]]:
 def data_extents(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yields the parts ``(start, stop)`` of a byte range that are not holes. Moves the file's position.
 
-    A file system that knows of no holes gives one part, the whole range.
+    On a file system without holes the result is one part, the whole range.
     """
     end = os.fstat(file.fileno()).st_size
     stop = min(stop, end)
@@ -188,7 +189,7 @@ def data_extents(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, i
             begin = os.lseek(file.fileno(), start, os.SEEK_DATA)
             until = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole until the end
+            if error.errno == errno.ENXIO:  # the rest of the file is a hole
                 return
             begin, until = start, stop
         if begin >= stop:
@@ -198,7 +199,7 @@ def data_extents(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, i
 
 
 def hole_bytes(file: BinaryIO, start: int, stop: int) -> int:
-    """Bytes of a range that are holes or past the end."""
+    """Returns the number of bytes of a range that are holes or past the end of the file."""
     position = os.lseek(file.fileno(), 0, os.SEEK_CUR)
     data = sum(until - begin for begin, until in data_extents(file, start, stop))
     os.lseek(file.fileno(), position, os.SEEK_SET)
@@ -211,7 +212,7 @@ def _kernel_devices() -> frozenset[int]:
 
 
 def _is_regular(status: os.stat_result) -> bool:
-    # Files of the kernel look regular, and reading them may wait, or change something.
+    # Files of procfs and sysfs look regular, but reading them may block or have effects.
     return stat.S_ISREG(status.st_mode) and status.st_dev not in _kernel_devices()
 
 
@@ -223,11 +224,11 @@ def _check(status: os.stat_result, path: Path, uid: int | None) -> None:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Returns text with every character escaped that a terminal could take as a command, or cannot show.
+    r"""Returns text in which every character is escaped that a terminal cannot show or could take as a command.
 
     Args:
         text: The text.
-        keep: Characters that stay, e.g. a newline.
+        keep: Characters to leave as they are, e.g. a newline.
 
     >>> printable("a\x1b[2Jb\ud800")
     'a\\x1b[2Jb\\ud800'
@@ -236,7 +237,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def described(error: BaseException) -> str:
-    """Returns an error's kind and text on one line of bounded length, whatever it quotes."""
+    """Returns an error's type and message on one line of bounded length, in printable characters."""
     try:
         text = str(error)[:TEXT_CHARACTERS]
     except (ValueError, RecursionError):  # integers of more than 4300 digits, say

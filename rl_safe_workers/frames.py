@@ -1,4 +1,4 @@
-"""The line of code that tells where a rank is, out of a stack."""
+"""Finds in a stack the line of code that shows where a rank is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MACHINERY = (
     "rl_safe_workers/diagnostics/",
     "rl_safe_workers/driver/actors.py",
 )
-"""The starts of paths whose frames do not tell where a rank is."""
+"""Path prefixes of frames that do not show where a rank is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Frame:
     """
 
     file: str
-    """Relative to a folder of ``sys.path`` or to the working directory, if it is below one."""
+    """Path of the source file, relative to a folder of ``sys.path`` or to the working directory if it is below one."""
     line: int
     function: str
 
@@ -41,26 +41,26 @@ class Frame:
 
     @property
     def is_telling(self) -> bool:
-        """True if the line belongs neither to Python's library, nor to torch, Ray or our own machinery."""
+        """True if the line is not in Python's standard library, torch, Ray, or our own control code."""
         return not self.file.startswith((*_MACHINERY, _STDLIB))
 
 
 @lru_cache(maxsize=4096)
 def relative(file: str) -> str:
-    """Shortens a path to what follows the working directory or a folder of ``sys.path``."""
+    """Returns a path relative to the working directory or a folder of ``sys.path``, whichever gives the shortest."""
     if file.startswith(_STDLIB) and "site-packages" not in file:
-        return file  # a file of Python's library stays recognisable
+        return file  # the full path shows that the file is in the standard library
     folders = [path for path in sys.path if path]
-    with suppress(OSError):  # somebody has removed the working directory
+    with suppress(OSError):  # the working directory may have been removed
         folders.append(str(Path.cwd()))
     return min((file.removeprefix(f"{folder}/") for folder in folders), key=len, default=file)
 
 
 def telling_frame(frames: Iterable[Frame]) -> Frame | None:
-    """Returns the first frame that tells where a rank is; the first of all if none does.
+    """Returns the innermost frame that shows where a rank is; the innermost of all if none does; None without frames.
 
     Args:
-        frames: Innermost first.
+        frames: Frames of a stack, innermost first.
     """
     frames = list(frames)
     return next((frame for frame in frames if frame.is_telling), next(iter(frames), None))

@@ -1,4 +1,4 @@
-"""The phases of a run and the order in which a process may pass through them."""
+"""Owns the phases of a run and the order in which a process may enter them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MONOTONIC_TO_UNIX_S = time.time() - time.monotonic()
 
 
 def unix_now() -> float:
-    """Returns the Unix time in seconds, by the clock as it was when this process began.
+    """Returns the Unix time in seconds. The offset to the monotonic clock is taken once, when this module loads.
 
-    It never jumps, unlike ``time.time`` where the machine's clock is set: who failed first, and how long a phase took,
-    do not depend on that.
+    Unlike ``time.time``, it does not jump when the machine's clock is set during a run. Durations and the order of
+    failures stay right.
     """
     return _MONOTONIC_TO_UNIX_S + time.monotonic()
 
@@ -31,41 +31,41 @@ class Phase(StrEnum):
     """A stretch of a run with its own timeout, ``rl_safe.timeouts.<phase>``."""
 
     START = "start"
-    """Ray, placement and imports: every process of the run is up."""
+    """Ray, placement and imports. At the end every process of the run is up."""
     WORLD = "world"
     """The training world: the default process group of each trainer."""
     GROUPS = "groups"
     """Megatron's process groups."""
     BOOTSTRAP = "bootstrap"
-    """Every communicator connected while memory is free."""
+    """Connecting every communicator while memory is free."""
     CONVERT = "convert"
-    """Model, optimizer, and HF weights into Megatron's layout."""
+    """Building the model and optimizer, and converting HF weights to Megatron's layout."""
     LOAD = "load"
-    """A checkpoint of an earlier run."""
+    """Loading a checkpoint of an earlier run."""
     JOINT = "joint"
-    """The joint group of trainers and rollout ranks."""
+    """Building the joint group of trainers and rollout ranks."""
     OFFLOAD = "offload"
-    """Trainer state out of the way of the rollout."""
+    """Moving trainer state to host memory, to free device memory for the rollout."""
     ROLLOUT = "rollout"
     """Generation."""
     REWARD = "reward"
     """Rewards of the generated samples, in the driver."""
     ONLOAD = "onload"
-    """Trainer state back."""
+    """Moving trainer state back to the device."""
     LOGPROB = "logprob"
     """Log-probabilities of the sampled tokens under the current (or reference) weights."""
     TRAIN = "train"
     """Policy loss and optimizer step."""
     SYNC = "sync"
-    """Weights to the rollout ranks over the joint group."""
+    """Sending weights to the rollout ranks over the joint group."""
     SAVE = "save"
-    """A checkpoint, on the training world alone."""
+    """Saving a checkpoint, on the training world alone."""
     TEARDOWN = "teardown"
     """Verdict exchange and ordered destruction of every group."""
 
 
 SAVE_ENDS_BEFORE = frozenset({Phase.OFFLOAD, Phase.SAVE, Phase.LOAD, Phase.CONVERT, Phase.TEARDOWN})
-"""Phases into which a save in the background does not reach: they begin by finishing it."""
+"""Phases that begin by finishing a save in the background."""
 
 REQUIRES: Mapping[Role, Mapping[Phase, frozenset[Phase]]] = {
     Role.TRAINER: {
@@ -93,15 +93,15 @@ REQUIRES: Mapping[Role, Mapping[Phase, frozenset[Phase]]] = {
         Phase.TEARDOWN: frozenset(),
     },
 }
-"""The transition table: a phase may be entered once every phase it requires has completed at least once.
+"""The transition table: a phase may be entered once every phase that it requires has completed at least once.
 
-CONVERT is required by none: a host framework may build its model in its own way.
+No phase requires CONVERT: a host framework may build its model in its own way.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseEvent:
-    """One completed stay in a phase.
+    """The record of one pass through a phase.
 
     Example: ``PhaseEvent(phase="bootstrap", role="trainer", rank=2, start_s=1763.2, end_s=1763.4, ok=True)``
     """
@@ -114,26 +114,28 @@ class PhaseEvent:
     end_s: float
     """Unix time in seconds."""
     ok: bool
+    """True if the phase completed without an exception."""
     device_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Accelerator memory at the end of the phase, by owner; empty without an accelerator."""
+    """Bytes of accelerator memory at the end of the phase, by owner; empty without an accelerator."""
 
 
 FREE_BYTES = "free"
-"""Memory that no process holds, beside the owners in an event's ``device_bytes``."""
+"""Key in an event's ``device_bytes`` for memory that no process holds."""
 
 
 class Observer(Protocol):
-    """Looks at a process at both ends of each phase.
+    """Observes a process at the beginning and the end of each phase.
 
-    No wider, so that this module knows nothing of devices. What it raises is logged, and changes nothing else.
+    The interface is this narrow so that this module does not depend on devices. Its exceptions are logged and have no
+    other effect.
     """
 
     def begin(self, phase: Phase) -> None:
-        """Called before the body of a phase."""
+        """Is called before the body of a phase."""
         ...
 
     def end(self, phase: Phase) -> Mapping[str, int]:
-        """Called after the body, also one that raised; returns the event's ``device_bytes``."""
+        """Is called after the body, even if the body raised; returns the event's ``device_bytes``."""
         ...
 
 
@@ -143,7 +145,7 @@ class Lifecycle:
     Not thread-safe: one process runs one phase at a time, on one thread.
 
     Attributes:
-        observer: Told of the two ends of each phase entered from now on; None for no one.
+        observer: Called at the beginning and the end of each phase that is entered after it is set; None for none.
     """
 
     def __init__(self, *, role: Role, rank: int) -> None:
@@ -179,11 +181,15 @@ class Lifecycle:
 
     @contextmanager
     def enter(self, phase: Phase, *, since_s: float | None = None) -> Iterator[None]:
-        """Runs a phase. Completed only if the body does not raise; recorded either way.
+        """Runs the body as a phase. An event is always recorded; the phase completes only if the body does not raise.
 
         Args:
             phase: The phase to enter.
-            since_s: When it really began, in Unix seconds, if before this call: imports count as part of the start.
+            since_s: Unix time in seconds at which the phase began, if before this call: the start phase includes
+                imports.
+
+        Raises:
+            LifecycleError: If the phase may not be entered now.
         """
         self.check(phase)
         self._current = phase
@@ -237,7 +243,7 @@ class Lifecycle:
         )
 
     def invalidate(self, phase: Phase) -> None:
-        """Forgets that a phase completed, e.g. the bootstrap after a group was rebuilt."""
+        """Marks a phase as not completed, e.g. the bootstrap after a group was rebuilt."""
         self._completed.discard(phase)
 
     def drain_events(self) -> list[PhaseEvent]:

@@ -1,7 +1,7 @@
-"""Reads the small files of an HF model folder: its JSON, and the headers of its weights.
+"""Reads the small files of an HF model folder: its JSON files, and the headers of its weight files.
 
-The folder may come from anybody. Nothing here reads more than a fixed number of bytes, trusts an offset, or follows a
-name out of the folder. Links are followed: the Hub's cache is made of them.
+The folder is not trusted. Every read has a size limit, every offset is checked, and a file name may not lead out of the
+folder. Links are followed, because the Hub's cache consists of links.
 
 Pure Python: starts in milliseconds.
 """
@@ -24,7 +24,7 @@ GENERATION_CONFIG = "generation_config.json"
 WEIGHT_INDEX = "model.safetensors.index.json"
 _SETTINGS_BYTES = 2**24
 _INDEX_BYTES = 2**25
-"""Size limit of a weight index and of a header; the index of a model of 10^12 parameters has some 15 MB."""
+"""Size limit of a weight index and of a header. The index of a model with 10^12 parameters has about 15 MB."""
 _MOST_STOP_TOKENS = 1_000
 _MOST_TOKEN_ID = 2**31
 _LENGTH = struct.Struct("<Q")
@@ -34,12 +34,12 @@ _BITS: Mapping[str, int] = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-"""Bits of an element of each dtype of safetensors."""
+"""Bits per element of each safetensors dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor's entry in a safetensors header.
+    """The entry of one tensor in a safetensors header.
 
     Example: ``TensorEntry(dtype="BF16", shape=(128, 64), start=0, stop=16384)``
     """
@@ -47,8 +47,9 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Offset in bytes of its first byte, from the end of the header."""
+    """Offset in bytes of the tensor's first byte, from the end of the header."""
     stop: int
+    """Offset in bytes after the tensor's last byte, from the end of the header."""
 
 
 def read_model_json(path: Path, *, limit_bytes: int = _SETTINGS_BYTES) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def read_model_json(path: Path, *, limit_bytes: int = _SETTINGS_BYTES) -> dict[s
         limit_bytes: Largest size in bytes that is read.
 
     Raises:
-        ModelError: If there is no such file, or it is no regular file, too large, or no JSON object.
+        ModelError: If the file does not exist, is not a regular file, is too large, or is not a JSON object.
     """
     try:
         content = read_json(path, limit_bytes=limit_bytes)
@@ -75,7 +76,7 @@ def read_model_json(path: Path, *, limit_bytes: int = _SETTINGS_BYTES) -> dict[s
 
 
 def read_weight_map(folder: Path) -> dict[str, str] | None:
-    """Returns the file of each weight as the folder's index has it, or None without an index.
+    """Returns the file name of each weight from the folder's index; None without an index.
 
     Raises:
         ModelError: If the index is malformed, or names a file that is not directly in the folder.
@@ -96,10 +97,10 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Reads which tensors a safetensors file has; as strict as the safetensors library.
+    """Reads the tensor entries in the header of a safetensors file. Is as strict as the safetensors library.
 
     Raises:
-        ModelError: If the file cannot be read, or its header does not describe it byte for byte.
+        ModelError: If the file cannot be read, or if the tensors do not fill it without gaps or overlaps.
     """
     try:
         with open_foreign(path) as file:
@@ -115,10 +116,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def stop_token_ids(folder: Path) -> list[int]:
-    """Returns the end-of-sequence tokens that the model's configuration names, sorted.
+    """Returns the end-of-sequence token ids of the model's configuration, sorted.
 
     Raises:
-        ModelError: If a file cannot be read, or an id is no token.
+        ModelError: If a file cannot be read, or an id is not a valid token id.
     """
     found: set[int] = set()
     for path in (folder / GENERATION_CONFIG, folder / CONFIG):
@@ -188,7 +189,7 @@ def _are_sizes(values: object) -> bool:
 
 
 def _check_offsets(entries: Mapping[str, TensorEntry], data_bytes: int) -> None:
-    """Tensors follow each other without a gap or an overlap, to the end of the file."""
+    """Raises ValueError unless the tensors follow each other without gaps or overlaps to the end of the file."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != end:

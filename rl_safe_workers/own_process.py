@@ -1,7 +1,7 @@
-"""Commands that run a module of this package in a Python process of its own.
+"""Builds commands that run a module of this package in a separate Python process.
 
-``python -m`` would look in the working directory before everywhere else, and that may hold files of somebody else: a
-``psutil.py`` there would run. Such a process has the module path of its caller instead.
+``python -m`` searches the working directory first, which may hold untrusted files: a ``psutil.py`` there would run.
+These commands give the new process the module path of its caller instead.
 
 Pure Python: starts in milliseconds.
 """
@@ -24,5 +24,5 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def module_path() -> list[str]:
-    """Returns where the caller finds modules, without an entry that means the working directory of the moment."""
+    """Returns the caller's module path, without the empty entry that stands for the current working directory."""
     return [*filter(None, sys.path), str(Path(__file__).parents[1])]

@@ -1,4 +1,4 @@
-"""A terminal that prints text as it is, without markup."""
+"""Owns `PlainConsole`, a rich console that prints untrusted text safely."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rl_safe_workers.foreign_files import printable
 
 
 class PlainConsole(Console):
-    """Prints strings without markup, emoji codes, or characters that a terminal would take as a command.
+    """Prints strings literally: without markup and emoji codes, and with control characters escaped.
 
-    A name that comes from a file may hold all three. Styles are given as ``rich.text.Text``, whose text is the
-    caller's own or has gone through `printable`.
+    A name from a file may contain all three. A caller that wants styles passes a ``rich.text.Text``, whose text must be
+    the caller's own or a result of `printable`.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Returns a string as it will be shown; rich calls this for each one, also in a table."""
+        """Returns a string as it will be shown. rich calls this for each string, also in tables."""
         return super().render_str(printable(text, keep="\n"), **options)

@@ -1,4 +1,4 @@
-"""The identity of a process of a run: its role and its rank, as one value."""
+"""Owns `RankId`, the identity of a process in a run: its role and its rank in that role."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Role(StrEnum):
-    """The role of a process in the joint world."""
+    """The role of a process in a run."""
 
     TRAINER = "trainer"
     ROLLOUT = "rollout"

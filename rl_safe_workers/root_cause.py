@@ -1,6 +1,6 @@
-"""Finds the one failure that all others follow from, in the reports of the ranks.
+"""Finds the root cause of a failed run: the failure that all others follow from, given the reports of all ranks.
 
-Functions over typed facts. No message of ours is looked at.
+The functions use typed facts only. They do not read the text of our own messages.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class RootCause:
     """
 
     error: RunError
-    """The root's report or, where the root has reported nothing, the best account of it."""
+    """The report of the root cause itself or, if its rank has reported nothing, the most informative other report."""
     culprits: frozenset[RankId]
-    """Ranks that the failure began with; empty if nobody knows."""
+    """Ranks that the failure began with; empty if unknown."""
     is_told: bool
-    """True if the error is about the culprits; if not, it only waited for them, who have reported nothing."""
+    """True if the error is about the culprits. False if it only reports a wait for them; they reported nothing."""
 
 
 def cause_of(error: Exception, rank_id: RankId) -> Cause:
-    """Tells how a rank came to raise an error.
+    """Returns the reason why a rank raised an error.
 
     Args:
-        error: What it raised.
+        error: The error that it raised.
         rank_id: The rank.
     """
     if foreign_cause(error).is_about_others:
@@ -56,19 +56,20 @@ def cause_of(error: Exception, rank_id: RankId) -> Cause:
 
 
 def report_of(error: Exception, rank_id: RankId, phase: str) -> PhaseTimeoutError | RankError:
-    """Returns what a rank reports of an error that it has caught.
+    """Returns the report of a rank about an error that it has caught.
 
     Args:
-        error: What was raised.
+        error: The error that was caught.
         rank_id: The rank.
         phase: The phase that the rank was in.
 
     Returns:
-        A RankError with the line of code; or the PhaseTimeoutError as it was, which names the ranks that are missing.
+        A RankError with the line of code. A PhaseTimeoutError is returned unchanged: it already names the missing
+        ranks.
     """
     if isinstance(error, PhaseTimeoutError):
         return error
-    raised_at = unix_now()  # before the trace, which takes a while
+    raised_at = unix_now()  # before the trace is formatted, which takes a while
     return RankError(
         rank_id=rank_id,
         phase=phase,
@@ -81,15 +82,20 @@ def report_of(error: Exception, rank_id: RankId, phase: str) -> PhaseTimeoutErro
 
 
 def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId] = ()) -> RootCause:
-    """Finds what the failures of several ranks follow from.
+    """Finds the failure that the failures of all ranks follow from.
 
-    In this order, and of several the earliest: a rank that died; one that raised; one that was stopped; one that
-    repeats the failure of a rank of which nothing else is known; a phase's deadline, by the report that names missing
-    ranks which have reported no wait of their own; and a rank whose wait failed, for those that are pending still.
+    The first kind in this list that is there wins; among several of one kind, the earliest:
+
+    1. A rank died.
+    2. A rank raised an error of its own.
+    3. A rank was stopped.
+    4. A rank repeats the failure of another rank that has not itself reported a wait.
+    5. A phase passed its deadline, and the report names missing ranks that have not themselves reported a wait.
+    6. A rank waited in vain. The culprits are the ranks that are still pending.
 
     Args:
-        reports: What each rank has failed with, at least one: a RankError of its own, or the PhaseTimeoutError that it
-            raised. An error of any other class counts as raised at an unknown time.
+        reports: The error of each rank that failed, at least one: a RankError of its own, or the PhaseTimeoutError that
+            it raised. An error of any other class counts as a rank's own error, raised at an unknown time.
         pending: Ranks that have not answered yet.
     """
     assert reports, "nothing has failed"
@@ -100,7 +106,7 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
         rank_id, error = item
         at_s = error.raised_at if isinstance(error, RankError) else 0.0
         match error:
-            # A missing rank that has reported a wait of its own did not come because of that.
+            # A missing rank that has reported a wait did not arrive because of that wait.
             case PhaseTimeoutError(missing=missing) if missing - victims:
                 return 4, len(missing & victims), at_s, rank_id
             case PhaseTimeoutError():

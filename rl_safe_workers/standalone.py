@@ -1,4 +1,4 @@
-"""A `SafeTrainer` as plain functions for a Megatron script under torchrun: three lines, and no Ray.
+"""Offers a `SafeTrainer` as plain functions for a Megatron script under torchrun: three lines, no Ray.
 
 The script creates the default group and Megatron's groups itself. Every rank is a training rank.
 """
@@ -37,11 +37,11 @@ from rl_safe_workers.worlds.training_world import device_of_world
 MINUTES_5 = timedelta(minutes=5)
 _SECOND = timedelta(seconds=1)
 _ABORT = timedelta(seconds=10)
-"""Longest time to abort groups that cannot be destroyed."""
+"""Timeout for aborting groups that cannot be destroyed in order."""
 
 
 class _ScriptComms(HostComms):
-    """The script makes Megatron's groups, and issues nothing on them but what Megatron does."""
+    """The groups of a script. The script makes Megatron's groups, and only Megatron issues collectives on them."""
 
     missing_groups = "call bootstrap() after initialize_model_parallel()"
     makes_groups = True
@@ -49,18 +49,18 @@ class _ScriptComms(HostComms):
 
 @dataclass(kw_only=True)
 class _Script:
-    """State that the functions of one process share, for one default group."""
+    """The state that the functions of this module share, for one default group."""
 
     world: ReferenceType[Any]
-    """The default group."""
+    """A weak reference to the default group."""
     trainer: SafeTrainer
     groups: frozenset[str] = frozenset()
     """torch's names of the groups that the bootstrap has connected or left out."""
     not_ended: str | None = None
-    """Why a teardown has not ended the groups in order."""
+    """The reason why a teardown could not destroy the groups in order; None if there was no such teardown."""
 
     def bound(self, timeout: timedelta) -> None:
-        """Gives every wait of a call one deadline."""
+        """Sets one deadline for all waits of a call."""
         seconds = timeout.total_seconds()
         trainer = self.trainer
         every = {"world": seconds, "bootstrap": seconds, "teardown": seconds}
@@ -75,27 +75,31 @@ _script: _Script | None = None
 def bootstrap(
     *, features: Features | None = None, max_ctas: Mapping[str, int] | None = None, timeout: timedelta = MINUTES_5
 ) -> BootstrapReport:
-    """Connects every communicator for what it will carry. Collective over: the default group. Idempotent.
+    """Connects every communicator for all op classes that it will carry.
 
-    Call it after ``initialize_model_parallel`` and before the model is built, and again after groups were built anew.
-    What Megatron's groups tell is taken from them: the parallel sizes, the number of optimizer instances, and that
-    there are virtual pipeline stages.
+    Collective over: the default group. Idempotent.
+
+    Call it after ``initialize_model_parallel`` and before the model is built. Call it again after groups were rebuilt.
+    It reads from Megatron's groups: the parallel sizes, the number of optimizer instances, and if there are virtual
+    pipeline stages.
 
     Args:
-        features: What else decides which collectives the groups carry. None: for each feature what connects more,
-            experts among them, and the all-to-all dispatcher. For a dense model ``Features(moe=False)`` leaves the
-            expert groups out, and what is not said of it has the defaults of `Features`.
-        max_ctas: The limits that the script gave Megatron in ``nccl_communicator_config_path``, for the prediction.
-        timeout: Longest time for all of it.
+        features: The other features of the model and the training that decide which collectives the groups carry.
+            None: for each feature the value that connects more, for example experts with the all-to-all dispatcher.
+            For a dense model ``Features(moe=False)`` leaves the expert groups out; all other features then have the
+            defaults of `Features`.
+        max_ctas: The limits that the script gave Megatron in ``nccl_communicator_config_path``, by group name. They
+            are used to predict the memory.
+        timeout: Timeout of the whole call.
 
     Returns:
-        What each op class of each group has cost this rank.
+        The cost of each op class of each group on this rank.
 
     Raises:
-        ConfigError: On a rank whose ``max_ctas`` names no group, or limits one to no number of CTAs.
-        CommunicatorError: On every rank, if Megatron's groups do not exist, plans differ, a rank has less memory free
-            than its groups will take, or fails otherwise; names it.
-        PhaseTimeoutError: On every rank, if one does not come in time; names it.
+        ConfigError: On a rank whose ``max_ctas`` names an unknown group or has a value that is not a number of CTAs.
+        CommunicatorError: On every rank, if Megatron's groups do not exist, plans differ, a rank has less free memory
+            than its groups will take, or a rank fails for another reason. It names the rank.
+        PhaseTimeoutError: On every rank, if a rank does not arrive in time. It names the rank.
     """
     if not dist.is_initialized():
         raise CommunicatorError(
@@ -115,37 +119,37 @@ def bootstrap(
 
 @contextmanager
 def guard(phase: str = "train", *, watch_steps: int = 3, refuse: bool = False) -> Iterator[None]:
-    """Refuses a phase before the bootstrap; looks in its first bodies for device memory that collectives take late.
+    """Raises if the bootstrap has not run; watches the first bodies for late allocations by collectives.
 
     Not collective.
 
     Args:
-        phase: Its name, for errors.
-        watch_steps: In how many bodies of the phase to look.
-        refuse: Whether to raise if something is found, after the body; else it is in the warnings.
+        phase: Name of the phase, for errors.
+        watch_steps: Number of bodies of the phase to watch, from the first on.
+        refuse: True to raise after a body in which a late allocation is found; False to log a warning.
 
     Raises:
         LifecycleError: If `bootstrap` has not run, or groups were built since.
-        CommunicatorError: If ``refuse``, and the bootstrap has missed something.
+        CommunicatorError: If ``refuse``, and the bootstrap has left out something that a collective then allocated.
     """
     with _require(phase).comms.watching(phase, steps=watch_steps, refuse=refuse):
         yield
 
 
 def teardown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
-    """Ends the script's groups: together if all ranks are well, else without a collective. For a ``finally``.
+    """Destroys the script's groups: together if all ranks succeeded, else without a collective. For a ``finally``.
 
-    Collective over: the default group, through its store. A rank that is leaving on an exception tells the others, none
-    of whom then waits for it; its exception goes on. A ``SystemExit`` without an error code is an orderly end.
-    Idempotent: after a failure it raises again.
+    Collective over: the default group, through its store. If a rank is leaving on an exception, it tells the other
+    ranks, so that they do not wait for it; its exception propagates. A ``SystemExit`` without an error code counts as
+    success. Idempotent; after a failure, later calls raise again.
 
     Args:
-        timeout: Longest time for all of it. To abort the groups, where that is needed, may take ten seconds more.
+        timeout: Timeout of the whole call. If the groups must be aborted, that may take ten seconds more.
 
     Raises:
-        CommunicatorError: On ranks that are well, if another is not, and names it; or if the groups could not be ended
-            together. They are aborted.
-        PhaseTimeoutError: On ranks that are well, if one is lost after it has said that all is well; names it. The
+        CommunicatorError: On ranks that succeeded, if another rank failed (it names that rank), or if the groups could
+            not be destroyed together. The groups are aborted.
+        PhaseTimeoutError: On ranks that succeeded, if a rank is lost after it reported success. It names the rank. The
             groups are aborted.
     """
     global _script
@@ -169,8 +173,9 @@ def teardown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
 
 
 def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
-    """Ends all groups together; raises what keeps this rank from it, and aborts them then."""
-    # A rank that has failed tells so and goes: others may be in a collective that ends only with its process.
+    """Destroys all groups together. On a failure it aborts them and raises."""
+    # A failed rank reports its failure and leaves at once: other ranks may be in a collective that ends only when this
+    # process ends.
     script.bound(timeout if leaving_on is None else min(timeout, _SECOND))
     trainer = script.trainer
     if not trainer.lifecycle.has_completed(Phase.WORLD):
@@ -184,7 +189,7 @@ def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
 
 
 def _failure_in_flight() -> str | None:
-    """The exception that this rank is leaving on; None if there is none, or it is an orderly end."""
+    """Returns the exception that this rank is leaving on, as text; None if there is none, or for an orderly exit."""
     error = sys.exc_info()[1]
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return None
@@ -192,7 +197,7 @@ def _failure_in_flight() -> str | None:
 
 
 def _current() -> _Script:
-    """Returns what is known of the default group, which may be another one than before."""
+    """Returns the state for the current default group. Creates it if the default group is new."""
     global _script
     if _script is None or not _is_of_this_world(_script):
         trainer = SafeTrainer(
@@ -223,7 +228,7 @@ def _require(phase: str) -> SafeTrainer:
 def _agree_on_plan(
     trainer: SafeTrainer, features: Features | None, max_ctas: Mapping[str, int], *, check_memory: bool
 ) -> None:
-    """Plans; raises on every rank if one cannot. Collective over: the default group, through its store."""
+    """Plans the groups; raises on every rank if one cannot. Collective over: the default group, through its store."""
     failure: Exception | None = None
     try:
         _plan(trainer, features, max_ctas, check_memory=check_memory)
@@ -234,7 +239,7 @@ def _agree_on_plan(
     except RlSafeError as error:
         if failure is None:
             raise
-        # What this rank knows best, whatever became of the others.
+        # This rank's own failure is more precise than the failed agreement.
         raise failure from error
     if failure is not None:
         raise failure
@@ -244,8 +249,8 @@ def _agree_on_plan(
 
 
 def _plan(trainer: SafeTrainer, features: Features | None, max_ctas: Mapping[str, int], *, check_memory: bool) -> None:
-    live_groups()  # says what is missing where there are none
-    # The script has made the groups already, with no limits but its own.
+    live_groups()  # raises an error that says what is missing if there are no groups
+    # The script has already made the groups, so only its own limits apply.
     trainer.megatron, trainer.features, trainer.comms.limits = sizes_of_groups(), _features(features), max_ctas
     plan = trainer.comms.plan()
     plan.check_backend(dist.get_backend_config())
@@ -261,12 +266,15 @@ def _plan(trainer: SafeTrainer, features: Features | None, max_ctas: Mapping[str
 
 
 def _room(device: torch.device) -> int | None:
-    """Bytes of device memory that nobody uses; None where communicators take none."""
+    """Returns the bytes of free device memory; None on a device where communicators take none."""
     return free_bytes(device) if device.type == "cuda" else None
 
 
 def _features(given: Features | None) -> Features:
-    """Returns the given features, or those that connect more. Facts that Megatron's groups tell win in both cases."""
+    """Returns the given features; for None, the value of each feature that connects more.
+
+    The number of optimizer instances and the virtual pipeline stages come from Megatron's groups in both cases.
+    """
     if given is None:
         given = Features(
             moe=True,
@@ -276,12 +284,12 @@ def _features(given: Features | None) -> Features:
             aux_loss=True,
             context_exchange=frozenset({"p2p", "a2a"}),
         )
-    # Attention and experts share it; there is none for a single instance.
+    # Attention and experts share this group; with a single instance it does not exist.
     between = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return replace(
         given,
         optimizer_instances=1 if between is None else between.size(),
-        # A script may also tell Megatron's schedule alone.
+        # A script may have set virtual stages only in Megatron's schedule, not in parallel_state.
         virtual_pipeline=given.virtual_pipeline or virtual_size is not None,
     )

