@@ -1,4 +1,4 @@
-"""Calls to many actors at once, with one deadline, and the culprit named when one of them fails."""
+"""Calls many actors at once under one deadline, and names the culprit if a call fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import root_cause
 
 SLACK_S = 5.0
-"""How much longer than its ranks the driver waits: a rank that notices a missing one can name it, the driver cannot."""
+"""Seconds that the driver waits longer than the ranks. A rank that misses another can name it; the driver cannot."""
 WITHOUT_DEADLINE = frozenset(
     {
         (Phase.START, Role.TRAINER),
@@ -29,9 +29,9 @@ WITHOUT_DEADLINE = frozenset(
         (Phase.TEARDOWN, Role.ROLLOUT),
     }
 )
-"""Where ranks look at no clock, so that there is nothing to wait longer for."""
+"""Phases and roles in which ranks keep no deadline of their own. The driver does not wait ``SLACK_S`` for them."""
 GRACE_S = 2.0
-"""How long to go on listening after the first failure: a dead rank is often reported after those it took along."""
+"""Seconds to collect more replies after the first failure. The death of a rank is often reported after its victims."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +42,24 @@ class ActorRef:
     rank: int
     handle: Any
     node: Node | None = None
-    """Where it is, if that is known."""
+    """The actor's node; None if unknown."""
 
     @property
     def rank_id(self) -> RankId:
-        """Role and rank."""
+        """The actor's role and rank."""
         return RankId(self.role, self.rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingCalls:
-    """Calls under way in one phase; `gather` waits for them."""
+    """Calls in progress, all in one phase; `gather` waits for them."""
 
     phase: Phase
     started_s: float
     refs: dict[Any, ActorRef] = field(default_factory=dict)
 
     def joined_with(self, other: PendingCalls) -> PendingCalls:
-        """The calls of both, as one wait of this one's phase."""
+        """Returns the calls of both, as one wait in the phase of ``self``."""
         return PendingCalls(
             phase=self.phase, started_s=min(self.started_s, other.started_s), refs={**self.refs, **other.refs}
         )
@@ -71,10 +71,10 @@ def start_calls(
     """Starts a method on every actor at once.
 
     Args:
-        actors: Whom to call.
+        actors: The actors to call.
         phase: The phase, for timeouts and errors.
-        method: The worker's method.
-        arguments: The method's arguments, by rank.
+        method: Name of the worker's method.
+        arguments: Function from an actor's rank to the method's arguments.
     """
     started_s = time.monotonic()
     refs = {actor.handle.call.remote(str(phase), method, arguments(actor.rank)): actor for actor in actors}
@@ -91,22 +91,23 @@ def gather(
     """Waits for calls and returns their values in the order they were started.
 
     Args:
-        calls: What `start_calls` returned.
-        timeout_s: Seconds from their start; covers all of them. For ranks that keep the deadline themselves the driver
-            waits ``SLACK_S`` longer.
-        on_events: Takes the phase events that the replies carry.
-        check: Called several times a second; what it raises ends the wait.
+        calls: The result of `start_calls`.
+        timeout_s: Seconds from the start of the calls, for all of them together. For ranks that keep the deadline
+            themselves the driver waits ``SLACK_S`` longer.
+        on_events: Receives the phase events that the replies carry.
+        check: Called several times a second. An exception that it raises ends the wait.
 
     Raises:
-        RankError: The failure that came first, when any rank fails. Others are not waited for.
-        PhaseTimeoutError: If a rank did not come or did not answer in time; names the missing.
+        RankError: The root cause, if a rank fails. The wait then ends after at most ``GRACE_S``.
+        PhaseTimeoutError: If ranks waited in vain for other ranks, or did not answer in time. It names the missing
+            ranks.
     """
     pending = list(calls.refs)
     replies: dict[Any, Reply] = {}
     while pending:
         check()
         keeps_time = any((calls.phase, calls.refs[ref].role) not in WITHOUT_DEADLINE for ref in pending)
-        # One last look after the deadline: replies that lay ready while the driver did something else are in time.
+        # One last look after the deadline: replies that were ready while the driver was busy count as in time.
         is_over = time.monotonic() >= calls.started_s + timeout_s + (SLACK_S if keeps_time else 0.0)
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=0 if is_over else SLICE_S)
         replies |= {ref: _fetch(calls, ref) for ref in done}
@@ -130,13 +131,13 @@ def _fetch(calls: PendingCalls, ref: Any) -> Reply:
 
 
 def is_dead(actor: ActorRef) -> bool:
-    """Asks Ray's directory whether an actor has ended; it answers at once."""
-    # Ray's own function, since its public one needs the dashboard.
+    """Returns True if Ray's directory says that an actor has ended. Does not block."""
+    # From Ray's tables, because Ray's public function needs the dashboard.
     return actor_state(actor.handle._actor_id.hex()) == "DEAD"
 
 
 def listed_actors() -> list[dict[str, Any]]:
-    """Returns Ray's list of this driver's actors, fit for JSON; it needs no dashboard."""
+    """Returns Ray's list of this driver's actors as values for JSON. Needs no dashboard."""
     if not ray.is_initialized():
         return []
     job = ray.get_runtime_context().get_job_id()
@@ -151,14 +152,14 @@ def listed_actors() -> list[dict[str, Any]]:
 
 
 def died(actor: ActorRef, phase: Phase, *, text: str = "the process died", trace: str = "") -> RankError:
-    """The error of an actor that is no more."""
+    """Returns the error for an actor that has died."""
     if actor.node is not None and not actor.node.is_loopback:
         text = f"{text} on node {actor.node}"
     return RankError(rank_id=actor.rank_id, phase=phase, cause=Died(), text=text, trace=trace, raised_at=unix_now())
 
 
 def _timeout(calls: PendingCalls, missing: Collection[RankId], waited_s: float, detail: str = "") -> PhaseTimeoutError:
-    """The error of ranks that have not answered. Of both roles only where some of both are missing."""
+    """Returns the error for ranks that have not answered. It counts only ranks of the missing roles as awaited."""
     roles = {one.role for one in missing}
     members = frozenset(actor.rank_id for actor in calls.refs.values() if actor.role in roles)
     return PhaseTimeoutError(
@@ -178,7 +179,7 @@ def _ids(calls: PendingCalls, refs: Iterable[Any]) -> frozenset[RankId]:
 def _root_error(
     calls: PendingCalls, replies: dict[Any, Reply], pending: list[Any], on_events: Callable[[list[PhaseEvent]], None]
 ) -> RunError:
-    """Listens a little longer, then returns the error that others follow from."""
+    """Collects replies for ``GRACE_S`` more seconds, then returns the root cause."""
     deadline = time.monotonic() + GRACE_S
     while pending and (left := deadline - time.monotonic()) > 0 and not any(map(_has_died, replies.values())):
         done, pending = ray.wait(pending, timeout=left)
@@ -189,7 +190,7 @@ def _root_error(
     reports = {calls.refs[ref].rank_id: reply.error for ref, reply in replies.items() if reply.error is not None}
     root = root_cause(reports, pending=_ids(calls, pending))
     if root.culprits and not root.is_told:
-        # All that failed waited for those that are still busy with whatever keeps them.
+        # Every rank that failed only waited for ranks that have not answered yet.
         return _timeout(calls, root.culprits, time.monotonic() - calls.started_s, detail=str(root.error))
     return root.error
 

@@ -1,6 +1,6 @@
-"""The Ray actors of a run: thin shells that import their worker inside the actor's own process.
+"""Defines the Ray actors of a run: thin shells that import their worker inside the actor's own process.
 
-The driver imports neither torch, Megatron nor vLLM, and the imports of all processes go on side by side.
+The driver imports neither torch, Megatron nor vLLM, and all actors import in parallel.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import report_of
 
 NODE_IP = "node_ip"
-"""A method of the shell itself: the address of its node in the cluster."""
+"""Name of a method of the shell itself. It returns the address of the actor's node in the cluster."""
 
 CALL_FRAME = CallFrame("rl_safe_workers/driver/actors.py", "call")
-"""`ActorShell.call`: where an actor runs what the driver asks for."""
+"""The frame of `ActorShell.call`, in which an actor runs the driver's calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The outcome of a call: a value or an error, and in either case the events."""
+    """The result of a call: a value or an error, and in both cases the phase events."""
 
     value: Any = None
     error: RunError | None = None
@@ -38,7 +38,7 @@ class Reply:
 
 
 class ActorShell:
-    """Runs one worker and turns what it raises into an error of ours."""
+    """Runs one worker and converts its exceptions to our errors."""
 
     role: ClassVar[Role]
     target: ClassVar[str]
@@ -60,8 +60,8 @@ class ActorShell:
             args: Its arguments.
 
         Returns:
-            The method's value; or, if it raised, a RankError with this actor's id, or the PhaseTimeoutError as it was,
-            which names the ranks that are missing.
+            The method's value. If the method raised: a RankError with this actor's id, or a PhaseTimeoutError
+            unchanged, because it already names the missing ranks.
         """
         value: Any = None
         error: RunError | None = None

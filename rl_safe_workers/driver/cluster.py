@@ -1,4 +1,4 @@
-"""The Ray side of a run: its actors, where they are, and taking them down until nothing is left."""
+"""Owns the Ray side of a run: starts its actors, knows their nodes, and ends all its processes."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=BaseException)
 
 LOOK_S = 30.0
-"""Seconds that nodes get to answer, however long they took to join."""
+"""Seconds that nodes get to answer, even if most of the start's timeout has passed."""
 GPU_SHARE = 0.5
-"""Share of a GPU for a trainer and for its rollout rank, as Ray counts; neither is held to it."""
+"""Share of a GPU that Ray counts for a trainer, and for the rollout rank on the same GPU. Ray does not enforce it."""
 
 
 class Cluster:
-    """The Ray side of a run. `close` is safe at any point, and more than once.
+    """The Ray side of a run. `close` may be called at any point, and more than once.
 
     Attributes:
         trainers: Trainer actors by training rank.
@@ -68,17 +68,17 @@ class Cluster:
     def __init__(
         self, config: RunConfig, *, run_id: str, interrupts: Interrupts, waits_for_nodes: bool = False
     ) -> None:
-        """Starts nothing yet.
+        """Stores its parts; `start` starts Ray.
 
         Args:
-            config: The run's.
-            run_id: Marks its processes.
-            interrupts: Looked at in every wait.
-            waits_for_nodes: Whether `start` waits, too, while the nodes that are there are too few: one may be on its
-                way in the place of one that was lost.
+            config: Configuration of the run.
+            run_id: Id with which the processes of the run are marked.
+            interrupts: Checked in every wait.
+            waits_for_nodes: True if `start` must also wait while the cluster has too few nodes, because a replacement
+                for a lost node may arrive.
 
         Raises:
-            ResourceError: If Ray is ours, and cannot start in the folder for temporary files.
+            ResourceError: If Ray is started for this run, and cannot start in the folder for temporary files.
         """
         self._config, self._run_id, self._interrupts = config, run_id, interrupts
         self._waits_for_nodes = waits_for_nodes
@@ -96,26 +96,26 @@ class Cluster:
 
     @property
     def is_local(self) -> bool:
-        """True if Ray is ours: started for this run and ended with it."""
+        """True if Ray is started for this run and ends with it."""
         return ray_address(self._config.cluster) == LOCAL_RAY
 
     @property
     def actors(self) -> list[ActorRef]:
-        """Trainers, then rollout actors."""
+        """The trainer actors, then the rollout actors."""
         return [*self.trainers, *self.rollouts]
 
     @property
     def nodes(self) -> list[Node]:
-        """Nodes that actors of the run are on, in the order of ranks; empty before `start`."""
+        """The nodes with actors of the run, in the order of ranks; empty before `start`."""
         return [] if self._reservation is None else self._reservation.used
 
     @property
     def _first_rollout_bundle(self) -> int:
-        """A pair of trainer and rollout rank shares a bundle; apart, those of rollout ranks follow."""
+        """The index of rollout rank 0's bundle. Colocated ranks share the trainers' bundles."""
         return 0 if self._config.cluster.colocated else self._config.cluster.num_trainers
 
     def guard(self) -> None:
-        """From now on everything with the run's mark ends, even if this process is killed. Idempotent."""
+        """Starts the guardian, which ends all processes of the run if this process is killed. Idempotent."""
         if self._guardian is None:
             kill_after_s = self._config.rl_safe.teardown.kill_after_s
             self._guardian = Guardian(self._run_id, since=self._made_at, kill_after_s=kill_after_s)
@@ -125,22 +125,22 @@ class Cluster:
             self._guardian.tell(pids=pids, folders=folders)
 
     def start(self, *, shared: Sequence[Path] = ()) -> None:
-        """Starts or joins Ray, reserves every actor's place at once, and creates the actors.
+        """Starts or joins Ray, reserves the places of all actors at once, and creates the actors.
 
         Args:
-            shared: Paths of which all nodes of a cluster that is joined must see the same.
+            shared: Paths that must exist on all nodes. Checked only on a cluster that is joined.
 
         Raises:
-            ResourceError: If the cluster has less than the run asks for.
+            ResourceError: If the cluster is too small for the run.
             ClusterError: If there is no cluster to join, or Ray cannot be started.
-            NodeMismatchError: If nodes have other versions or code than the rest, or do not see a shared path.
-            PhaseTimeoutError: If the cluster has not answered, or the places are not free, within
+            NodeMismatchError: If the versions or the code of nodes differ, or a node does not see a shared path.
+            PhaseTimeoutError: If the cluster does not answer, or the places are not free, within
                 ``rl_safe.timeouts.start``.
         """
         self.guard()
         deadline = time.monotonic() + self._config.rl_safe.timeouts.start
         self._start_ray()
-        # Ray has installed a SIGTERM handler of its own, which would end this process and leave the rest.
+        # Ray has installed its own SIGTERM handler, which would end this process and leave the others running.
         self._interrupts.listen()
         cluster, check = self._config.cluster, self._interrupts.check
 
@@ -162,7 +162,7 @@ class Cluster:
         if not self.is_local:
             join_ray(self._config.cluster, timeout_s=self._config.rl_safe.timeouts.start, check=self._interrupts.check)
             return
-        # Marks Ray's own processes as the run's too.
+        # Ray's own processes carry the run's mark, too.
         env.mark_run(self._run_id)
         remove_leftovers(Path(tempfile.gettempdir()))
         self._temp_dir = make_run_folder(self._run_id)
@@ -170,9 +170,9 @@ class Cluster:
         start_ray(self._temp_dir)
 
     def _prepare_nodes(self, shared: Sequence[Path], left_s: Callable[[], float]) -> dict[str, NodePlace]:
-        """Returns what the actors of each node are told, by the node's id."""
+        """Returns the folders and the interface for the actors of each node, by the node's id."""
         if self._temp_dir is not None:
-            # Not in the run's folder, where a run that does not hang is to leave nothing of it.
+            # In the temporary folder, because a run that does not hang must leave no hang files in its output folder.
             self._hang_dir = Path(tempfile.mkdtemp(prefix="hang_", dir=self._temp_dir))
             here = NodePlace(temp_dir=self._temp_dir, hang_dir=self._hang_dir, interface=env.LOOPBACK_INTERFACE)
             return {node.id: here for node in self.nodes}
@@ -206,9 +206,9 @@ class Cluster:
         return ActorRef(role=role, rank=rank, handle=handle, node=node)
 
     def note_processes(self) -> None:
-        """Remembers who belongs to the run, for `close`: to be called once all actors have started.
+        """Records the run's processes for `close`. Call it when all actors have started.
 
-        One that is killed later leaves files behind, and nobody could tell any more whose they are.
+        A process that is killed later may leave files. Without this record nobody could tell that they are the run's.
         """
         self._pids |= {process.pid for process in run_processes(self._run_id)}
         self._tell(pids=self._pids)
@@ -216,11 +216,11 @@ class Cluster:
             self._agents.note_processes()
 
     def lost_nodes(self) -> list[Node]:
-        """Nodes of the run that do not answer; never this machine, if Ray is ours."""
+        """Returns the nodes of the run that do not answer; always empty if Ray was started for this run."""
         return [] if self.is_local else lost_among(self.nodes)
 
     def on_nodes(self, nodes: Sequence[Node]) -> list[RankId]:
-        """Ranks that have their places on some nodes."""
+        """Returns the ranks whose places are on the given nodes."""
         ids = {node.id for node in nodes}
         bundles = () if self._reservation is None else self._reservation.nodes
         trainers, rollouts = bundles[: self._config.cluster.num_trainers], bundles[self._first_rollout_bundle :]
@@ -228,10 +228,10 @@ class Cluster:
         return [RankId(role, rank) for role, of in places.items() for rank, node in enumerate(of) if node.id in ids]
 
     def ask_ranks(self, patience_s: float) -> Answers:
-        """Asks the actors, wherever they are, where they are in their code.
+        """Asks the actors on all nodes for the line of code that they are at.
 
         Args:
-            patience_s: Longest wait, in seconds.
+            patience_s: Longest wait in seconds.
         """
         if self.is_local:
             return ask_ranks(
@@ -243,11 +243,11 @@ class Cluster:
         return replace(answers, homes=homes)
 
     def close(self, *, kill_after_s: float) -> None:
-        """Ends every process of the run: actors, their children, and Ray itself if it is ours.
+        """Ends every process of the run: actors, their children, and Ray itself if it was started for this run.
 
-        Training rank 0 goes last among the actors, because it owns the store. What has not ended ``kill_after_s``
-        seconds after it was asked to is killed; processes are found by the mark in their environment. Every step is
-        bounded in time, and goes ahead whatever became of the one before.
+        Training rank 0 is the last actor to end, because it owns the store. A process that has not ended within
+        ``kill_after_s`` seconds after the request is killed. Processes are found by the mark in their environment.
+        Every step has a timeout, and runs even if the step before it failed.
         """
         actors, reservation, agents = list(reversed(self.actors)), self._reservation, self._agents
         nodes = self.nodes
@@ -261,7 +261,7 @@ class Cluster:
                 lambda: agents.close(timeout_s=patience_s, lost=lost_among(nodes)),
                 timeout_s=patience_s + kill_after_s,
             )
-        if reservation is not None and not self.is_local:  # a local Ray takes it along
+        if reservation is not None and not self.is_local:  # a local Ray ends together with its placement group
             group = reservation.group
             attempt("giving up placement", lambda: remove_placement_group(group), timeout_s=kill_after_s)
         attempt("shutting down Ray", ray.shutdown, timeout_s=kill_after_s)
@@ -275,16 +275,17 @@ class Cluster:
             guardian.dismiss(timeout_s=kill_after_s)
 
     def keep_evidence(self, failure: E, folder: Path, *, patience_s: float) -> E | PhaseTimeoutError:
-        """Keeps what tells of a failure, before `close`: where ranks hang, which is printed too, and Ray's logs.
+        """Saves the evidence of a failure before `close`: where ranks hang (also printed), and Ray's logs.
 
         Args:
-            failure: What the run has failed with.
-            folder: Gets ``hang/`` and ``ray_logs/``. On a cluster that was joined the latter has the end of what the
-                run's own processes have printed, by node.
-            patience_s: Longest wait for each, in seconds.
+            failure: The error of the run.
+            folder: Receives ``hang/`` and ``ray_logs/``. On a cluster that was joined, ``ray_logs/`` holds the end of
+                the output of the run's own processes, by node.
+            patience_s: Longest wait for each of the two, in seconds.
 
         Returns:
-            The failure; or one that names fewer ranks, where the evidence shows that the others only wait for them.
+            The failure; or a copy that names fewer ranks, if the evidence shows that the other ranks only wait for
+            these.
         """
         hang = collect_evidence(
             failure, ask=self.ask_ranks, folder=folder, patience_s=patience_s, facts={"ray": listed_actors}
@@ -300,14 +301,14 @@ class Cluster:
         return failure
 
     def _last_place(self, failure: BaseException) -> str | None:
-        """Returns one line that says where a rank was before it died, if that can be told on this machine."""
+        """Returns a line that says where a rank was before it died; None if this machine has no record of it."""
         if self._hang_dir is None or not isinstance(failure, RankError) or not isinstance(failure.cause, Died):
             return None
         place = read_place(self._hang_dir, failure.rank_id)
         return None if place is None else f"{failure.rank_id} was last seen at {place}"
 
     def _keep_logs(self, target: Path, timeout_s: float) -> None:
-        """Copies Ray's logs, which hold the actors' output, from where `close` removes them."""
+        """Copies Ray's logs, which hold the actors' output, before `close` removes them."""
         if self._agents is not None:
             self._agents.keep_logs(target, timeout_s=timeout_s, lost=lost_among(self.nodes))
         elif self._temp_dir is not None and (logs := self._temp_dir / RAY_FOLDER / "session_latest" / "logs").is_dir():

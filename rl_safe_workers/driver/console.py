@@ -1,4 +1,4 @@
-"""Shows a run to a person, in a terminal or line by line in a log file."""
+"""Shows a run in a terminal, or line by line in a log file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STEP_COLUMNS = (
 
 
 class _Status(ProgressColumn):
-    """Seconds so far and the timeout of a phase, or the step and the current phase of the whole run."""
+    """A progress column. A phase shows its seconds and its timeout; the run shows its step and current phase."""
 
     def render(self, task: Task) -> RenderableType:
         if task.total is None:
@@ -40,7 +40,7 @@ class _Status(ProgressColumn):
 
 
 def format_step(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """Formats one line for a finished step; a metric that is absent shows as ``-``.
+    """Formats one line for a finished step. Shows a missing metric as ``-``.
 
     >>> format_step(3, 20, {"reward/mean": 0.25, "timing_s/step": 1.5})
     'step  3/20  mean reward 0.2500  logprob gap -  loss -  grad norm -  1.50 s'
@@ -51,17 +51,18 @@ def format_step(step: int, total: int, metrics: Mapping[str, float]) -> str:
 
 
 class RunConsole:
-    """Shows a run: live bars in a terminal, plain single lines anywhere else.
+    """Shows a run: live progress bars in a terminal, plain single lines anywhere else.
 
-    Without a terminal nothing moves and no escape code is written: each phase and each step is one line, written when
-    it ends. One process, one instance; not for use from several threads.
+    Without a terminal it writes no escape codes. Each phase and each step is one line, written when it ends. Make one
+    instance per process. Not thread-safe.
 
     Attributes:
-        console: Where everything goes. Hand it to ``rich.logging.RichHandler`` to keep log lines clear of the bars.
+        console: The console for all output. Give it to ``rich.logging.RichHandler``, so that log lines and progress
+            bars do not mix.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        # FORCE_COLOR may ask for colours in a log file, but bars that move have no place there.
+        # FORCE_COLOR may ask for colours in a log file, but a log file can never show moving bars.
         self.console = console or PlainConsole(force_interactive=None if sys.stdout.isatty() else False)
         ascii_only = self.console.options.ascii_only
         self._ok, self._failed = ("ok", "FAILED") if ascii_only else ("✓", "✗")
@@ -72,27 +73,27 @@ class RunConsole:
             _Status(),
             console=self.console,
             transient=True,
-            refresh_per_second=5,  # the machine's cores belong to the trainers
+            refresh_per_second=5,  # leaves the machine's cores to the trainers
             disable=not self.console.is_interactive,
         )
         self._steps: TaskID | None = None
         self._total = 0
 
     def header(self, lines: Mapping[str, str]) -> None:
-        """Prints what is about to run, one aligned ``label  value`` line each."""
+        """Prints a description of the run, one aligned line ``label  value`` for each entry."""
         width = max(map(len, lines), default=0)
         for label, value in lines.items():
             self._print(Text(f"{label:<{width}}  ", style="bold").append(Text(printable(value), style="not bold")))
 
     @contextmanager
     def phase(self, name: str, timeout_s: float) -> Iterator[None]:
-        """Shows a phase while the body runs, then one line with its seconds; an exception marks it failed.
+        """Shows a phase while the body runs, then prints one line with its seconds. An exception marks it as failed.
 
         Phases may nest, and may run inside ``steps``.
 
         Args:
             name: Name of the phase.
-            timeout_s: Seconds that the phase may take; shown, not enforced.
+            timeout_s: Timeout of the phase in seconds. It is shown, not enforced.
         """
         started_s, ok = time.monotonic(), False
         try:
@@ -110,8 +111,8 @@ class RunConsole:
         """Shows the overall bar over training steps while the body runs.
 
         Args:
-            total: Steps of the whole run.
-            start: Steps that were complete before, by the checkpoint resumed from; 0 for a fresh run.
+            total: Number of steps of the whole run.
+            start: Number of steps that the checkpoint had completed; 0 for a run from the beginning.
         """
         self._total = total
         try:
@@ -121,16 +122,18 @@ class RunConsole:
             self._steps = None
 
     def step_phase(self, name: str) -> None:
-        """Names the current phase in the bar over steps; shows nothing without a terminal or outside ``steps``."""
+        """Shows the current phase in the bar over steps. Does nothing without a terminal or outside ``steps``."""
         if self._steps is not None:
             self._progress.update(self._steps, phase=name)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the line of a finished step, red if a number in it is not finite, and moves the bar. Inside ``steps``.
+        """Prints the line of a finished step and moves the bar. The line is red if a number in it is not finite.
+
+        Call it inside ``steps``.
 
         Args:
             step: The step, counted from 1.
-            metrics: Its metrics, by the names of ``driver.metrics``.
+            metrics: The step's metrics, by the names of ``driver.metrics``.
         """
         if self._steps is not None:
             self._progress.update(self._steps, completed=step)
@@ -138,7 +141,7 @@ class RunConsole:
         self._print(Text(format_step(step, self._total, metrics), style="default" if finite else "red"))
 
     def warn(self, *lines: str) -> None:
-        """Prints lines that a person should see, above the bars."""
+        """Prints warnings above the bars."""
         for line in lines:
             self._print(Text(printable(line), style="yellow"))
 
@@ -148,8 +151,8 @@ class RunConsole:
         Args:
             phases: Totals by phase, in the order to show.
             wall_s: Seconds from start to end.
-            peak_bytes: Largest memory of all processes together.
-            run_dir: Where ``report.html`` is.
+            peak_bytes: Peak memory in bytes of all processes together.
+            run_dir: Folder that holds ``report.html``.
         """
         self.console.print(_phase_table(phases, wall_s))
         memory = f"peak memory {peak_bytes / GIB:.2f} GiB over all processes"

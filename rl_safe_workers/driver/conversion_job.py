@@ -1,4 +1,4 @@
-"""Conversions as a job of their own: trainers alone, no rollout rank, and the same end as a run."""
+"""Runs a conversion as a separate job: with trainers, without rollout ranks, and with the same cleanup as a run."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ DTYPES: Sequence[Dtype] = get_args(Dtype)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a conversion reads and writes."""
+    """The source and the target of a conversion."""
 
     source: Path
     target: Path
     overwrite: bool
-    """True if the target may replace something else."""
+    """True if the target may replace an existing folder."""
     dtype: str | None
-    """Type that ``model.dtype`` asks for; None: the source's."""
+    """The dtype that ``model.dtype`` asks for; None for the dtype of the source."""
 
 
 def convert_to_megatron(config: RunConfig, place: Place) -> str:
     """Converts an HF directory to Megatron's shards.
 
     Args:
-        config: Layout, timeouts and cluster; its model is that of ``place``.
-        place: From an HF directory to a directory with the shards.
+        config: Layout, timeouts and cluster. Its model is replaced by the source of ``place``.
+        place: The source is an HF directory, the target a directory for the shards.
 
     Returns:
-        One line that says what was done.
+        One line that reports the result.
 
     Raises:
         UsageError: Before anything is started or written.
@@ -87,12 +87,13 @@ def convert_to_hf(config: RunConfig, place: Place) -> str:
     """Converts the model of a Megatron checkpoint to an HF directory.
 
     Args:
-        config: As for `convert_to_megatron`; ``model.path`` is the HF directory that the model came from, or empty for
-            the copy of its configuration in a conversion.
-        place: From a conversion, a training checkpoint or a torch_dist directory to an HF directory.
+        config: As for `convert_to_megatron`, but ``model.path`` is used: the HF directory that the model came from. If
+            it is empty, the copy of the model's configuration in a conversion is used.
+        place: The source is a conversion, a training checkpoint or a torch_dist directory; the target is an HF
+            directory.
 
     Returns:
-        One line that says what was done.
+        One line that reports the result.
 
     Raises:
         UsageError: Before anything is started or written.
@@ -120,13 +121,17 @@ def _hf_source(config: RunConfig, checkpoint: Path) -> Path:
 
 
 def _check_is_of(weights: MegatronWeights, checkpoint: Path, source: Path) -> None:
-    """Compares fingerprints where the HF directory has the weights that they are made from."""
+    """Compares fingerprints, if the HF directory has the weights that a fingerprint is computed from."""
     if any(source.glob("*.safetensors")):
         weights.check_is_of(model_fingerprint(source), path=checkpoint)
 
 
 def _for_model(config: RunConfig, path: Path, *, has_weights: bool) -> RunConfig:
-    """Returns a copy for this model and no rollout rank, once it is sure that the model divides over the layout."""
+    """Returns a copy of the configuration for this model, without rollout ranks.
+
+    Raises:
+        UsageError: If the model cannot be read or does not divide over the layout.
+    """
     shape = read_hf_directory(path, model_types=CONVERTIBLE_MODEL_TYPES, has_weights=has_weights)
     layout = layout_of(config)
     check_layout(layout)
@@ -145,7 +150,7 @@ def _dtype(name: str) -> Dtype:
 
 
 def _dtype_of(hf_dir: Path) -> str:
-    """The dtype that an HF directory says its weights have; transformers 4 calls it ``torch_dtype``."""
+    """Returns the dtype of the weights from an HF directory's config.json (``torch_dtype`` in transformers 4)."""
     fields = read_model_json(hf_dir / "config.json")
     name = fields.get("dtype") or fields.get("torch_dtype")
     if not isinstance(name, str):
@@ -158,7 +163,7 @@ def _converted_dtype(weights: MegatronWeights) -> str | None:
 
 
 def _run(config: RunConfig, work: Callable[[Session], Any]) -> str:
-    """Brings trainers up, has them work, and takes everything down, whatever happens."""
+    """Starts the trainers, runs the work, and ends all processes, also after a failure."""
     interrupts, patience_s = Interrupts(), config.rl_safe.teardown.kill_after_s
     cluster = Cluster(config, run_id=uuid.uuid4().hex[:12], interrupts=interrupts)
     session = Session(config, cluster, RunConsole(), interrupts)

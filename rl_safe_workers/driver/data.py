@@ -1,4 +1,4 @@
-"""Prompts: parquet files in verl's layout, and an endless, resumable order of them."""
+"""Reads prompts from parquet files in verl's layout, and yields them in an endless, resumable order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prompt:
     """
 
     index: int
-    """Position in the dataset, over all files, from 0."""
+    """Index in the dataset, over all files, from 0."""
     data_source: str
     messages: tuple[Mapping[str, str], ...]
     """Chat messages, each with ``role`` and ``content``."""
@@ -35,10 +35,11 @@ class Prompt:
 
 
 class PromptDataset:
-    """All prompts of some parquet files, in file order, held in memory.
+    """All prompts of the given parquet files in memory, in file order.
 
     Raises:
-        DataError: A file is missing, is no parquet, lacks a column or holds a malformed row; the message names it.
+        DataError: If a file is missing, is not parquet, lacks a column or has a malformed row. The message names the
+            file.
     """
 
     def __init__(self, files: Sequence[str | Path]) -> None:
@@ -62,7 +63,7 @@ class PromptDataset:
         return iter(self._prompts)
 
     def __len__(self) -> int:
-        """Number of prompts over all files."""
+        """Returns the number of prompts in all files."""
         return len(self._prompts)
 
     def __getitem__(self, index: int) -> Prompt:
@@ -71,10 +72,10 @@ class PromptDataset:
 
 
 class PromptLoader:
-    """Endless batches of prompts, in an order that depends on the seed and the epoch alone.
+    """Yields endless batches of prompts, in an order that depends only on the seed and the epoch.
 
-    A batch may span the end of an epoch. The state is two integers, so a resumed run continues at the very next
-    prompt; it counts prompts, not batches, so the batch size may change in between.
+    A batch may span the end of an epoch. The state is the epoch and the position in it, so a resumed run continues at
+    the next prompt. The position counts prompts, not batches, so the batch size may change when a run is resumed.
     """
 
     def __init__(self, dataset: PromptDataset, *, batch_size: int, shuffle: bool, seed: int) -> None:
@@ -90,14 +91,14 @@ class PromptLoader:
         return [self._next_prompt() for _ in range(self._batch_size)]
 
     def state_dict(self) -> dict[str, int]:
-        """Returns where the loader stands: the epoch, the position in it, and the length that it belongs to."""
+        """Returns the state: the epoch, the position in it, and the number of prompts of the dataset."""
         return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._dataset)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues where ``state_dict`` was taken.
+        """Continues from the position of a ``state_dict``.
 
         Raises:
-            DataError: The state belongs to a dataset of another length, or is none.
+            DataError: If the state is malformed, or belongs to a dataset of another length.
         """
         if (wrong := check_position(state)) is not None:
             raise DataError(f"cannot resume: the checkpoint has no usable data position ({wrong}); take another one")
@@ -120,13 +121,13 @@ class PromptLoader:
     def _make_order(self) -> list[int]:
         order = list(range(len(self._dataset)))
         if self._shuffle:
-            # Seeding with a string hashes all of it; neighbouring seeds and epochs share no order.
+            # A string seed is hashed as a whole, so neighbouring seeds and epochs give different orders.
             random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order
 
 
 def check_position(state: object) -> str | None:
-    """Returns what makes a state none of `PromptLoader.state_dict`, in a few words; None if it is one."""
+    """Returns in a few words why a value is not a state of `PromptLoader.state_dict`; None if it is one."""
     if not isinstance(state, Mapping):
         return "it is missing"
     for key in ("epoch", "position", "num_prompts"):
@@ -175,5 +176,5 @@ def _is_message(value: Any) -> bool:
 
 
 def _malformed(where: str, what: str, value: object) -> DataError:
-    # Repeating a value costs as much as it has; its beginning tells enough.
+    # Quotes only the beginning, because a value may be large.
     return DataError(f"data.train_files: {where}: {what}, got {reprlib.repr(value)}")

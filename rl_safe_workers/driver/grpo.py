@@ -1,4 +1,4 @@
-"""One GRPO step after another: the driver's part, which is data, rewards, advantages and the order of calls."""
+"""Runs the driver's part of the GRPO steps: data, rewards, advantages and the order of calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GrpoLoop:
         reward: RewardFunction,
         on_phase: Callable[[str], None],
     ) -> None:
-        """Records its parts; `step` does the work."""
+        """Stores its parts; `step` does the work."""
         self._config, self._session, self._layout = config, session, layout
         self._loader, self._reward, self._on_phase = loader, reward, on_phase
 
@@ -55,7 +55,8 @@ class GrpoLoop:
             The step's metrics.
 
         Raises:
-            LogprobGapError: If rollout and trainer disagree by more than ``rollout.max_logprob_gap``.
+            LogprobGapError: If the log-probabilities of rollout and trainer differ by more than
+                ``rollout.max_logprob_gap``.
             DivergedError: If the update is not finite.
         """
         start_s, before, prompts = time.monotonic(), dict(self._session.totals), self._loader.next_batch()
@@ -110,13 +111,13 @@ class GrpoLoop:
     def _pack(self, samples: Sequence[Sample], rewards: Rewards) -> SequenceBatch:
         advantages = estimate_advantages(rewards, group_size=self._config.rollout.n, config=self._config.algorithm)
         length = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
-        # Sequence parallelism cuts the sequence by the tensor-parallel size.
+        # Sequence parallelism divides the sequence by the tensor-parallel size.
         multiple = self._layout.tensor
         return pack(samples, advantages, length=-(-length // multiple) * multiple)
 
     def _shard(self, batch: SequenceBatch) -> list[SequenceBatch]:
         per_rank = len(batch) // self._layout.data
-        # Interleaved, so that a mini-batch of whole prompt groups is spread over the data-parallel ranks.
+        # Interleaved, so that each mini-batch of whole prompt groups is spread over the data-parallel ranks.
         return [
             batch.select(np.arange(rank, rank + per_rank * self._layout.data, self._layout.data))
             for rank in range(self._layout.data)
@@ -134,7 +135,7 @@ class GrpoLoop:
                 filled[data] = shards[data].with_logprobs(old=old, ref=ref)
         gaps = _logprob_gaps(filled)
         largest, bound = float(gaps.max()), self._config.rollout.max_logprob_gap
-        # Written so that a gap that is not a number fails too.
+        # In this form the check fails for NaN, too.
         if not largest <= bound:
             raise LogprobGapError(step=step, gap=largest, bound=bound)
         return filled, {
@@ -149,7 +150,8 @@ class GrpoLoop:
         shard_of = self._shard_of(shards)
         updates = self._trainers(Phase.TRAIN, "train", lambda rank: (*shard_of(rank), mini_batch))
         metrics = _update_metrics(updates, self._config)
-        # Before it reaches the rollout or a checkpoint; Megatron skips a step whose gradient is not finite.
+        # Checked before the update reaches the rollout or a checkpoint. Megatron skips a step whose gradient is not
+        # finite.
         skipped = any(update["updated"] == 0 for of_rank in updates for update in of_rank)
         if skipped or not math.isfinite(metrics[names.LOSS]) or not math.isfinite(metrics[names.GRAD_NORM]):
             raise DivergedError(step=step, loss=metrics[names.LOSS], grad_norm=metrics[names.GRAD_NORM])
@@ -161,7 +163,10 @@ class GrpoLoop:
 
 
 def _logprob_gaps(shards: Sequence[SequenceBatch]) -> NDArray[np.float32]:
-    """Difference between trainer and rollout, in nats, of every sampled token."""
+    """Returns the absolute log-probability difference, trainer to rollout, in nats.
+
+    Shape ``[number of sampled tokens]``, float32.
+    """
     gaps = []
     for shard in shards:
         assert shard.old_logprobs is not None, "each data-parallel rank returns log-probabilities"
@@ -194,6 +199,6 @@ def _update_metrics(updates: Sequence[Sequence[dict[str, float]]], config: RunCo
 
 
 def _phase_seconds(before: Mapping[str, PhaseTotal], after: Mapping[str, PhaseTotal]) -> Metrics:
-    """Seconds that each phase has taken in between, under ``timing_s/<phase>``."""
+    """Returns the seconds that each phase took between two totals, under ``timing_s/<phase>``."""
     grown = {phase: total.total_s - before.get(phase, PhaseTotal()).total_s for phase, total in after.items()}
     return {names.phase_seconds_name(phase): seconds for phase, seconds in grown.items() if seconds > 0}

@@ -1,7 +1,8 @@
-"""Ctrl-C, SIGTERM and a closed terminal: noticed at once, acted on where it is safe.
+"""Handles SIGINT (Ctrl-C), SIGTERM and SIGHUP: records the signal at once, and acts on it where that is safe.
 
-The handler only takes note. An exception out of a signal handler would surface inside Ray's compiled code, which
-turns it into something else; so every wait of the driver goes in short slices and calls `check` between them.
+The handler only records the signal. An exception from a signal handler would surface inside Ray's compiled code, which
+converts it to another one. Therefore every wait of the driver is split into short slices and calls `check` between
+them.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from types import FrameType
 from rl_safe_workers.errors import Interrupted
 
 SLICE_S = 0.2
-"""Longest time that a wait goes without a `check`."""
+"""Longest time in seconds that a wait goes without a `check`."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Notes requests to stop the run."""
+    """Records the signal that asks the run to stop."""
 
     def __init__(self) -> None:
         self._signum: int | None = None
@@ -31,7 +32,7 @@ class Interrupts:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes note of signals while the body runs, and until then nothing else handles them. Main thread only."""
+        """Records signals while the body runs, then restores the previous handlers. Main thread only."""
         previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
         self.listen()
         try:
@@ -41,7 +42,7 @@ class Interrupts:
                 signal.signal(signum, handler)
 
     def listen(self) -> None:
-        """Installs the handler; again after a library has installed its own, as Ray does for SIGTERM."""
+        """Installs the handler. Call it again after a library has installed its own, as Ray does for SIGTERM."""
         for signum in _SIGNALS:
             signal.signal(signum, self._take_note)
 

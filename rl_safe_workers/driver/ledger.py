@@ -1,4 +1,4 @@
-"""Shows the cost of communicators to people and to dashboards."""
+"""Reports the cost of the communicators: as metrics, as a table, as JSON and to Ray's dashboard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LATE, LATE_BYTES = "rl_safe/comms_late", "rl_safe/comms_late_bytes"
 
 
 def ledger_metrics(reports: Sequence[BootstrapReport]) -> dict[str, float]:
-    """The worst rank's figures of a bootstrap, for ``metrics.jsonl``."""
+    """Returns the largest figures over all ranks of a bootstrap, for ``metrics.jsonl``."""
     found = {
         GROUPS: float(max(report.groups for report in reports)),
         SECONDS: max(report.seconds for report in reports),
@@ -33,7 +33,11 @@ def ledger_metrics(reports: Sequence[BootstrapReport]) -> dict[str, float]:
 
 
 def late_metrics(found: Sequence[Sequence[LateAllocation]]) -> dict[str, float]:
-    """How many collectives the bootstrap has missed on the worst rank, and their bytes."""
+    """Returns the largest count and the largest bytes over all ranks of late allocations.
+
+    Args:
+        found: Late allocations of each training rank, in the order of ranks.
+    """
     return {
         LATE: float(max(map(len, found), default=0)),
         LATE_BYTES: float(max((sum(late.bytes or 0 for late in of_rank) for of_rank in found), default=0)),
@@ -41,7 +45,7 @@ def late_metrics(found: Sequence[Sequence[LateAllocation]]) -> dict[str, float]:
 
 
 def ledger_table(report: BootstrapReport) -> Table:
-    """One rank's communicators, in the order of connecting."""
+    """Returns a table of training rank 0's communicators, in the order in which they were connected."""
     table = Table(title="communicators of training rank 0", title_justify="left", highlight=False)
     table.add_column("group")
     table.add_column("ranks")
@@ -63,7 +67,7 @@ def _cells(entry: LedgerEntry) -> tuple[str, ...]:
 
 
 def write_ledger(path: Path, reports: Sequence[BootstrapReport]) -> None:
-    """Writes every rank's ledger as JSON, a list by training rank."""
+    """Writes the ledgers of all ranks as a JSON list, in the order of training ranks."""
     path.write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n", encoding="utf-8")
 
 

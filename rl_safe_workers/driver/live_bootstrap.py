@@ -1,4 +1,4 @@
-"""A bootstrap and nothing else: the trainers of a recipe come up, connect every communicator, and go again."""
+"""Runs only the bootstrap of a recipe: starts the trainers, connects every communicator, and ends."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class LiveBootstrap:
     """
 
     ledgers: tuple[BootstrapReport, ...]
-    """By training rank."""
+    """The ledger of each training rank, in the order of ranks."""
     seconds: dict[str, float]
-    """Seconds of each phase, as the driver saw it."""
+    """Seconds of each phase, measured in the driver."""
 
 
 def bootstrap_live(config: RunConfig, console: RunConsole) -> LiveBootstrap:
-    """Connects the recipe's groups on the nodes where it would run, without a model and without rollout ranks.
+    """Connects the recipe's groups on the nodes where the run would be, without a model and without rollout ranks.
 
-    Blocking, each phase within its timeout. Leaves no process behind, whatever happens. Main thread only.
+    Blocks; each phase has its timeout. Leaves no process behind, also after a failure. Main thread only.
 
     Args:
-        config: A recipe whose layout is checked; it stays as it is.
+        config: A recipe whose layout has been checked. It is not changed.
         console: Shows the phases.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A run's measurements: one JSON object per step, and TensorBoard events on request."""
+"""Writes the metrics of a run: one JSON object per step, and TensorBoard events on request."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ PEAK_MEMORY_GIB = "perf/peak_memory_gib"
 
 
 def phase_seconds_name(phase: str) -> str:
-    """Returns the metric that holds the seconds of one phase of a step, e.g. ``timing_s/rollout``."""
+    """Returns the name of the metric for the seconds of a phase in a step, e.g. ``timing_s/rollout``."""
     return f"timing_s/{phase}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTotal:
-    """The sum of all stays in one phase, as the driver saw them.
+    """The totals of one phase over a run, measured in the driver.
 
     Example: ``PhaseTotal(count=20, total_s=14.2).mean_s == 0.71``
     """
@@ -48,18 +48,18 @@ class PhaseTotal:
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of one stay; 0 if there was none."""
+        """The mean seconds of one pass through the phase; 0 if there was none."""
         return self.total_s / self.count if self.count else 0.0
 
     def plus(self, seconds: float) -> PhaseTotal:
-        """Returns the total with one more stay of ``seconds``."""
+        """Returns the totals with one more pass, which took ``seconds``."""
         return PhaseTotal(count=self.count + 1, total_s=self.total_s + seconds)
 
 
 class _TensorBoardWriter:
-    """Scalars as TensorBoard events, through the writer that torch.utils.tensorboard itself uses.
+    """Writes scalars as TensorBoard events, with the writer that torch.utils.tensorboard itself uses.
 
-    Going to it directly keeps torch out of the driver's process: the import takes 0.3 s, not several.
+    Using that writer directly keeps torch out of the driver's process: the import takes 0.3 s, not several seconds.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -82,7 +82,7 @@ class _TensorBoardWriter:
         self._writer.flush()
 
     def forget_from(self, step: int) -> None:
-        # What TensorBoard's own readers take as the mark of a restart.
+        # TensorBoard's own readers treat this event as the mark of a restart.
         started = self._session_log(status=self._session_log.START)
         self._writer.add_event(self._event(wall_time=time.time(), step=step, session_log=started))
         self._writer.flush()
@@ -94,13 +94,14 @@ class _TensorBoardWriter:
 class MetricsLog:
     """Appends metrics to ``run_dir/metrics.jsonl`` and, on request, to ``run_dir/tensorboard``.
 
-    Raises ConfigError, before it makes a file, if tensorboard is asked for and not installed.
-
-    Each line is flushed, so a run that dies keeps every step it finished. Not thread-safe.
+    Flushes each line, so a run that dies keeps every step that it finished. Not thread-safe.
 
     Attributes:
         path: The JSON-lines file.
-        records: Everything logged through this object, equal to the lines of the file.
+        records: All records logged through this object, in order, equal to the last lines of the file.
+
+    Raises:
+        ConfigError: If ``tensorboard`` is True and it is not installed. No file has been made then.
     """
 
     def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
@@ -113,8 +114,8 @@ class MetricsLog:
     def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         """Writes one line ``{"step": step, **metrics}``.
 
-        A float that is not finite is written as ``null``, since JSON has no such number, and named in a warning;
-        TensorBoard gets it as it is. Text goes to the file only.
+        A float that is not finite is written as ``null``, because JSON has no such number, and named in a warning.
+        TensorBoard gets the original value. Text goes to the file only.
 
         Args:
             step: Training step, counted from 1.
@@ -134,11 +135,11 @@ class MetricsLog:
             self._tensorboard.write(step, [(n, float(v)) for n, v in metrics.items() if not isinstance(v, str)])
 
     def forget_after(self, step: int) -> None:
-        """Drops what was logged of later steps, which are to be taken again."""
+        """Drops the records of later steps, which the run will repeat."""
         kept = [record for record in self.records if record["step"] <= step]
         if len(kept) == len(self.records):
             return
-        # What this log did not write was there before it, and stays.
+        # Lines that this object did not write were there before it, and stay.
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         self._file.close()
         written = self.path.with_name(self.path.name + ".tmp")
@@ -152,7 +153,7 @@ class MetricsLog:
         """Closes both files. Idempotent."""
         try:
             self._file.close()
-        except OSError as error:  # of a line that `log` could not write either
+        except OSError as error:  # raised for a line that `log` could not write either
             logger.warning("%s lacks its last line: %s", self.path, error)
         if self._tensorboard:
             self._tensorboard.close()

@@ -1,6 +1,6 @@
-"""Looks after a run's folders, leftovers and surviving processes on one node of a cluster that it has joined.
+"""Manages the files and processes of a run on one node of a cluster that it has joined.
 
-The driver does all of this itself on its own machine, where it also starts Ray.
+If the run starts its own Ray, there is no agent: the driver does this work itself.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
 from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
 
 LOG_BYTES = 2**18
-"""Bytes that a failed run takes from the end of each log file of a node."""
+"""Largest number of bytes that a failed run copies from the end of a log file on a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlace:
-    """A node's folders and addresses, for its actors. Example: ``ray.get(agent.open.remote("10.0.0.4"))``."""
+    """The folders and the interface for the actors of a node.
+
+    Example: ``ray.get(agent.open.remote("10.0.0.4"))``
+    """
 
     temp_dir: Path
-    """For their temporary files; the agent removes it."""
+    """Folder for the actors' temporary files; the agent removes it."""
     hang_dir: Path
-    """Where they leave what they are asked for."""
+    """Folder for the diagnostics that actors write when they are asked."""
     interface: str | None
-    """The network interface of the node's address; None: nobody may choose one, or none has it."""
+    """The network interface for gloo; None if the node's owner has set none and no interface has the node's address."""
 
 
 class NodeAgent:
     """A Ray actor without resources, one on each node of the run.
 
-    It bears no mark of the run, whose processes it ends. Its guardian does that if the agent goes without a word: Ray
-    ends it when the driver dies, or when the node leaves the cluster.
+    It does not carry the run's mark, because it ends all processes that do. If the agent itself is killed, its guardian
+    ends them: Ray kills the agent when the driver dies or when the node leaves the cluster.
     """
 
     def __init__(self, run_id: str, node_id: str, *, kill_after_s: float) -> None:
@@ -59,24 +62,27 @@ class NodeAgent:
         """Makes the folders.
 
         Args:
-            address: The node's, in the cluster.
+            address: Address of the node in the cluster.
         """
         hang_dir = self._temp_dir / "hang"
         hang_dir.mkdir(exist_ok=True)
-        # What the node's owner has chosen for it is in this process's environment, and so in the actors'.
+        # A choice of the node's owner is in this process's environment, which the actors share.
         interface = env.gloo_interface() or interface_of(address)
         return NodePlace(temp_dir=self._temp_dir, hang_dir=hang_dir, interface=interface)
 
     def note_processes(self) -> None:
-        """Remembers who belongs to the run, for `close`; see `driver.cluster.Cluster.note_processes`."""
+        """Records the run's processes on this node for `close`; see `driver.cluster.Cluster.note_processes`."""
         self._pids |= {process.pid for process in run_processes(self._run_id, self._node_id)}
         self._guardian.tell(pids=self._pids)
 
     def ask_ranks(self, patience_s: float) -> tuple[Answers, Any]:
-        """Asks the run's ranks on this node where they are; see `diagnostics.inquiry.ask_ranks`.
+        """Asks the run's ranks on this node for their line of code; see `diagnostics.inquiry.ask_ranks`.
+
+        Args:
+            patience_s: Longest wait in seconds.
 
         Returns:
-            The answers without the Flight Recorder's files, and a reference to these.
+            The answers without the Flight Recorder's files, and a Ray reference to these files.
         """
         answers = ask_ranks(
             lambda: processes_of_run(self._run_id, self._node_id),
@@ -85,7 +91,7 @@ class NodeAgent:
         return replace(answers, flights={}), ray.put(answers.flights)
 
     def logs(self) -> dict[str, bytes]:
-        """Returns the end of what each process of the run on this node has printed, by the name of Ray's file."""
+        """Returns the end of the output of each process of the run on this node, by the name of Ray's log file."""
         self.note_processes()
         folder = Path(ray_worker.global_worker.node.get_logs_dir_path())
         files = [
@@ -94,7 +100,7 @@ class NodeAgent:
         return {file.name: tail for file in files if (tail := _tail(file))}
 
     def close(self) -> None:
-        """Ends what the run has left on this node, and removes its files."""
+        """Ends all processes of the run on this node, and removes its files."""
         self._pids |= {process.pid for process in run_processes(self._run_id, self._node_id)}
         reap(self._run_id, kill_after_s=self._kill_after_s, node=self._node_id)
         remove_ipc_files(ended(self._pids), since=self._since)
@@ -109,7 +115,9 @@ def _tail(file: Path) -> bytes:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of the interface that has an address; of the loopback one for all of its addresses.
+    """Returns the name of the interface that has an address; None if none has it.
+
+    Every loopback address belongs to the loopback interface.
 
     >>> interface_of("127.0.0.3")
     'lo'

@@ -1,4 +1,4 @@
-"""The driver's end of the agents on the nodes of a cluster."""
+"""Calls the agents on the nodes of a cluster, from the driver."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class NodeAgents:
-    """One on each node of the run."""
+    """The agents of a run, one on each node."""
 
     def __init__(self, nodes: Sequence[Node], run_id: str, *, kill_after_s: float) -> None:
-        """Starts them, and does not wait for any."""
+        """Starts the agents, without waiting for them."""
         self._nodes = list(nodes)
         agent = ray.remote(NodeAgent)
         self._handles: list[Any] = [
@@ -36,15 +36,15 @@ class NodeAgents:
         ]
 
     def open(self, *, timeout_s: float, check: Callable[[], None]) -> dict[str, NodePlace]:
-        """Returns what actors are told of their node, by the node's id.
+        """Returns the folders and the interface for the actors of each node, by the node's id.
 
         Args:
-            timeout_s: Seconds until all must have answered.
-            check: Called several times a second; what it raises ends the wait.
+            timeout_s: Seconds until all agents must have answered.
+            check: Called several times a second. An exception that it raises ends the wait.
 
         Raises:
             ClusterError: If an agent fails.
-            PhaseTimeoutError: Names the nodes that have not answered.
+            PhaseTimeoutError: If an agent does not answer in time. It names the nodes.
         """
         refs = {handle.open.remote(node.address): node for handle, node in zip(self._handles, self._nodes, strict=True)}
         await_nodes(refs, NODE_AGENTS, timeout_s=timeout_s, check=check)
@@ -57,17 +57,17 @@ class NodeAgents:
         return places
 
     def note_processes(self) -> None:
-        """Lets each remember who belongs to the run on its node; waits for none."""
+        """Makes each agent record the run's processes on its node, without waiting."""
         for handle in self._handles:
             handle.note_processes.remote()
 
     def ask_ranks(self, *, timeout_s: float) -> Answers:
-        """Lets each ask the ranks of its node where they are; all at once.
+        """Makes all agents at once ask the ranks of their nodes for their line of code.
 
         Args:
-            timeout_s: Seconds until all must have answered. Nodes that have not are named in what is returned.
+            timeout_s: Seconds until all agents must have answered. The result names the nodes that did not.
         """
-        # What a node has found out counts, though one of its actors does not answer: it gets less time than there is.
+        # An agent gets less time than we wait, so that its findings arrive even if one of its actors does not answer.
         refs = {
             handle.ask_ranks.remote(0.8 * timeout_s): node
             for handle, node in zip(self._handles, self._nodes, strict=True)
@@ -92,12 +92,12 @@ class NodeAgents:
         )
 
     def keep_logs(self, target: Path, *, timeout_s: float, lost: Sequence[Node] = ()) -> None:
-        """Writes the end of what the run's processes have printed to ``<target>/<address of the node>/``.
+        """Writes the end of the output of the run's processes to ``<target>/<address of the node>/``.
 
         Args:
             target: A folder.
-            timeout_s: Seconds in which the nodes are waited for.
-            lost: Nodes that are gone, and are not asked.
+            timeout_s: Longest wait for all nodes, in seconds.
+            lost: Nodes that are gone. They are not asked.
         """
         pending = {handle.logs.remote(): node for handle, node in self._without(lost)}
         deadline = time.monotonic() + timeout_s
@@ -118,17 +118,17 @@ class NodeAgents:
             logger.warning("no logs within %.0f s from node %s", timeout_s, ", ".join(map(str, pending.values())))
 
     def close(self, *, timeout_s: float, lost: Sequence[Node] = ()) -> None:
-        """Lets each end what is left on its node. What one that does not answer leaves, its guardian ends.
+        """Makes each agent end the run's processes on its node. If an agent does not answer, its guardian ends them.
 
         Args:
-            timeout_s: Seconds until all must have done so.
-            lost: Nodes that are gone, and are not waited for.
+            timeout_s: Seconds until all agents must have finished.
+            lost: Nodes that are gone. They are not waited for.
         """
         refs = {handle.close.remote(): node for handle, node in self._without(lost)}
         _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
         for ref, node in refs.items():
             if ref in pending:
-                logger.warning("node %s has not said within %.0f s that nothing is left on it", node, timeout_s)
+                logger.warning("node %s has not confirmed within %.0f s that no process is left on it", node, timeout_s)
                 continue
             try:
                 ray.get(ref)

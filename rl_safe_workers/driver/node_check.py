@@ -1,4 +1,4 @@
-"""Checks before any actor starts that the nodes of a run go together: same versions, same code, same files."""
+"""Checks before any actor starts that the nodes of a run have the same versions, the same code and the same files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rl_safe_workers.versions import STACK
 CACHED_S = 3.0
 _MARKER, _LEFT_BEHIND_S = ".seen_by_all_", 86400.0
 Facts = Mapping[str, Any]
-"""The result of `node_probe.look`; or ``error``, the reason why it could not look."""
+"""The result of `node_probe.look` on a node; or, under ``error``, the reason why the probe failed."""
 
 
 def check_nodes(
@@ -34,23 +34,23 @@ def check_nodes(
     timeout_s: float,
     check: Callable[[], None],
 ) -> None:
-    """Compares what the nodes have with each other, and their code with this process's.
+    """Compares the versions and files of the nodes with each other, and their code with this process's.
 
     Args:
-        nodes: Those that actors will be on.
-        shared: Absolute paths that must exist on all of them.
-        timeout_s: Seconds until all must have answered.
-        check: Called several times a second; what it raises ends the wait.
+        nodes: The nodes on which actors will run.
+        shared: Absolute paths that must exist on all nodes.
+        timeout_s: Seconds until all nodes must have answered.
+        check: Called several times a second. An exception that it raises ends the wait.
 
     Raises:
-        NodeMismatchError: Names each node that differs, and in what.
+        NodeMismatchError: If nodes differ. It names each node and the differences.
         ClusterError: If a node cannot run a task.
-        PhaseTimeoutError: Names the nodes that have not answered.
+        PhaseTimeoutError: If a node does not answer in time. It names the nodes.
     """
     paths = [str(path) for path in shared]
     found = look_at(nodes, paths, timeout_s=timeout_s, check=check)
     if any(facts.get("paths") for facts in found.values()):
-        # A network file system shows what was just made only after its caches have expired.
+        # A network file system may show a new file only after its caches have expired.
         wait_until = time.monotonic() + CACHED_S
         while time.monotonic() < wait_until:
             check()
@@ -64,13 +64,16 @@ def check_nodes(
 
 @contextmanager
 def marker(folder: Path) -> Iterator[Path]:
-    """Keeps an empty file in a folder, which is made if it is not there, while the body runs.
+    """Keeps an empty file in a folder while the body runs. Makes the folder if needed.
 
-    A folder by the same name may be on every node and yet be another one; this file is in one of them only.
+    Each node may have a different folder by the same name. A node that sees this file sees the driver's folder.
+
+    Raises:
+        ConfigError: If the folder or the file cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{_MARKER}*"):  # of a driver that was killed; another one's may be in use
+        for left in folder.glob(f"{_MARKER}*"):  # old ones are from killed drivers; young ones may be in use
             with suppress(FileNotFoundError):
                 if left.stat().st_mtime < time.time() - _LEFT_BEHIND_S:
                     left.unlink()
@@ -90,12 +93,12 @@ def marker(folder: Path) -> Iterator[Path]:
 def look_at(
     nodes: Sequence[Node], paths: Sequence[str], *, timeout_s: float, check: Callable[[], None]
 ) -> dict[str, Facts]:
-    """Returns what each node has, by its name.
+    """Returns the facts about each node, by the node's name.
 
     Raises:
-        PhaseTimeoutError: Names the nodes that have not answered in time.
+        PhaseTimeoutError: If a node does not answer in time. It names the nodes.
     """
-    # By value: a reference would be looked up in whatever version of the package the node has.
+    # Pickled by value: a reference would be resolved in the node's own version of the package.
     cloudpickle.register_pickle_by_value(node_probe)
     try:
         probe = ray.remote(node_probe.look)
@@ -121,12 +124,13 @@ def _answer(ref: Any) -> Facts:
 
 
 def compare(found: Mapping[str, Facts], *, code: str | None) -> list[str]:
-    """Returns what is wrong with each node, in words; empty: they go together.
+    """Returns one line for each node that differs; an empty list if the nodes can run together.
 
-    Versions are held against those that most nodes have: the driver may be on a machine without a GPU.
+    The versions of a node are compared with the versions that most nodes have, not with the driver's, because the
+    driver may be on a machine without a GPU.
 
     Args:
-        found: What each node has, by its name.
+        found: The facts about each node, by the node's name.
         code: `node_probe.fingerprint` of this process.
     """
     usual = _usual([facts["versions"] for facts in found.values()])

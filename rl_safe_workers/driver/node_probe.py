@@ -1,7 +1,7 @@
-"""Looks at a node of the cluster from there: versions, code and files.
+"""Reports the installed versions and visible files of a node, running on that node.
 
-This module is sent to the node as it is (pickled by value), since the node may lack the package, or have another
-version of it. So it imports nothing but Python's own library.
+This module is sent to the node pickled by value, because the node may lack the package or have another version of it.
+Therefore it imports only Python's standard library.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ PACKAGE = "rl_safe_workers"
 
 
 def look(distributions: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
-    """Returns what is installed here, and which paths exist.
+    """Returns the installed versions, the fingerprint of the package, and the paths that do not exist.
 
     Args:
-        distributions: Whose versions to tell.
-        paths: Absolute paths.
+        distributions: Names of the distributions to report.
+        paths: Absolute paths to look for.
 
     Returns:
-        ``versions``, by name, of those that are installed, and of Python; ``code``, what `fingerprint` says of the
-        package, None if it is not there; ``paths``, those that do not exist.
+        ``versions``: the version of Python and of each installed distribution, by name. ``code``: the result of
+        `fingerprint`. ``paths``: the paths that do not exist.
     """
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in distributions:
@@ -38,7 +38,7 @@ def look(distributions: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
 
 
 def fingerprint() -> str | None:
-    """Tells the package's code from any other's, whatever its version says: 12 hex digits; None if it is not there."""
+    """Returns a hash of the package's code, 12 hex digits; None if the package is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         return None

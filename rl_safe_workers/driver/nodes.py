@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster, in the order that ranks follow."""
+"""Lists the nodes of a Ray cluster in the order of ranks, and finds the nodes that do not answer."""
 
 from __future__ import annotations
 
@@ -20,40 +20,41 @@ from rl_safe_workers.errors import Awaited, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 
 JOINING, LOOK_AT_NODES, NODE_AGENTS = "joining the Ray cluster", "the look at the nodes", "the agents of the nodes"
-"""Names that a PhaseTimeoutError gives to waits for others than ranks."""
+"""Names in a PhaseTimeoutError for waits that are not for ranks."""
 ANSWER_S = 2.0
-"""How long a node's own port may take to accept a connection before the node counts as lost."""
+"""Seconds for a node's raylet to accept a connection. After two such timeouts the node counts as lost."""
 _AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node, as Ray's directory has it.
+    """One node, as in Ray's directory.
 
     Example: ``Node(id="9d29...", name="10.0.0.4", address="10.0.0.4", port=39231, total={"GPU": 8.0}, free={...})``
     """
 
     id: str
     name: str
-    """As given to ``ray start --node-name``, by default its address."""
+    """The name from ``ray start --node-name``; by default the address."""
     address: str
     port: int
-    """Port of its raylet."""
+    """Port of the node's raylet."""
     total: Mapping[str, float]
+    """Amount of each resource, by Ray's name of the resource."""
     free: Mapping[str, float]
-    """Resources that nobody has reserved; Ray tells with a delay of some hundred milliseconds."""
+    """Amount of each resource that nobody has reserved. Ray's answer is some hundred milliseconds old."""
 
     def __str__(self) -> str:
         return self.name if self.name == self.address else f"{self.name} ({self.address})"
 
     @property
     def is_loopback(self) -> bool:
-        """True if it is the one of a Ray that was started for the run alone."""
+        """True for the node of a Ray that was started for one run."""
         return self.address == "127.0.0.1"
 
     def answers(self) -> bool:
-        """Returns True if its raylet takes a connection. Ray itself notices some 15 to 30 s later that one does not."""
-        for _ in range(2):  # a busy one may miss the first
+        """Returns True if the node's raylet accepts a connection. Ray itself notices a loss 15 to 30 s later."""
+        for _ in range(2):  # a busy raylet may miss the first attempt
             try:
                 with socket.create_connection((self.address, self.port), timeout=ANSWER_S):
                     return True
@@ -63,32 +64,32 @@ class Node:
 
 
 def living_nodes() -> list[Node]:
-    """Returns the nodes that Ray takes for alive, by address: the order of a rack, where addresses are given in it."""
+    """Returns the nodes that Ray considers alive, sorted by address, which often is their order in the rack."""
     free = free_resources()
     nodes = [_node(of_ray, free.get(of_ray["NodeID"], {})) for of_ray in ray.nodes() if of_ray["Alive"]]
     names = Counter(str(node) for node in nodes)
-    # Several on one machine share a name, and what is said of one must not pass for another's.
+    # Several nodes on one machine share a name. Messages must tell them apart.
     unique = [node if names[str(node)] == 1 else replace(node, name=f"{node.name}, {node.id[:8]}") for node in nodes]
     return sorted(unique, key=_order)
 
 
 def lost_among(nodes: Sequence[Node]) -> list[Node]:
-    """Returns those that do not answer. Blocks for little more than twice ``ANSWER_S``."""
+    """Returns the nodes that do not answer. Blocks for little more than twice ``ANSWER_S``."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return [node for node, answers in zip(nodes, pool.map(Node.answers, nodes), strict=True) if not answers]
 
 
 def await_nodes(refs: Mapping[Any, Node], what: str, *, timeout_s: float, check: Callable[[], None]) -> None:
-    """Waits for something of each node.
+    """Waits for one result from each node.
 
     Args:
-        refs: Ray references of the awaited results, each with its node.
-        what: For the error, e.g. ``NODE_AGENTS``.
-        timeout_s: Seconds until all must be there.
-        check: Called several times a second; what it raises ends the wait.
+        refs: Ray's reference to each result, with its node.
+        what: Name of the wait in the error, e.g. ``NODE_AGENTS``.
+        timeout_s: Seconds until all results must be there.
+        check: Called several times a second. An exception that it raises ends the wait.
 
     Raises:
-        PhaseTimeoutError: Names the nodes that have not answered.
+        PhaseTimeoutError: If a result is not there in time. It names the nodes.
     """
     deadline, pending = time.monotonic() + timeout_s, list(refs)
     while pending:
@@ -111,11 +112,11 @@ def _node(of_ray: Mapping[str, Any], free: Mapping[str, float]) -> Node:
 
 
 def _order(node: Node) -> tuple[int, int, list[int | str], str]:
-    """Sorts addresses by number; what is no address follows, by name, with numbers in it by value."""
+    """Returns the sort key of a node: IP addresses by number, then host names, with the numbers in them by value."""
     try:
         address = ipaddress.ip_address(node.address)
     except ValueError:
         parts = re.split(r"(\d+)", node.address)
-        # Text and digits take turns, so that equal places hold equal types.
+        # Text and digits alternate, so that Python compares only equal types.
         return 9, 0, [int(part) if part.isdecimal() else part for part in parts], node.id
     return address.version, int(address), [], node.id

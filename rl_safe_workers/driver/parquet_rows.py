@@ -1,7 +1,7 @@
-"""Rows of a parquet file that somebody else may have made.
+"""Reads the rows of an untrusted parquet file.
 
-A few kilobytes of parquet can decode to any amount of data, and a malformed footer can crash the library. So a bounded
-child decodes the file, some row groups at a time, and hands over plain Arrow batches.
+A few kilobytes of parquet can decode to any amount of data, and a malformed footer can crash the library. Therefore a
+child process with limits decodes the file, some row groups at a time, and returns plain Arrow batches.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from rl_safe_workers.foreign_files import hole_bytes, open_foreign, printable
 
 _BATCH_ROWS = 256
 _FREE_BYTES = 2**28
-"""Memory that the rows of any file may take."""
+"""Bytes of memory that the rows of every file may take, however small the file."""
 _BYTES_PER_FILE_BYTE = 32
+"""Bytes of memory that the rows may take for each byte of the file, on top of ``_FREE_BYTES``."""
 _LIBRARY_BYTES = 3 * 2**28
-"""Address space that the library and its decoding take besides the rows."""
+"""Bytes of address space that the library and its decoding take, on top of the rows."""
 _CPU_S = 20
 _ANSWER_BYTES = 2**26
-"""Size from which on an answer waits for no further row group."""
+"""Size in bytes from which an answer is sent without a further row group."""
 _OBJECT_BYTES = 64
 _DICT_BYTES = 240
 _SHOWN_COLUMNS = 20
 
 
 def read_rows(file: Path, *, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a parquet file, as dictionaries of some of its columns.
+    """Yields the rows of a parquet file, as dictionaries of the named columns.
 
-    Memory and time are bounded by the size of the file. Nothing but the named columns is decoded.
+    The size of the file limits memory and time. Only the named columns are decoded.
 
     Args:
         file: The file.
-        required: Columns that it must have.
-        optional: Columns that are read where there are.
+        required: Columns that the file must have.
+        optional: Columns that are read if the file has them.
 
     Raises:
         DataError: If the file cannot be read, lacks a column, or decodes to more than its size allows.
@@ -70,7 +71,7 @@ def _to_dicts(batch: pa.RecordBatch, subject: str) -> list[dict[str, Any]]:
 
 
 def _allowed_bytes(file: Path) -> int:
-    """Returns how much memory the rows of a file may take; a hole in it counts for nothing."""
+    """Returns the bytes of memory that the rows of a file may take. Holes in the file do not count."""
     try:
         with open_foreign(file) as opened:
             size = opened.seek(0, io.SEEK_END)
@@ -80,17 +81,18 @@ def _allowed_bytes(file: Path) -> int:
 
 
 def decode_here(file: str, first: int, most: int, required: list[str], optional: list[str]) -> bytes:
-    """Decodes row groups in this process, a bounded child.
+    """Decodes row groups; runs in the child process of `read_rows`.
 
     Args:
         file: The file.
-        first: The row group to begin with.
-        most: Memory in bytes that its rows may take.
+        first: Index of the first row group to decode.
+        most: Bytes of memory that the rows may take.
         required: As for `read_rows`.
         optional: As for `read_rows`.
 
     Returns:
-        An Arrow stream, whose metadata says which row group comes next, how many there are, and the memory taken.
+        An Arrow stream. Its metadata holds the index of the next row group (``next``), the number of row groups
+        (``groups``), and the bytes of memory taken (``taken``).
 
     Raises:
         DataError: As `read_rows`.
@@ -152,7 +154,7 @@ def _plain(column: pa.Array, subject: str) -> pa.Array:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Returns True if each value of a type is there once for each time that it is used."""
+    """Returns True if a type stores each value separately, so that repeated values cannot blow up when decoded."""
     if pa.types.is_struct(kind):
         return all(_is_plain(kind.field(number).type) for number in range(kind.num_fields))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -162,13 +164,13 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    # Python would look for the file of a time zone's name.
+    # With a time zone, Python would look up a file by the zone's name, which is not trusted.
     is_primitive = pa.types.is_primitive(kind) and not (pa.types.is_timestamp(kind) and kind.tz is not None)
     return bool(is_primitive) or pa.types.is_null(kind) or pa.types.is_decimal(kind)
 
 
 def _object_bytes(array: pa.Array) -> int:
-    """Returns about how much memory an array takes as Python objects."""
+    """Estimates the bytes of memory that an array takes as Python objects."""
     kind = array.type
     if pa.types.is_struct(kind):
         return len(array) * _DICT_BYTES + sum(map(_object_bytes, array.flatten()))

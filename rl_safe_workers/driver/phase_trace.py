@@ -1,7 +1,7 @@
-"""``trace.json``: the phases of every rank over time, as ui.perfetto.dev and chrome://tracing open them.
+"""Writes ``trace.json``: the phases of every rank over time, for ui.perfetto.dev and chrome://tracing.
 
-The format is Chrome's "Trace Event Format": trainers and rollout ranks are its processes, ranks its threads, and each
-stay in a phase is a complete event.
+The format is Chrome's "Trace Event Format". Its two processes are the trainers and the rollout ranks, its threads are
+the ranks, and each pass through a phase is a complete event.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rl_safe_workers.ranks import RankId, Role
 
 
 def trace_events(events: Sequence[PhaseEvent]) -> list[dict[str, Any]]:
-    """Returns the trace's events: names of processes and threads first, then the stays by their start.
+    """Returns the trace's events: first the names of processes and threads, then the phases, sorted by their start.
 
-    Times are microseconds since the first stay began. A stay that failed says so in its name, so that viewers give it
-    a colour of its own and find it.
+    Times are microseconds since the first phase began. The name of a failed phase ends in ``(failed)``, so that viewers
+    give it a different colour and a search finds it.
     """
-    # Viewers keep thread 0 for the idle one, so threads are counted from 1, over both roles.
+    # Viewers reserve thread 0 for the idle thread, so threads are numbered from 1, over both roles.
     ranks = sorted({RankId(event.role, event.rank) for event in events})
     threads = {rank_id: number for number, rank_id in enumerate(ranks, start=1)}
     processes = {role: number for number, role in enumerate(Role, start=1)}
@@ -36,7 +36,7 @@ def trace_events(events: Sequence[PhaseEvent]) -> list[dict[str, Any]]:
         for rank_id, thread in threads.items()
     ]
     for event in sorted(events, key=lambda event: event.start_s):
-        # Both ends are rounded, not the length: a stay never ends after the next one starts.
+        # Both ends are rounded, not the length, so that a phase never ends after the next one starts.
         start_us, end_us = (round((at_s - origin_s) * 1e6) for at_s in (event.start_s, event.end_s))
         trace.append(
             {
@@ -58,6 +58,6 @@ def _name(kind: str, name: str, *, pid: int, tid: int) -> dict[str, Any]:
 
 
 def write_trace(path: Path, events: Sequence[PhaseEvent]) -> None:
-    """Writes the trace of a run, one event a line; valid, and without events, if there was no phase."""
+    """Writes the trace of a run, one event per line. Without phases the file is valid and has no events."""
     lines = ",\n".join(json.dumps(event) for event in trace_events(events))
     path.write_text(f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n', encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Checks of a run that need the configuration and the files, before anything is started or written.
+"""Checks a run's input before anything is started or written.
 
-Reads the configuration, the model's ``config.json`` and file names; imports no torch, starts no process.
+Reads the configuration, the model's ``config.json`` and file names. Imports no torch and starts no process.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rl_safe_workers.topology.layout import (
 
 
 def preflight(config: RunConfig, *, cpus: float) -> None:
-    """Refuses bad input. Blocking for milliseconds, idempotent, writes nothing.
+    """Refuses bad input. Blocks for milliseconds. Idempotent; writes nothing.
 
     Args:
-        config: The whole run; need not come from a recipe.
-        cpus: CPUs that the run may use; infinite to leave that to a cluster's scheduler.
+        config: Configuration of the run. It need not come from a recipe.
+        cpus: Number of CPUs that the run may use; infinite to leave the check to a cluster's scheduler.
 
     Raises:
-        UsageError: The subclass that fits the first thing found, with what to change.
+        UsageError: On the first problem found, with the subclass that fits. The message says what to change.
     """
     config.checked().check_training()
     layout = layout_of(config)
@@ -67,10 +67,10 @@ def layout_of(config: RunConfig) -> ParallelLayout:
 
 
 def read_model_shape(config: ModelConfig) -> ModelShape:
-    """Returns the shape of the model at ``model.path``, or of the one that ``model.create`` would make there.
+    """Returns the shape of the model at ``model.path``, or of the model that ``model.create`` would make there.
 
     Raises:
-        ModelError: The directory is missing, incomplete, or not of a supported architecture.
+        ModelError: If the directory is missing, is incomplete, or has an unsupported architecture.
     """
     path, kind = Path(config.path), kind_at("model.path", config.path)
     if kind == "folder":
@@ -88,7 +88,7 @@ def read_model_shape(config: ModelConfig) -> ModelShape:
 
 
 def _check_is_asked_for(path: Path, shape: ModelShape, create: SeededModelConfig | None) -> None:
-    """A recipe that makes its model must not silently train one that was made from other sizes."""
+    """Raises ModelError if ``model.create`` asks for other sizes than the model that is already there."""
     if create is None or shape.vocab_size != VOCAB_SIZE:
         return
     for field in fields(ModelShape):
@@ -130,7 +130,7 @@ def _check_lengths(config: RunConfig, shape: ModelShape) -> None:
 
 
 def _check_batch(config: RunConfig, layout: ParallelLayout) -> None:
-    """Every data-parallel rank gets as many whole micro batches as the others at each optimizer step."""
+    """Raises ConfigError unless all data-parallel ranks get equally many whole micro-batches per optimizer step."""
     mini_batch = config.actor.ppo_mini_batch_size
     key = "data.train_batch_size" if mini_batch is None else "actor.ppo_mini_batch_size"
     prompts = config.data.train_batch_size if mini_batch is None else mini_batch
@@ -192,7 +192,7 @@ def _check_files(config: RunConfig) -> None:
 
 
 def _check_places(config: RunConfig) -> None:
-    """Refuses folders that the run will write and cannot make."""
+    """Refuses folders that the run must write but cannot make."""
     trainer = config.trainer
     places = {"trainer.output_dir": Path(trainer.output_dir, trainer.run_name or "")}
     if trainer.save_freq > 0 and trainer.default_local_dir:
@@ -210,7 +210,7 @@ def _check_places(config: RunConfig) -> None:
 def _check_cpus(config: RunConfig, cpus: float) -> None:
     cluster = config.cluster
     needed = cluster.num_trainers * cluster.cpus_per_trainer + cluster.num_rollouts * cluster.cpus_per_rollout
-    # Fractions such as 0.1 do not add up exactly; Ray itself counts in ten-thousandths.
+    # Sums of fractions such as 0.1 are not exact. Ray itself counts in ten-thousandths.
     if needed > cpus + 1e-4:
         raise ResourceError(
             f"{cluster.num_trainers} trainers x {cluster.cpus_per_trainer:g} CPUs + {cluster.num_rollouts} rollouts x "

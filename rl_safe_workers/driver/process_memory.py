@@ -1,4 +1,4 @@
-"""How much memory all processes of a run take together."""
+"""Measures the host memory of all processes of a run together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 logger = logging.getLogger(__name__)
 
 MAX_CPU_SHARE = 0.04
-"""Largest share of one core that sampling may take; the interval grows until it holds."""
+"""Largest share of one core that sampling may take. The interval between samples grows to keep to it."""
 
 _LAST_SAMPLE_S = 10.0
 
@@ -21,19 +21,20 @@ _LAST_SAMPLE_S = 10.0
 class MemorySampler:
     """Samples the memory of this process and all its descendants in a daemon thread, and keeps the peak.
 
-    Memory is counted as PSS (proportional set size, from ``/proc/PID/smaps_rollup``): a page that n processes map
-    counts 1/n in each, so the sum over processes is what they really hold. The sum of RSS counts such pages n times:
-    shared libraries, and Ray's object store, once for each worker that maps it. Where PSS cannot be read, RSS stands
-    in, with a warning.
+    Memory is counted as PSS (proportional set size, from ``/proc/PID/smaps_rollup``). A page that n processes map
+    counts 1/n in each, so the sum over processes is the memory that they really use. The sum of RSS counts such pages n
+    times, for example shared libraries, and Ray's object store in each worker that maps it. If PSS cannot be read, RSS
+    is used, with a warning.
 
-    To read a PSS the kernel walks the page table of the process, milliseconds for each gigabyte, so samples move apart
-    when they become expensive (see ``MAX_CPU_SHARE``). A peak between two samples is missed; ``sample`` takes one now.
+    To read PSS the kernel walks the page table of the process, which takes milliseconds per gigabyte. If samples become
+    expensive, the interval grows (see ``MAX_CPU_SHARE``). A peak between two samples is missed. ``sample`` takes a
+    sample at once.
 
-    Only processes of this machine that descend from this one are seen: all of them when the run started its own Ray,
-    the driver alone when it joined a running cluster.
+    Only descendants of this process on this machine are counted. If the run started its own Ray, these are all
+    processes of the run; if it joined a running cluster, only the driver is counted.
 
     Attributes:
-        interval_s: Seconds between two samples, at least.
+        interval_s: Shortest time in seconds between two samples.
         samples: Number of samples taken.
         cpu_s: Seconds of CPU that sampling took.
     """
@@ -51,18 +52,18 @@ class MemorySampler:
 
     @property
     def peak_bytes(self) -> int:
-        """Largest sum over all processes at one time, in bytes."""
+        """The largest sum in bytes over all processes in one sample."""
         return self._peak_bytes
 
     def start(self) -> None:
-        """Starts sampling. Idempotent; may follow ``stop``, and keeps the peaks."""
+        """Starts sampling. Idempotent. May follow ``stop``; the peak is kept."""
         if self._thread is None:
             self._stopping.clear()
             self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Stops sampling and waits for a sample in progress, but not for one that is stuck in a process. Idempotent."""
+        """Stops sampling. Waits at most 10 s for a sample in progress. Idempotent."""
         if self._thread is not None:
             self._stopping.set()
             self._thread.join(_LAST_SAMPLE_S)
@@ -91,7 +92,7 @@ class MemorySampler:
             try:
                 total += self._memory_bytes(process)
             except psutil.NoSuchProcess:
-                continue  # ended since it was listed, or a zombie: holds no memory
+                continue  # the process has ended since it was listed, or is a zombie: it holds no memory
         return total
 
     def _memory_bytes(self, process: psutil.Process) -> int:

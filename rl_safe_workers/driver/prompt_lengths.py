@@ -1,4 +1,4 @@
-"""Finds prompts that are too long before anything is started, as far as that costs little."""
+"""Finds prompts that are too long before anything is started, as far as the check is cheap."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _BATCH = 256
 def check_prompt_lengths(dataset: PromptDataset, model: Path, *, most: int) -> None:
     """Refuses a prompt whose messages alone are longer than ``data.max_prompt_length``.
 
-    A token is at least a byte, so that few prompts, and mostly none, have to be tokenized here. What the chat template
-    adds to a prompt is counted when it is rolled out.
+    A token has at least one byte, so only prompts with more bytes than allowed tokens are tokenized here: few, and
+    mostly none. The tokens that the chat template adds are counted later, when the prompt is rolled out.
 
     Args:
         dataset: The prompts.
-        model: The model's folder; if there is none yet, it becomes a seeded model, which has a token per character.
-        most: Tokens that a prompt may have.
+        model: The model's folder. If it does not exist yet, the run will make a seeded model there, which has one token
+            per character.
+        most: Largest number of tokens of a prompt.
 
     Raises:
         DataError: If a prompt is too long; names its file and row.

@@ -1,4 +1,4 @@
-"""Reserves a place for every actor of a run at once: a bundle for each, on the node that the layout wants it on."""
+"""Reserves the places of all actors of a run at once: one bundle for each, on the node that the layout chooses."""
 
 from __future__ import annotations
 
@@ -18,35 +18,38 @@ from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.topology.placement import DoesNotFitError, Placement, needs, place_run, rollouts_apart
 
 TRY_S = 5.0
-"""How long to wait for one choice of nodes before it is made anew: one may be lost, or somebody else was quicker."""
+"""Seconds to wait for one choice of nodes before a new choice: a node may be lost, or another job may have taken it."""
 PLACED_IN_S = 200
-"""Bundles that Ray surely places in a second."""
+"""Number of bundles that Ray places in one second even when it is slow."""
 AGAIN_S = 1.0
-"""Between two looks at what is free."""
+"""Seconds between two queries of the free resources."""
 NODE_LABEL = "ray.io/node-id"
-"""Ray gives it to every node."""
+"""Label that Ray gives to every node."""
 _KINDS = ("CPU", "GPU")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """The resources that a run has reserved.
+    """The places that a run has reserved.
 
     Example: ``reserve(config.cluster, layout, timeout_s=300, check=interrupts.check)``
     """
 
     group: PlacementGroup
     nodes: tuple[Node, ...]
-    """That of each bundle: of trainers by rank, then of rollout ranks; colocated, of each pair."""
+    """The node of each bundle: first the trainers by rank, then the rollout ranks that have their own bundles."""
 
     @property
     def used(self) -> list[Node]:
-        """All nodes that have a bundle, each once, in order."""
+        """The nodes that have a bundle, each once, in order."""
         return list({node.id: node for node in self.nodes}.values())
 
 
 def bundles(cluster: ClusterConfig) -> list[dict[str, float]]:
-    """Returns the bundles to reserve: one per trainer, then one per rollout rank; colocated, one per pair."""
+    """Returns the bundles to reserve: one for each trainer, then one for each rollout rank.
+
+    If trainers and rollout ranks are colocated, a pair shares the trainer's bundle.
+    """
     trainer, rollout = needs(cluster)
     return [dict(trainer)] * cluster.num_trainers + [dict(rollout)] * rollouts_apart(cluster)
 
@@ -59,18 +62,18 @@ def reserve(
     check: Callable[[], None],
     waits_for_nodes: bool = False,
 ) -> Reservation:
-    """Reserves every place at once, or none.
+    """Reserves all places at once, or none.
 
     Args:
-        cluster: Processes and what each takes.
-        layout: The training world's.
+        cluster: The numbers of processes, and the resources of each.
+        layout: Layout of the training world.
         timeout_s: Seconds until the places must be free.
-        check: Called several times a second; what it raises ends the wait.
-        waits_for_nodes: Whether to wait, too, when all nodes together are too few: another may be on its way.
+        check: Called several times a second. An exception that it raises ends the wait.
+        waits_for_nodes: True to wait also if the whole cluster is too small, because another node may join.
 
     Raises:
-        ResourceError: If the nodes that are there would not do even if nobody else used them.
-        PhaseTimeoutError: If others have not given enough of them free in time.
+        ResourceError: If the present nodes would be too few even if nobody else used them.
+        PhaseTimeoutError: If other jobs do not free enough resources in time.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -100,7 +103,7 @@ def reserve(
 def _nodes() -> list[Node]:
     nodes = living_nodes()
     if len(nodes) == 1:
-        return nodes  # this process has just talked to it
+        return nodes  # the only node is alive: this process has just talked to its Ray
     lost = {node.id for node in lost_among(nodes)}
     return [node for node in nodes if node.id not in lost]
 
@@ -108,7 +111,7 @@ def _nodes() -> list[Node]:
 def _take(
     cluster: ClusterConfig, places: Sequence[Node], deadline: float, check: Callable[[], None]
 ) -> PlacementGroup | None:
-    """Asks Ray for these places; None, and nothing is held, if it does not give them in time."""
+    """Asks Ray for these places. Returns None, and reserves nothing, if Ray does not give them in time."""
     selectors = [{NODE_LABEL: node.id} for node in places]
     group = placement_group(bundles(cluster), strategy="PACK", bundle_label_selector=selectors)
     try:
@@ -133,7 +136,7 @@ def _choose(
 
 
 def _too_small(cluster: ClusterConfig, layout: ParallelLayout, nodes: Sequence[Node]) -> str:
-    """Says what all nodes together lack, role by role; empty: nothing."""
+    """Returns the resources that all nodes together lack, role by role, in words; empty if they suffice."""
     outcome = _choose(cluster, layout, nodes, [node.total for node in nodes])
     if isinstance(outcome, Placement):
         return ""

@@ -1,4 +1,4 @@
-"""Where a run starts from."""
+"""Finds and checks the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rl_safe_workers.foreign_files import printable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """A checkpoint to go on from."""
+    """A checkpoint to resume from."""
 
     path: Path
     manifest: Manifest
@@ -39,8 +39,8 @@ def find_resume_point(trainer: TrainerConfig, model_path: Path) -> ResumePoint |
         model_path: The run's model; a checkpoint of another one is refused, if the model is there yet.
 
     Raises:
-        CheckpointError: If the named checkpoint is not complete, or all that there are are damaged.
-        CheckpointMismatchError: If it belongs to another model.
+        CheckpointError: If the named checkpoint is not complete, or if there are checkpoints and all are damaged.
+        CheckpointMismatchError: If the checkpoint belongs to another model.
     """
     if trainer.resume_mode is ResumeMode.disable:
         return None
@@ -60,10 +60,10 @@ def find_resume_point(trainer: TrainerConfig, model_path: Path) -> ResumePoint |
 
 
 def _newest_sound(root: Path) -> ResumePoint | None:
-    """Returns the newest checkpoint that a run can go on from; None if there is none at all.
+    """Returns the newest checkpoint that a run can resume from; None if there is no checkpoint.
 
     Raises:
-        CheckpointError: If there are some, all damaged.
+        CheckpointError: If there are checkpoints and all are damaged.
     """
     found, points = find_checkpoints(root), list[ResumePoint]()
     damaged = list(found.damaged)
@@ -86,10 +86,10 @@ def _newest_sound(root: Path) -> ResumePoint | None:
 
 
 def data_position(point: ResumePoint) -> Mapping[str, int]:
-    """Returns where the data stands at a checkpoint, for `PromptLoader.load_state_dict`.
+    """Returns the position in the data at a checkpoint, for `PromptLoader.load_state_dict`.
 
     Raises:
-        CheckpointError: If it does not say, or nonsense.
+        CheckpointError: If the checkpoint has no position, or a malformed one.
     """
     position: Any = point.manifest.driver_state.get("data")
     if (wrong := check_position(position)) is not None:
@@ -100,11 +100,11 @@ def data_position(point: ResumePoint) -> Mapping[str, int]:
 
 
 def newest_since(root: Path, serial: int) -> ResumePoint | None:
-    """Returns the newest complete checkpoint in a directory that was saved since; None if none was.
+    """Returns the newest complete checkpoint in ``trainer.default_local_dir`` that this run saved; None if none.
 
     Args:
         root: The run's ``trainer.default_local_dir``.
-        serial: `last_serial` of that directory at the start of the run; what is older is another run's.
+        serial: `last_serial` of that directory at the start of the run. Checkpoints up to it are from other runs.
     """
     found = find_checkpoints(root)
     since = [(path, manifest) for path, manifest in found.complete if manifest.serial > serial]
@@ -112,14 +112,14 @@ def newest_since(root: Path, serial: int) -> ResumePoint | None:
 
 
 def check_save_places(trainer: TrainerConfig, resume: ResumePoint | None) -> None:
-    """Refuses a run of which a save would meet something that is not ours. Writes nothing.
+    """Refuses a run if a save would have to overwrite files that are not ours. Writes nothing.
 
     Args:
-        trainer: The run's node ``trainer``.
-        resume: The checkpoint that it starts from.
+        trainer: The run's configuration node ``trainer``.
+        resume: The checkpoint that it starts from; None for a start from the HF weights.
 
     Raises:
-        ConfigError: One line, with the name of what is in the way.
+        ConfigError: If a save would meet such a file. The message is one line and names it.
     """
     assert trainer.default_local_dir is not None, "filled by load_recipe"
     root = Path(trainer.default_local_dir)
@@ -131,7 +131,7 @@ def check_save_places(trainer: TrainerConfig, resume: ResumePoint | None) -> Non
     there = {int(match[1]) for _, match in step_entries(root)}
     saved = [step for step in there if first <= step <= last and (step % trainer.save_freq == 0 or step == last)]
     try:
-        # The last one is saved in any case. It is looked at for the tracker file.
+        # The last step is always saved. Checking it also checks the tracker file.
         for step in sorted({*saved, last}):
             check_places(root, step)
     except CheckpointError as error:
@@ -139,9 +139,9 @@ def check_save_places(trainer: TrainerConfig, resume: ResumePoint | None) -> Non
 
 
 def check_resume_point(point: ResumePoint, model_path: Path) -> None:
-    """Refuses a checkpoint of another model. Needs the model; a seeded one may have to be made first.
+    """Refuses a checkpoint of another model. The model must exist; a seeded model may have to be made first.
 
     Raises:
-        CheckpointMismatchError: Naming both sides.
+        CheckpointMismatchError: If the checkpoint is of another model. The message names both.
     """
     check_fingerprint(point.manifest, path=point.path, fingerprint=model_fingerprint(model_path))

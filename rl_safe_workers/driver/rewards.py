@@ -1,6 +1,6 @@
-"""Verifiable rewards: the built-in ones, and those that a user names as ``module:function``.
+"""Computes verifiable rewards, with a built-in function or one that the user names as ``module:function``.
 
-Pure Python; a reward runs in the driver process, once per sample.
+Pure Python. The function runs in the driver process, once per sample.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ CHARACTER_CLASSES: Mapping[str, frozenset[str]] = {
     "vowels": frozenset("aeiouAEIOU"),
     "whitespace": frozenset(" \n"),
 }
-"""Classes of characters that ``char_class`` knows, by the name that stands in ``reward_model.ground_truth``."""
+"""The characters of each class of ``char_class``, by the name in ``reward_model.ground_truth``."""
 
 
 class RewardFunction(Protocol):
-    """How good one response is; verl's signature, so that a user's function serves both."""
+    """A function that rates one response. It has verl's signature, so that a user's function works in both."""
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None
     ) -> float:
-        """Returns the reward, finite, larger for a better response."""
+        """Returns the reward: a finite number, larger for a better response."""
         ...
 
 
 def resolve_reward(name: str) -> RewardFunction:
-    """Finds a reward function and guards it.
+    """Finds a reward function and wraps it in a `GuardedReward`.
 
     Args:
-        name: A built-in name, or ``module:function``; the module may lie in the current directory.
+        name: A built-in name, or ``module:function``. The module may be in the current directory.
 
     Returns:
-        The function; when it raises, or returns what is no finite number, the caller gets a RewardFunctionError.
+        The function. It raises RewardFunctionError if the wrapped function raises, or returns no finite number.
 
     Raises:
-        RewardFunctionError: No such built-in, or the function cannot be imported.
+        RewardFunctionError: If there is no such built-in function, or the function cannot be imported.
     """
     return GuardedReward(name, _import_function(name) if ":" in name else _builtin(name))
 
 
 class GuardedReward:
-    """Calls a reward function and turns each of its failures into one line that names the sample."""
+    """Calls a reward function, and converts each of its failures to an error that names the sample."""
 
     def __init__(self, name: str, function: RewardFunction) -> None:
         self.name = name
@@ -66,7 +66,11 @@ class GuardedReward:
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None
     ) -> float:
-        """Returns the reward as a float; raises RewardFunctionError."""
+        """Returns the reward as a float.
+
+        Raises:
+            RewardFunctionError: If the function raises, or returns no finite number.
+        """
         sample = f"data_source={data_source!r}, ground_truth={ground_truth!r}, response={_shorten(solution_str)}"
         try:
             reward: object = self._function(data_source, solution_str, ground_truth, extra_info)
@@ -76,7 +80,7 @@ class GuardedReward:
             raise RewardFunctionError(
                 f"reward function {self.name} raised {type(error).__name__}: {error} for {sample}"
             ) from error
-        # numpy's scalars register as Real; a bool is a number that users do return.
+        # numpy's scalars count as Real, and so does a bool, which users do return.
         if not isinstance(reward, Real) or not math.isfinite(reward):
             raise RewardFunctionError(
                 f"reward function {self.name} returned {_shorten(reward)} for {sample}; return a finite float"
@@ -88,10 +92,10 @@ def char_class(data_source: str, solution_str: str, ground_truth: str, extra_inf
     """Rewards the share of the response's characters that belong to the class named ``ground_truth``.
 
     Returns:
-        Between 0 and 1; 0 for an empty response.
+        The share, between 0 and 1; 0 for an empty response.
 
     Raises:
-        RewardFunctionError: There is no such class.
+        RewardFunctionError: If there is no class of that name.
     """
     if ground_truth not in CHARACTER_CLASSES:
         raise RewardFunctionError(
@@ -103,12 +107,12 @@ def char_class(data_source: str, solution_str: str, ground_truth: str, extra_inf
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None) -> float:
-    """Rewards 1 if the response equals the ground truth but for surrounding white space, else 0."""
+    """Returns 1 if the response equals the ground truth, except for surrounding white space; else 0."""
     return float(solution_str.strip() == ground_truth.strip())
 
 
 BUILT_IN: Mapping[str, RewardFunction] = {"char_class": char_class, "exact_match": exact_match}
-"""Functions that ``reward.function`` may name without a module."""
+"""Built-in functions, by the name that ``reward.function`` takes."""
 
 
 def _builtin(name: str) -> RewardFunction:
@@ -123,7 +127,7 @@ def _import_function(name: str) -> RewardFunction:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise RewardFunctionError(f"reward.function: {name!r} is not of the form module:function")
-    # A user's module lies beside the recipe that they run. Last, so that nothing there takes the place of torch, say.
+    # A user's module is often beside the recipe. The folder is last in the path, so it cannot replace, say, torch.
     with _found_in(Path.cwd()) as is_from_there:
         try:
             module = importlib.import_module(module_name)
@@ -139,9 +143,10 @@ def _import_function(name: str) -> RewardFunction:
 
 @contextmanager
 def _found_in(folder: Path) -> Iterator[Callable[[ModuleType], None]]:
-    """Has modules found in a folder for the body; for good if a module that the body shows is from there.
+    """Adds a folder to the module path while the body runs.
 
-    Such a module may import others of the folder when it is called.
+    The folder stays in the path if the body passes a module from it to the yielded function: such a module may import
+    others from the folder when it is called.
     """
     entry, stays = str(folder), False
 

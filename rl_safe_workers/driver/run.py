@@ -1,4 +1,4 @@
-"""The main job: GRPO over Ray, from start to a coordinated exit."""
+"""Runs the main job: GRPO over Ray, from start to a coordinated exit."""
 
 from __future__ import annotations
 
@@ -68,25 +68,25 @@ E = TypeVar("E", bound=BaseException)
 
 
 def run(config: RunConfig) -> None:
-    """Runs a whole training job and leaves no process behind, whatever happens.
+    """Runs a whole training job. Leaves no process behind, also after a failure.
 
-    Writes ``<output_dir>/<run_name>/``: ``config.yaml``, ``metrics.jsonl``, ``report.html``, ``trace.json``, on GPUs
-    ``device_memory.jsonl``, and after a failure Ray's logs.
+    Writes to ``<output_dir>/<run_name>/``: ``config.yaml``, ``metrics.jsonl``, ``comms.json``, ``report.html``,
+    ``trace.json``, on GPUs ``device_memory.jsonl``, and after a failure Ray's logs.
 
     Args:
         config: A configuration that passed `preflight`.
 
     Raises:
-        UsageError: Before anything is started or written.
+        UsageError: If the input is wrong. Nothing has been started or written then.
         RunError: If a phase fails or the run is interrupted.
     """
     config = with_absolute_paths(config)
-    # No file of the run can be written by other users of the machine.
+    # Other users of the machine must not be able to write any file of the run.
     os.umask(os.umask(0o077) | stat.S_IWOTH)
     dataset = PromptDataset(config.data.train_files)
     check_prompt_lengths(dataset, Path(config.model.path), most=config.data.max_prompt_length)
     console = RunConsole(None if "console" in config.trainer.logger else Console(quiet=True))
-    # Everything is looked at before a folder is made, and again once no other run can change it.
+    # All checks run before a folder is made, and again when no other run can change the folders.
     if _is_complete(_starting_point(config, is_claimed=False), config, console):
         return
     with claimed(folders_of(config)):
@@ -96,12 +96,17 @@ def run(config: RunConfig) -> None:
 
 
 def _starting_point(config: RunConfig, *, is_claimed: bool) -> ResumePoint | None:
-    """Finds the checkpoint that the run starts from, and refuses what would be in its way. Writes nothing."""
+    """Returns the checkpoint that the run starts from; None for a start from the HF weights. Writes nothing.
+
+    Raises:
+        ConfigError: If files of others are in the way, or if the run's folder is in use.
+        CheckpointError: As `find_resume_point`.
+    """
     resume = find_resume_point(config.trainer, Path(config.model.path))
     check_save_places(config.trainer, resume)
     folder = run_folder(config)
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    # Whose lock it is, and whether its run still lives, is seen when the folder is claimed.
+    # A folder with a lock is not refused here: claiming it will show if the lock's run is still alive.
     if (is_claimed or RUN_LOCK not in present) and (others := sorted(present - {RUN_LOCK})):
         raise ConfigError(
             f"trainer.run_name: the folder {folder} is in use, it holds {printable(others[0])}; choose another name"
@@ -110,7 +115,7 @@ def _starting_point(config: RunConfig, *, is_claimed: bool) -> ResumePoint | Non
 
 
 def _is_complete(resume: ResumePoint | None, config: RunConfig, console: RunConsole) -> bool:
-    """Returns True if the run is at its last step already, which it then says."""
+    """Returns True, and prints a line, if the checkpoint is already at the run's last step."""
     total = config.trainer.total_training_steps
     if resume is None or resume.manifest.step < total:
         return False
@@ -120,7 +125,7 @@ def _is_complete(resume: ResumePoint | None, config: RunConfig, console: RunCons
 
 
 def _loader_at(config: RunConfig, dataset: PromptDataset, resume: ResumePoint | None) -> PromptLoader:
-    """Returns a loader that gives what comes next after a checkpoint, or everything."""
+    """Returns a loader that continues after a checkpoint; without a checkpoint it starts at the first prompt."""
     loader = PromptLoader(
         dataset, batch_size=config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.trainer.seed
     )
@@ -130,7 +135,7 @@ def _loader_at(config: RunConfig, dataset: PromptDataset, resume: ResumePoint | 
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Returns a copy whose paths mean the same in every process, wherever it was started."""
+    """Returns a copy in which ``model.path`` and ``trainer.default_local_dir`` are absolute."""
     absolute = deepcopy(config)
     absolute.model.path = str(Path(config.model.path).absolute())
     checkpoints = config.trainer.default_local_dir or f"checkpoints/{config.trainer.run_name}"
@@ -139,25 +144,25 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def describe_checkpoints(config: RunConfig, *, resumes: bool) -> str:
-    """Where checkpoints go, and what becomes of those that another run left there."""
+    """Returns a line about the folder for checkpoints, and about the checkpoints of earlier runs in it."""
     root = config.trainer.default_local_dir
     if config.trainer.save_freq < 1:
         return "none: trainer.save_freq is -1"
     present = 0 if resumes else len(complete_checkpoints(Path(root or "")))
-    older = f"; {present} of an earlier run are there and will be replaced, trainer.resume_mode=auto goes on from them"
+    older = f"; new saves may remove {present} of an earlier run; to resume from them set trainer.resume_mode=auto"
     return f"{root}{older if present else ''}"
 
 
 def run_folder(config: RunConfig) -> Path:
-    """Returns the folder that holds what a run writes besides checkpoints."""
+    """Returns the folder for all files of a run except checkpoints."""
     return Path(config.trainer.output_dir) / str(config.trainer.run_name)
 
 
 def folders_of(config: RunConfig) -> dict[str, Path]:
-    """Returns the folders that a run writes to, by the key that names each.
+    """Returns the folders that a run writes to, by the configuration key of each.
 
     Args:
-        config: Of the run; its paths are absolute.
+        config: Configuration of the run, with absolute paths.
     """
     trainer = config.trainer
     folders = {"trainer.run_name": run_folder(config)}
@@ -167,12 +172,12 @@ def folders_of(config: RunConfig) -> dict[str, Path]:
 
 
 class Job:
-    """One run: its parts, its folder, and the order of its life, which may begin anew when ranks fail."""
+    """One run: owns its parts and its folder, and restarts it after failures if the configuration allows."""
 
     def __init__(
         self, config: RunConfig, console: RunConsole, dataset: PromptDataset, resume: ResumePoint | None
     ) -> None:
-        """Starts and writes nothing yet."""
+        """Stores its parts. Starts and writes nothing."""
         self._config, self._console, self._dataset, self._resume = config, console, dataset, resume
         self._loader = _loader_at(config, dataset, resume)
         self._run_dir = run_folder(config)
@@ -184,18 +189,18 @@ class Job:
         self._open()
         self._memory = MemorySampler()
         self._started_s = time.monotonic()
-        # Of what is saved since, a start after a failure may go on from it. A clock may jump meanwhile.
+        # A restart may resume from any checkpoint with a larger serial. Not a time, because the clock may jump.
         self._last_serial = last_serial(Path(config.trainer.default_local_dir or ""))
 
     def _open(self, *, again: bool = False) -> None:
-        """A cluster and a session of their own for each attempt, and one record of them all."""
+        """Makes a new cluster and session for an attempt. All attempts share one record of events."""
         self._run_id = uuid.uuid4().hex[:12]
         self._cluster = Cluster(self._config, run_id=self._run_id, interrupts=self._interrupts, waits_for_nodes=again)
         self._session = Session(self._config, self._cluster, self._console, self._interrupts)
         self._session.events, self._session.totals = self._events, self._totals
 
     def run(self) -> None:
-        """Sets up, trains, saves, tears down; reports however it ends. The run's folders are claimed."""
+        """Sets up, trains, saves and tears down; writes the report in every case. The folders must be claimed."""
         with self._writing():
             (self._run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
         self._console.header(self._description())
@@ -204,7 +209,7 @@ class Job:
                 MetricsLog(self._run_dir, tensorboard="tensorboard" in self._config.trainer.logger)
             )
             stack.enter_context(self._memory)
-            # Until everything has been taken down: a second Ctrl-C must not leave half of it.
+            # Signals are recorded until all processes have ended, so that a second Ctrl-C does not stop the cleanup.
             stack.enter_context(self._interrupts.listening())
             try:
                 self._attempt(log)
@@ -221,7 +226,7 @@ class Job:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Names the run's folder in what the system refuses to write there."""
+        """Converts an OSError in the body to a RunError that names the run's folder."""
         try:
             yield
         except OSError as error:
@@ -232,7 +237,7 @@ class Job:
             raise failure from error
 
     def _attempt(self, log: MetricsLog) -> None:
-        """Trains to the end, starting again as often as ``rl_safe.restarts`` allows."""
+        """Trains to the end. After a failure it restarts, at most ``rl_safe.restarts`` times."""
         allowed, last = self._config.rl_safe.restarts, None
         for number in range(1, allowed + 1):
             try:
@@ -252,7 +257,7 @@ class Job:
         self._train_again(log, last)
 
     def _train_again(self, log: MetricsLog, last: RunError | None) -> None:
-        """Trains; should the cluster have no room any more, says what it lost it by."""
+        """Trains once. If a restart finds too few resources, the error names the failure before it, too."""
         try:
             self._train(log)
         except ResourceError as error:
@@ -261,7 +266,7 @@ class Job:
             raise RunError(f"{error}; to be started again after: {last}") from error
 
     def _go_back(self, log: MetricsLog) -> None:
-        """Makes ready to start from the newest complete checkpoint of this run, or from where it began."""
+        """Prepares a restart from the newest complete checkpoint of this run, or from the run's own start."""
         root = Path(self._config.trainer.default_local_dir or "")
 
         def go_back() -> ResumePoint | None:
@@ -269,7 +274,7 @@ class Job:
             log.forget_after(0 if found is None else found.manifest.step)
             return found
 
-        # The storage may be what the run has failed by.
+        # Within a timeout, because the storage may be the cause of the failure.
         self._resume = self._session.within(Phase.START, go_back)
         self._loader = _loader_at(self._config, self._dataset, self._resume)
         self._open(again=True)
@@ -317,7 +322,11 @@ class Job:
             self._console.console.print(ledger_table(ledgers[0]))
 
     def _comms_metrics(self, steps: int) -> dict[str, float]:
-        """The bootstrap's figures with the first step, and what it has missed once nobody looks for that any more."""
+        """Returns metrics of the communicators: the bootstrap's cost, and late allocations when the watch has ended.
+
+        Args:
+            steps: Number of steps since the start of the attempt, this one included.
+        """
         found = ledger_metrics(self._session.ledgers) if steps == 1 else {}
         if steps == max(1, self._config.rl_safe.bootstrap.watch_steps):
             late = self._session.late_allocations()
@@ -351,13 +360,13 @@ class Job:
         attempt("writing the report", lambda: self._write_report(log, failure, wall_s), timeout_s=patience_s)
 
     def _take_down(self) -> None:
-        """Ends what an attempt has started."""
+        """Ends all processes of an attempt."""
         patience_s = self._config.rl_safe.teardown.kill_after_s
         attempt("reading memory", self._memory.sample, timeout_s=patience_s)
         self._cluster.close(kill_after_s=patience_s)
 
     def _write_device_memory(self) -> None:
-        """Writes what each rank held of its GPU at the end of each phase, one JSON object a line; nothing on a CPU."""
+        """Writes each rank's GPU memory at the end of each phase, one JSON object per line. Writes nothing on a CPU."""
         lines = [
             json.dumps(
                 {"phase": e.phase, "role": e.role, "rank": e.rank, "end_s": e.end_s, "bytes": {**e.device_bytes}}
@@ -401,11 +410,12 @@ class Job:
 def create_model(config: RunConfig, spec: SeededModelConfig, run_id: str, interrupts: Interrupts) -> None:
     """Makes the seeded model at ``model.path``.
 
-    In a process of its own, because it needs torch and transformers, which the driver does without.
+    Uses a child process, because this needs torch and transformers, which the driver does not import.
 
     Raises:
-        ModelError: If it cannot be made.
+        ModelError: If the model cannot be made.
         PhaseTimeoutError: If it takes longer than ``rl_safe.timeouts.start``.
+        Interrupted: On a signal.
     """
     timeout_s = config.rl_safe.timeouts.start
     arguments = [config.model.path, spec.model_dump_json(), config.model.dtype]
@@ -415,7 +425,7 @@ def create_model(config: RunConfig, spec: SeededModelConfig, run_id: str, interr
         encoding="utf-8",
         errors="replace",
         env=env.marked(run_id),
-        start_new_session=True,  # a terminal's Ctrl-C is for this process to pass on
+        start_new_session=True,  # Ctrl-C in a terminal must reach only this process, which passes it on
     )
     deadline = time.monotonic() + timeout_s
     try:
@@ -428,7 +438,7 @@ def create_model(config: RunConfig, spec: SeededModelConfig, run_id: str, interr
                 )  # fmt: skip
             time.sleep(SLICE_S)
     finally:
-        # As Ctrl-C, so that it removes its half-made directory; it does nothing to a process that has ended.
+        # As with Ctrl-C, so that the child removes its half-made directory. A child that has ended ignores it.
         process.send_signal(signal.SIGINT)
         attempt("ending the making of the model", process.wait, timeout_s=config.rl_safe.teardown.kill_after_s)
         process.kill()

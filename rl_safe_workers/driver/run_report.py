@@ -1,4 +1,4 @@
-"""``report.html``: one self-contained page of tables that tells how a run went."""
+"""Writes ``report.html``, a self-contained page with tables about a run."""
 
 from __future__ import annotations
 
@@ -41,27 +41,28 @@ _OWNERS = {
     "other": "other",
     FREE_BYTES: "free",
 }
-"""Labels of the owners of device memory, in the order of the columns; an owner that is not here comes after them."""
+"""Labels of the owners of device memory, in the order of the columns. Owners without a label come last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseRow:
-    """The sum of one role's stays in one phase."""
+    """The totals of one role in one phase."""
 
     phase: Phase
     role: Role
     ranks: str
+    """The ranks, as ranges, e.g. ``"0-3"``."""
     stays: int
-    """Stays of the rank with most."""
+    """Largest number of passes through the phase over all ranks."""
     failed: int
-    """Stays that failed, over all ranks."""
+    """Number of failed passes over all ranks."""
     mean_s: float
     longest_s: float
     longest_rank: int
     total_s: float
-    """Seconds of the rank that spent most."""
+    """Largest total of seconds over all ranks."""
     share: float
-    """``total_s`` over the time from the first phase to the last."""
+    """``total_s`` divided by the seconds from the start of the first phase to the end of the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +72,11 @@ class MemoryRow:
     role: Role
     phase: Phase
     rank: int
-    """The rank that held most."""
+    """The rank with the largest total."""
     cells: tuple[str, ...]
-    """GiB, one per owner; empty where this role has no such owner."""
+    """GiB of each owner, in the order of the table; empty if the rank has no such owner."""
     total: str
+    """GiB of all owners, without free memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,7 @@ class Cell:
 
     text: str
     is_bad: bool = False
-    """The value is not finite, or it is above its bound."""
+    """True if the value is not finite or is above its bound."""
 
 
 def write_report(
@@ -104,17 +106,17 @@ def write_report(
     summary: Mapping[str, str],
     logprob_bound: float,
 ) -> None:
-    """Writes the report of a run, finished or failed at any point.
+    """Writes the report of a run that has finished, or failed at any point.
 
-    The page refers to nothing outside itself and holds no script. It tells what failed, the summary, the seconds per
-    phase, device memory by owner if there is a device, the numbers of each step and the resolved configuration.
+    The page refers to no other file and has no script. It shows the failures, the summary, the seconds per phase, the
+    device memory by owner if there is a device, the metrics of each step and the resolved configuration.
 
     Args:
-        path: The HTML file; its directory is made if needed.
+        path: The HTML file. Its directory is made if needed.
         title: Heading, normally the run's name.
         config_yaml: The resolved configuration.
-        metrics: Lines of ``metrics.jsonl``; values that are null, NaN or infinite are marked.
-        events: Phases of trainers and rollout ranks, in unix seconds.
+        metrics: Lines of ``metrics.jsonl``. Null, NaN and infinite values are marked.
+        events: Phases of trainers and rollout ranks, in Unix seconds.
         summary: Text by label, for the top of the page.
         logprob_bound: Largest allowed log-probability gap in nats, more than 0.
     """
@@ -139,12 +141,12 @@ def write_report(
         config_yaml=config_yaml,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    # An error of a run may quote bytes that are no text.
+    # The error of a run may quote bytes that are not valid text.
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def phase_rows(events: Sequence[PhaseEvent]) -> list[PhaseRow]:
-    """Adds up the stays of each role in each phase, in the order of the run."""
+    """Returns the totals of each role in each phase, in the order of the phases."""
     by_key: dict[tuple[Phase, Role], list[PhaseEvent]] = defaultdict(list)
     for event in events:
         by_key[event.phase, event.role].append(event)
@@ -173,7 +175,7 @@ def _phase_row(events: Sequence[PhaseEvent], span_s: float) -> PhaseRow:
 
 
 def failure_lines(events: Sequence[PhaseEvent]) -> list[str]:
-    """Says which ranks failed where, one line per phase and role, the first failure first."""
+    """Returns one line for each phase and role that failed, with its ranks; the earliest failure is first."""
     failed: dict[tuple[Phase, Role], list[PhaseEvent]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.end_s):
         if not event.ok:
@@ -186,9 +188,10 @@ def failure_lines(events: Sequence[PhaseEvent]) -> list[str]:
 
 
 def memory_table(events: Sequence[PhaseEvent]) -> MemoryTable | None:
-    """Lays out device memory, trainers first, phases as they first appear; None if no event tells of any.
+    """Returns the table of device memory; None if no event has device memory.
 
-    A row shows the rank with the largest total, each rank as its last stay in the phase left it.
+    Trainers come first, and phases in the order of their first occurrence. A row shows the rank with the largest total
+    at the end of its last pass through the phase.
     """
     last: dict[tuple[Role, Phase], dict[int, Mapping[str, int]]] = {}
     for event in sorted(events, key=lambda event: event.start_s):
@@ -222,7 +225,7 @@ def _total(held: Mapping[str, int]) -> int:
 
 
 def bound_lines(records: Sequence[Mapping[str, Any]], bound: float) -> list[str]:
-    """Says in words how the log-probability gap kept to its bound, and which steps hold no finite number."""
+    """Returns sentences about the log-probability gap and its bound, and about values that are not finite."""
     gaps = [
         (gap, int(record["step"]))
         for record in records

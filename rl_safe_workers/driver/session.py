@@ -1,4 +1,4 @@
-"""The driver's view of a run's actors: calls by phase, with deadlines, and the record of what happened."""
+"""Calls a run's actors phase by phase under deadlines, and records the events, from the driver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.worlds.address import StoreAddress
 
 LEAVING_S = 3.0
-"""A node that is being shut down ends its processes, and then itself."""
+"""Seconds to wait for a node to disappear after a process died. A node that shuts down ends its processes first."""
 T = TypeVar("T")
 Arguments = Callable[[int], tuple[Any, ...]]
 
@@ -36,16 +36,16 @@ def _no_arguments(rank: int) -> tuple[Any, ...]:
 
 
 class Session:
-    """Brings trainers and rollout ranks up phase by phase, calls them, and takes them down.
+    """Sets up trainers and rollout ranks phase by phase, calls them, and tears them down.
 
     Attributes:
         events: Phase events of all ranks so far.
-        totals: Count and seconds of each phase as the driver saw it, in order of first entry.
-        ledgers: What the bootstrap has cost each trainer, by rank.
+        totals: Count and seconds of each phase, measured in the driver, in the order of the first entry.
+        ledgers: The bootstrap's report of each trainer, by training rank.
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, console: RunConsole, interrupts: Interrupts) -> None:
-        """Starts nothing yet."""
+        """Stores its parts. Starts nothing."""
         self._config, self._cluster, self._console, self._interrupts = config, cluster, console, interrupts
         self._specs: Sequence[WeightSpec] = ()
         self._vitals: Vitals[ActorRef] = Vitals(is_dead)
@@ -54,21 +54,21 @@ class Session:
         self.totals: dict[str, PhaseTotal] = {}
 
     def timeout_s(self, phase: Phase) -> float:
-        """The configured timeout of a phase, in seconds; with that of a save that the phase may have to finish."""
+        """Returns the timeout of a phase in seconds. Adds the save's timeout if the phase may have to finish a save."""
         timeouts, checkpoint = self._config.rl_safe.timeouts, self._config.rl_safe.checkpoint
         may_finish_a_save = checkpoint.async_save and phase in SAVE_ENDS_BEFORE
         return float(getattr(timeouts, phase.value)) + (timeouts.save if may_finish_a_save else 0.0)
 
     def start_trainers(self, phase: Phase, method: str, arguments: Arguments = _no_arguments) -> PendingCalls:
-        """Starts a method on every trainer at once."""
+        """Starts a method on all trainers at once."""
         return start_calls(self._cluster.trainers, phase, method, arguments)
 
     def start_rollouts(self, phase: Phase, method: str, arguments: Arguments = _no_arguments) -> PendingCalls:
-        """Starts a method on every rollout rank at once."""
+        """Starts a method on all rollout ranks at once."""
         return start_calls(self._cluster.rollouts, phase, method, arguments)
 
     def finish(self, calls: PendingCalls) -> list[Any]:
-        """Waits for calls within their phase's timeout; returns their values, trainers first, by rank."""
+        """Waits for calls within the timeout of their phase. Returns their values in the order they were started."""
         try:
             return self._gather(calls)
         finally:
@@ -92,7 +92,7 @@ class Session:
             raise
 
     def _blame_lost_nodes(self, error: RunError, phase: Phase) -> None:
-        """Raises NodeLostError from an error if nodes of the run are gone: that is what it comes from."""
+        """Raises NodeLostError, caused by ``error``, if nodes of the run are gone: their loss is the root cause."""
         deadline = time.monotonic() + (
             LEAVING_S if isinstance(error, RankError) and isinstance(error.cause, Died) else 0.0
         )
@@ -104,7 +104,7 @@ class Session:
         raise NodeLostError(nodes=names, phase=phase, ranks=ranks, detail=str(error)) from error
 
     def run_here(self, phase: Phase, work: Callable[[], T]) -> T:
-        """Runs work of a phase in this process, as `within`, and records it."""
+        """Runs work of a phase in this process, as `within` does, and records its seconds."""
         started_s = time.monotonic()
         try:
             return self.within(phase, work)
@@ -112,12 +112,12 @@ class Session:
             self._record(phase, time.monotonic() - started_s)
 
     def within(self, phase: Phase, work: Callable[[], T]) -> T:
-        """Runs something in this process, within a phase's timeout, and notices signals meanwhile.
+        """Runs work in this process within the timeout of a phase, and reacts to signals meanwhile.
 
-        It runs on a thread of its own. One that does not end in time is left behind: the process ends with it.
+        The work runs on a separate thread. A thread that does not end in time is abandoned; it ends with the process.
 
         Raises:
-            PhaseTimeoutError: Names the driver.
+            PhaseTimeoutError: If the work does not end in time. The error names the driver.
             Interrupted: On a signal.
         """
         deadline = Deadline.after(self.timeout_s(phase))
@@ -137,12 +137,12 @@ class Session:
             return self.finish(calls())
 
     def set_up(self) -> None:
-        """Runs every phase up to a model with its HF weights, in the order that keeps memory and ranks safe."""
+        """Runs the phases start, world, groups, bootstrap and convert: the trainers then have the model."""
         self.connect()
         self._specs = self._shown(lambda: self.start_trainers(Phase.CONVERT, "convert"), Phase.CONVERT)[0]
 
     def connect(self) -> None:
-        """Runs every phase up to the bootstrap: no model yet."""
+        """Runs the phases start, world, groups and bootstrap: the trainers have no model yet."""
         started_s = time.monotonic()
         with self._console.phase(Phase.START, self.timeout_s(Phase.START)):
             try:
@@ -175,7 +175,7 @@ class Session:
         trainer, model = self._config.trainer, self._config.model.path
 
         def shared_paths() -> list[Path]:
-            # It is there, unless nothing but a bootstrap is to happen.
+            # The model exists, except in a job that only runs the bootstrap.
             paths = [Path(model).absolute()] if model and Path(model).exists() else []
             if trainer.save_freq > 0 and trainer.default_local_dir is not None:
                 paths.append(stack.enter_context(marker(Path(trainer.default_local_dir))))
@@ -185,11 +185,11 @@ class Session:
             self._cluster.start(shared=self.within(Phase.START, shared_paths))
 
     def convert(self, method: str, *arguments: Any) -> Any:
-        """Runs a conversion on every trainer; returns what training rank 0 does.
+        """Runs a conversion on every trainer. Returns the result of training rank 0.
 
         Args:
-            method: The trainers' method.
-            *arguments: Its arguments, alike for all.
+            method: Name of the trainers' method.
+            *arguments: Its arguments, the same for all trainers.
         """
         return self._shown(lambda: self.start_trainers(Phase.CONVERT, method, lambda rank: arguments), Phase.CONVERT)[0]
 
@@ -221,7 +221,7 @@ class Session:
         self.finish(self.start_trainers(Phase.SYNC, "sync").joined_with(receivers))
 
     def late_allocations(self) -> list[list[LateAllocation]]:
-        """Returns the late allocations of the first training steps, by training rank."""
+        """Returns the late allocations found in the first training steps, a list for each training rank."""
         return self._gather(self.start_trainers(Phase.TRAIN, "late_allocations"))
 
     def load(self, path: str, layout: dict[str, int]) -> None:
@@ -234,10 +234,14 @@ class Session:
         return str(self._shown(lambda: self.start_trainers(Phase.SAVE, "save", lambda rank: arguments), Phase.SAVE)[0])
 
     def teardown(self) -> dict[int, str]:
-        """Ends the worlds after all went well. Returns the trainers that did not agree, by rank; normally none."""
+        """Tears down the worlds after a success.
+
+        Returns:
+            The failures that trainers reported, by training rank; normally empty.
+        """
 
         def calls() -> PendingCalls:
-            # Rollout ranks and trainers leave the joint group side by side, and each trainer its training groups.
+            # All ranks leave the joint group at the same time; each trainer then also leaves its training groups.
             first = self.start_trainers(Phase.TEARDOWN, "teardown")
             return first.joined_with(self.start_rollouts(Phase.TEARDOWN, "teardown"))
 
