@@ -1,6 +1,6 @@
-"""HF weights in and out of a Megatron model, behind one small interface.
+"""Loads HF weights into a Megatron model and exports them, behind one small interface.
 
-The weight mapping is that of mbridge, or of Megatron-Bridge where that one is installed and mbridge has none.
+The weight mapping comes from mbridge; from Megatron-Bridge if mbridge has no mapping and Megatron-Bridge is installed.
 """
 
 from __future__ import annotations
@@ -17,32 +17,38 @@ from rl_safe_workers.models.local_spec import has_transformer_engine
 from rl_safe_workers.models.own_weights import OwnWeight
 
 NEEDS_TRANSFORMER_ENGINE = {
-    # multi_latent_attention.py:155 gives it k_channels, which only Transformer Engine's takes, as of 0.19.2.
+    # multi_latent_attention.py:155 passes k_channels, which only Transformer Engine's attention takes, as of 0.19.2.
     "deepseek_v3": "megatron-core's own DotProductAttention cannot be built for latent attention",
 }
-"""Model types that are refused without Transformer Engine, and why."""
+"""Model types that are refused without Transformer Engine, with the reason for each."""
 
 
 class WeightBridge(Protocol):
-    """The interface that the trainer and the conversion need of a bridge; the narrow core that two libraries share."""
+    """The interface of a bridge for the trainer and the conversion. It is limited to what both libraries offer."""
 
     config: Any
     """Megatron's TransformerConfig."""
 
     def _model_provider(self, post_model_creation_callbacks: list[Any]) -> Any:
-        """Returns ``provide(pre_process, post_process, vp_stage=None)``, which builds one GPTModel; mbridge's name."""
+        """Returns ``provide(pre_process, post_process, vp_stage=None)``, which builds one GPTModel.
+
+        The method's name is mbridge's.
+        """
         ...
 
     def load_weights(self, models: Sequence[torch.nn.Module], weights_path: str) -> None:
-        """Reads HF weights into model chunks, one at a time. Not collective with mbridge; Megatron-Bridge scatters."""
+        """Reads HF weights into model chunks, one at a time.
+
+        Not collective with mbridge. With Megatron-Bridge it is collective over the groups that split each weight.
+        """
         ...
 
     def export_weights(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every HF weight, whole, on every rank, in the same order. Collective over: the training world."""
+        """Yields every HF weight, unsharded, on every rank, in the same order. Collective over: the training world."""
         ...
 
     def own_weights(self, models: Sequence[torch.nn.Module]) -> list[OwnWeight] | None:
-        """Lists the HF weights that this rank takes part in making alone; None if the library cannot tell.
+        """Returns the HF weights that this rank's tensor-parallel group can build; None if the library cannot tell.
 
         Collective over: tensor and expert-tensor groups.
         """
@@ -53,12 +59,13 @@ def open_bridge(hf_path: str, *, dtype: torch.dtype, **settings: Any) -> WeightB
     """Returns a bridge for a local HF directory. Needs Megatron's groups; not collective.
 
     Args:
-        hf_path: Local directory with ``config.json`` and safetensors; remote code stays off.
+        hf_path: Local directory with ``config.json`` and safetensors. Remote code is never run.
         dtype: Parameter dtype of the Megatron model.
         **settings: Fields of Megatron's TransformerConfig that override the bridge's own.
 
     Raises:
-        ModelError: If no installed bridge has a mapping for the model's type, or its layers need Transformer Engine.
+        ModelError: If no installed bridge has a mapping for the model type, or if the model's layers need Transformer
+            Engine and it is not installed.
     """
     hf_config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
     model_type = hf_config.model_type
@@ -78,7 +85,7 @@ def open_bridge(hf_path: str, *, dtype: torch.dtype, **settings: Any) -> WeightB
 
 
 def _is_installed(module: str) -> bool:
-    """Returns True if a module can be found; False too if a package above it is absent."""
+    """Returns True if a module can be found; False also if its parent package is missing."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

@@ -17,11 +17,11 @@ def build_chunks(bridge: Any) -> list[torch.nn.Module]:
     """Builds this rank's part of the model, not yet wrapped for data parallelism.
 
     Args:
-        bridge: What ``open_bridge`` returned.
+        bridge: The result of ``open_bridge``.
 
     Returns:
-        One GPTModel, or one for each virtual pipeline stage, wrapped in Float16Module where the config says so: this
-        rank's pipeline stages and TP, EP shards.
+        One GPTModel, or one for each virtual pipeline stage. It holds this rank's pipeline stage and its TP and EP
+        shards. With bf16 or fp16 it is wrapped in Float16Module.
     """
     stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return [_build_chunk(bridge, vp_stage) for vp_stage in ([None] if stages is None else range(stages))]
@@ -46,7 +46,7 @@ def wrap_data_parallel(
 ) -> list[DistributedDataParallel]:
     """Wraps model chunks for the distributed optimizer. Collective over each data-parallel group.
 
-    Gradients are accumulated and reduced in fp32; parameters move into one contiguous buffer per dtype.
+    Gradients are accumulated and reduced in fp32. Parameters move into one contiguous buffer per dtype.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

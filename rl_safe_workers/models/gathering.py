@@ -1,7 +1,8 @@
-"""Brings the shards of every parameter to every rank, one parameter at a time, for an export.
+"""Gathers the shards of every parameter on every rank, one parameter at a time, for an export.
 
-mbridge's own loop announces each parameter with three object collectives, asserts for experts that are not split like
-the rest of the layer, and holds all experts of an index at once (core/bridge.py:311-414).
+mbridge's own loop has three problems (core/bridge.py:311-414). It announces each parameter with three object
+collectives, it asserts that experts are split like the rest of the layer, and it holds all experts of one index in
+memory at once.
 """
 
 from __future__ import annotations
@@ -17,39 +18,41 @@ from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.errors import CommunicatorError
 
 EXPERT_WEIGHT = ".mlp.experts.linear_fc"
-"""Common part of the names of expert weights; each ends with ``weight`` and the expert's number."""
+"""Common part of the names of expert weights. Each name ends with ``weight`` and the expert's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One parameter as its pipeline stage announces it."""
+    """The description of one parameter, which its pipeline stage announces to the other stages."""
 
     stage: int
     chunk: int
     local_name: str
     name: str
-    """With the layer's global number; the expert's number is still this rank's."""
+    """Name with the layer's global number. The expert's number still counts within this rank."""
     shape: tuple[int, ...]
+    """Shape of this rank's shard."""
     dtype: torch.dtype
     tensor_model_parallel: bool
-    """True if tensor parallelism splits it; this name and the next are those of Megatron's marks on a parameter."""
+    """True if tensor parallelism splits it. Megatron sets an attribute of this name on a parameter."""
     partition_dim: int
+    """The dimension that is split; -1 if there is none. Megatron sets an attribute of this name on a parameter."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's shard."""
+        """The size in bytes of this rank's shard."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON can hold them."""
+        """Returns the fields as values for JSON."""
         return {**asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Shard:
-        """Returns what `as_json` was made of.
+        """Rebuilds a shard's description from the result of `as_json`.
 
         Raises:
-            CommunicatorError: If it is not of `as_json`.
+            CommunicatorError: If the fields are not those of `as_json`.
         """
         dtype = getattr(torch, str(fields.get("dtype")), None)
         if {*fields} != {*cls.__dataclass_fields__} or not isinstance(dtype, torch.dtype):
@@ -58,7 +61,7 @@ class Shard:
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns a model's parameters, and the routers' expert biases, which are buffers."""
+    """Returns a model's parameters by name, with the routers' expert biases, which are buffers."""
     biases = {name: value for name, value in model.state_dict().items() if name.endswith("expert_bias")}
     return {**dict(model.named_parameters()), **biases}
 
@@ -94,23 +97,24 @@ def _announce(mine: list[Shard], mpu: Any) -> list[Shard]:
 def export_shards(
     models: Sequence[torch.nn.Module], names: Sequence[Mapping[str, str]], mpu: Any, *, num_experts: int
 ) -> Iterator[tuple[str, list[torch.Tensor], Shard]]:
-    """Yields the global name and all tensor-parallel shards of every parameter, and what was announced of it.
+    """Yields for every parameter its global name, all its tensor-parallel shards, and its announced description.
 
-    Collective over: the pipeline, expert, expert-tensor and tensor groups of this rank, at each item; every rank must
-    take every item. Nothing is held here while the caller has an item; it may clear the list.
+    Collective over: the pipeline, expert, expert-tensor and tensor groups of this rank, at each item. Every rank must
+    take every item. The generator keeps no reference to the shards while the caller has an item, so a caller that
+    clears the list frees their memory.
 
     Args:
-        models: This rank's chunks, expert weights under their fused names.
-        names: For each chunk the global name of each local one, experts counted within the rank.
+        models: This rank's chunks, with expert weights under their fused names.
+        names: For each chunk, the global name of each local name. Expert numbers count within the rank.
         mpu: mbridge's ParallelStates.
-        num_experts: Experts of a layer; 0 for a dense model.
+        num_experts: Number of experts per layer; 0 for a dense model.
     """
     tensors = [named_tensors(model) for model in models]
     plan = _announce(local_shards(tensors, names, mpu), mpu)
     largest = max((shard.nbytes for shard in plan), default=0)
     for shard in plan:
         is_here = shard.stage == mpu.pp_rank
-        # Detached: torch.no_grad over a generator would keep each item until it has the next.
+        # Detached, because torch.no_grad around a generator would keep each item until the next one.
         tensor = tensors[shard.chunk][shard.local_name].detach() if is_here else _room_for(shard)
         if mpu.pp_size > 1:
             dist.broadcast(tensor, src=dist.get_global_rank(mpu.pp_group, shard.stage), group=mpu.pp_group)
@@ -126,16 +130,19 @@ def export_shards(
             shards = gather(expert, mpu.etp_group, mpu.etp_size)
             del expert
             yield f"{prefix}.weight{number}", shards, shard
-        del tensor  # if it is another stage's, it would be in memory beside the next
+        del tensor  # another stage's parameter would stay in memory together with the next one
 
 
 def _room_for(shard: Shard) -> torch.Tensor:
-    """Room for another stage's parameter."""
+    """Returns an empty tensor on the device for another stage's parameter."""
     return torch.empty(shard.shape, dtype=shard.dtype, device=torch.cuda.current_device())
 
 
 def _experts(tensor: torch.Tensor, mpu: Any, *, at_once: bool) -> Iterator[torch.Tensor]:
-    """Yields the expert of every expert-parallel rank: from one gather if memory allows, else one by one."""
+    """Yields the expert of every expert-parallel rank: from one gather, or one broadcast each, which takes less memory.
+
+    Collective over: the expert group.
+    """
     if mpu.ep_size == 1:
         yield tensor
     elif at_once:
@@ -148,7 +155,7 @@ def _experts(tensor: torch.Tensor, mpu: Any, *, at_once: bool) -> Iterator[torch
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None, size: int) -> list[torch.Tensor]:
-    """Returns the shards of ``size`` ranks; the tensor itself if it is the only one. Collective over: the group."""
+    """Returns the shards of ``size`` ranks; only the tensor itself if ``size`` is 1. Collective over: the group."""
     if size == 1:
         return [tensor]
     shards = [torch.empty_like(tensor) for _ in range(size)]

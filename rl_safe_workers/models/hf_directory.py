@@ -1,6 +1,6 @@
-"""Checks an HF model folder, as far as its configuration and the headers of its weights tell.
+"""Checks an HF model folder by its configuration and the headers of its weight files.
 
-Imports no torch, so that a folder is refused before anything is started.
+Imports no torch, so that a bad folder is refused before anything is started.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Weights = Mapping[str, TensorEntry]
 
 
 def read_hf_directory(path: Path, *, model_types: Sequence[str] | None = None, has_weights: bool = True) -> ModelShape:
-    """Returns the shape of the model in an HF directory; reads ``config.json`` and the headers of the weights.
+    """Reads ``config.json`` and the headers of the weight files, and returns the shape of the model.
 
     Args:
         path: The directory.
-        model_types: Those allowed; None: those that a run can train.
-        has_weights: Whether weights must be there.
+        model_types: The allowed model types; None for the types that a run can train.
+        has_weights: True if the directory must hold weights.
 
     Raises:
-        ModelError: The directory is missing, incomplete, damaged, or not of a supported architecture.
+        ModelError: If the directory is missing, is incomplete or damaged, or has an unsupported architecture.
     """
     _check_entries(path)
     config = read_model_json(path / CONFIG)
@@ -53,10 +53,10 @@ def read_hf_directory(path: Path, *, model_types: Sequence[str] | None = None, h
 
 
 def check_tokenizer(path: Path) -> None:
-    """Refuses a folder whose tokenizer is missing or too large, or that names no token as the end of a sequence.
+    """Refuses a folder whose tokenizer file is missing or too large, or whose end-of-sequence tokens are malformed.
 
     Raises:
-        ModelError: If so.
+        ModelError: If the folder is refused.
     """
     file = path / TOKENIZER
     if not file.is_file():
@@ -67,10 +67,10 @@ def check_tokenizer(path: Path) -> None:
 
 
 def _check_entries(path: Path) -> None:
-    """Refuses a folder that holds a FIFO, a device or a socket: opening one may wait for ever.
+    """Refuses a folder with a FIFO, a device or a socket, because opening one may block forever.
 
     Raises:
-        ModelError: If so, or if there is no folder that can be read.
+        ModelError: If the folder is refused, does not exist, or cannot be read.
     """
     try:
         if kind_of(path) is None:
@@ -110,7 +110,10 @@ def _together(path: Path, headers: Mapping[str, Weights]) -> dict[str, TensorEnt
 
 
 def _check_against_config(path: Path, weights: Weights, shape: ModelShape, config: Mapping[str, Any]) -> None:
-    """A configuration of other sizes than the weights would fail late, or take memory without bounds."""
+    """Raises ModelError if sizes in the configuration do not match the weights.
+
+    Such a model would fail late, or take memory without bounds.
+    """
     for name, expected in _expected_shapes(shape, config):
         if name in weights and weights[name].shape != expected:
             raise ModelError(

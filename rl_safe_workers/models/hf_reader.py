@@ -1,4 +1,4 @@
-"""Reads single weights from the safetensors files of an HF directory, each file opened once."""
+"""Reads single weights from the safetensors files of an HF directory, and opens each file only once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from rl_safe_workers.model_files import read_weight_map
 
 
 class HfReader:
-    """Weights by name. Files stay open and mapped for the reader's life; only the pages of what is read are loaded.
+    """Reads weights by name. Files stay open and memory-mapped; only the pages of the weights that are read are loaded.
 
-    mbridge's own reader opens a file for every weight, and without an index every file for every weight.
+    mbridge's own reader opens a file again for every weight; without an index, it opens every file for every weight.
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Opens nothing yet.
+        """Reads the index; without an index it opens all files.
 
         Args:
             directory: A local HF directory.
+
+        Raises:
+            ModelError: If the index is malformed, or a file cannot be read.
         """
         self._directory = Path(directory)
         self._files: dict[str, Any] = {}
@@ -48,10 +51,10 @@ class HfReader:
         return self._files[file]
 
     def load_one_hf_weight(self, name: str) -> torch.Tensor:
-        """Returns one weight, on the CPU, in the dtype of the file; the name of the method is mbridge's.
+        """Returns one weight, on the CPU, in the file's dtype and shape. The method's name is mbridge's.
 
         Raises:
-            ModelError: If no file has it, or its file is damaged.
+            ModelError: If no file has the weight, or its file is damaged.
         """
         if name not in self._file_of:
             raise ModelError(f"{self._directory} has no weight {name}: its files do not fit its config.json")
@@ -66,12 +69,12 @@ class HfReader:
         return {name: self.load_one_hf_weight(name) for name in names}
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Returns the dtype of every weight; reads headers and no data to speak of."""
+        """Returns the dtype of every weight by name. Reads the headers, and the data of scalars only."""
         return {name: self._dtype(name) for name in self._file_of}
 
     def _dtype(self, name: str) -> torch.dtype:
         file = self._open(self._file_of[name])
         part = file.get_slice(name)
-        # A scalar cannot be sliced.
+        # A scalar cannot be sliced, so its value is read.
         found: torch.Tensor = part[:0] if part.get_shape() else file.get_tensor(name)
         return found.dtype

@@ -1,4 +1,4 @@
-"""Layer specs without Transformer Engine, and the names under which weight bridges look for their parameters."""
+"""Builds layer specs without Transformer Engine, and maps their parameter names to those that weight bridges expect."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def has_transformer_engine() -> bool:
-    """Returns True if Transformer Engine can be imported; its layers are used wherever it is."""
+    """Returns True if Transformer Engine is installed. Its layers are then used."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 class SequenceParallelRMSNorm:
-    """An ``nn.RMSNorm`` that sequence parallelism can use.
+    """An ``nn.RMSNorm`` that works with sequence parallelism.
 
-    Megatron's plain torch norm refuses sequence parallelism (transformer/torch_norm.py:32), although all it
-    needs is the mark that makes ``finalize_model_grads`` sum the weight's gradient over the TP ranks.
-    A class and not a function, because megatron's ``build_module`` calls only classes.
+    Megatron's plain torch norm refuses sequence parallelism (transformer/torch_norm.py:32). The only thing that it
+    lacks is the attribute that makes ``finalize_model_grads`` sum the weight's gradient over the TP ranks. This is a
+    class and not a function, because megatron's ``build_module`` calls only classes.
     """
 
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> torch.nn.RMSNorm:
-        """Builds the norm. ``hidden_size`` is the normalised width, the weight is ``[hidden_size]`` in params_dtype."""
+        """Builds the norm. Its weight has shape ``[hidden_size]`` and dtype ``params_dtype``."""
         norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
         norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
 
 
 def _replace_norms(spec: Any) -> Any:
-    """Returns a copy of a layer spec in which every plain torch norm is ours."""
+    """Returns a copy of a layer spec in which every plain torch norm is replaced by `SequenceParallelRMSNorm`."""
     if spec is WrappedTorchNorm:
         return SequenceParallelRMSNorm
     if isinstance(spec, list):
@@ -55,7 +55,7 @@ def _replace_norms(spec: Any) -> Any:
 def decoder_block_spec(config: TransformerConfig, *, vp_stage: int | None = None) -> Any:
     """Returns Megatron's local block spec for this pipeline stage, with norms that allow sequence parallelism."""
     if not hasattr(moe_utils, "te_general_gemm"):
-        # moe_utils.py:1192 reads the name that its failed import of Transformer Engine left undefined.
+        # moe_utils.py:1192 reads this name, which stays undefined if the import of Transformer Engine fails.
         moe_utils.te_general_gemm = None
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     return _replace_norms(spec)
@@ -69,10 +69,10 @@ _DENSE_LAYER_NORM = (re.compile(r"\.pre_mlp_layernorm\.weight$"), r".mlp.linear_
 
 
 class FusedNameView(torch.nn.Module):
-    """A model seen under the parameter names that Transformer Engine's fused layers would have.
+    """A view of a model under the parameter names that Transformer Engine's fused layers would have.
 
-    Weight bridges look parameters up by those names (mbridge 0.15.1, core/bridge.py:174, 214, 364, 515). The view
-    shares every tensor with the model, adds none, and is only for one load or export.
+    Weight bridges look up parameters by these names (mbridge 0.15.1, core/bridge.py:174, 214, 364, 515). The view
+    shares every tensor with the model and adds none. Use a view for one load or export only.
     """
 
     def __init__(self, model: torch.nn.Module, *, is_moe: bool) -> None:
@@ -89,14 +89,14 @@ class FusedNameView(torch.nn.Module):
         return name
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The viewed model's state dict under the fused names; the tensors are the model's own."""
+        """Returns the model's state dict under the fused names. The tensors are the model's own."""
         if self.__dict__.get("_state") is None:
-            # Kept, because mbridge asks once for every weight that it loads (core/bridge.py:197).
+            # Cached, because mbridge calls this once for every weight that it loads (core/bridge.py:197).
             state = self.__dict__["_viewed"].state_dict()
             self.__dict__["_state"] = {self._rename(name): value for name, value in state.items()}
         return dict(self.__dict__["_state"])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The viewed model's parameters under the fused names."""
+        """Yields the model's parameters under the fused names."""
         for name, parameter in self.__dict__["_viewed"].named_parameters(*args, **kwargs):
             yield self._rename(name), parameter

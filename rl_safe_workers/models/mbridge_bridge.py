@@ -1,7 +1,8 @@
-"""mbridge, made to work without Transformer Engine, with transformers 5, and over every layout.
+"""Adapts mbridge to work without Transformer Engine, with transformers 5, and over every layout.
 
-The weight mapping is mbridge's. What is added: Megatron's local layers, where transformers 5 keeps its RoPE settings,
-a reader that opens each file once, and an export that gathers experts over any mix of TP, EP and expert-TP.
+The weight mapping is mbridge's. This module adds Megatron's local layers, the new place of RoPE settings in
+transformers 5, a reader that opens each file once, and an export that gathers experts over any mix of TP, EP and
+expert-TP.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ LOCAL_LAYER_SETTINGS: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "moe_permute_fusion": False,
 }
-"""Options that mbridge's model configs turn on and Megatron's local layers do not have."""
+"""Settings that mbridge's model configs turn on and Megatron's local layers do not support."""
 
 
 class _LocalLayers:
-    """Mixed over an mbridge bridge class: local layer specs, and the names that mbridge has for fused ones."""
+    """A mixin for an mbridge bridge class: uses local layer specs, under mbridge's names for fused layers."""
 
     config: Any
 
@@ -52,7 +53,7 @@ class _LocalLayers:
 
 
 class _AnyLayout:
-    """Mixed over an mbridge bridge class: loads weight by weight, and exports from every layout."""
+    """A mixin for an mbridge bridge class: loads weights one by one, and exports from every layout."""
 
     hf_config: Any
     config: Any
@@ -63,8 +64,8 @@ class _AnyLayout:
         return model
 
     def _adjust_mapping_for_shared_weights(self) -> None:
-        # mbridge writes into the class attribute, which would tie the embeddings of every later bridge, and only its
-        # Qwen bridges do (models/qwen2.py): the last of several pipeline stages has an output layer to load.
+        # The last of several pipeline stages has an output layer to load. Only mbridge's Qwen bridges map it
+        # (models/qwen2.py), and they write into the class attribute, which would tie the embeddings of later bridges.
         if self._is_tied:
             self._DIRECT_MAPPING = {**self._DIRECT_MAPPING, "output_layer.weight": "model.embed_tokens.weight"}
 
@@ -76,10 +77,10 @@ class _AnyLayout:
         return [self._view(unwrap_model(model)) for model in models]
 
     def load_weights(self, models: Sequence[torch.nn.Module], weights_path: str) -> None:
-        """Every rank reads its shards for itself.
+        """Loads HF weights. Every rank reads its own shards from the files. Not collective.
 
-        mbridge scatters them from the first rank of each group (core/bridge.py:227, 246), also where that is the only
-        one; NCCL makes sends of a scatter, and takes a channel to every peer for them.
+        mbridge scatters the shards from the first rank of each group (core/bridge.py:227, 246), even in a group of one
+        rank. NCCL implements a scatter with sends, and allocates channels to every peer for them.
         """
         reader = HfReader(weights_path)
         for view in self._views(models):
@@ -94,7 +95,7 @@ class _AnyLayout:
     def _load_shard(self, local_name: str, parameter: torch.Tensor, whole: torch.Tensor) -> None:
         is_value_head = parameter.shape[:1] == (1,) and whole.shape[:1] != (1,)
         if is_value_head and local_name.endswith(("output_layer.weight", "word_embeddings.weight")):
-            return  # of a critic, which is not in the files; mbridge skips it, too
+            return  # a critic's value head is not in the files; mbridge skips it, too
         is_expert = EXPERT_WEIGHT in local_name
         size, rank = (self.mpu.etp_size, self.mpu.etp_rank) if is_expert else (self.mpu.tp_size, self.mpu.tp_rank)
         parameter.copy_(self._weight_split_across_tp(local_name, whole, parameter, size)[rank])  # type: ignore[attr-defined]
@@ -124,21 +125,21 @@ class _AnyLayout:
         return [self._weight_name_mapping_mcore_local_to_global(view, consider_ep=False) for view in views]  # type: ignore[attr-defined]
 
     def _is_left_out(self, name: str) -> bool:
-        """Returns True if it is the embedding once more, on the last pipeline stage; HF files hold it once."""
+        """Returns True for the last stage's copy of a tied embedding. HF files hold that weight only once."""
         return self._is_tied and name == "output_layer.weight"
 
     def _to_hf(self, name: str, shards: list[torch.Tensor], announced: Any) -> tuple[list[str], list[torch.Tensor]]:
-        """Makes the HF weights of a parameter's shards, and clears their list."""
+        """Builds the HF weights from a parameter's shards, and clears the list of shards."""
         whole = self._weight_merge_across_tp(name, shards, announced)
-        shards.clear()  # their contents are in the merged tensor
+        shards.clear()  # frees them: the merged tensor holds their data
         hf: tuple[list[str], list[torch.Tensor]] = self._weight_to_hf_format(name, whole)  # type: ignore[attr-defined]
         return hf
 
     def _weight_merge_across_tp(self, name: str, shards: list[torch.Tensor], param: Any) -> torch.Tensor:
-        """Merges shards as mbridge does, in one copy.
+        """Merges shards as mbridge does, but with one copy.
 
-        mbridge asserts that experts are as tensor-parallel as the rest (core/bridge.py:852, 856), and copies gated
-        layers twice (core/bridge.py:876).
+        mbridge asserts that experts have the same tensor-parallel size as the rest (core/bridge.py:852, 856), and
+        copies gated layers twice (core/bridge.py:876).
         """
         if len(shards) == 1:
             return shards[0]
@@ -155,13 +156,13 @@ class _AnyLayout:
 
 
 class _NewerLibraries:
-    """Names that transformers 5 and megatron-core 0.16 have moved, in the places where mbridge reads them."""
+    """A mixin for an mbridge bridge class: handles settings that transformers 5 moved or megatron-core 0.16 renamed."""
 
     hf_config: Any
 
     def __init__(self, hf_config: Any, **kwargs: Any) -> None:
         if getattr(hf_config, "head_dim", 0) is None:
-            # Mixtral's default; mbridge multiplies with it (core/bridge.py:736).
+            # None is Mixtral's default, but mbridge multiplies with head_dim (core/bridge.py:736).
             hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
         if not hasattr(hf_config, "rope_theta"):
             hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]  # models/deepseek_v3.py:157
@@ -187,7 +188,7 @@ class _NewerLibraries:
 
 
 class _Mixtral:
-    """Mixtral normalises the probabilities of the chosen experts; mbridge's config does not (models/mixtral.py)."""
+    """A mixin for mbridge's Mixtral: normalises the chosen experts' probabilities, which models/mixtral.py does not."""
 
     def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
         merged = {**kwargs, "moe_router_pre_softmax": False}
@@ -195,7 +196,7 @@ class _Mixtral:
 
 
 def open_mbridge(hf_config: PretrainedConfig, *, dtype: torch.dtype, settings: dict[str, Any]) -> Any | None:
-    """Returns mbridge's bridge for a model, mended; None if mbridge has no mapping for its type.
+    """Returns mbridge's bridge for a model, with our corrections; None if mbridge has no mapping for the model type.
 
     Args:
         hf_config: The model's configuration.

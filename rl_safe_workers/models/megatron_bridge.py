@@ -1,6 +1,6 @@
-"""Megatron-Bridge behind the interface of `bridge.WeightBridge`: the part of its AutoBridge that is needed, no more.
+"""Adapts Megatron-Bridge to the interface of `bridge.WeightBridge`, with only the needed part of its AutoBridge.
 
-Written against its AutoBridge (models/conversion/auto_bridge.py); its layers need Transformer Engine.
+Written against AutoBridge in models/conversion/auto_bridge.py. The library's layers need Transformer Engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 
 def parallel_settings() -> dict[str, Any]:
-    """The parallel sizes of the live Megatron groups, under the names of TransformerConfig's fields."""
+    """Returns the parallel sizes of the live Megatron groups, by the names of TransformerConfig's fields."""
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     return {
         "tensor_model_parallel_size": tensor,
@@ -27,14 +27,14 @@ def parallel_settings() -> dict[str, Any]:
 
 
 class MegatronBridge:
-    """One AutoBridge and the model provider it made; the provider is Megatron's TransformerConfig too.
+    """An AutoBridge together with its model provider.
 
     Attributes:
-        config: The provider.
+        config: The provider, which is also Megatron's TransformerConfig.
     """
 
     def __init__(self, auto_bridge: Any, provider: Any) -> None:
-        """Wraps the two; ``provider`` must be final."""
+        """Wraps the two. ``provider`` must be finalized."""
         self._auto_bridge, self.config = auto_bridge, provider
 
     def _model_provider(self, post_model_creation_callbacks: list[Any]) -> Any:
@@ -47,18 +47,18 @@ class MegatronBridge:
 
     @torch.no_grad()
     def export_weights(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every HF weight, whole, on every rank. Collective over: the training world, at each item."""
+        """Yields every HF weight, unsharded, on every rank. Collective over: the training world, at each item."""
         yield from self._auto_bridge.export_hf_weights(list(models), cpu=False, show_progress=False)
 
     def own_weights(self, models: Sequence[torch.nn.Module]) -> None:
-        """Returns None: the library gathers every weight on every rank."""
+        """Returns None, because the library always gathers every weight on every rank."""
 
 
 def open_megatron_bridge(hf_path: str, *, dtype: torch.dtype, settings: dict[str, Any]) -> MegatronBridge | None:
-    """Opens an HF directory with Megatron-Bridge; None if it has no mapping for the model.
+    """Opens an HF directory with Megatron-Bridge; returns None if it has no mapping for the model.
 
     Args:
-        hf_path: Local HF directory; remote code stays off.
+        hf_path: Local HF directory. Remote code is never run.
         dtype: Parameter dtype of the Megatron model.
         settings: Fields of Megatron's TransformerConfig that override the provider's own.
     """

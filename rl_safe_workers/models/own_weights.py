@@ -1,7 +1,7 @@
-"""The HF weights that a rank can make of its own shards, without those of other expert or pipeline ranks.
+"""Lists the HF weights that a tensor-parallel group can build from its own shards, without other EP or PP ranks.
 
-For a weight sync, where each weight is sent by one rank that has it: nothing is gathered but the shards of tensor
-parallelism, and nothing is converted that is only a view of a parameter.
+A weight sync uses them: each weight is sent by one rank that has it. Only tensor-parallel shards are gathered, and a
+weight that is a view of a parameter is not converted.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ from megatron.core import parallel_state
 from rl_safe_workers.models.gathering import EXPERT_WEIGHT, Shard, gather, local_shards, named_tensors
 
 Convert = Callable[[str, list[torch.Tensor], Shard], tuple[Sequence[str], Sequence[torch.Tensor]]]
-"""Makes HF weights of a parameter's global name and its tensor-parallel shards."""
+"""Function from a parameter's global name, its tensor-parallel shards and its description to HF names and weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnWeight:
-    """HF weights that are made of one parameter, on the ranks of the tensor-parallel group that makes them."""
+    """The HF weights built from one parameter, on the ranks of the tensor-parallel group that builds them."""
 
     place: tuple[int, ...]
-    """In the order of sending: pipeline stage, chunk, and first parameter of its kind."""
+    """Sort key for the order of sending: pipeline stage, chunk, and position of the first parameter of its kind."""
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     is_split: bool
-    """True if to make them is collective."""
+    """True if building them is collective, because tensor parallelism splits the parameter."""
     is_source: bool
     """True if this rank is the one of its group that sends them."""
     make: Callable[[], Sequence[torch.Tensor]]
-    """Returns them as they are now. Collective over: the tensor or expert-tensor group, if it splits them."""
+    """Builds them from the parameter's current values. Collective over: the tensor or expert-tensor group, if
+    ``is_split``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """How a weight lies in a parameter."""
+    """The position of a weight in a parameter's memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """From the parameter's own beginning, in elements."""
+    """Offset in elements from the beginning of the parameter."""
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter.as_strided(self.shape, self.stride, parameter.storage_offset() + self.offset)
@@ -58,17 +59,18 @@ def own_weights(
     num_experts: int,
     leave_out: Callable[[str], bool],
 ) -> list[OwnWeight]:
-    """Lists what this rank takes part in making; nothing on ranks that hold replicas of others' parameters.
+    """Lists the weights that this rank helps to build, without parameters of which another rank has the first replica.
 
-    Collective over: the tensor and expert-tensor groups that split parameters, among ranks that hold the first replica.
+    Collective over: the tensor and expert-tensor groups that split parameters, among the ranks with the first replica
+    (data-parallel rank 0, for experts expert-data-parallel rank 0).
 
     Args:
-        models: This rank's chunks, expert weights under their fused names.
-        names: For each chunk the global name of each local one, experts counted within the rank.
+        models: This rank's chunks, with expert weights under their fused names.
+        names: For each chunk, the global name of each local name. Expert numbers count within the rank.
         mpu: mbridge's ParallelStates.
-        convert: The bridge's conversion; must need no other parameter.
-        num_experts: Experts of a layer; 0 for a dense model.
-        leave_out: Whether a global name is not to be sent.
+        convert: The bridge's conversion. It must not need another parameter.
+        num_experts: Number of experts per layer; 0 for a dense model.
+        leave_out: Returns True for a global name that must not be sent.
     """
     tensors = [named_tensors(model) for model in models]
     kinds: dict[tuple[int, str], int] = {}
@@ -128,7 +130,7 @@ def _own_weight(
 
 
 def _views(weights: Sequence[torch.Tensor], parameter: torch.Tensor) -> list[_View] | None:
-    """How weights lie in a parameter; None if one of them is a copy."""
+    """Returns the positions of weights in a parameter's memory; None if a weight is a copy."""
     storage = parameter.untyped_storage().data_ptr()
     if any(weight.untyped_storage().data_ptr() != storage for weight in weights):
         return None

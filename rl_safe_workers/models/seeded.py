@@ -1,6 +1,6 @@
-"""A tiny model made from a seed, as a real HF directory: the Qwen3 of the quickstart, and other families for the tests.
+"""Makes a tiny model from a seed, as a real HF directory: the quickstart's Qwen3, and other families for tests.
 
-Everything is written by transformers and tokenizers themselves, so that every reader of HF directories reads this one.
+The libraries transformers and tokenizers write all files, so every reader of HF directories can read it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VOCAB_SIZE = 128
-"""Entries of the vocabulary: a multiple of every tensor-parallel size that a test uses, so no rank pads its slice."""
+"""Number of vocabulary entries: a multiple of every tensor-parallel size in the tests, so no rank pads its slice."""
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
-"""Printable ASCII and the newline: one token each."""
+"""Printable ASCII and the newline. Each character is one token."""
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>", *ROLES)
-"""The first ids. A role is one token, so that a prompt is as long as what it says plus three."""
+"""Tokens with the first ids. A role is one token, so that a message has three tokens more than its content."""
 INITIALIZER_RANGE = 0.02
-"""Standard deviation of the weights: a nearly uniform distribution, yet one that depends on the prompt."""
+"""Standard deviation of the weights. The output distribution is then nearly uniform, but depends on the prompt."""
 MAX_POSITIONS = 512
-"""Tokens of prompt and response together."""
+"""Largest number of tokens of prompt and response together."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|><|{{ message['role'] }}|>{{ message['content'] }}<|im_end|>{% endfor %}"
@@ -43,7 +43,7 @@ CHAT_TEMPLATE = (
 
 
 class Family(StrEnum):
-    """Architectures that can be made; with experts the first two are Qwen3-MoE and Mixtral."""
+    """The architectures that can be made. With experts, the first two become Qwen3-MoE and Mixtral."""
 
     QWEN3 = "qwen3"
     LLAMA = "llama"
@@ -55,18 +55,18 @@ def create_seeded_model(
 ) -> None:
     """Makes an HF directory at ``path``: config, safetensors, tokenizer and generation config.
 
-    Deterministic: the same spec gives the same bytes. The directory appears whole or not at all, and a process that
-    finds another one there first leaves it alone. Blocking, no communication.
+    Deterministic: the same spec gives the same bytes. The directory appears complete or not at all. If another process
+    has made it first, that one stays. Blocks; does not communicate.
 
     Args:
-        path: The directory to make; its parents are made too.
-        spec: Sizes and seed; ``num_experts=0`` makes a dense model.
+        path: The directory to make. Its parents are made, too.
+        spec: Sizes and seed. ``num_experts=0`` makes a dense model.
         family: The architecture.
-        dtype: ``"float32"`` or ``"bfloat16"``, of every weight.
-        is_tied: Whether the output layer is the embedding.
+        dtype: The dtype of every weight: ``"float32"`` or ``"bfloat16"``.
+        is_tied: True if the output layer shares its weight with the embedding.
 
     Raises:
-        ModelError: The sizes make no model, or ``path`` cannot be written.
+        ModelError: If ``path`` cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _write_model(hf_config: PretrainedConfig, seed: int, dtype: str, directory: Path) -> None:
-    """Saves weights, config and generation config; the one-shard progress bar says nothing, so it stays off."""
+    """Saves weights, config and generation config. Hides the progress bar, which is useless for one shard."""
     from transformers.utils import logging as hf_logging
 
     model, bar_was_on = _build_model(hf_config, seed, dtype), hf_logging.is_progress_bar_enabled()
@@ -118,7 +118,7 @@ def _write_model(hf_config: PretrainedConfig, seed: int, dtype: str, directory: 
 
 
 def _build_model(hf_config: PretrainedConfig, seed: int, dtype: str) -> PreTrainedModel:
-    """Fills a model from its own random stream; the caller's stream stays where it was."""
+    """Builds a model with weights from its own random stream. The caller's random state does not change."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -148,7 +148,8 @@ def _hf_config(spec: SeededModelConfig, family: Family, *, is_tied: bool) -> Pre
         "tie_word_embeddings": is_tied,
         "bos_token_id": None,
         "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
-        # transformers zeroes and masks the padding row, Megatron does not: RMSNorm of a zero row has a huge gradient.
+        # With a padding id transformers zeroes and masks that row, but Megatron does not mask it, and RMSNorm of a zero
+        # row has a huge gradient.
         "pad_token_id": None,
     }
     name, own = _family_config(spec, family)
@@ -164,7 +165,7 @@ def _family_config(spec: SeededModelConfig, family: Family) -> tuple[str, dict[s
         return "LlamaConfig", {"head_dim": spec.head_dim}
     if family is Family.LLAMA:
         experts = {"num_local_experts": spec.num_experts, "num_experts_per_tok": spec.num_experts_per_tok}
-        # No head_dim: that of published Mixtrals is null. Experts are as wide as a dense layer would be.
+        # No head_dim, because published Mixtrals have null. Experts are as wide as a dense layer would be.
         return "MixtralConfig", {**experts, "intermediate_size": spec.moe_intermediate_size, "sliding_window": None}
     if not spec.num_experts:
         return "Qwen3Config", {"head_dim": spec.head_dim}
@@ -180,7 +181,7 @@ def _family_config(spec: SeededModelConfig, family: Family) -> tuple[str, dict[s
 
 
 def _deepseek_settings(spec: SeededModelConfig) -> dict[str, Any]:
-    """Latent attention, one dense layer, then layers with routed and shared experts."""
+    """Returns settings for latent attention, one dense layer, and then layers with routed and shared experts."""
     return {
         "num_key_value_heads": spec.num_attention_heads,
         "q_lora_rank": spec.hidden_size // 2,
@@ -200,14 +201,14 @@ def _deepseek_settings(spec: SeededModelConfig) -> dict[str, Any]:
 
 
 def _make_readable(directory: Path) -> None:
-    """Gives other users the read access that temporary directories and safetensors files lack."""
+    """Gives other users read access, which temporary directories and safetensors files lack."""
     directory.chmod(0o755)
     for file in directory.iterdir():
         file.chmod(0o644)
 
 
 def _publish(staging: Path, path: Path) -> None:
-    """Renames ``staging`` to ``path``, unless someone else's directory is there already."""
+    """Renames ``staging`` to ``path``, unless another process has already made a model there."""
     try:
         staging.rename(path)
     except OSError as error:
