@@ -1,8 +1,8 @@
-"""Lets Megatron-core run on gloo and CPU tensors: every shim is named, with its reason.
+"""Patches this process so that Megatron-core runs on gloo and CPU tensors, with a reason for each patch.
 
-Megatron-core names the CUDA device in many places where any device would do. Each shim below answers one such
-place; line numbers are megatron-core 0.16.1's. They change the process: call `apply` once, at the start of a
-process that has no GPU, before Megatron builds anything.
+Megatron-core names the CUDA device in many places where any device would work. Each shim below patches such places;
+line numbers are those of megatron-core 0.16.1. The shims change the whole process: call `apply` once, at the start of
+a process without a GPU, before Megatron builds anything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _applied = False
 
 
 class _NullEvent:
-    """Stands for ``torch.cuda.Event``: everything on a CPU has already happened."""
+    """Replaces ``torch.cuda.Event``. On a CPU all earlier work is already done."""
 
     def synchronize(self) -> None: ...
 
@@ -37,7 +37,7 @@ class _NullEvent:
 
 
 class _NullStream:
-    """Stands for ``torch.cuda.Stream``: a CPU has one stream, so all of them are equal."""
+    """Replaces ``torch.cuda.Stream``. A CPU has only one stream, so all of these are equal."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -79,10 +79,11 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _shim_devices() -> None:
-    """``device=torch.cuda.current_device()`` and ``device="cuda"`` in layers, buffers, schedules and clip_grads.
+    """Redirects ``device=torch.cuda.current_device()`` and ``device="cuda"`` to the CPU.
 
-    tensor_parallel/layers.py:261, distributed/param_and_grad_buffer.py:800, pipeline_parallel/schedules.py:596,
-    optimizer/clip_grads.py:103, rotary_pos_embedding.py:162, dist_checkpointing/strategies/state_dict_saver.py:252.
+    Used in layers, buffers, schedules and clip_grads: tensor_parallel/layers.py:261,
+    distributed/param_and_grad_buffer.py:800, pipeline_parallel/schedules.py:596, optimizer/clip_grads.py:103,
+    rotary_pos_embedding.py:162, dist_checkpointing/strategies/state_dict_saver.py:252.
     """
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
@@ -93,8 +94,9 @@ def _shim_devices() -> None:
 
 
 def _shim_streams() -> None:
-    """Streams and synchronisation in the token dispatcher, pipeline communication and checkpoint writer.
+    """Replaces streams and synchronisation.
 
+    Used in the token dispatcher, pipeline communication and checkpoint writer:
     transformer/moe/token_dispatcher.py:445, pipeline_parallel/p2p_communication.py:398,
     dist_checkpointing/strategies/filesystem_async.py:230.
     """
@@ -111,9 +113,10 @@ def _is_not_rng_warning(record: logging.LogRecord) -> bool:
 
 
 def _shim_rng() -> None:
-    """Megatron's "cuda" generator is the CPU's here (tensor_parallel/random.py:95, 235, 248).
+    """Makes Megatron use the CPU's random generator as its "cuda" one (tensor_parallel/random.py:95, 235, 248).
 
-    Its warning that the CPU generator moved while the other was in use has no meaning when they are one.
+    Megatron warns if the CPU generator changes while the "cuda" one is in use. That warning is suppressed, because both
+    are the same generator here.
     """
     from megatron.core.tensor_parallel import random
 
@@ -126,7 +129,7 @@ def _shim_rng() -> None:
 
 
 def _shim_tensor_type_names() -> None:
-    """The optimizers compare ``tensor.type()`` with ``"torch.cuda.FloatTensor"``.
+    """Makes ``tensor.type()`` return CUDA names, because optimizers compare it with ``"torch.cuda.FloatTensor"``.
 
     optimizer/optimizer.py:690, optimizer/distrib_optimizer.py:420, optimizer/clip_grads.py:167.
     """
@@ -141,9 +144,10 @@ def _shim_tensor_type_names() -> None:
 
 
 def _shim_token_dispatcher() -> None:
-    """The dispatcher turns splits into numpy arrays only when it moves them from a GPU (token_dispatcher.py:885).
+    """Makes the token dispatcher convert splits to numpy arrays on a CPU, too.
 
-    all_to_all_single then refuses the tensors that stay tensors.
+    Megatron converts them only when it moves them from a GPU (token_dispatcher.py:885), and all_to_all_single refuses
+    splits that are tensors.
     """
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -157,7 +161,7 @@ def apply() -> None:
     """Applies every shim to this process. Idempotent.
 
     Raises:
-        ResourceError: If this process sees a GPU; hide it with ``CUDA_VISIBLE_DEVICES=``.
+        ResourceError: If this process sees a GPU. Hide it with ``CUDA_VISIBLE_DEVICES=``.
     """
     global _applied
     if _applied:
@@ -176,11 +180,11 @@ def apply() -> None:
 
 
 def observer(owned: Callable[[], Mapping[str, int]], **options: Any) -> None:
-    """Returns None: a CPU has no memory of its own to account for."""
+    """Returns None, because a CPU has no device memory to account for."""
 
 
 def start() -> torch.device:
-    """Applies every shim and returns the device. Idempotent.
+    """Applies every shim and returns the CPU device. Idempotent.
 
     Raises:
         ResourceError: As `apply`.
@@ -190,10 +194,10 @@ def start() -> torch.device:
 
 
 def use_meta_device() -> None:
-    """Has models built on the meta device from now on: parameters, buffers and optimizer state without memory.
+    """Makes this process build models on the meta device: parameters, buffers and optimizer state take no memory.
 
-    Follows `apply`, and cannot be undone. Megatron makes most tensors on the current device, and the router and the
-    norms with ``torch.empty`` on none in particular (transformer/moe/router.py:54).
+    Call it after `apply`. It cannot be undone. Megatron makes most tensors on the current device. The router and the
+    norms use ``torch.empty`` without a device (transformer/moe/router.py:54).
     """
     on_cpu = torch.empty
 

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: one device for each process. Nothing of Megatron is changed here."""
+"""Implements the platform for NVIDIA GPUs: one device for each process. Does not patch Megatron."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ logger = logging.getLogger(__name__)
 
 _GPUS_OF_THE_DRIVER = Path("/proc/driver/nvidia/gpus")
 BACKEND = "cpu:gloo,cuda:nccl"
-"""Backends of the training world: objects travel as CPU tensors, everything else on the device."""
+"""torch's name of the training world's backend. Objects travel as CPU tensors, all other data on the device."""
 
 
 def observer(owned: Callable[[], Mapping[str, int]], **options: Any) -> DeviceMemory:
-    """Returns what accounts for this process's memory; before `start`, so that the CUDA context is in the account.
+    """Returns the object that accounts for this process's device memory.
+
+    Call it before `start`, so that the CUDA context is counted.
 
     Args:
-        owned: Bytes of torch's memory by owner, called at the end of each phase.
+        owned: Returns bytes of torch's memory by owner. Called at the end of each phase.
         **options: As for `DeviceMemory`.
 
     Raises:
@@ -37,16 +39,16 @@ def observer(owned: Callable[[], Mapping[str, int]], **options: Any) -> DeviceMe
 
 
 def start() -> torch.device:
-    """Binds this process to its GPU: the only one it sees, as under Ray, or that of its local rank.
+    """Binds this process to its GPU: the only visible one, as under Ray, or the one of its local rank.
 
-    Idempotent. No communicator is bound to the device: a default group that is turns every later one into a split of
-    it (see `init_training_world`).
+    Idempotent. It binds no communicator to the device: if the default group is bound to a device, torch makes every
+    later group a split of it (see `init_training_world`).
 
     Returns:
-        The device, which is the current one from now on.
+        The device, which becomes the current device.
 
     Raises:
-        ResourceError: If no GPU is visible, or more than one and the local rank names none of them.
+        ResourceError: If no GPU is visible, or if several are visible and the local rank selects none of them.
     """
     device = _own_device()
     torch.cuda.set_device(device)
@@ -71,15 +73,15 @@ def _own_device() -> torch.device:
 
 
 def gpus_of_this_node() -> int | None:
-    """How many GPUs the machine has, those that this process does not see included; None if the driver does not say."""
+    """Returns the number of GPUs of the machine, visible or not; None if NVIDIA's driver does not list any."""
     found = len(list(_GPUS_OF_THE_DRIVER.glob("*")))
     return found or None
 
 
 def make_deterministic() -> None:
-    """Has every operation of this process take its deterministic form, for tests that compare bits.
+    """Makes every operation of this process use its deterministic form, for tests that compare results bitwise.
 
-    Needs ``CUBLAS_WORKSPACE_CONFIG`` in the environment (see ``env.DETERMINISTIC``) before the first matrix product.
+    ``CUBLAS_WORKSPACE_CONFIG`` must be in the environment before the first matrix product (see ``env.DETERMINISTIC``).
     """
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -1,4 +1,4 @@
-"""Accounts for the memory of a CUDA device by owner, at the end of each phase of one process."""
+"""Accounts for a CUDA device's memory by owner, at the end of each phase of one process."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ GROWS: Mapping[Phase, str] = {
     Phase.SYNC: COMMUNICATORS,
     Phase.TEARDOWN: COMMUNICATORS,
 }
-"""Owner of a phase's growth outside torch's allocator. In any other phase the growth is mostly loaded kernels,
-and goes to ``other``."""
+"""Owner of the growth outside torch's allocator, by phase. In any other phase the owner is ``other``; such growth is
+mostly loaded kernels."""
 
 
 SHARED_PHASES = frozenset({Phase.START, Phase.JOINT, Phase.SYNC})
-"""Phases in which a trainer and the rollout rank on its GPU do not take turns."""
+"""Phases in which a trainer and the rollout rank on its GPU work at the same time."""
 
 
 class Probe(Protocol):
-    """The numbers that a device and torch's caching allocator tell, in bytes: what a test without a device fakes."""
+    """Reads memory sizes, in bytes, from a device and torch's caching allocator. Tests without a device use a fake."""
 
     def used(self) -> int:
-        """Memory of the device in use by all processes."""
+        """Returns the bytes of device memory that all processes use."""
         ...
 
     def free(self) -> int:
-        """The rest of it."""
+        """Returns the bytes of device memory that no process uses."""
         ...
 
     def reserved(self) -> int:
-        """Bytes that this process's allocator has taken from the device."""
+        """Returns the bytes that the allocator of this process has reserved on the device."""
         ...
 
     def allocated(self) -> int:
-        """Bytes of it that tensors hold."""
+        """Returns the bytes that tensors of this process hold, a part of the reserved bytes."""
         ...
 
 
 class CudaProbe:
     """Reads a real device.
 
-    NVML tells the used memory to a process that has no CUDA context yet, so that the phase that creates the context
-    shows its size. Where NVML cannot be read ``torch.cuda.mem_get_info`` stands in: the first look creates the context,
-    which is then in no account.
+    NVML returns the used memory even in a process without a CUDA context, so the phase that creates the context shows
+    its size. If NVML cannot be read, ``torch.cuda.mem_get_info`` is used. Its first call creates the context, whose
+    size is then not counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,39 +67,39 @@ class CudaProbe:
         self._has_nvml = True
         try:
             self.used()
-        except Exception as error:  # NVML has its own classes, and they exist only where it is installed
+        except Exception as error:  # NVML's error classes exist only if it is installed
             logger.warning("NVML cannot be read (%r): the memory of the CUDA context will not be reported", error)
             self._has_nvml = False
 
     def used(self) -> int:
-        """Memory of the device in use by all processes."""
+        """Returns the bytes of device memory that all processes use."""
         if self._has_nvml:
             return int(torch.cuda.device_memory_used(self._device))
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free)
 
     def free(self) -> int:
-        """The rest of it."""
+        """Returns the bytes of device memory that no process uses."""
         return int(torch.cuda.get_device_properties(self._device).total_memory) - self.used()
 
     def reserved(self) -> int:
-        """Bytes that this process's allocator has taken from the device."""
+        """Returns the bytes that the allocator of this process has reserved on the device."""
         return int(torch.cuda.memory_reserved(self._device))
 
     def allocated(self) -> int:
-        """Bytes of it that tensors hold."""
+        """Returns the bytes that tensors of this process hold, a part of the reserved bytes."""
         return int(torch.cuda.memory_allocated(self._device))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a CUDA device that nobody uses."""
+    """Returns the bytes of a CUDA device's memory that no process uses."""
     return int(torch.cuda.mem_get_info(device)[0])
 
 
 def outside_torch(device: torch.device) -> Callable[[], int] | None:
-    """Returns what tells the used memory of a device that is not torch's; None for a CPU.
+    """Returns a function for the bytes of used device memory outside torch's allocator; None for a CPU.
 
-    That of another process on the device counts, so it tells growth only while the other rests.
+    Memory of other processes on the device counts, too. A growth is meaningful only while they are idle.
     """
     if device.type != "cuda":
         return None
@@ -112,27 +112,29 @@ def outside_torch(device: torch.device) -> Callable[[], int] | None:
 
 
 class DeviceMemory:
-    """Accounts for the memory that one process holds on one device; observes a Lifecycle.
+    """Accounts for the memory that one process holds on one device. Is the observer of a `Lifecycle`.
 
     | owner | bytes |
     |-------|-------|
-    | those that ``owned`` names | as it says |
-    | ``activations`` | the rest of what torch has allocated |
-    | ``cache`` | the rest of what torch has reserved |
-    | ``communicators``, ``context``, ``other`` | growth of the device's other memory over phases, see GROWS |
+    | the owners that ``owned`` returns | the bytes that it returns |
+    | ``activations`` | the rest of the memory that torch has allocated |
+    | ``cache`` | the rest of the memory that torch has reserved |
+    | ``communicators``, ``context``, ``other`` | growth of all other device memory during phases, see `GROWS` |
 
-    Only growth within a phase counts, so another process on the device does no harm as long as the two take turns.
-    What it takes or gives back during a phase of this process goes to this process's account, unless the phase is
-    one of ``shared``.
+    Only growth within a phase counts, so another process on the device does no harm while the two take turns. If the
+    other process allocates or frees memory during a phase of this process, this process is charged for it, unless the
+    phase is in ``shared``.
 
     Args:
         device: The CUDA device of this process.
-        owned: Bytes of torch's memory by owner, those the worker can name now; called at the end of each phase.
-            Buffers of torch's that serve communication can be named ``communicators`` and are added to the rest.
-        mapped: Bytes of the reserved memory that are backed now; None for all. vLLM's sleep mode gives memory back
-            without the allocator's knowledge: torch goes on counting it, ``owned`` should not.
-        shared: Phases in which another process works on the device too: their growth is booked to no one.
-        probe: Where the numbers come from; None for the device itself.
+        owned: Returns bytes of torch's memory by owner, for the owners that the worker can name. Called at the end of
+            each phase. Communication buffers that torch allocates may have the owner ``communicators``, and are added
+            to its other memory.
+        mapped: Returns the bytes of the reserved memory that have physical memory now; None for all reserved bytes.
+            vLLM's sleep mode releases memory without the allocator's knowledge: torch still counts it, and ``owned``
+            should not.
+        shared: Phases in which another process works on the device, too. Their growth is not counted.
+        probe: Source of the numbers; None for the device itself.
     """
 
     def __init__(
@@ -151,16 +153,20 @@ class DeviceMemory:
         self._before: int | None = None
 
     def begin(self, phase: Phase) -> None:
-        """Remembers what lies outside torch's allocator.
+        """Records the memory outside torch's allocator.
 
-        Of several calls before an `end` the first counts: a worker that creates its CUDA context before it enters
-        its first phase calls this before both.
+        If it is called several times before `end`, the first call counts. A worker that creates its CUDA context before
+        its first phase calls it before both.
         """
         if self._before is None:
             self._before = self._outside()
 
     def end(self, phase: Phase) -> dict[str, int]:
-        """Books the growth since `begin`, if that succeeded; returns bytes by owner, at least 0, and what is free."""
+        """Adds the growth since `begin` to the phase's owner, if `begin` succeeded.
+
+        Returns:
+            Bytes by owner, at least 0, and under ``FREE_BYTES`` the free bytes of the device.
+        """
         before, self._before = self._before, None
         if before is not None and phase not in self._shared:
             self._grown[GROWS.get(phase, OTHER)] += self._outside() - before
@@ -182,12 +188,13 @@ class DeviceMemory:
 def megatron_owned(chunks: Sequence[Any], optimizer: Any, *, device_type: str = "cuda") -> dict[str, int]:
     """Returns the bytes of Megatron's state on the device: ``weights``, ``gradients`` and ``optimizer``.
 
-    A storage that several tensors share counts once, for the first of these owners; an offloaded one does not count.
+    A storage that several tensors share counts once, for the first of these owners. An offloaded storage does not
+    count.
 
     Args:
-        chunks: Model chunks, wrapped in Megatron's DistributedDataParallel or not yet; may be empty.
+        chunks: Model chunks, wrapped in Megatron's DistributedDataParallel or not; may be empty.
         optimizer: Megatron's DistributedOptimizer, a chain of them, or None.
-        device_type: Where the memory that counts is.
+        device_type: Type of the device whose memory counts.
     """
     buffers = [buffer for chunk in chunks for buffer in _ddp_buffers(chunk)]
     parameters = [parameter for chunk in chunks for parameter in _parameters(chunk)]
@@ -200,7 +207,7 @@ def megatron_owned(chunks: Sequence[Any], optimizer: Any, *, device_type: str = 
 
 
 _PARAMETERS: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]] = WeakKeyDictionary()
-"""Parameters of each chunk: to go through a thousand modules takes as long as to send their weights."""
+"""Cached parameters of each chunk. Walking a thousand modules takes as long as sending their weights."""
 
 
 def _parameters(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -210,7 +217,7 @@ def _parameters(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _ddp_buffers(chunk: Any) -> list[Any]:
-    # On a chunk that is not wrapped `buffers` is a method of torch.nn.Module.
+    # On an unwrapped chunk, `buffers` is a method of torch.nn.Module.
     return [*chunk.buffers, *chunk.expert_parallel_buffers] if hasattr(chunk, "expert_parallel_buffers") else []
 
 
@@ -225,7 +232,7 @@ def _optimizer_values(optimizer: Any) -> Iterator[Any]:
 
 
 def _new_bytes(values: Iterable[Any], counted: set[int], device_type: str) -> int:
-    """Adds up the storages not yet counted; anything but tensors on the device is skipped."""
+    """Returns the bytes of the storages not counted before. Skips values that are not tensors on the device."""
     added = 0
     for value in values:
         if isinstance(value, torch.Tensor) and value.device.type == device_type:

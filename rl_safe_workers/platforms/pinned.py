@@ -1,4 +1,4 @@
-"""Host memory that a GPU can copy to and from at full speed, of the size that was asked for."""
+"""Allocates page-locked host memory of an exact size, which a GPU can copy to and from at full speed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rl_safe_workers.errors import ResourceError
 
 
 def host_buffer(size_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Returns uninitialised host memory, ``[size_bytes]`` of uint8.
+    """Returns uninitialised host memory as a uint8 tensor of shape ``[size_bytes]``.
 
-    torch's own pinned memory is rounded up to a power of two (CachingHostAllocator), and not given back: 33 GiB of
-    optimizer state would take 64 GiB of every trainer's host.
+    torch's own pinned memory is rounded up to a power of two (CachingHostAllocator) and is not released: 33 GiB of
+    optimizer state would take 64 GiB on the host of every trainer.
 
     Args:
-        size_bytes: Its size.
-        pinned: Whether to page-lock it, which takes a GPU, and about a second for each 2 to 4 GiB.
+        size_bytes: Size in bytes.
+        pinned: True to page-lock the memory. This needs a GPU and takes about one second for each 2 to 4 GiB.
 
     Raises:
         ResourceError: If the memory cannot be page-locked.
@@ -31,6 +31,6 @@ def host_buffer(size_bytes: int, *, pinned: bool) -> torch.Tensor:
         status = int(runtime.cudaHostRegister(address, size_bytes, 0))
         if status != 0:
             raise ResourceError(f"{size_bytes} bytes of host memory cannot be page-locked: CUDA error {status}")
-        # Before the memory itself is freed, which every tensor that views it prevents.
+        # Runs before the memory is freed. The memory lives as long as any tensor that views it.
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return torch.from_numpy(memory)

@@ -1,10 +1,12 @@
-"""A process that outlives the driver, for the case that the driver is killed and can clean up no more.
+"""Runs the guardian, a process that outlives the driver and cleans up if the driver is killed.
 
-Without it actors end within seconds, once Ray has noticed, but Ray's own agents only 40 to 60 s later, and what a dead
-actor's libraries had spawned may never end. The driver holds the only writing end of the guardian's stdin, which the
-kernel closes whatever the driver dies of. The guardian bears no mark of the run, so that nobody takes it for a process
-that was left behind. It is no child of the driver either, and takes no notice of SIGTERM: ``ray job stop`` sends that
-to the driver and all below it, and SIGKILL three seconds later.
+Without it, Ray ends the actors within seconds, but its own agents end only 40 to 60 s later, and children of a dead
+actor's libraries may never end. The driver holds the only write end of the guardian's stdin. The kernel closes it when
+the driver dies for any reason.
+
+The guardian does not carry the mark of the run, so that nobody ends it as a leftover. It is not a child of the driver
+and ignores SIGTERM: ``ray job stop`` sends SIGTERM to the driver and all its descendants, and SIGKILL three seconds
+later.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ from rl_safe_workers.reaping.processes import ended, reap, run_processes
 logger = logging.getLogger(__name__)
 
 PIDS, FOLDERS, DONE = "pids", "folders", "done"
-"""Keys of what the guardian is told, one JSON object a line."""
+"""Keys of the messages to the guardian, one JSON object per line."""
 
 
 class Guardian:
-    """The driver's end."""
+    """The driver's handle of the guardian process."""
 
     def __init__(self, run_id: str, *, since: Moment, kill_after_s: float, node: str | None = None) -> None:
-        """Starts it; it needs a tenth of a second to come up, and nothing that happens before is lost.
+        """Starts the guardian. It needs 0.1 s to start; messages sent before are not lost.
 
         Args:
-            run_id: Whose processes to end.
-            since: When the run began.
-            kill_after_s: How long a process gets between being asked to end and being killed.
-            node: Only those of this node of the cluster; None: all on this machine.
+            run_id: Id of the run whose processes it ends.
+            since: The moment when the run began.
+            kill_after_s: Seconds between asking a process to end and killing it.
+            node: Ray's id of a node. Only processes marked with it are ended; None: all of the run on this machine.
         """
         whose = [run_id, *map(repr, since), str(kill_after_s), node or ""]
         command = module_command("rl_safe_workers.reaping.guardian", *whose)
@@ -51,15 +53,20 @@ class Guardian:
             stdout=subprocess.PIPE,  # stays open until the guardian has ended
             text=True,
             env=env.unmarked(),
-            start_new_session=True,  # what a terminal sends to the driver's group is for the driver to answer
+            start_new_session=True,  # a terminal's signals must reach only the driver
         )
 
     def tell(self, *, pids: Iterable[int] = (), folders: Iterable[Path] = ()) -> None:
-        """Tells it what to remove: files in shared memory of processes that end before it is needed, and folders."""
+        """Tells the guardian what to remove.
+
+        Args:
+            pids: Processes of the run. When they have ended, their files in shared memory are removed.
+            folders: Folders to remove.
+        """
         self._write({PIDS: list(pids), FOLDERS: [str(folder) for folder in folders]})
 
     def dismiss(self, *, timeout_s: float) -> None:
-        """Tells it that nothing is left to do, and waits for its end."""
+        """Tells the guardian that no cleanup is needed, and waits until it has ended."""
         self._write({DONE: True})
         try:
             self._process.communicate(timeout=timeout_s)
@@ -76,17 +83,17 @@ class Guardian:
 
 
 def guard(told: IO[str], run_id: str, *, since: Moment, kill_after_s: float, node: str | None = None) -> bool:
-    """Waits until the driver is done or gone, and cleans up in the latter case.
+    """Waits until the driver dismisses it or dies. Cleans up if the driver has died.
 
     Args:
-        told: What the driver says, see `Guardian`.
+        told: Stream of messages from the driver, see `Guardian`.
         run_id: As for `Guardian`.
         since: As for `Guardian`.
         kill_after_s: As for `Guardian`.
         node: As for `Guardian`.
 
     Returns:
-        Whether the driver had gone without a word.
+        True if the driver died without dismissing it.
     """
     pids: set[int] = set()
     folders: list[Path] = []
@@ -94,7 +101,7 @@ def guard(told: IO[str], run_id: str, *, since: Moment, kill_after_s: float, nod
         try:
             facts = json.loads(line)
         except ValueError:
-            break  # cut off: the driver died while it wrote
+            break  # the line is cut off: the driver died while it wrote
         if facts.get(DONE):
             return False
         pids.update(facts[PIDS])

@@ -1,6 +1,7 @@
-"""Files in shared memory of processes that let others map their GPU memory (CUDA IPC), and then ended by a signal.
+"""Removes the files in shared memory that killed processes have left from sharing GPU memory (CUDA IPC).
 
-torch and CUDA remove them only where a process ends by itself: an actor that Ray ends, or that was killed, does not.
+torch and CUDA remove these files only if a process exits by itself. An actor that Ray ends, or that is killed, leaves
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Moment(NamedTuple):
-    """A moment on this machine, by both of its clocks.
+    """A moment on this machine, by its wall clock and its monotonic clock.
 
     Example: ``Moment(unix_s=1763.2, monotonic_s=20.5)``
     """
@@ -32,20 +33,23 @@ class Moment(NamedTuple):
         return cls(time.time(), time.monotonic())
 
     def earliest_mtime_s(self) -> float:
-        """Returns the lowest Unix time that a file made since may bear: the clock may have been set back meanwhile."""
+        """Returns the smallest mtime, in Unix seconds, that a file made after this moment may have.
+
+        It takes into account that the wall clock may have been set back since.
+        """
         now = Moment.now()
         set_by_s = (now.unix_s - self.unix_s) - (now.monotonic_s - self.monotonic_s)
         return self.unix_s + min(0.0, set_by_s)
 
 
 def remove_ipc_files(pids: Iterable[int], *, since: Moment, folder: Path = SHARED_MEMORY) -> None:
-    """Removes what processes that have ended left: ``torch_<pid>_...`` and ``cuda.shm.<user>.<pid in hex>....``.
+    """Removes the files of processes that have ended: ``torch_<pid>_*`` and ``cuda.shm.<user>.<pid in hex>.*``.
 
     Args:
         pids: Processes of this machine that have ended.
-        since: When they began, or before. Older files are those of another process by the same number, as are those of
-            another user.
-        folder: Where shared memory is mounted.
+        since: A moment before they began. Older files, and files of other users, belong to another process with the
+            same id; they stay.
+        folder: The folder where shared memory is mounted.
     """
     earliest_s = since.earliest_mtime_s()
     for pid in pids:

@@ -1,6 +1,6 @@
-"""The processes and temporary folders of runs on this machine: found by their mark, ended, removed.
+"""Finds the processes and temporary folders of runs on this machine, ends the processes and removes the folders.
 
-Imports no Ray, since the guardian that does without it needs this too.
+Imports no Ray, because the guardian, which does not import Ray, uses this module.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from rl_safe_workers.foreign_files import read_foreign
 logger = logging.getLogger(__name__)
 
 TEMP_PREFIX, RUN_FILE, RAY_FOLDER = "rl_safe_", "run_id", "r"
-"""Prefix of a run's temporary folder, the file in it that says whose it is, and the folder in it that Ray gets.
+"""Prefix of a run's temporary folder; name of the file in it that identifies its owner; name of Ray's folder in it.
 
-The file holds the run id, the driver's process id, when that was started (see `started_ticks`), and the namespace in
-which the id counts. On a node of a cluster the agent stands for the driver. Ray opens its folder to all users (mode
-0777), so that folder lies below one that only the run's user may enter. Its name is short, since the path of a socket
-has at most 107 bytes."""
+The file holds the run id, the driver's process id, the start time of that process (see `started_ticks`), and the
+process namespace of the id. On a node of a cluster, the agent's process takes the place of the driver's. Ray opens its
+folder to all users (mode 0777), so it is inside a folder that only the run's user may enter. Its name is short, because
+the path of a socket has at most 107 bytes."""
 _RUN_FILE_BYTES = 1024
 
 
 def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
-    """Lists the living processes of this user, other than this one, that carry the run's mark.
+    """Returns the living processes of this user that carry the run's mark, without this process.
 
     Args:
-        run_id: The mark.
-        node: Only those that carry the mark of this node, too; None: all on this machine.
+        run_id: Id of the run, its mark.
+        node: Ray's id of a node. Only processes that carry this mark, too; None: all on this machine.
     """
     found, user = [], os.geteuid()
     for process in psutil.process_iter():
         try:
-            # Root can read the variables of everybody, who may set them to anything.
+            # Root can read the environment of every user, and another user may have set any value.
             if (
                 process.pid != os.getpid()
                 and process.uids().effective == user
@@ -50,12 +50,12 @@ def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
             ):
                 found.append(process)
         except psutil.Error:
-            continue  # gone, or another user's
+            continue  # the process has ended, or belongs to another user
     return [process for process in found if is_alive(process)]
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Returns True if a process runs. One that has ended, and that its parent has not asked for yet, does not."""
+    """Returns True if a process runs. A zombie does not run."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -63,7 +63,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def ended(pids: Iterable[int]) -> list[int]:
-    """Returns those of the process ids under which nothing runs any more."""
+    """Returns the process ids under which no process runs any more."""
 
     def runs(pid: int) -> bool:
         try:
@@ -75,9 +75,9 @@ def ended(pids: Iterable[int]) -> list[int]:
 
 
 def make_run_folder(run_id: str) -> Path:
-    """Makes a temporary folder of a run, which `remove_leftovers` knows once this process and the run are gone.
+    """Makes a temporary folder of a run. `remove_leftovers` removes it when this process and the run are gone.
 
-    Its mode is 0700: nobody else may enter it, so the modes of what libraries put below it do not matter.
+    Its mode is 0700. No other user may enter it, so the modes of files that libraries write in it do not matter.
     """
     folder = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
     pid = os.getpid()
@@ -86,18 +86,18 @@ def make_run_folder(run_id: str) -> Path:
 
 
 def remove_leftovers(temp: Path) -> None:
-    """Removes temporary folders of runs of which no process is left: their drivers were killed.
+    """Removes the temporary folders of runs that have no process any more, because their drivers were killed.
 
     Args:
         temp: The folder for temporary files.
     """
     for folder in temp.glob(f"{TEMP_PREFIX}*"):
-        with suppress(OSError, ValueError):  # another user's, gone meanwhile, or just being written
+        with suppress(OSError, ValueError):  # another user's folder, already removed, or only partly written
             if not _is_private(folder):
                 continue
             text = read_foreign(folder / RUN_FILE, limit_bytes=_RUN_FILE_BYTES, within=folder, uid=os.getuid())
             run_id, pid, started, namespace = text.decode("ascii").split()
-            # Of another container's processes nobody here can tell. A run that is only starting has no other process.
+            # Processes of another container cannot be seen from here. A starting run may have only its driver.
             if (
                 namespace == process_namespace()
                 and started_ticks(int(pid)) != int(started)
@@ -107,25 +107,28 @@ def remove_leftovers(temp: Path) -> None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Returns True if this user made a folder for itself alone. In /tmp anyone may make one of that name."""
+    """Returns True if a folder belongs to this user and nobody else may write to it.
+
+    Any user may make a folder or a link with such a name in /tmp.
+    """
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def process_namespace() -> str:
-    """Tells this machine and container from others that may share a folder for temporary files."""
+    """Returns an id of this machine and container, because others may share the folder for temporary files."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def started_ticks(pid: int) -> int | None:
-    """Returns when a process was started, in clock ticks since the machine's own start; None if there is no process.
+    """Returns the start time of a process in clock ticks since the machine booted; None if there is no process.
 
-    Together with the id it tells a process from a later one by the same number. A time of day does not: the clock may
-    have been set since, and `psutil.Process.create_time` changes with it.
+    Process id and start time together identify a process, even if the id is used again later. A wall-clock time does
+    not: the clock may be set meanwhile, and `psutil.Process.create_time` changes with it.
     """
     try:
-        # The name, in brackets, may hold anything.
+        # The process name, in parentheses, may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -133,12 +136,12 @@ def started_ticks(pid: int) -> int | None:
 
 
 def reap(run_id: str, *, kill_after_s: float, node: str | None = None) -> None:
-    """Terminates, then kills, whatever of a run is still alive. Blocks for little more than ``kill_after_s``.
+    """Terminates, then kills, the living processes of a run. Blocks for at most twice ``kill_after_s`` and a second.
 
     Args:
-        run_id: The run's mark.
+        run_id: Id of the run, its mark.
         kill_after_s: Seconds between asking a process to end and killing it.
-        node: Only what bears the mark of this node, too; None: all of the run on this machine.
+        node: Ray's id of a node. Only processes that carry this mark, too; None: all of the run on this machine.
     """
     left = run_processes(run_id, node)
     for process in left:
@@ -155,7 +158,10 @@ def reap(run_id: str, *, kill_after_s: float, node: str | None = None) -> None:
 
 
 def _outlast(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Waits for processes to end; returns those that have not. psutil would wait for zombies of other parents, too."""
+    """Waits for processes to end; returns those that have not.
+
+    psutil's own function would also wait for zombies of other parents.
+    """
     deadline = time.monotonic() + timeout_s
     while (processes := [process for process in processes if is_alive(process)]) and time.monotonic() < deadline:
         time.sleep(0.02)

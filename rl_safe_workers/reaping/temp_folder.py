@@ -1,4 +1,4 @@
-"""The folder for temporary files, in which a run's own Ray starts: refused where Ray would fail to start."""
+"""Checks the folder for temporary files, and refuses one in which a run's own Ray would fail to start."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.reaping.processes import RAY_FOLDER, TEMP_PREFIX
 
 SOCKET = f"/{TEMP_PREFIX}12345678/{RAY_FOLDER}/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-"""Longest path of one of Ray's sockets, below the folder for temporary files."""
+"""Longest path of a socket of Ray, relative to the folder for temporary files."""
 LONGEST_SOCKET = 107
-"""Bytes that Unix takes as the path of a socket."""
+"""Largest size in bytes of a socket's path on Unix."""
 ROOM_BYTES = 8 * 2**20
-"""Room for Ray's logs, and for what libraries write while they start. Ray with less waits half a minute, then fails."""
+"""Bytes that Ray's logs, and files of starting libraries, need. With less, Ray waits half a minute and then fails."""
 
 
 def temp_folder() -> Path:
     """Returns the folder for temporary files.
 
     Raises:
-        ResourceError: If there is none that can be written.
+        ResourceError: If there is no writable folder.
     """
     try:
         return Path(tempfile.gettempdir())
@@ -30,10 +30,10 @@ def temp_folder() -> Path:
 
 
 def check_temp_folder(temp: Path) -> None:
-    """Refuses a folder for temporary files that Ray cannot start in.
+    """Refuses a folder for temporary files in which Ray cannot start.
 
     Raises:
-        ResourceError: If sockets in it would have too long a path, or it has no room.
+        ResourceError: If the paths of sockets in it would be too long, or if it has too little free space.
     """
     length = len(f"{temp}{SOCKET}".encode())
     if length > LONGEST_SOCKET:
