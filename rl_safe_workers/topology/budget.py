@@ -1,9 +1,9 @@
-"""Which communicators get how many of NCCL's channels: few where few are enough, NCCL's own elsewhere.
+"""Plans the limits of NCCL channels: small limits for groups that carry little, NCCL's default for the others.
 
-Measured on 4 x H200 over NVLink (``docs/benchmarks.md``): scalars lose nothing at one CTA, which leaves 22 MiB of 484;
-large sends between two ranks lose nothing at 12, and those of 32 MiB a fifth; every other large collective loses there.
-Across nodes a limit costs more than it saves, as fewer channels drive fewer NICs: leave groups that carry bandwidth
-alone there.
+Measured on 4 x H200 over NVLink (``docs/benchmarks.md``): a limit of one CTA does not slow scalars down, and reduces a
+communicator from 484 MiB to 22. A limit of 12 does not slow large sends between two ranks down, but slows sends of
+32 MiB down by a fifth. Every other large collective becomes slower. Across nodes a limit costs more than it saves,
+because fewer channels use fewer NICs: do not limit groups that carry bandwidth there.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from rl_safe_workers.topology.layout import ParallelLayout
 
 SETTING = "rl_safe.bootstrap.max_ctas"
 NCCL_MAXIMUM = 64
-"""NCCL's MAXCHANNELS; a larger limit is no limit."""
+"""NCCL's MAXCHANNELS. A larger limit would have no effect."""
 LIMITS = {Traffic.CONTROL: 1, Traffic.STAGES: 12}
-"""CTAs by what a group carries. A send uses as many channels as the next power of two."""
+"""Limit in CTAs, by the traffic of a group. For sends, NCCL rounds it up to a power of two."""
 
 
 def plan_limits(layout: ParallelLayout, features: Features, overrides: Mapping[str, int]) -> dict[str, int]:
-    """Returns the limit of CTAs by key of Megatron's ``nccl_communicator_config_path`` file, and for ``world``.
+    """Returns limits in CTAs, by the keys of Megatron's ``nccl_communicator_config_path`` file and ``world``.
 
-    Groups that carry scalars, and groups of one rank, get one CTA, those between pipeline stages 12; the others have no
-    entry.
+    Groups that carry scalars, and groups of one rank, get one CTA. Groups between pipeline stages get 12. Other groups
+    have no entry.
 
     Args:
         layout: Sizes of the training world's axes.
-        features: What decides about the collectives.
-        overrides: Limits by key from the configuration.
+        features: Features of the run that decide which collectives the groups carry.
+        overrides: Limits by key, from the configuration.
 
     Raises:
-        ConfigError: If an override names no group of this layout, or is no number of CTAs.
+        ConfigError: If an override names an unknown group or has a value that is not a number of CTAs.
     """
     kinds = list(kinds_of(layout, features).values())
     check_overrides(overrides, keys=[kind.key for kind in kinds])
@@ -48,7 +48,7 @@ def plan_limits(layout: ParallelLayout, features: Features, overrides: Mapping[s
 
 
 def check_overrides(overrides: Mapping[str, int], *, keys: list[str]) -> None:
-    """Raises ConfigError if limits name no group, or are no numbers of CTAs."""
+    """Raises ConfigError if a limit names a group that is not in ``keys``, or is not a number of CTAs."""
     for key, limit in overrides.items():
         if key not in keys:
             known = {kind.key for kind in KINDS.values()}

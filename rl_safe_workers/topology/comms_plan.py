@@ -1,4 +1,4 @@
-"""A training world's communicators before they exist: their limits, their bytes, and whether they fit."""
+"""Plans a training world's communicators before they exist: their limits, their bytes, and if they fit into memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LACKS: Mapping[str, frozenset[OpClass]] = {
     "rl_safe_nccl": frozenset(),
     "mpi": frozenset({OpClass.GATHER_SCATTER}),
 }
-"""Op classes that torch's backends lack, by its table of them: MPI has no reduce_scatter."""
+"""Op classes that torch's backends lack, from torch's table of backends: MPI has no reduce_scatter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommsPlan:
-    """The groups to connect, and their limits.
+    """The groups that a bootstrap will connect, with their limits and predicted sizes.
 
     Example: ``CommsPlan.of(layout, Features(), {}).bytes``
     """
@@ -35,24 +35,24 @@ class CommsPlan:
     layout: ParallelLayout
     features: Features
     limits: Mapping[str, int]
-    """CTAs at most by key of Megatron's ``nccl_communicator_config_path`` file."""
+    """Limits in CTAs, by the keys of Megatron's ``nccl_communicator_config_path`` file."""
     groups: tuple[PredictedGroup, ...]
-    """The heaviest first."""
+    """The groups of a rank, the largest first."""
 
     @classmethod
     def of(
         cls, layout: ParallelLayout, features: Features, overrides: Mapping[str, int], *, budget: bool = True
     ) -> CommsPlan:
-        """Plans.
+        """Makes the plan for a layout.
 
         Args:
             layout: Sizes of the training world's axes.
-            features: What decides about the collectives.
-            overrides: Limits by key from the configuration.
-            budget: Whether groups have limits beside those.
+            features: Features of the run that decide which collectives the groups carry.
+            overrides: Limits by key, from the configuration.
+            budget: True to also limit groups that carry little; False to use only ``overrides``.
 
         Raises:
-            ConfigError: If an override names no group of the layout, or is no number of CTAs.
+            ConfigError: If an override names an unknown group or has a value that is not a number of CTAs.
         """
         limits = plan_limits(layout, features, overrides)
         if not budget:
@@ -62,14 +62,14 @@ class CommsPlan:
 
     @property
     def bytes(self) -> int:
-        """Device memory of all of them on a rank, with NCCL's kernels."""
+        """The bytes of device memory that all groups and NCCL's kernels take on a rank."""
         return KERNEL_BYTES + sum(group.bytes for group in self.groups)
 
     def check_backend(self, backend: str) -> None:
-        """Raises CommunicatorError if a backend lacks what a group will carry.
+        """Raises CommunicatorError if a backend is unknown, or lacks an op class that a group will carry.
 
         Args:
-            backend: Of the default group, which the others inherit, e.g. ``"cpu:gloo,cuda:nccl"``.
+            backend: The backend of the default group, which other groups inherit, e.g. ``"cpu:gloo,cuda:nccl"``.
         """
         parts = [part.rpartition(":")[2] for part in backend.split(",")]
         if unknown := [part for part in parts if part not in LACKS]:
@@ -80,15 +80,17 @@ class CommsPlan:
                     raise CommunicatorError(f"{group.description} will carry {lacking[0]}, which backend {part} lacks")
 
     def check_fits(self, *, free_bytes: int, gpus_per_node: int | None = None) -> None:
-        """Refuses what will not fit, and warns of what may not: across nodes the prediction is an upper bound.
+        """Raises if the groups will not fit into memory, and warns if they may not fit.
+
+        Across nodes the prediction is an upper bound. The certain part leaves out connections to peers on other nodes.
 
         Args:
-            free_bytes: Of the device.
-            gpus_per_node: Ranks that a rank may have as neighbours of its node, itself included; None counts all.
+            free_bytes: Free bytes of the device.
+            gpus_per_node: Largest number of ranks on a node; None if all ranks may be on one node.
 
         Raises:
-            CommunicatorError: If the groups take more than is free, though no connection to a peer of another node be
-                counted; names the heaviest and what helps.
+            CommunicatorError: If even the certain part is larger than ``free_bytes``. It names the largest groups and
+                the settings that help.
         """
         if self.bytes <= free_bytes:
             return

@@ -1,7 +1,7 @@
-"""Megatron's process groups: their names, their sizes, the op classes that they carry, and from when on.
+"""Describes Megatron's process groups: their names, their sizes, the collectives they carry and their first phase.
 
-Pure Python: a plan needs it where no torch is. The table is of megatron-core 0.16 to 0.19, ``parallel_state.py``, and
-what each group carries was read from a trace of real training steps (``comms.trace``).
+Pure Python, because a plan needs it on machines without torch. The table is for ``parallel_state.py`` of megatron-core
+0.16 to 0.19. The collectives of each group come from traces of real training steps (``comms.trace``).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 class OpClass(StrEnum):
-    """The kinds of collective that a communicator connects, and allocates memory for, separately."""
+    """The kinds of collective for which a communicator connects and allocates memory separately."""
 
     REDUCE = "reduce"
     """all_reduce, reduce, broadcast, barrier."""
     GATHER_SCATTER = "gather_scatter"
     """all_gather, reduce_scatter."""
     ALL_TO_ALL = "all_to_all"
-    """all_to_all, and gather and scatter, which NCCL makes of sends: a channel to every peer."""
+    """all_to_all, and gather and scatter, which NCCL implements with sends: channels to every peer."""
     BATCHED_P2P = "batched_p2p"
     """batch_isend_irecv: channels to the neighbours."""
     UNBATCHED_P2P = "unbatched_p2p"
-    """send and recv one by one: a communicator of its own for each pair."""
+    """Single send and recv: a separate communicator for each pair of ranks."""
 
 
 class Traffic(StrEnum):
-    """The kind of a group's messages."""
+    """The kind of messages that a group carries."""
 
     CONTROL = "control"
-    """Scalars: its speed does not matter."""
+    """Scalars. The speed of the group does not matter."""
     STAGES = "stages"
     """Activations between two pipeline stages, one message at a time."""
     BANDWIDTH = "bandwidth"
@@ -54,20 +54,20 @@ class Features:
     moe_dispatcher: str = "alltoall"
     """``alltoall`` or ``allgather``."""
     moe: bool | None = None
-    """True if the model has experts; None if not known: it has if there is expert parallelism."""
+    """True if the model has experts. None if unknown; the model then counts as MoE if there is expert parallelism."""
     tied_embeddings: bool = True
-    """True if the first and the last pipeline stage share the embedding; True if not known."""
+    """True if the first and the last pipeline stage share the embedding, or if unknown."""
     batched_p2p: bool | None = None
-    """Megatron's ``batch_p2p_comm``, which mbridge turns off; None if not known: both ways are connected."""
+    """Megatron's ``batch_p2p_comm``, which mbridge turns off. None if unknown; both op classes are then connected."""
     variable_seq_lengths: bool | None = None
-    """Megatron's setting of that name, which mbridge turns on: stages then exchange shapes, always in batches. None if
-    not known: they may."""
+    """Megatron's setting of the same name, which mbridge turns on. If True, stages exchange shapes, always in batches.
+    None if unknown; it then counts as True."""
     virtual_pipeline: bool = False
-    """True if stages are cut into virtual ones: the last stage sends to the first, then."""
+    """True if there are virtual pipeline stages. The last stage then also sends to the first."""
     distributed_optimizer: bool = True
     """Megatron's ``use_distributed_optimizer``."""
     fp8: bool = False
-    """True if scales of fp8 are reduced."""
+    """True if fp8 scales are reduced."""
     expert_bias: bool = False
     """Megatron's ``moe_router_enable_expert_bias``."""
     aux_loss: bool = False
@@ -75,13 +75,13 @@ class Features:
     optimizer_instances: int = 1
     """Megatron's ``num_distributed_optimizer_instances``."""
     context_exchange: frozenset[str] = frozenset({"p2p"})
-    """How context-parallel ranks exchange, by the names of Megatron's ``cp_comm_type``; see `context_exchange`."""
+    """The exchanges of context-parallel ranks, by the names of Megatron's ``cp_comm_type``; see `context_exchange`."""
     weights_over_world: bool = False
-    """True if weight syncs use the default group, as colocated trainers do."""
+    """True if weight syncs use the default group, as with colocated trainers."""
 
     @classmethod
     def of(cls, config: MegatronConfig, *, colocated: bool = False) -> Features:
-        """Returns those of a configuration."""
+        """Returns the features that a configuration sets."""
         return cls(
             moe_dispatcher=config.moe_token_dispatcher_type,
             optimizer_instances=config.num_distributed_optimizer_instances,
@@ -91,11 +91,11 @@ class Features:
 
 
 def context_exchange(cp_comm_type: str | Sequence[str] | None, *, is_hybrid: bool = False) -> frozenset[str]:
-    """Returns how context-parallel ranks exchange.
+    """Returns the exchanges of context-parallel ranks, by the names of Megatron's ``cp_comm_type``.
 
     Args:
-        cp_comm_type: Megatron's setting: one for all layers, or one for each; None is ``p2p``.
-        is_hybrid: Whether there are Mamba layers, which exchange all to all in any case
+        cp_comm_type: Megatron's setting: one value for all layers, or one for each layer; None means ``p2p``.
+        is_hybrid: True if the model has Mamba layers, which always exchange all to all
             (ssm/mamba_context_parallel.py).
 
     >>> sorted(context_exchange(["p2p", "a2a"]))
@@ -123,12 +123,13 @@ class GroupKind:
     size: Callable[[ParallelLayout, Features], int]
     """Number of members."""
     classes: Callable[[ParallelLayout, Features], Classes] = lambda layout, features: _NOTHING
-    """Op classes that it carries; none if Megatron creates it and does not use it."""
+    """Op classes that it carries; none if Megatron creates the group but does not use it."""
     traffic: Callable[[ParallelLayout, Features], Traffic] = lambda layout, features: Traffic.BANDWIDTH
+    """Kind of messages that it carries."""
     fires_alone: bool = False
-    """True if Megatron issues its collectives on a group of one rank, too."""
+    """True if Megatron issues its collectives even on a group of one rank."""
     first_phase: Phase = Phase.TRAIN
-    """The phase that issues the first one."""
+    """The phase that issues the first collective on it."""
 
 
 def _always(*classes: OpClass) -> Callable[[ParallelLayout, Features], Classes]:
@@ -140,7 +141,7 @@ def _control(layout: ParallelLayout, features: Features) -> Traffic:
 
 
 def _pipeline(layout: ParallelLayout, features: Features) -> Classes:
-    # The reduction is a broadcast of the number of tokens (finalize_model_grads.py). Shapes always go in batches
+    # The reduction is a broadcast of the number of tokens (finalize_model_grads.py). Shapes are always sent in batches
     # (p2p_communication.py, _communicate_shapes).
     batches = features.batched_p2p is not False or features.variable_seq_lengths is not False
     ways = {OpClass.BATCHED_P2P: batches, OpClass.UNBATCHED_P2P: features.batched_p2p is not True}
@@ -157,8 +158,8 @@ def _context(layout: ParallelLayout, features: Features) -> Classes:
 
 
 def _world_traffic(layout: ParallelLayout, features: Features) -> Traffic:
-    # Of two pipeline stages one direction goes over the default group, unless batched (p2p_communication.py:67). The
-    # pipeline group connects it.
+    # Between two pipeline stages one direction uses the default group, unless it is batched (p2p_communication.py:67).
+    # The bootstrap of the pipeline group connects it.
     if features.weights_over_world:
         return Traffic.BANDWIDTH
     return Traffic.STAGES if layout.pipeline == 2 and features.batched_p2p is not True else Traffic.CONTROL
@@ -173,7 +174,7 @@ def _with_experts(*classes: OpClass) -> Carries:
 
 
 def _of_expert_parameters(layout: ParallelLayout, features: Features) -> Classes:
-    # Without expert parallelism experts are reduced like all else (tensor_parallel/layers.py:948).
+    # Without expert parallelism, experts are reduced like all other parameters (tensor_parallel/layers.py:948).
     return _BOTH if layout.expert > 1 else _NOTHING
 
 
@@ -270,13 +271,13 @@ KINDS: Mapping[str, GroupKind] = {
         classes=_always(OpClass.REDUCE), fires_alone=True,
     ),
 }  # fmt: skip
-"""By Megatron's ``group_desc``. A kind of which a run has no group is simply not found among its live groups."""
+"""The kinds of groups, by Megatron's ``group_desc``. A run need not have a group of every kind."""
 
 _ONLY_WITH_INSTANCES = ("intra_dp_cp", "intra_ep_dp", "inter_ep_dp")
 
 
 def kinds_of(layout: ParallelLayout, features: Features) -> dict[str, GroupKind]:
-    """Returns the kinds of which every version of Megatron creates groups for this layout."""
+    """Returns the kinds of groups that every supported version of Megatron creates for these features."""
     return {
         description: kind
         for description, kind in KINDS.items()
@@ -285,7 +286,7 @@ def kinds_of(layout: ParallelLayout, features: Features) -> dict[str, GroupKind]
 
 
 def neighbours(size: int) -> int:
-    """How many other ranks a rank in the middle of a pipeline, or in a ring, sends to."""
+    """Returns the number of peers that a rank in the middle of a pipeline, or in a ring, sends to."""
     return min(2, size - 1)
 
 
@@ -299,13 +300,14 @@ UNUSED = frozenset(
         "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
     }
 )
-"""Groups for the rematerialisation of weights, since megatron-core 0.19: made at any size, used only with that."""
+"""Groups for weight rematerialisation, since megatron-core 0.19. Megatron always makes them, and uses them only with
+that feature."""
 
 
 def connected_classes(kind: GroupKind, size: int, layout: ParallelLayout, features: Features) -> Classes:
-    """Returns what a bootstrap has to connect on a group of this kind.
+    """Returns the op classes that a bootstrap must connect on a group of this kind.
 
-    A group of one rank on which Megatron issues collectives has a communicator, and one reduction makes it.
+    If Megatron issues collectives on a group of one rank, that group has a communicator, which one reduction creates.
     """
     classes = kind.classes(layout, features)
     if size > 1 or not classes:

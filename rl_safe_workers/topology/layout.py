@@ -1,6 +1,6 @@
-"""How parallel sizes factor the training world, and whether a model divides over them.
+"""Factors the training world into parallel sizes, and checks that a model divides over them.
 
-Pure Python, so that a layout can be refused, or planned, on a machine without torch.
+Pure Python, so that a layout can be checked or planned on a machine without torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rl_safe_workers.config import MegatronConfig
 
 DENSE_AXES = ("tensor", "context", "pipeline")
-"""Axes that, with data parallelism, span the training world for attention and dense layers."""
+"""Axes that span the training world together with data parallelism, for attention and dense layers."""
 EXPERT_AXES = ("expert_tensor", "expert", "pipeline")
-"""Axes that, with expert-data parallelism, span the training world for expert layers."""
+"""Axes that span the training world together with expert-data parallelism, for expert layers."""
 WORLD_KEY = "cluster.num_trainers"
 SETTINGS: Mapping[str, str] = {
     "tensor": "megatron.tensor_model_parallel_size",
@@ -32,7 +32,7 @@ SETTINGS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCoordinates:
-    """Where one training rank sits on each axis, counted from 0."""
+    """The coordinates of one training rank on each axis, counted from 0."""
 
     tensor: int
     context: int
@@ -50,7 +50,8 @@ class ParallelLayout:
     Example: ``ParallelLayout(world_size=4, tensor=1, pipeline=1, expert=2, expert_tensor=1, context=1)`` has
     data-parallel size 4 and expert-data-parallel size 2.
 
-    Only ``check_layout`` promises that the sizes factor the world; before it, ``data`` and ``expert_data`` round down.
+    ``check_layout`` verifies that the sizes factor the world. In an unchecked layout, ``data`` and ``expert_data`` may
+    be rounded down.
     """
 
     world_size: int
@@ -62,7 +63,7 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, megatron: MegatronConfig, *, world_size: int) -> ParallelLayout:
-        """The layout of ``world_size`` trainers under Megatron's settings, unchecked."""
+        """Returns the layout of ``world_size`` trainers under Megatron's settings, unchecked."""
         return cls(
             world_size=world_size,
             tensor=megatron.tensor_model_parallel_size,
@@ -74,12 +75,12 @@ class ParallelLayout:
 
     @property
     def data(self) -> int:
-        """Ranks that hold the same dense parameters and see different samples."""
+        """The data-parallel size: the number of ranks with the same dense parameters and different samples."""
         return self.world_size // self.product(DENSE_AXES)
 
     @property
     def expert_data(self) -> int:
-        """Ranks that hold the same experts."""
+        """The expert-data-parallel size: the number of ranks with the same experts."""
         return self.world_size // self.product(EXPERT_AXES)
 
     def size(self, axis: str) -> int:
@@ -91,14 +92,14 @@ class ParallelLayout:
         return math.prod(map(self.size, axes))
 
     def coordinates(self, training_rank: int) -> RankCoordinates:
-        """Places a rank as Megatron's default order ``tp-cp-ep-dp-pp`` does, the first axis varying fastest.
+        """Returns the coordinates of a rank in Megatron's default order ``tp-cp-ep-dp-pp``; the first axis is fastest.
 
         Raises:
-            LayoutError: ``training_rank`` is not a rank of the training world.
+            LayoutError: If ``training_rank`` is not a rank of the training world.
         """
         if not 0 <= training_rank < self.world_size:
             raise LayoutError(f"training rank {training_rank} is outside a training world of {self.world_size} ranks")
-        # Megatron generates expert ranks apart from the others; the two orders share pipeline, the slowest axis.
+        # Megatron orders expert ranks separately. The two orders share the pipeline axis, which is the slowest.
         tensor, context, data, pipeline = _unravel(training_rank, (self.tensor, self.context, self.data))
         expert_tensor, expert, expert_data, _ = _unravel(
             training_rank, (self.expert_tensor, self.expert, self.expert_data)
@@ -123,11 +124,11 @@ class ModelShape:
     num_attention_heads: int
     num_key_value_heads: int
     num_experts: int
-    """0 for a dense model."""
+    """Number of experts per layer; 0 for a dense model."""
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
-    """Tokens of prompt and response together."""
+    """Largest number of tokens of prompt and response together."""
     tie_word_embeddings: bool
 
     @classmethod
@@ -136,11 +137,11 @@ class ModelShape:
 
         Args:
             config: The contents.
-            model_types: Those allowed; None: those that a run can train.
+            model_types: The allowed model types; None for the types that a run can train.
 
         Raises:
-            ModelError: Another model type, a variant of one that the conversion does not know, or a size that is
-                absent.
+            ModelError: If the model type is not allowed, if the model is a variant that the conversion does not know,
+                or if a size is missing or malformed.
         """
         model_type: Any = config.get("model_type")
         allowed = model_types or SUPPORTED_MODEL_TYPES
@@ -165,7 +166,7 @@ class ModelShape:
 
 SUPPORTED_MODEL_TYPES = ("qwen3", "qwen3_moe")
 CONVERTIBLE_MODEL_TYPES = (*SUPPORTED_MODEL_TYPES, "llama", "mixtral")
-"""Model types that `rl-safe convert` takes: the weights alone, with nothing said about rollouts."""
+"""Model types that `rl-safe convert` accepts. It converts weights only; rollouts may not support the type."""
 MOE_MODEL_TYPES = ("qwen3_moe", "mixtral")
 PLAIN_SETTINGS: Mapping[str, Any] = {
     "attention_bias": False,
@@ -176,11 +177,11 @@ PLAIN_SETTINGS: Mapping[str, Any] = {
     "quantization_config": None,
     "use_sliding_window": False,
 }
-"""Settings whose other values change the model's arithmetic in ways that the conversion to Megatron does not follow."""
+"""The only supported values of some settings. Other values change the arithmetic, and the conversion ignores them."""
 
 
 LARGEST_SIZE = 2**31 - 1
-"""Largest size of a model's configuration."""
+"""Largest accepted value of a size in a model's configuration."""
 _LARGEST_NUMBER = 1e30
 _OPTIONAL_SIZES = ("intermediate_size", "moe_intermediate_size", "head_dim", "num_experts_per_tok")
 _OPTIONAL_NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "router_aux_loss_coef")
@@ -188,7 +189,7 @@ _OPTIONAL_FLAGS = ("tie_word_embeddings", "norm_topk_prob")
 
 
 def check_layout(layout: ParallelLayout) -> None:
-    """Raises LayoutError unless the sizes factor the training world, with the sizes that would."""
+    """Raises LayoutError unless the sizes factor the training world. The message names sizes that would."""
     for axis, key in {"world_size": WORLD_KEY, **SETTINGS}.items():
         if layout.size(axis) < 1:
             raise LayoutError(f"{key}={layout.size(axis)} must be at least 1")
@@ -202,7 +203,7 @@ def check_layout(layout: ParallelLayout) -> None:
 
 
 def check_model(layout: ParallelLayout, shape: ModelShape) -> None:
-    """Raises LayoutError unless every rank gets an equal part of the model, with the sizes that would do."""
+    """Raises LayoutError unless every rank gets an equal part of the model. The message names sizes that would work."""
     if layout.expert > 1 and not shape.num_experts:
         raise LayoutError(
             f"{SETTINGS['expert']}={layout.expert}, but a {shape.model_type} model has no experts: set it to 1"
@@ -222,11 +223,11 @@ def check_model(layout: ParallelLayout, shape: ModelShape) -> None:
 
 
 def check_trainable(layout: ParallelLayout, shape: ModelShape) -> None:
-    """Raises LayoutError where Megatron would train the copies of an expert apart.
+    """Raises LayoutError if Megatron would let the copies of an expert diverge in training.
 
-    Without expert parallelism it takes expert parameters for dense ones (tensor_parallel/layers.py:829 sets their
-    ``allreduce`` by it) and reduces their gradients over the data-parallel group, in which the tensor-parallel ranks
-    that hold the other copies of an unsharded expert are not.
+    Without expert parallelism, Megatron treats expert parameters as dense ones (tensor_parallel/layers.py:829 sets
+    their ``allreduce`` accordingly), and reduces their gradients over the data-parallel group. If experts are less
+    sharded than the rest, tensor-parallel ranks hold other copies of an expert, and these are not in that group.
     """
     if shape.num_experts and layout.expert == 1 and layout.expert_tensor != layout.tensor:
         raise LayoutError(
@@ -237,7 +238,7 @@ def check_trainable(layout: ParallelLayout, shape: ModelShape) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """Returns the divisors of a positive number in rising order.
+    """Returns the divisors of a positive number in ascending order.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -247,7 +248,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _unravel(index: int, sizes: Iterable[int]) -> list[int]:
-    """Splits an index into one position per size, fastest first, and what is left over."""
+    """Splits an index into one position for each size, the fastest first, and the remaining quotient."""
     positions = []
     for size in sizes:
         index, position = divmod(index, size)
@@ -260,7 +261,7 @@ def _factors(layout: ParallelLayout) -> bool:
 
 
 def _remedies(layout: ParallelLayout, axes: Iterable[str]) -> Iterable[str]:
-    """Names the nearest world sizes that work, then for each axis the sizes that work with the others as they are."""
+    """Yields remedies: the nearest world sizes that work; then, for each axis, sizes that work if the others stay."""
     step = math.lcm(layout.product(DENSE_AXES), layout.product(EXPERT_AXES))
     below = layout.world_size // step * step
     yield f"set {WORLD_KEY} to {_either([size for size in (below, below + step) if size])}"
@@ -283,7 +284,11 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:
-    """Returns the first of the names that is there."""
+    """Returns the value of the first of the names that the configuration has.
+
+    Raises:
+        ModelError: If there is none, or the value is not a size.
+    """
     value = next((config[name] for name in names if name in config), None)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
         raise ModelError(f"config.json has {names[-1]}={value!r:.80}: it must be a whole number of 1 to {LARGEST_SIZE}")
@@ -291,7 +296,7 @@ def _size(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _check_optional(config: Mapping[str, Any]) -> None:
-    """Checks settings that have a default where they are absent or null."""
+    """Checks settings that have a default if they are absent or null."""
     for name in _OPTIONAL_SIZES:
         if config.get(name) is not None:
             _size(config, name)

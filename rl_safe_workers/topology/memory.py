@@ -1,9 +1,9 @@
-"""How much device memory a communicator takes, before it exists.
+"""Predicts the device memory of a communicator before it exists.
 
-A model of what was measured on 4 x H200, NVLink between all pairs, NCCL 2.28.9, NVLink multicast off
-(``docs/benchmarks.md``); for 2 and 4 ranks and limits of 1 to 20 CTAs, and none, it is exact. It says what NCCL takes
-inside one node; peers on other nodes have fewer and smaller channels, so for a group that crosses nodes it is an upper
-bound.
+The model comes from measurements on 4 x H200, with NVLink between all pairs, NCCL 2.28.9 and NVLink multicast off
+(``docs/benchmarks.md``). It is exact for 2 and 4 ranks, with limits of 1 to 20 CTAs and without a limit. It describes
+NCCL inside one node. Peers on other nodes have fewer and smaller channels, so the prediction for a group that crosses
+nodes is an upper bound.
 
     a communicator          4 MiB, and 6 for each P2P channel: the limit of CTAs rounded up to a power of two
     its rings and trees     12 MiB for each CTA, at the first reduction or gather
@@ -30,36 +30,36 @@ from rl_safe_workers.topology.layout import ParallelLayout
 
 MIB = 2**20
 DEFAULT_CTAS = 24
-"""Channels that NCCL takes on an H200 node without a limit."""
+"""Number of channels that NCCL uses on an H200 node without a limit."""
 KERNEL_BYTES = 418 * MIB
-"""Bytes of NCCL's kernels in a process, once: their code, and the stack of the largest."""
+"""Bytes that NCCL's kernels take once in a process: their code, and the stack of the largest kernel."""
 
 _BASE_MIB, _BASE_MIB_PER_CHANNEL = 4, 6
 _RING_MIB_PER_CTA = 12
 _EXCHANGE_MIB_PER_CHANNEL = 12
-"""A send and a receive."""
+"""MiB per P2P channel of a connection to send and a connection to receive together."""
 _ALONE_CHANNELS = 64
 """P2P channels of a communicator of one rank without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The ranks that a rank sends to one by one.
+    """The unbatched point-to-point connections of a rank.
 
-    Example: ``Links(pairs=2, exchanges=1)``: to one neighbour over one pair, from the other over another one
+    Example: ``Links(pairs=2, exchanges=1)``: sends to one neighbour over one pair, receives from the other over another
     """
 
     pairs: int
-    """Each has a communicator of its own, of two ranks."""
+    """Number of pairs. Each pair has its own communicator of two ranks."""
     exchanges: int
-    """Connections to send, and as many to receive."""
+    """Number of connections to send, which is also the number of connections to receive."""
 
 
 def links_of(description: str, size: int, features: Features) -> Links:
-    """Returns whom a rank in the middle of a pipeline, or in a ring, sends to.
+    """Returns the unbatched connections of a rank in the middle of a pipeline, or in a ring.
 
-    Of two pipeline stages each direction is a pair of its own, one of them over the default group
-    (p2p_communication.py:67); virtual stages send both ways on both.
+    Two pipeline stages have a separate pair for each direction, and one of them uses the default group
+    (p2p_communication.py:67). Virtual stages send in both directions on both pairs.
     """
     if description == PIPELINE and size == 2:
         return Links(pairs=2, exchanges=2 if features.virtual_pipeline else 1)
@@ -77,16 +77,16 @@ def _ctas(max_ctas: int | None) -> int:
 
 
 def costs(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, links: Links) -> list[int]:
-    """Bytes on each rank that the first collective of each class takes, if they come in this order.
+    """Returns the bytes that the first collective of each op class takes on each rank, if issued in this order.
 
-    The first of them makes the communicator; reductions and gathers use the same rings, and a batch of sends what
-    all_to_all has connected.
+    The first collective creates the communicator. Reductions and gathers share the same rings. Batched sends use the
+    connections of all_to_all, if it came before.
 
     Args:
-        classes: What is issued.
-        size: Members of the group.
-        max_ctas: The group's limit; None for NCCL's own.
-        links: Whom this rank sends to one by one, where it does.
+        classes: The op classes, in the order of their first collectives.
+        size: Number of ranks of the group.
+        max_ctas: The group's limit in CTAs; None for NCCL's default.
+        links: The unbatched connections of this rank. They count only if ``classes`` has unbatched P2P.
     """
     channels, made = _channels(size, max_ctas), set[str]()
     base = _BASE_MIB + _BASE_MIB_PER_CHANNEL * channels
@@ -108,13 +108,13 @@ def costs(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, links:
 
 
 def group_bytes(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, links: Links) -> int:
-    """Bytes on each rank that a group takes once all its classes are connected."""
+    """Returns the bytes that a group takes on each rank when all its op classes are connected."""
     return sum(costs(classes, size=size, max_ctas=max_ctas, links=links))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedGroup:
-    """One group of a rank, before it exists.
+    """The prediction for one group of a rank.
 
     Example: ``PredictedGroup(description="EXPERT_DATA_PARALLEL_GROUP", kind=…, size=2, classes=…, max_ctas=None,
     bytes=507510784)``
@@ -125,18 +125,21 @@ class PredictedGroup:
     size: int
     classes: Classes
     max_ctas: int | None
+    """Limit in CTAs; None for NCCL's default."""
     bytes: int
+    """Device memory on each rank."""
 
 
 def predict_groups(layout: ParallelLayout, features: Features, limits: Mapping[str, int]) -> list[PredictedGroup]:
-    """Returns the groups that a bootstrap connects on a rank, and their bytes, the heaviest first.
+    """Returns the groups that a bootstrap connects on a rank, with their bytes, the largest first.
 
-    It is the rank with most groups: the first or last pipeline stage, which is in the embedding group.
+    The prediction is for the ranks with most groups: the first and last pipeline stage, which are in the embedding
+    group.
 
     Args:
         layout: Sizes of the training world's axes.
-        features: What decides about the collectives.
-        limits: CTAs by key; keys without one have NCCL's own limit.
+        features: Features of the run that decide which collectives the groups carry.
+        limits: Limits in CTAs by key. Groups without an entry have NCCL's default.
     """
     found = []
     for description, kind in kinds_of(layout, features).items():
@@ -154,11 +157,11 @@ def predict_groups(layout: ParallelLayout, features: Features, limits: Mapping[s
 
 
 def far_bytes(group: PredictedGroup, gpus_per_node: int | None) -> int:
-    """Returns the bytes of a group's all_to_all with ranks that must be on other nodes: the part that is not sure.
+    """Returns the bytes of a group's all_to_all with ranks that must be on other nodes. This part is uncertain.
 
     Args:
         group: The group.
-        gpus_per_node: Ranks of a node at most; None: all may be on one.
+        gpus_per_node: Largest number of ranks on a node; None if all ranks may be on one node.
     """
     if gpus_per_node is None or OpClass.ALL_TO_ALL not in group.classes:
         return 0
