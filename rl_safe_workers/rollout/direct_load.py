@@ -1,9 +1,9 @@
-"""Weights straight into the model's own tensors, once it is proven that this is what its loaders do.
+"""Copies weights directly into the model's tensors, after a proof that the model's loaders do nothing else.
 
-A model of vLLM takes weights one by one through Python loaders, some 0.2 ms each: seconds for thousands of experts. All
-that the loaders of an unquantised model do is copy. So they are watched once, without being let to write anything, and
-what they would have copied where becomes a plan. The first update goes through the loaders; if afterwards every
-destination holds what was sent, later updates follow the plan, some launches for each bucket.
+A vLLM model loads weights one by one through Python loaders, at about 0.2 ms each: seconds for thousands of experts.
+The loaders of an unquantised model only copy. Therefore they are watched once, without writing anything, and the copies
+that they would make become a plan. The first update uses the loaders. If every destination then holds the data that was
+sent, later updates follow the plan, with a few kernel launches for each bucket.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rl_safe_workers.rollout.protocol import Bucket
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 _AT_ONCE = 2**24
-"""Elements whose bits are widened to 64 at a time."""
+"""Number of elements that are widened to 64 bits at a time."""
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -33,16 +33,16 @@ class Copy:
     target: torch.Tensor
     """A view of one of the model's tensors."""
     stride: tuple[int, ...]
-    """Stride of the source, in elements of the target's dtype; its shape is the target's."""
+    """Stride of the source, in elements of the target's dtype. The source has the target's shape."""
     offset: int
-    """Offset of the source in the bucket, in such elements."""
+    """Offset of the source in the bucket, in elements of the target's dtype."""
 
     def source(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The part of a bucket's buffer that it copies."""
+        """Returns the part of a bucket's buffer that is copied, as a view with the target's dtype and shape."""
         return buffer.view(self.target.dtype).as_strided(self.target.shape, self.stride, self.offset)
 
     def joined(self, following: Copy) -> Copy | None:
-        """This copy and the one after it as one, if what they read and what they write lies side by side."""
+        """Returns this copy and the next as one; None unless both their sources and their targets are adjacent."""
         target, other = self.target, following.target
         if not (
             target.dtype == other.dtype
@@ -60,7 +60,10 @@ class Copy:
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
-    """Fewer copies that do the same: all experts of a layer come side by side, and vLLM holds them in one tensor."""
+    """Returns fewer copies with the same effect.
+
+    All experts of a layer are adjacent in a bucket, and vLLM holds them in one tensor.
+    """
     found: list[Copy] = []
     for copy in copies:
         both = found[-1].joined(copy) if found else None
@@ -72,20 +75,21 @@ def joined(copies: Iterable[Copy]) -> list[Copy]:
 
 
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-"""Such as of rows that only pad a vocabulary."""
+"""Operators that fill a tensor with a constant, for example rows that only pad a vocabulary."""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what is copied out of a buffer, and lets nothing be written."""
+    """Records copies out of a buffer, and prevents all writes."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storage = buffer.untyped_storage().data_ptr()
         self.copies: list[Copy] = []
         self.fills: list[tuple[torch.Tensor, float]] = []
-        """Views of the model's tensors and the constants that they get."""
+        """Views of the model's tensors, each with the constant that is written to it."""
         self.other: str | None = None
-        """Other writes than copies of the same dtype and shape, and constants; None if there were none."""
+        """Description of the last write that is neither a constant nor a copy with equal dtype and shape; None if there
+        was no such write."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func._schema.is_mutable:
@@ -106,27 +110,27 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class DirectLoad:
-    """The plan for a model's weights: first learned, then proven, then followed."""
+    """The plan to load a model's weights: first it is learned, then proven, then used."""
 
     def __init__(self, buckets: Sequence[Bucket], load: Callable[[Weights], Any], *, device: torch.device) -> None:
-        """Watches the model's loaders. Nothing is written.
+        """Watches the model's loaders, without writing to the model.
 
         Args:
-            buckets: What an update consists of.
+            buckets: All buckets of an update.
             load: The model's ``load_weights``.
-            device: Of the model.
+            device: Device of the model.
         """
         self.copies: list[list[Copy]] = []
-        """Copies of each bucket."""
+        """The copies of each bucket."""
         self._fills: list[list[tuple[torch.Tensor, float]]] = []
         self._sent: list[torch.Tensor] = []
         self.obstacle: str | None = None
-        """Why the plan is of no use; None while it may be."""
+        """The reason why the plan cannot be used; None while no reason is known."""
         for bucket in buckets:
             self.obstacle = self.obstacle or self._learn(bucket, load, device)
 
     def _learn(self, bucket: Bucket, load: Callable[[Weights], Any], device: torch.device) -> str | None:
-        """Learns what to copy out of a bucket; returns what stands in the way."""
+        """Learns the copies of a bucket. Returns the reason why the plan cannot be used; None if there is none."""
         buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=device)
         weights = list(unpack(bucket, buffer))
         watch = _Watch(buffer)
@@ -134,7 +138,7 @@ class DirectLoad:
             with torch.no_grad(), watch:
                 load(iter(weights))
         except Exception as error:
-            # As where weights were packed and their own tensors are empty since: loaders refuse those.
+            # For example, weights may have been packed and the model's own tensors emptied, which loaders refuse.
             return f"the model's loaders do not work in place: {type(error).__name__}: {error}"
         if watch.other is not None:
             return f"the model's loaders do more than copy: {watch.other}"
@@ -144,18 +148,18 @@ class DirectLoad:
         return None if copied == sent else f"the model's loaders copy {copied} of {sent} bytes"
 
     def note(self, number: int, buffer: torch.Tensor) -> None:
-        """Remembers what a bucket held that goes through the loaders; for `check`."""
+        """Records checksums of a bucket that goes through the loaders, for `check`."""
         if self.obstacle is None:
             self._sent += [_digest(copy.source(buffer)) for copy in self.copies[number]]
 
     def check(self, parameters: Iterable[torch.Tensor]) -> str | None:
-        """Compares checksums of what was sent with those of every destination, after an update through the loaders.
+        """Compares the checksums of the sent data with those of every destination, after an update by the loaders.
 
         Args:
-            parameters: Of the model, as they are now: a destination must still be part of one.
+            parameters: The model's current parameters. A destination must still be part of one of them.
 
         Returns:
-            Why the plan is of no use; None if it is proven.
+            The reason why the plan cannot be used; None if the plan is proven.
         """
         sent, self._sent = self._sent, []
         if self.obstacle is None:
@@ -175,7 +179,7 @@ class DirectLoad:
     @torch.no_grad()
     def load(self, number: int, buffer: torch.Tensor) -> None:
         """Copies a bucket into the model."""
-        # A fill after a copy of the same elements would have shown in the checksums, so these may come first.
+        # Fills may come first: a fill after a copy to the same elements would have changed the checksums.
         for target, value in self._fills[number]:
             target.fill_(value)
         copies = self.copies[number]
@@ -183,7 +187,10 @@ class DirectLoad:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that depends on every bit and its place: sum of ``bits * (2 * place + 1)``, modulo 2 ** 64."""
+    """Returns a checksum over every bit and its position: the sum of ``bits * (2 * place + 1)`` modulo 2 ** 64.
+
+    An int64 scalar on the tensor's device.
+    """
     bits = tensor.contiguous().view(-1).view(_INTEGER[tensor.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _AT_ONCE):

@@ -1,4 +1,4 @@
-"""Where weights lie in a bucket's memory: the same on the rank that sends it and on those that receive it."""
+"""Maps weights to places in a bucket's memory, in the same way on the sending and the receiving ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from rl_safe_workers.rollout.protocol import ITEM_BYTES, Bucket
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
-"""By their names in a `WeightSpec`."""
+"""dtypes by their names in a `WeightSpec`."""
 
 
 def places(bucket: Bucket, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields each weight's place, a view of its shape and dtype.
+    """Yields the place of each weight as a view of the buffer, with the weight's shape and dtype.
 
     Args:
-        bucket: What lies in ``buffer``.
-        buffer: ``[bucket.size_bytes]`` of uint8.
+        bucket: The weights in ``buffer``.
+        buffer: Tensor of shape ``[bucket.size_bytes]``, uint8.
     """
-    # Few calls for each weight, for there may be thousands.
+    # As few calls as possible for each weight, because there may be thousands.
     ends = (*bucket.offsets[1:], bucket.size_bytes)
     slots = [end - start for start, end in zip(bucket.offsets, ends, strict=True)]
     for spec, size, slot in zip(bucket.specs, bucket.sizes, buffer.split_with_sizes(slots), strict=True):
@@ -28,5 +28,5 @@ def places(bucket: Bucket, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the weights that lie in a bucket's buffer, by name, as views."""
+    """Yields the name of each weight in a bucket, with a view of it in the buffer."""
     yield from zip((spec.name for spec in bucket.specs), places(bucket, buffer), strict=True)

@@ -1,6 +1,6 @@
-"""Data that passes between rollout ranks and the rest of a run: samples, and weights cut into buckets.
+"""Defines the data between rollout ranks and the rest of a run: samples, and weights in buckets.
 
-Without torch or vLLM, so that the driver can read it.
+Imports neither torch nor vLLM, so that the driver can import it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
 ALIGNMENT_BYTES = 16
-"""Every tensor starts at a multiple of this in its bucket, so that any dtype can view it."""
+"""Every tensor starts at a multiple of this number of bytes in its bucket, so that any dtype can view it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +28,14 @@ class Sample:
 
     prompt_ids: list[int]
     response_ids: list[int]
-    """At least one token; ends with an end-of-sequence token unless cut at the length limit."""
+    """At least one token. The last one is an end-of-sequence token, unless the response was cut at the length limit."""
     logprobs: list[float]
-    """The rollout's log-probability, in nats, of each response token."""
+    """The rollout's log-probability of each response token, in nats."""
     text: str
     """The response without special tokens."""
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None
-    """``[prompt + response - 1, layers, top_k]``: the experts of every token but the last, which was only sampled; None
-    unless ``rollout.enable_rollout_routing_replay`` asks for them."""
+    """Experts of every token except the last, which was only sampled: ``[prompt + response - 1, layers, top_k]``. None
+    unless ``rollout.enable_rollout_routing_replay`` is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,45 +44,45 @@ class WeightSpec:
 
     name: str
     dtype: str
-    """torch's name without the prefix."""
+    """torch's name of the dtype, without ``torch.``."""
     shape: tuple[int, ...]
     source: int = 0
-    """Training rank that sends it."""
+    """Training rank that sends the weight."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of its place in a bucket."""
+        """The size of its place in a bucket in bytes, with padding."""
         return -(-self.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Consecutive weights of one source that travel in one broadcast."""
+    """Consecutive weights from one source, which are sent in one broadcast."""
 
     specs: tuple[WeightSpec, ...]
     offsets: tuple[int, ...]
-    """Byte offset of each weight."""
+    """Offset of each weight in bytes."""
     sizes: tuple[int, ...]
-    """Bytes of each weight, without the padding behind it."""
+    """Size of each weight in bytes, without padding."""
     size_bytes: int
+    """Size of the bucket in bytes, with padding."""
 
     @property
     def source(self) -> int:
-        """Training rank that sends it."""
+        """The training rank that sends the bucket."""
         return self.specs[0].source
 
 
 def plan_buckets(specs: Sequence[WeightSpec], *, bucket_bytes: int) -> list[Bucket]:
-    """Cuts weights into buckets of at most ``bucket_bytes``, in order, and wherever the source changes.
+    """Divides weights into buckets of at most ``bucket_bytes``, in order. A new source starts a new bucket.
 
-    A larger weight gets a bucket of its own.
-
-    Both sides compute the same buckets from the same specs, so only the specs travel.
+    A weight larger than ``bucket_bytes`` gets its own bucket. Both sides compute the same buckets from the same specs,
+    so only the specs are sent.
     """
     buckets: list[Bucket] = []
     current: list[WeightSpec] = []

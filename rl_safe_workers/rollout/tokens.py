@@ -1,4 +1,4 @@
-"""Chat messages to token ids, and responses to text."""
+"""Converts chat messages to token ids, and responses to text."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from rl_safe_workers.model_files import stop_token_ids
 
 
 class ChatTokenizer:
-    """The model's own tokenizer and chat template; remote code stays off."""
+    """The model's own tokenizer and chat template. Remote code is never run."""
 
     def __init__(self, model_path: str, *, max_prompt_length: int) -> None:
         """Loads the tokenizer of a local HF directory.
 
         Raises:
-            ModelError: If it cannot be loaded, has no chat template, or the model names no end-of-sequence token.
+            ModelError: If the tokenizer cannot be loaded or has no chat template, or if neither the model's
+                configuration nor the tokenizer names an end-of-sequence token.
         """
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 model_path, trust_remote_code=False, local_files_only=True
             )
-        except Exception as error:  # what transformers and tokenizers raise of a damaged file is of any type
+        except Exception as error:  # a damaged file can make transformers and tokenizers raise any type
             raise ModelError(
                 f"{model_path}: the tokenizer cannot be loaded: {type(error).__name__}: {first_line(error):.300}"
             ) from error
@@ -40,7 +41,7 @@ class ChatTokenizer:
 
         Raises:
             DataError: If the prompt is longer than ``data.max_prompt_length``.
-            ModelError: If the model's chat template does not take the messages.
+            ModelError: If the model's chat template does not accept the messages.
         """
         try:
             ids: list[int] = self._tokenizer.apply_chat_template(
@@ -55,7 +56,7 @@ class ChatTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a response, without special tokens."""
+        """Returns the text of a response, without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 

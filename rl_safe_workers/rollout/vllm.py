@@ -1,4 +1,4 @@
-"""One vLLM engine as a rollout rank."""
+"""Runs a vLLM engine as a rollout rank."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rl_safe_workers.worlds.address import StoreAddress
 
 
 def request_seed(seed: int, step: int, prompt: int, sample: int) -> int:
-    """Seed of one request: the same for the same place in a run, whatever engine or batch it is generated in."""
+    """Returns the seed of one request. It depends only on the arguments, not on the engine or the batch."""
     return int(np.random.SeedSequence([seed, step, prompt, sample]).generate_state(1)[0] >> 1)
 
 
 FREE_AT_START = 0.05
-"""Share of a GPU's memory that vLLM wants free before it starts."""
+"""Share of a GPU's memory that vLLM requires to be free at its start."""
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:
@@ -42,21 +42,22 @@ def _obstacle(worker: Any) -> str | None:
 
 
 class VllmRollout:
-    """Generates, and takes weights from the trainers through vLLM's weight-transfer interface."""
+    """A rollout rank: generates, and receives weights from the trainers through vLLM's weight-transfer interface."""
 
     def __init__(self, config: RunConfig, *, rollout_rank: int) -> None:
-        """Records the configuration; `start` builds the engine."""
+        """Stores the configuration; `start` builds the engine."""
         self.config, self.rollout_rank = config, rollout_rank
         self.lifecycle = Lifecycle(role=Role.ROLLOUT, rank=rollout_rank)
         self._asleep: set[str] = set()
         self._held: dict[str, int] = {}
-        """Bytes of device memory by owner while awake."""
+        """Bytes of device memory by owner, while the engine is awake."""
 
     def start(self, launched_s: float) -> None:
         """Builds the engine with the HF weights of ``model.path``. Not collective.
 
         Args:
-            launched_s: Unix time at which this process was asked for, so that its imports are on record.
+            launched_s: Unix time in seconds at which the driver asked for this process. The start phase then includes
+                the imports.
         """
         if self.config.cluster.device == "cuda":
             self.lifecycle.observer = cuda.observer(
@@ -67,8 +68,8 @@ class VllmRollout:
         with self.lifecycle.enter(Phase.START, since_s=launched_s):
             vllm_transfer.register()
             if current_platform.is_cpu():
-                # vLLM compiles small helpers at their first call, even with enforce_eager: that takes seconds, a C++
-                # compiler, and a cache among the temporary files.
+                # vLLM compiles small helpers at their first call, even with enforce_eager. That takes seconds, needs a
+                # C++ compiler, and leaves a cache in the folder for temporary files.
                 torch.compiler.set_stance("force_eager")
             config = self.config
             self._tokenizer = ChatTokenizer(config.model.path, max_prompt_length=config.data.max_prompt_length)
@@ -82,11 +83,12 @@ class VllmRollout:
                 seed=config.trainer.seed,
                 block_size=config.rollout.block_size,
                 kv_cache_memory_bytes=int(config.rollout.kv_cache_gib * 2**30),
-                # Asked for at the start, whatever the size of the cache; beside a trainer little need be free then.
+                # vLLM checks it at the start, independently of the size of the cache. Small, because a trainer may
+                # already use the GPU.
                 gpu_memory_utilization=FREE_AT_START,
                 enable_sleep_mode=config.cluster.colocated,
                 max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-                # Of the distribution that was sampled from, temperature included: comparable with the trainer's.
+                # Log-probabilities under the sampling distribution, with temperature: comparable with the trainer's.
                 logprobs_mode="processed_logprobs",
                 enable_return_routed_experts=config.rollout.enable_rollout_routing_replay,
                 weight_transfer_config={"backend": vllm_transfer.BACKEND},
@@ -94,24 +96,25 @@ class VllmRollout:
             )
             (weights,) = self._llm.apply_model(_weight_bytes)
             self._held = {"weights": weights, "kv_cache": int(config.rollout.kv_cache_gib * 2**30)}
-            # Beside a trainer that builds its model next. With the weights kept: no sync precedes the first rollout.
+            # The trainer on this GPU builds its model next. The weights are kept, because no sync precedes the first
+            # rollout.
             self._sleep(level=1)
 
     def _owned_bytes(self) -> dict[str, int]:
         return {owner: 0 if owner in self._asleep else size for owner, size in self._held.items()}
 
     def _mapped_bytes(self) -> int:
-        """Returns the bytes that torch has reserved, without sleeping memory, of which torch does not know."""
+        """Returns the bytes that torch has reserved, without sleeping memory, which torch still counts."""
         return torch.cuda.memory_reserved() - sum(self._held[owner] for owner in self._asleep)
 
     def _sleep(self, *, level: int) -> None:
-        """Gives the GPU's memory to the trainer; level 1 keeps the weights in host memory, level 2 nothing."""
+        """Frees GPU memory for the trainer. Level 1 keeps the weights in host memory; level 2 keeps nothing."""
         if self.config.cluster.colocated:
             self._llm.sleep(level=level)
             self._asleep = {"weights", "kv_cache"}
 
     def _wake(self, *tags: str) -> None:
-        """Takes memory back, for ``weights`` or the ``kv_cache``."""
+        """Reallocates the memory of ``weights`` or ``kv_cache``, if it sleeps."""
         if wanted := [tag for tag in tags if tag in self._asleep]:
             self._llm.wake_up(tags=wanted)
             self._asleep -= set(wanted)
@@ -122,16 +125,16 @@ class VllmRollout:
         """Joins the joint group. Collective over: trainers and rollout ranks.
 
         Args:
-            address: Of the run's store.
-            joint_rank: Of this rank.
+            address: Address of the run's store.
+            joint_rank: Joint rank of this rank.
             size: Number of trainers and rollout ranks.
-            specs: What every weight sync will bring, in order.
-            generation: Counts rebuilds of the group.
+            specs: The weights of every weight sync, in the order of sending.
+            generation: Number of rebuilds of the group so far.
         """
         with self.lifecycle.enter(Phase.JOINT):
             init_info = {
                 **asdict(address),
-                "secret": address.secret.hex(),  # vLLM passes text on, to an engine of this process or beside it
+                "secret": address.secret.hex(),  # as text, because vLLM may pass it to an engine in another process
                 "joint_rank": joint_rank,
                 "trainers": self.config.cluster.num_trainers,
                 "size": size,
@@ -145,9 +148,9 @@ class VllmRollout:
             self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def receive_weights(self) -> None:
-        """Takes all weights from the trainers. Collective over: the joint group.
+        """Receives all weights from the trainers. Collective over: the joint group.
 
-        The prefix cache is dropped: what it holds was computed with the old weights.
+        Drops the prefix cache, because it was computed with the old weights.
         """
         with self.lifecycle.enter(Phase.SYNC):
             self._wake("weights")
@@ -157,7 +160,7 @@ class VllmRollout:
             self._llm.reset_prefix_cache()
 
     def loads_through(self) -> str | None:
-        """Why weight updates go through the model's loaders; None if straight into the model. Not collective."""
+        """Returns why weight updates use the model's loaders; None if they are copied directly. Not collective."""
         (obstacle,) = self._llm.collective_rpc(_obstacle)
         return None if obstacle is None else str(obstacle)
 
@@ -172,7 +175,11 @@ class VllmRollout:
             step: The training step, for the seeds.
 
         Returns:
-            The samples of each prompt side by side, in the prompts' order.
+            ``rollout.n`` consecutive samples for each prompt, in the order of the prompts.
+
+        Raises:
+            DataError: If a prompt is too long.
+            RolloutError: If vLLM does not return the experts that routing replay needs.
         """
         with self.lifecycle.enter(Phase.ROLLOUT):
             self._wake("weights", "kv_cache")
@@ -183,7 +190,7 @@ class VllmRollout:
                     prompts.append({"prompt_token_ids": tokens})
                     params.append(self._sampling_params(step, first_prompt + i, j))
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
-            # Every rollout is followed by an update, and the next one by a sync: nothing need be kept.
+            # An update and a sync come before the next rollout, so neither weights nor cache must be kept.
             self._sleep(level=2)
             return [self._to_sample(output) for output in outputs]
 
@@ -193,7 +200,7 @@ class VllmRollout:
             max_tokens=self.config.data.max_response_length,
             seed=request_seed(self.config.trainer.seed, step, prompt, sample),
             stop_token_ids=self._tokenizer.stop_token_ids,
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # only of the sampled token
             detokenize=False,
         )
 
@@ -222,7 +229,7 @@ class VllmRollout:
         with self.lifecycle.enter(Phase.TEARDOWN):
             llm = self.__dict__.pop("_llm", None)
             if llm is not None:
-                # vLLM 0.25 has no call for it; its engine's own shutdown, next, does the same.
+                # vLLM 0.25 has no such method; the engine's own shutdown below does the same there.
                 if hasattr(llm, "shutdown_weight_transfer_engine"):
                     llm.shutdown_weight_transfer_engine()
                 llm.llm_engine.engine_core.shutdown()

@@ -1,6 +1,6 @@
-"""vLLM's side of the weight sync: a weight-transfer engine that receives over our joint group.
+"""Implements vLLM's side of the weight sync: a weight-transfer engine that receives over our joint group.
 
-Registered with vLLM's own factory, so that vLLM runs it inside its update life cycle
+It is registered with vLLM's own factory, so that vLLM runs it inside its update life cycle
 (``start_weight_update``, ``update_weights``, ``finish_weight_update``).
 """
 
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 _NOT_TRIED, _NOT_PROVEN = "no update so far", "one update must go through them"
 BACKEND = "rl_safe_joint"
-"""Name of the engine, for ``weight_transfer_config``."""
+"""Name of the engine in ``weight_transfer_config``."""
 
 
 @dataclass
 class JointInitInfo(WeightTransferInitInfo):
-    """How to join the joint group."""
+    """The data that this rank needs to join the joint group."""
 
     host: str
     port: int
@@ -57,29 +57,29 @@ class JointInitInfo(WeightTransferInitInfo):
     sync_timeout_s: float
     colocated: bool
     specs: list[dict[str, Any]]
-    """Fields of each `WeightSpec` in sending order."""
+    """Fields of each `WeightSpec`, in the order of sending."""
     bucket_bytes: int
-    """Both sides cut by it."""
+    """Largest size of a bucket in bytes, the same on both sides."""
 
 
 @dataclass
 class JointUpdateInfo(WeightTransferUpdateInfo):
-    """Nothing: every update is of the weights that were announced when the joint group was joined."""
+    """The data of an update: none, because `JointInitInfo` has announced the weights of all updates."""
 
 
 class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateInfo]):
-    """Receives flat buckets from the trainers, and loads them layer by layer, or by a plan once that is proven."""
+    """Receives flat buckets from the trainers. Loads them layer by layer, or by a plan when the plan is proven."""
 
     init_info_cls = JointInitInfo
     update_info_cls = JointUpdateInfo
     _group: JointGroup | GpuPair | None = None
     _buckets: Sequence[Bucket] = ()
     _plan: DirectLoad | None = None
-    """How to load them without the model's loaders; None before the first update, or if that does not work."""
+    """Plan to load buckets without the model's loaders; None before the first update, or if no plan works."""
     obstacle: str | None = _NOT_TRIED
-    """Why updates go through the model's loaders; None if they go straight into the model."""
+    """The reason why updates use the model's loaders; None if they are copied directly into the model."""
     _is_broken = False
-    """True if an update through vLLM's loaders has failed half-way, which leaves layers that wait for the rest."""
+    """True if an update by vLLM's loaders has failed before its end. Some layers then still wait for weights."""
 
     def init_transfer_engine(self, init_info: JointInitInfo) -> None:
         """Joins the joint group. Collective over: trainers and rollout ranks."""
@@ -104,29 +104,33 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             self._buckets, self.obstacle, self._plan = buckets, _NOT_TRIED, None
 
     def start_weight_update(self) -> None:
-        """Does nothing yet: what is to be prepared depends on the weights that are coming."""
+        """Does nothing; `receive_weights` makes all preparations."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """Receives all weights. Collective over: the joint group. Blocks until they are loaded."""
-        # The base class synchronises an accelerator afterwards, which a CPU build does not have; `flush` does it here.
+        # The base class also synchronises an accelerator, which a CPU build does not have. Here `flush` does that.
         self.parse_update_info(update_info)
         self.receive_weights(JointUpdateInfo())
 
     def receive_weights(self, update_info: JointUpdateInfo) -> None:
-        """Receives the buckets and loads each as it arrives."""
+        """Receives the buckets and loads each when it arrives. Collective over: the joint group.
+
+        Raises:
+            WeightSyncError: If this rank has not joined the joint group, or an earlier update failed before its end.
+        """
         if self._group is None:
             raise WeightSyncError("this rollout rank has not joined the joint group")
         if self._is_broken:
             raise WeightSyncError("an earlier update of this rollout rank has failed half-way: start it anew")
         with _vllm_config(self.vllm_config):
             self._prepare()
-            # Until `finish_weight_update`; an update by the plan may be repeated whatever became of the last one.
+            # `finish_weight_update` resets it. An update by the plan can be repeated after a failure.
             self._is_broken = self.obstacle is not None
             arriving: tuple[int, Bucket, torch.Tensor, Callable[[], None]] | None = None
             for number, bucket in enumerate(self._buckets):
                 buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=self.device)
                 wait = self._group.broadcast(buffer, source=bucket.source)
-                # Only now, so that one bucket is loaded while the next one arrives.
+                # After the next broadcast has started, so that one bucket is loaded while the next one arrives.
                 if arriving is not None:
                     self._load(*arriving)
                 arriving = (number, bucket, buffer, wait)
@@ -142,7 +146,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             if self.obstacle is None:
                 self._plan = DirectLoad(self._buckets, self.model.load_weights, device=self.device)
                 self.obstacle = self._plan.obstacle or _NOT_PROVEN
-        # Every layer now takes weights in checkpoint form.
+        # Every layer now accepts weights in checkpoint layout.
         initialize_layerwise_reload(self.model)
 
     def _load(self, number: int, bucket: Bucket, buffer: torch.Tensor, wait: Callable[[], None]) -> None:
@@ -155,7 +159,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         self.model.load_weights(unpack(bucket, buffer))
 
     def finish_weight_update(self) -> None:
-        """Puts the loaded weights into the form that the kernels use, unless they are there already."""
+        """Converts the loaded weights to the layout of the kernels. Does nothing after an update by the plan."""
         if self.obstacle is None:
             return
         self._is_broken = False
@@ -175,8 +179,8 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     def _prepack_experts(self) -> None:
         """Repacks expert weights, which vLLM's CPU backend does on the first load only.
 
-        Without it a reload leaves raw weights in packed storage and the model is silently wrong: log-probabilities
-        off by 0.55 (vLLM 0.32, unquantized_fused_moe_method.py:191-205).
+        Without this, a reload leaves raw weights in packed storage and the model is silently wrong: log-probabilities
+        differ by 0.55 (vLLM 0.32, unquantized_fused_moe_method.py:191-205).
         """
         for module in self.model.modules():
             kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
@@ -185,7 +189,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """Not for the trainers of this package, which send with `WeightSync.send_weights`; vLLM 0.25 wants it here.
+        """Always raises; vLLM 0.25 requires the method. Our trainers send with `WeightSync.send_weights`.
 
         Raises:
             WeightSyncError: Always.
@@ -193,7 +197,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         raise WeightSyncError("trainers send with WeightSync.send_weights")
 
     def shutdown(self) -> None:
-        """Leaves the joint group. Not collective; idempotent."""
+        """Leaves the joint group. Not collective. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -201,16 +205,19 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
 
 @contextmanager
 def _vllm_config(config: VllmConfig) -> Iterator[None]:
-    """Makes the engine's configuration the current one, which some layers ask for; 0.32 has done so already.
+    """Makes the engine's configuration vLLM's current one while the body runs, because some layers read it.
 
-    vLLM 0.25 calls an engine without it (v1/worker/gpu_worker.py:1208).
+    vLLM 0.32 does this itself; vLLM 0.25 does not (v1/worker/gpu_worker.py:1208).
     """
     with nullcontext() if get_current_vllm_config_or_none() else set_current_vllm_config(config):
         yield
 
 
 def _computes(model: torch.nn.Module) -> str | None:
-    """Names a part of a model that is computed from its weights, as in quantisation or latent attention; or None."""
+    """Returns the part of a model that computes values from its weights; None if there is none.
+
+    Quantisation and latent attention do so.
+    """
     for module in model.modules():
         method = type(getattr(module, "quant_method", None)).__name__
         if method != "NoneType" and not method.startswith("Unquantized"):
@@ -221,6 +228,6 @@ def _computes(model: torch.nn.Module) -> str | None:
 
 
 def register() -> None:
-    """Makes the engine known to vLLM in this process. Idempotent."""
+    """Registers the engine with vLLM in this process. Idempotent."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, JointWeightTransferEngine)
