@@ -2,7 +2,8 @@
 
 An environment of a host is a virtual environment of its Python in which every pinned package is known by name and
 version. None of them is downloaded. verl and NeMo RL pin in the ``uv.lock`` of a checkout, which ``VERL_SRC`` and
-``NEMO_RL_SRC`` name; ms-swift pins ranges, which uv resolves for Linux. Needs a package index.
+``NEMO_RL_SRC`` name: one environment for each set of extras. ms-swift pins ranges, which uv resolves for Linux. Needs a
+package index.
 """
 
 from __future__ import annotations
@@ -14,17 +15,40 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
 
 from benchmarks.table import Row, at_most, machine_in_words
 from rl_safe_workers.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
-SWIFT = ("ms-swift", "vllm", "ray", "mcore-bridge>=1.5.0", "megatron-core>=0.16", "peft>=0.15")
-"""Packages that ms-swift asks for, with requirements/megatron.txt (2026-08-22)."""
+SWIFT = (
+    *("ms-swift[megatron,ray,swanlab]==4.6.0", "torch==2.11.0", "vllm==0.25.1", "modelscope==1.39.0"),
+    *(
+        "bitsandbytes",
+        "decord",
+        "deepspeed<0.19",
+        "icecream",
+        "keye_vl_utils",
+        "librosa",
+        "liger_kernel",
+        "math_verify",
+    ),
+    *("nvitop", "optimum", "pre-commit", "py-spy", "pybind11", "qwen_omni_utils", "qwen_vl_utils", "soundfile", "timm"),
+    "wandb",
+)
+"""ms-swift with the torch, vLLM and modelscope of the newest image that its installation page names, and with what its
+requirements/install_all.sh adds (both of 2026-08-22). Without its extra ``eval``, which needs an older numpy."""
+SWIFT_AS_OF = "2026-11-23"
+"""Packages that were published later are not looked at."""
+HELP_S = 0.5
+"""Seconds that ``rl-safe --help`` may take where nothing is installed but what the wheel requires."""
 
 Pins = Mapping[str, str]
 
@@ -38,12 +62,16 @@ class Host:
     """Such as ``"3.12"``."""
     checkout: str | None
     """Environment variable that names a checkout with a ``uv.lock``; None: uv resolves `SWIFT`."""
+    extras: tuple[str, ...] = ()
+    """Extras of the checkout that make this environment."""
 
 
 HOSTS = (
-    Host(name="verl", python="3.12", checkout="VERL_SRC"),
-    Host(name="ms-swift", python="3.12", checkout=None),
-    Host(name="NeMo RL", python="3.13", checkout="NEMO_RL_SRC"),
+    Host(name="verl with vLLM and Megatron", python="3.12", checkout="VERL_SRC", extras=("vllm", "megatron")),
+    Host(name="ms-swift with vLLM and Megatron", python="3.12", checkout=None),
+    Host(name="NeMo RL, driver", python="3.13", checkout="NEMO_RL_SRC"),
+    Host(name="NeMo RL, Megatron workers", python="3.13", checkout="NEMO_RL_SRC", extras=("mcore",)),
+    Host(name="NeMo RL, vLLM workers", python="3.13", checkout="NEMO_RL_SRC", extras=("vllm",)),
 )
 
 
@@ -51,29 +79,28 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     """Returns the number of pins that an installation would move, for each host that is there.
 
     Raises:
-        ConfigError: If no host's pins can be had, or its Python is not installed.
+        ConfigError: If a host's pins cannot be had, or its Python is not installed.
     """
     with tempfile.TemporaryDirectory(prefix="rl_safe_installs_") as folder:
         wheel = _build_wheel(Path(folder))
-        rows = [row for host in HOSTS if (row := _measure_host(host, wheel, Path(folder), report)) is not None]
-    if not rows:
-        raise ConfigError("no host was measured: set VERL_SRC and NEMO_RL_SRC to checkouts")
-    return rows
+        uv = _install_uv(Path(folder) / "uv")
+        rows = [row for host in HOSTS if (row := _measure_host(host, wheel, uv, Path(folder), report)) is not None]
+        return [*rows, _measure_help(wheel, Path(folder) / "clean")]
 
 
-def _measure_host(host: Host, wheel: Path, folder: Path, report: Callable[[str], None]) -> Row | None:
+def _measure_host(host: Host, wheel: Path, uv: Path, folder: Path, report: Callable[[str], None]) -> Row | None:
     if host.checkout is None:
-        pins = _resolve(SWIFT, host.python, folder)
+        pins = _resolve(SWIFT, host.python, uv, folder)
     elif host.checkout in os.environ:
-        pins = _locked(Path(os.environ[host.checkout]) / "uv.lock")
+        pins = _locked(Path(os.environ[host.checkout]).resolve(), host, uv)
     else:
         report(f"{host.name}: {host.checkout} names no checkout; not measured")
         return None
     python = _make_environment(folder / host.name, host.python, pins)
     asked = _dry_run(python, wheel, folder / f"{host.name}.json")
     moved = [f"{name} {pins[name]} -> {version}" for name, version in asked.items() if name in pins]
-    added = sorted(name for name in asked if name not in pins)
-    report(f"{host.name}: {len(pins)} pins, moved: {', '.join(moved) or 'none'}; added: {', '.join(added)}")
+    added = sorted(f"{name} {version}" for name, version in asked.items() if name not in pins)
+    report(f"{host.name}: {len(pins)} pins, moved: {', '.join(moved) or 'none'}; added: {', '.join(added) or 'none'}")
     shown = {name: pins[name] for name in ("torch", "ray", "vllm", "megatron-core", "pydantic") if name in pins}
     return Row(
         name=f"{host.name}, Python {host.python}: moved of {len(pins)} pins", unit="", ours=len(moved),
@@ -82,42 +109,71 @@ def _measure_host(host: Host, wheel: Path, folder: Path, report: Callable[[str],
 
 
 def _build_wheel(folder: Path) -> Path:
-    _run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)])
+    _run(["bash", str(ROOT / "scripts" / "build"), str(folder)])
     (wheel,) = folder.glob("rl_safe_workers-*.whl")
     return wheel
 
 
-def _locked(lock: Path) -> dict[str, str]:
-    """Returns name and version of each package of a lock; of several versions the newest."""
-    pins: dict[str, str] = {}
-    for package in tomllib.loads(lock.read_text(encoding="utf-8"))["package"]:
-        name, version = _normal(package["name"]), package.get("version")
-        if version is not None and ("registry" in package["source"] or "url" in package["source"]):
-            pins[name] = max(version, pins.get(name, version), key=_order)
+def _measure_help(wheel: Path, venv: Path) -> Row:
+    """Returns the seconds of the fastest of five ``rl-safe --help`` in an environment with the wheel alone."""
+    _run([sys.executable, "-m", "venv", str(venv)])
+    _run([str(venv / "bin/python"), "-m", "pip", "install", "--quiet", str(wheel)])
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        _run([str(venv / "bin/python"), "-I", str(venv / "bin/rl-safe"), "--help"])
+        seconds.append(time.perf_counter() - start)
+    return Row(
+        name="rl-safe --help, nothing else installed", unit="s", ours=min(seconds), goal=at_most(HELP_S), runs=5,
+        machine=machine_in_words(), versions={},
+    )  # fmt: skip
+
+
+def _install_uv(venv: Path) -> Path:
+    _run([sys.executable, "-m", "venv", str(venv)])
+    _run([str(venv / "bin/python"), "-m", "pip", "install", "--quiet", "uv"])
+    return venv / "bin" / "uv"
+
+
+def _locked(checkout: Path, host: Host, uv: Path) -> dict[str, str]:
+    """Returns name and version of each package that a lock has for a Python on Linux; not those without a version."""
+    options = ["--frozen", "--no-dev", "--no-emit-project", "--no-hashes", "--no-annotate", "--no-header"]
+    extras = [word for extra in host.extras for word in ("--extra", extra)]
+    python = ["--no-python-downloads", "--python", _find_python(host.python)]
+    text = _run([str(uv), "export", "--quiet", "--project", str(checkout), *options, *python, *extras])
+    here = {"python_version": host.python, "python_full_version": f"{host.python}.99"}
+    packages = tomllib.loads((checkout / "uv.lock").read_text(encoding="utf-8"))["package"]
+    pins = {}
+    for asked in (Requirement(line) for line in text.splitlines() if not line.startswith("-e ")):
+        if asked.marker is not None and not asked.marker.evaluate(here):
+            continue
+        version = _version_in_lock(packages, asked) if asked.url else str(asked.specifier).removeprefix("==")
+        if version is not None:
+            pins[_normal(asked.name)] = version
     return pins
 
 
-def _resolve(requirements: Sequence[str], python: str, folder: Path) -> dict[str, str]:
+def _version_in_lock(packages: Sequence[Mapping[str, Any]], asked: Requirement) -> str | None:
+    """Version of what is from no index: a commit, or a wheel at an address."""
+    url, commit = str(asked.url), str(asked.url).rpartition("@")[2]
+    for package in packages:
+        source = package["source"]
+        if package["name"] == asked.name and (source.get("url") == url or source.get("git", "").endswith(f"#{commit}")):
+            return str(package["version"]).removeprefix("v") if "version" in package else None
+    return None
+
+
+def _resolve(requirements: Sequence[str], python: str, uv: Path, folder: Path) -> dict[str, str]:
     """Returns the versions that uv chooses for a Linux machine."""
-    venv = folder / "uv"
-    _run([sys.executable, "-m", "venv", str(venv)])
-    _run([str(venv / "bin/python"), "-m", "pip", "install", "--quiet", "uv"])
     (asked := folder / "swift.in").write_text("\n".join(requirements) + "\n")
-    platform = ["--python-platform", "x86_64-manylinux_2_28", "--python-version", python]
-    text = _run(
-        [str(venv / "bin/uv"), "pip", "compile", "--quiet", "--no-annotate", "--no-header", *platform, str(asked)]
-    )
+    target = ["--python-platform", "x86_64-manylinux_2_28", "--python-version", python, "--exclude-newer", SWIFT_AS_OF]
+    text = _run([str(uv), "pip", "compile", "--quiet", "--no-annotate", "--no-header", *target, str(asked)])
     return {_normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)}
 
 
 def _make_environment(venv: Path, version: str, pins: Pins) -> str:
     """Makes an environment in which pip finds each pin installed; returns its Python."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    found = [*sorted(map(str, pyenv.glob(f"versions/{version}.*/bin/python"))), shutil.which(f"python{version}")]
-    python = next((path for path in found if path is not None), None)
-    if python is None:
-        raise ConfigError(f"there is no python{version}: install it, or put it on PATH")
-    _run([python, "-m", "venv", str(venv)])
+    _run([_find_python(version), "-m", "venv", str(venv)])
     (site,) = venv.glob("lib/python*/site-packages")
     for name, pinned in pins.items():
         if name in ("pip", "setuptools"):
@@ -125,6 +181,15 @@ def _make_environment(venv: Path, version: str, pins: Pins) -> str:
         (info := site / f"{name.replace('-', '_')}-{pinned}.dist-info").mkdir(exist_ok=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {pinned}\n")
     return str(venv / "bin/python")
+
+
+def _find_python(version: str) -> str:
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = [*sorted(map(str, pyenv.glob(f"versions/{version}.*/bin/python"))), shutil.which(f"python{version}")]
+    python = next((path for path in found if path is not None), None)
+    if python is None:
+        raise ConfigError(f"there is no python{version}: install it, or put it on PATH")
+    return python
 
 
 def _dry_run(python: str, wheel: Path, report: Path) -> dict[str, str]:
@@ -135,7 +200,9 @@ def _dry_run(python: str, wheel: Path, report: Path) -> dict[str, str]:
 
 
 def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    # A checkout on the path would count as an installed package.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900, env=env)
     if done.returncode != 0:
         raise ConfigError(f"{' '.join(command[:4])} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     return done.stdout
@@ -143,7 +210,3 @@ def _run(command: Sequence[str]) -> str:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _order(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version))
