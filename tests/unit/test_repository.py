@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import rl_safe_workers
 from rl_safe_workers import errors
@@ -28,7 +29,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
 HEAVY = {"mbridge", "megatron", "pyarrow", "ray", "torch", "transformers", "vllm"}
 SHELL_SCRIPTS = [path for path in sorted((ROOT / "scripts").iterdir()) if not path.suffix]
-CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+CONTRACTS = PYPROJECT["tool"]["importlinter"]["contracts"]
 PURE_MODULES = next(contract["source_modules"] for contract in CONTRACTS if contract["id"] == "pure")
 
 EXAMPLES: dict[str, errors.RlSafeError] = {
@@ -149,6 +152,31 @@ def test_a_private_name_of_another_package_is_touched_in_one_module() -> None:
 
 def test_the_version_is_the_projects() -> None:
     assert f'\nversion = "{rl_safe_workers.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
+
+
+REQUIRED = [Requirement(line) for line in PROJECT["dependencies"]]
+OF_HOSTS = {
+    "jinja2": ("3.1.6",),
+    "numpy": ("1.26.4", "2.3.5", "2.4.6", "2.5.1"),
+    "omegaconf": ("2.3.1", "2.4.0"),
+    "psutil": ("7.2.2",),
+    "pydantic": ("2.13.4", "2.14.3"),
+    "pyyaml": ("6.0.3",),
+    "rich": ("15.0.0",),
+}
+"""Versions that hosts hold: verl 1dda039b9 and NeMo RL 7ea279abf (uv.lock, 2026-08-22),
+ms-swift 4.6.0 (resolved on 2026-11-23; numpy 1 for its extra eval), and the omegaconf that pip adds to ms-swift."""
+
+
+def test_an_installation_beside_a_host_brings_and_bounds_nothing_heavy() -> None:
+    assert {one.name for one in REQUIRED} & {*HEAVY, "megatron-core"} == set()
+
+
+@pytest.mark.parametrize("required", REQUIRED, ids=lambda required: required.name)
+def test_a_requirement_takes_what_hosts_pin_and_all_that_is_newer(required: Requirement) -> None:
+    """A bound above omegaconf 2.3 would move ms-swift's antlr4-python3-runtime: math_verify brings 4.13.2."""
+    assert [bound.operator for bound in required.specifier] == [">="]
+    assert [version for version in OF_HOSTS[required.name] if version not in required.specifier] == []
 
 
 @pytest.mark.parametrize("cls", error_classes(), ids=lambda cls: cls.__name__)
