@@ -26,9 +26,16 @@ from rl_safe_workers.worlds.store import serve_store
 
 RECIPE = Path(rl_safe_workers.__file__).parents[1] / "recipes" / "quickstart_gpu.yaml"
 LARGE = SeededModelConfig(
-    num_hidden_layers=4, hidden_size=4096, intermediate_size=4096, moe_intermediate_size=2048,
-    num_attention_heads=32, num_key_value_heads=8, head_dim=128, num_experts=8, num_experts_per_tok=2,
-)  # fmt: skip
+    num_hidden_layers=4,
+    hidden_size=4096,
+    intermediate_size=4096,
+    moe_intermediate_size=2048,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
 """Large enough that a step is dominated by its products."""
 LARGE_BATCH = ("actor.ppo_micro_batch_size_per_gpu=8",)
 ROWS, TOKENS = 32, 1024
@@ -139,11 +146,16 @@ def _run_layout(
     settings = [f"cluster.num_trainers={layout.ranks}", *overrides, *layout.overrides]
     jobs: list[dict[str, Any]] = [
         {
-            "warmup": warmup, "recipe": str(recipe), "overrides": settings, "port": address.port,
-            "secret": address.secret.hex(), "rows": rows, "tokens": tokens,
+            "warmup": warmup,
+            "recipe": str(recipe),
+            "overrides": settings,
+            "port": address.port,
+            "secret": address.secret.hex(),
+            "rows": rows,
+            "tokens": tokens,
         }
         for warmup, (_, address, _) in zip(warmups, stores, strict=True)
-    ]  # fmt: skip
+    ]
     file = out / "jobs.json"
     file.write_text(json.dumps(jobs), encoding="utf-8")
     what = f"bench comms: {layout.name}"
@@ -231,24 +243,37 @@ def rows(layout: str, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
             if way not in (OURS, NOTHING, RELEASES)
         ),
         gpu_row(f"{layout}: growth with kernels and all", "MiB", ours["growth_bytes"] / MIB, at_least(0)),
-        gpu_row(f"{layout}: memory after 3 steps, against every group", "MiB", total[OURS] / MIB, at_most(0.25),
-             total[EVERY] / MIB),
+        gpu_row(
+            f"{layout}: memory after 3 steps, against every group",
+            "MiB",
+            total[OURS] / MIB,
+            at_most(0.25),
+            total[EVERY] / MIB,
+        ),
         gpu_row(f"{layout}: the same, against nothing", "MiB", total[OURS] / MIB, at_most(0.8), total[NOTHING] / MIB),
-        gpu_row(f"{layout}: seconds, against every group", "s", ours["warmup_s"], at_most(0.5),
-                found[EVERY]["warmup_s"]),
-        gpu_row(f"{layout}: step, against Megatron's defaults", "s", ours["step_s"], at_most(1.02),
-             found[NOTHING]["step_s"]),
-    ]  # fmt: skip
+        gpu_row(
+            f"{layout}: seconds, against every group", "s", ours["warmup_s"], at_most(0.5), found[EVERY]["warmup_s"]
+        ),
+        gpu_row(
+            f"{layout}: step, against Megatron's defaults", "s", ours["step_s"], at_most(1.02), found[NOTHING]["step_s"]
+        ),
+    ]
     off = abs(ours["predicted_bytes"] / ours["warm_bytes"] - 1) if ours["warm_bytes"] else float("nan")
     made.append(gpu_row(f"{layout}: prediction off by", "", off, at_most(0.15)))
     if RELEASES in found:
         cycle = found[RELEASES]
         made += [
-            gpu_row(f"{layout}: released for a rollout, of all but NCCL's kernels", "MiB", cycle["freed_bytes"] / MIB,
-                 at_least(0.95), (total[RELEASES] - cycle["kernel_bytes"]) / MIB),
+            gpu_row(
+                f"{layout}: released for a rollout, of all but NCCL's kernels",
+                "MiB",
+                cycle["freed_bytes"] / MIB,
+                at_least(0.95),
+                (total[RELEASES] - cycle["kernel_bytes"]) / MIB,
+            ),
             gpu_row(f"{layout}: release and rebuild", "s", cycle["cycle_s"], at_most(3)),
-            gpu_row(f"{layout}: steps that differ from a run without releases", "", cycle["differing_steps"],
-                 at_most(0)),
+            gpu_row(
+                f"{layout}: steps that differ from a run without releases", "", cycle["differing_steps"], at_most(0)
+            ),
             gpu_row(f"{layout}: growth over 18 cycles", "MiB", cycle["cycles_growth_bytes"] / MIB, at_most(2)),
-        ]  # fmt: skip
+        ]
     return made

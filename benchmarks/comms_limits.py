@@ -70,13 +70,23 @@ def rows(records: Sequence[Mapping[str, Any]]) -> list[Row]:
             gib = mib / 1024 / seconds[_message(name, mib)]
             stages = size == 2 and name == COLLECTIVES[-1] and limit == BUDGET[Traffic.STAGES]
             made.append(
-                gpu_row(f"{size} ranks, {limit} CTAs: {name} of {mib} MiB", "GiB/s", gib,
-                        at_least(0.75 if stages else 0), gib / worst)
-            )  # fmt: skip
+                gpu_row(
+                    f"{size} ranks, {limit} CTAs: {name} of {mib} MiB",
+                    "GiB/s",
+                    gib,
+                    at_least(0.75 if stages else 0),
+                    gib / worst,
+                )
+            )
         made.append(
-            gpu_row(f"{size} ranks, {limit} CTAs: {SCALAR}", "us", seconds[SCALAR] * 1e6,
-                    at_most(1.1 if limit == BUDGET[Traffic.CONTROL] else 10), free[size][SCALAR] * 1e6)
-        )  # fmt: skip
+            gpu_row(
+                f"{size} ranks, {limit} CTAs: {SCALAR}",
+                "us",
+                seconds[SCALAR] * 1e6,
+                at_most(1.1 if limit == BUDGET[Traffic.CONTROL] else 10),
+                free[size][SCALAR] * 1e6,
+            )
+        )
     worst_error = max(abs(_predicted(record) / sum(record["bytes"].values()) - 1) for record in groups)
     made.append(gpu_row("memory model, worst group: off by", "", worst_error, at_most(0.15)))
     off = abs(KERNEL_BYTES / kernels["bytes"]["kernels"] - 1)

@@ -133,12 +133,17 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     steps = [_timed(lambda: worker.train(batch, len(batch)), worker.device) for _ in range(count)]
     found = {
         **released,
-        "warmup_s": seconds, "warm_bytes": warm, "late_bytes": taken.by_collectives, "growth_bytes": growth,
-        "predicted_bytes": report.predicted_bytes if report else 0, "step_s": median(steps),
-        "kernel_bytes": (report.kernel_bytes or 0) if report else 0, "by_group": dict(taken.by_group),
+        "warmup_s": seconds,
+        "warm_bytes": warm,
+        "late_bytes": taken.by_collectives,
+        "growth_bytes": growth,
+        "predicted_bytes": report.predicted_bytes if report else 0,
+        "step_s": median(steps),
+        "kernel_bytes": (report.kernel_bytes or 0) if report else 0,
+        "by_group": dict(taken.by_group),
         "figures": figures,
         "ledger": [asdict(entry) for entry in report.entries] if report else [],
-    }  # fmt: skip
+    }
     worker.teardown()
     return found
 
@@ -162,9 +167,12 @@ def _release_and_rebuild(worker: TrainerWorker, batch: SequenceBatch, figures: l
         figures.append(worker.train(batch, len(batch)))
         used.append(probe())
     return {
-        "freed_bytes": median(freed), "release_s": median(away), "rebuild_s": median(back),
-        "cycle_s": median(map(sum, zip(away, back, strict=True))), "cycles_growth_bytes": used[-1] - used[1],
-    }  # fmt: skip
+        "freed_bytes": median(freed),
+        "release_s": median(away),
+        "rebuild_s": median(back),
+        "cycle_s": median(map(sum, zip(away, back, strict=True))),
+        "cycles_growth_bytes": used[-1] - used[1],
+    }
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
@@ -188,9 +196,12 @@ def _batch(job: Job, rank: int) -> SequenceBatch:
     mask[:, job.tokens // 4 :] = 1
     logprobs = np.full(shape, -4.8, np.float32) * mask
     return SequenceBatch(
-        tokens=generator.integers(7, 100, shape), response_mask=mask, rollout_logprobs=logprobs, old_logprobs=logprobs,
+        tokens=generator.integers(7, 100, shape),
+        response_mask=mask,
+        rollout_logprobs=logprobs,
+        old_logprobs=logprobs,
         advantages=generator.standard_normal(shape[0]).astype(np.float32),
-    )  # fmt: skip
+    )
 
 
 def run(jobs: Sequence[Job], rank: int, out: Path) -> int:

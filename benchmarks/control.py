@@ -85,10 +85,15 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         report(f"{name}: {json.dumps({'signed_us': round(ours, 1), 'unsigned_us': round(peer, 1)})}")
         rows.append(
             Row(
-                name=f"{name}, signed, dearer by", unit="us", ours=ours - peer, goal=at_most(DEAREST_US), runs=ROUNDS,
-                machine=machine_in_words(), versions=installed_versions(),
+                name=f"{name}, signed, dearer by",
+                unit="us",
+                ours=ours - peer,
+                goal=at_most(DEAREST_US),
+                runs=ROUNDS,
+                machine=machine_in_words(),
+                versions=installed_versions(),
             )
-        )  # fmt: skip
+        )
     return rows
 
 

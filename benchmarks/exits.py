@@ -85,7 +85,12 @@ def rows(layout: str, found: Mapping[str, Sequence[float]]) -> list[Row]:
     return [
         gpu_row(f"{layout}: every group alive, slowest end", "s", max(every), at_most(LONGEST_S)),
         gpu_row(f"{layout}: ends within {LONGEST_S:g} s, of {len(every)}", "", soon, at_least(len(every))),
-        gpu_row(f"{layout}: median end, against destroy_process_group", "s", median(every), at_most(1),
-                median(found[EVERY_TORCH])),
+        gpu_row(
+            f"{layout}: median end, against destroy_process_group",
+            "s",
+            median(every),
+            at_most(1),
+            median(found[EVERY_TORCH]),
+        ),
         gpu_row(f"{layout}: after our bootstrap, slowest end", "s", max(found[OURS]), at_most(LONGEST_S)),
-    ]  # fmt: skip
+    ]

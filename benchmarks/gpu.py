@@ -47,9 +47,16 @@ PLACEMENTS: Mapping[str, Sequence[str]] = {
 }
 """Overrides of the recipe, by name; the first character is the number of GPUs."""
 LARGE = SeededModelConfig(
-    num_hidden_layers=10, hidden_size=2048, intermediate_size=4096, moe_intermediate_size=768,
-    num_attention_heads=32, num_key_value_heads=4, head_dim=64, num_experts=64, num_experts_per_tok=4,
-)  # fmt: skip
+    num_hidden_layers=10,
+    hidden_size=2048,
+    intermediate_size=4096,
+    moe_intermediate_size=768,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=64,
+    num_experts=64,
+    num_experts_per_tok=4,
+)
 """3.1 B parameters."""
 NEEDED = ("context", "communicators", "other")
 """Owners whose memory stays after an offload and a sleep."""
@@ -200,9 +207,10 @@ def resume(folder: Path, report: Callable[[str], None]) -> Row:
     digests = set()
     for ranks in (2, 4):
         overrides = [
-            f"model.path={next(folder.glob('models/*'))}", f"cluster.num_trainers={ranks}",
+            f"model.path={next(folder.glob('models/*'))}",
+            f"cluster.num_trainers={ranks}",
             f"megatron.expert_model_parallel_size={ranks}",
-        ]  # fmt: skip
+        ]
         digests.add(run_ranks("digest", overrides, variables={CHECKPOINT: str(checkpoint)})["digest"])
     report(f"resume on 4 GPUs: {len(digests)} digest(s)")
     return gpu_row("saved on 2 (EP2), loaded on 4 (EP4): digests of all parameters", "", len(digests), at_most(1))
@@ -221,10 +229,13 @@ def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list
     make_model(model, LARGE)
     report(f"large model made in {time.monotonic() - started_s:.0f} s")
     overrides = [
-        f"model.path={model}", "cluster.num_trainers=2", "megatron.expert_model_parallel_size=2",
-        "actor.ppo_micro_batch_size_per_gpu=2", "data.max_response_length=448",
+        f"model.path={model}",
+        "cluster.num_trainers=2",
+        "megatron.expert_model_parallel_size=2",
+        "actor.ppo_micro_batch_size_per_gpu=2",
+        "data.max_response_length=448",
         f"trainer.default_local_dir={folder / 'large_checkpoints'}",
-    ]  # fmt: skip
+    ]
     found = run_ranks("speeds", overrides, rollouts=min(gpus, 4) - 2)
     report(f"large model: {json.dumps(found)}")
     found |= run_ranks("saves", overrides)

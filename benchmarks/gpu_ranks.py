@@ -240,9 +240,12 @@ def _batch(rank: int) -> Any:
     mask[:, TOKENS // 4 :] = 1
     logprobs = np.full(shape, -4.8, np.float32) * mask
     return SequenceBatch(
-        tokens=generator.integers(7, 100, shape), response_mask=mask, rollout_logprobs=logprobs, old_logprobs=logprobs,
+        tokens=generator.integers(7, 100, shape),
+        response_mask=mask,
+        rollout_logprobs=logprobs,
+        old_logprobs=logprobs,
         advantages=generator.standard_normal(shape[0]).astype(np.float32),
-    )  # fmt: skip
+    )
 
 
 def _bare_step(worker: Any, batch: Any) -> None:
@@ -272,9 +275,14 @@ def _bare_step(worker: Any, batch: Any) -> None:
         chunk.zero_grad_buffer()
     worker.optimizer.zero_grad()
     get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=iter(torch.split(tokens, micro)), model=worker.chunks,
-        num_microbatches=len(tokens) // micro, seq_length=tokens.shape[1], micro_batch_size=micro, forward_only=False,
-    )  # fmt: skip
+        forward_step_func=forward_step,
+        data_iterator=iter(torch.split(tokens, micro)),
+        model=worker.chunks,
+        num_microbatches=len(tokens) // micro,
+        seq_length=tokens.shape[1],
+        micro_batch_size=micro,
+        forward_only=False,
+    )
     worker.optimizer.step()
 
 

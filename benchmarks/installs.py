@@ -103,9 +103,14 @@ def _measure_host(host: Host, wheel: Path, uv: Path, folder: Path, report: Calla
     report(f"{host.name}: {len(pins)} pins, moved: {', '.join(moved) or 'none'}; added: {', '.join(added) or 'none'}")
     shown = {name: pins[name] for name in ("torch", "ray", "vllm", "megatron-core", "pydantic") if name in pins}
     return Row(
-        name=f"{host.name}, Python {host.python}: moved of {len(pins)} pins", unit="", ours=len(moved),
-        goal=at_most(0), runs=1, machine=machine_in_words(), versions=shown,
-    )  # fmt: skip
+        name=f"{host.name}, Python {host.python}: moved of {len(pins)} pins",
+        unit="",
+        ours=len(moved),
+        goal=at_most(0),
+        runs=1,
+        machine=machine_in_words(),
+        versions=shown,
+    )
 
 
 def _build_wheel(folder: Path) -> Path:
@@ -124,9 +129,14 @@ def _measure_help(wheel: Path, venv: Path) -> Row:
         _run([str(venv / "bin/python"), "-I", str(venv / "bin/rl-safe"), "--help"])
         seconds.append(time.perf_counter() - start)
     return Row(
-        name="rl-safe --help, nothing else installed", unit="s", ours=min(seconds), goal=at_most(HELP_S), runs=5,
-        machine=machine_in_words(), versions={},
-    )  # fmt: skip
+        name="rl-safe --help, nothing else installed",
+        unit="s",
+        ours=min(seconds),
+        goal=at_most(HELP_S),
+        runs=5,
+        machine=machine_in_words(),
+        versions={},
+    )
 
 
 def _install_uv(venv: Path) -> Path:

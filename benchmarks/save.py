@@ -80,10 +80,13 @@ def _run(job: str, report: Callable[[str], None], folder: Path | None = None) ->
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(port), job, str(folder)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         for rank in range(RANKS)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [process.communicate(timeout=JOB_S) for process in processes]
     except subprocess.TimeoutExpired:

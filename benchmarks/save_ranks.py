@@ -89,9 +89,15 @@ class Ranks:
 
         def commit_it(files: Any, notes: Any) -> str:
             manifest = Manifest(
-                step=1, model_fingerprint="bench", layout={}, saved_at=time.time(), versions={},
-                files=file_records(pending, files), driver_state={}, digests={},
-            )  # fmt: skip
+                step=1,
+                model_fingerprint="bench",
+                layout={},
+                saved_at=time.time(),
+                versions={},
+                files=file_records(pending, files),
+                driver_state={},
+                digests={},
+            )
             path = commit(pending, manifest, durable=files)
             prune(root, keep_last=2, but=path)
             return str(path)

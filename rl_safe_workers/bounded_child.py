@@ -98,8 +98,12 @@ def call_bounded(
         # Isolated from the environment and the working directory, which may be the untrusted folder itself.
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", f"-Xutf8={sys.flags.utf8_mode}", "-c", _START, json.dumps(module_path())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, cwd="/", start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            cwd="/",
+            start_new_session=True,
+        )
         try:
             answer = _exchange(process, json.dumps(request).encode(), limits)
         except _Exceeded as error:

@@ -24,8 +24,10 @@ class Severity(StrEnum):
 
 _STYLES = {Severity.STOPS: "bold red", Severity.RISKS: "yellow", Severity.COSTS: "cyan"}
 _EFFECTS = {
-    Severity.STOPS: "stop the run", Severity.RISKS: "put it at risk", Severity.COSTS: "cost time or memory",
-}  # fmt: skip
+    Severity.STOPS: "stop the run",
+    Severity.RISKS: "put it at risk",
+    Severity.COSTS: "cost time or memory",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

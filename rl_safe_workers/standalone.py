@@ -201,9 +201,13 @@ def _current() -> _Script:
     global _script
     if _script is None or not _is_of_this_world(_script):
         trainer = SafeTrainer(
-            training_rank=dist.get_rank(), training_size=dist.get_world_size(), rl_safe=RlSafeConfig(),
-            megatron=MegatronConfig(), device=device_of_world(), host_comms=_ScriptComms(),
-        )  # fmt: skip
+            training_rank=dist.get_rank(),
+            training_size=dist.get_world_size(),
+            rl_safe=RlSafeConfig(),
+            megatron=MegatronConfig(),
+            device=device_of_world(),
+            host_comms=_ScriptComms(),
+        )
         trainer.bounds_collectives = False  # the script's groups keep its own timeouts
         _script = _Script(world=ref(dist.group.WORLD), trainer=trainer)
     return _script

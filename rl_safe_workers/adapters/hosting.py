@@ -53,9 +53,14 @@ class HostedTrainer:
             PhaseTimeoutError: If a rank does not come within the timeout of phase ``world``; names it.
         """
         self._trainer = SafeTrainer(
-            training_rank=dist.get_rank(), training_size=dist.get_world_size(), rl_safe=rl_safe,
-            megatron=MegatronConfig(), device=device_of_world(), host_comms=comms, outside_timeout=outside_timeout,
-        )  # fmt: skip
+            training_rank=dist.get_rank(),
+            training_size=dist.get_world_size(),
+            rl_safe=rl_safe,
+            megatron=MegatronConfig(),
+            device=device_of_world(),
+            host_comms=comms,
+            outside_timeout=outside_timeout,
+        )
         self._trainer.entry.adopt_world()
 
     def fail(self, phase: Phase, error: Exception) -> NoReturn:

@@ -76,9 +76,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     config = load_recipe(recipe, overrides)
     # CPUs are a finding here, beside all others.
     preflight(config, cpus=math.inf)
-    return Subject(
-        recipe=recipe, overrides=tuple(overrides), config=config, checkpoint_path=arguments.checkpoint_path
-    )  # fmt: skip
+    return Subject(recipe=recipe, overrides=tuple(overrides), config=config, checkpoint_path=arguments.checkpoint_path)
 
 
 def _live(subject: Subject) -> Live:

@@ -34,9 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("overrides", metavar="RECIPE key=value", nargs="*", help="a recipe of ours, and overrides")
     parser.add_argument(
-        "--from", dest="other", nargs=argparse.REMAINDER, metavar="verl ARGS | nemo-rl FILE",
+        "--from",
+        dest="other",
+        nargs=argparse.REMAINDER,
+        metavar="verl ARGS | nemo-rl FILE",
         help="comes last: the arguments of verl's main_ppo, or a NeMo RL YAML with key=value",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--svg", metavar="FILE", type=to_path, help="write a picture of the ranks, with a choice of groups"
@@ -49,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         target, text = f"fact_{field.name}", _help(field)
         if field.kind is bool:
             facts.add_argument(field.option, dest=target, action="store_const", const="true", help=text)
-            facts.add_argument(f"--no-{field.option[2:]}", dest=target, action="store_const", const="false",
-                               help=argparse.SUPPRESS)  # fmt: skip
+            facts.add_argument(
+                f"--no-{field.option[2:]}", dest=target, action="store_const", const="false", help=argparse.SUPPRESS
+            )
         else:
             facts.add_argument(field.option, dest=target, metavar="X", help=text)
     parser.set_defaults(execute=run_plan)

@@ -202,10 +202,13 @@ class Bootstrap:
             work.finish()
         self.connected = _connected(steps)
         report = BootstrapReport(
-            entries=tuple(entries), skipped=len(groups) - len(steps), unknown=unknown,
-            seconds=time.monotonic() - started_s, kernel_bytes=None if kernels is None else kernels.bytes,
+            entries=tuple(entries),
+            skipped=len(groups) - len(steps),
+            unknown=unknown,
+            seconds=time.monotonic() - started_s,
+            kernel_bytes=None if kernels is None else kernels.bytes,
             kernel_seconds=0.0 if kernels is None else kernels.seconds,
-        )  # fmt: skip
+        )
         self._log(report, plan_digest(steps))
         return report
 
@@ -275,9 +278,12 @@ class Bootstrap:
     def _log(self, report: BootstrapReport, digest: str) -> None:
         logger.info(
             "bootstrap: %d groups, %d op classes in %.2f s, %s of device memory (%.0f MiB predicted), plan %s",
-            report.groups, len(report.entries), report.seconds,
+            report.groups,
+            len(report.entries),
+            report.seconds,
             "no count" if report.bytes is None else f"{report.bytes / 2**20:.0f} MiB",
-            report.predicted_bytes / 2**20, digest,
-        )  # fmt: skip
+            report.predicted_bytes / 2**20,
+            digest,
+        )
         if report.unknown:
             logger.warning("bootstrap: the table of groups lacks %s", ", ".join(report.unknown))

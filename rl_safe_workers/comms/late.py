@@ -71,10 +71,14 @@ class LateWatch:
         if self._is_new(group, found) or (taken is not None and taken >= NOTICED_BYTES):
             self.found.append(
                 LateAllocation(
-                    group=group.group_desc, ranks=tuple(dist.get_process_group_ranks(group)), op_class=found,
-                    operation=operation, phase=phase, bytes=taken,
+                    group=group.group_desc,
+                    ranks=tuple(dist.get_process_group_ranks(group)),
+                    op_class=found,
+                    operation=operation,
+                    phase=phase,
+                    bytes=taken,
                 )
-            )  # fmt: skip
+            )
         return value
 
     def _is_new(self, group: dist.ProcessGroup, found: OpClass | None) -> bool:

@@ -92,10 +92,13 @@ def add_reports(first: BootstrapReport, second: BootstrapReport) -> BootstrapRep
         key = (entry.group, entry.ranks, entry.op_class)
         entries[key] = _add_entries(entries[key], entry) if key in entries else entry
     total = replace(
-        first, entries=tuple(entries.values()), unknown=tuple(dict.fromkeys(first.unknown + second.unknown)),
-        seconds=first.seconds + second.seconds, kernel_bytes=_sum(first.kernel_bytes, second.kernel_bytes),
+        first,
+        entries=tuple(entries.values()),
+        unknown=tuple(dict.fromkeys(first.unknown + second.unknown)),
+        seconds=first.seconds + second.seconds,
+        kernel_bytes=_sum(first.kernel_bytes, second.kernel_bytes),
         kernel_seconds=first.kernel_seconds + second.kernel_seconds,
-    )  # fmt: skip
+    )
     return replace(total, skipped=first.skipped - (total.groups - first.groups))
 
 

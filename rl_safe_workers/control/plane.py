@@ -324,10 +324,13 @@ class Operation:
                 what = "holds what no rank of this run has signed" if is_forged else "has lost what this rank wrote"
                 detail = f"key {log!r} of the run's store {what}: another process writes to the store"
         return PhaseTimeoutError(
-            phase=self.phase, awaited=Awaited(self.world, frozenset(self.members)),
-            missing=[self.members[rank] for rank in missing], waited_s=deadline.waited_s,
-            setting=f"rl_safe.timeouts.{self.phase}", detail=detail,
-        )  # fmt: skip
+            phase=self.phase,
+            awaited=Awaited(self.world, frozenset(self.members)),
+            missing=[self.members[rank] for rank in missing],
+            waited_s=deadline.waited_s,
+            setting=f"rl_safe.timeouts.{self.phase}",
+            detail=detail,
+        )
 
     def forget(self, *, but: str) -> None:
         """Deletes what this rank has written, but for the keys of a place; once nobody waits elsewhere any more."""

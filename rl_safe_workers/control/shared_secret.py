@@ -95,11 +95,13 @@ class SharedSecret:
                     pass  # of groups that were here before
             if deadline.expired:
                 raise PhaseTimeoutError(
-                    phase=phase, awaited=Awaited("the script", frozenset(trainer_ids(range(self._size)))),
-                    missing=[trainer_id(0)], waited_s=deadline.waited_s,
+                    phase=phase,
+                    awaited=Awaited("the script", frozenset(trainer_ids(range(self._size)))),
+                    missing=[trainer_id(0)],
+                    waited_s=deadline.waited_s,
                     setting=f"rl_safe.timeouts.{phase}",
                     detail=f"there is no secret behind key {_KEY!r} of the run's store",
-                )  # fmt: skip
+                )
             time.sleep(_LOOK_S)
 
     def withdraw(self) -> None:

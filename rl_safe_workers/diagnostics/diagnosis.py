@@ -68,8 +68,9 @@ def diagnose(
     reported: dict[RankId, RunError] = {}
     attempt(
         "reading the ranks' reports",
-        lambda: reported.update(reports() if callable(reports) else reports or {}), timeout_s=patience_s,
-    )  # fmt: skip
+        lambda: reported.update(reports() if callable(reports) else reports or {}),
+        timeout_s=patience_s,
+    )
     answers = ask_ranks(lambda: ranks, patience_s=patience_s, call_frame=call_frame)
     known = {**_failures_of_processes(answers.ranks), **reported}
     waiting = waiting_for_others(answers)
@@ -116,9 +117,14 @@ def _cause_of_end(one: RankProcess) -> Cause:
 def _failure(one: RankProcess, cause: Cause) -> RankError:
     noted_s = None if one.folder is None else last_noted_s(one.folder, one.rank_id)
     return RankError(
-        rank_id=one.rank_id, phase="unknown", cause=cause, text=one.where(), trace="", place=one.last_place,
+        rank_id=one.rank_id,
+        phase="unknown",
+        cause=cause,
+        text=one.where(),
+        trace="",
+        place=one.last_place,
         raised_at=unix_now() if noted_s is None else noted_s + PLACE_EVERY_S,
-    )  # fmt: skip
+    )
 
 
 def _seen_wait(answers: Answers, waiting: Collection[RankId], busy: Collection[RankId]) -> Wait | None:
@@ -128,9 +134,12 @@ def _seen_wait(answers: Answers, waiting: Collection[RankId], busy: Collection[R
     ended = {one.rank_id for one in answers.ranks if one.is_gone}
     roles = sorted({f"the {one.role}s" for one in (*waiting, *busy, *ended)}, reverse=True)
     return Wait(
-        phase=None, group=" and ".join(roles), arrived=frozenset(waiting), missing=frozenset(busy) or frozenset(ended),
+        phase=None,
+        group=" and ".join(roles),
+        arrived=frozenset(waiting),
+        missing=frozenset(busy) or frozenset(ended),
         waited_s=None,
-    )  # fmt: skip
+    )
 
 
 def _state(one: RankProcess, report: RunError | None) -> str:

@@ -136,21 +136,31 @@ def judge(
         "verdict": hang.verdict,
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "wait": {
-            "phase": wait.phase, "group": wait.group, "waited_s": wait.waited_s,
-            "arrived": sorted(wait.arrived), "missing": sorted(missing), "unknown": sorted(unknown),
+            "phase": wait.phase,
+            "group": wait.group,
+            "waited_s": wait.waited_s,
+            "arrived": sorted(wait.arrived),
+            "missing": sorted(missing),
+            "unknown": sorted(unknown),
         },
         "works": {rank: asdict(work) for rank, work in works.items()},
         "actors": [
             {
-                "role": one.rank_id.role, "rank": one.rank_id.rank, "node": answers.homes.get(one.rank_id),
-                "pid": one.pid, "status": one.status, "exit_code": one.exit_code, "cpu_s": one.cpu_s,
-                "stack_from": one.source, "stack": None if one.stack is None else asdict(one.stack),
+                "role": one.rank_id.role,
+                "rank": one.rank_id.rank,
+                "node": answers.homes.get(one.rank_id),
+                "pid": one.pid,
+                "status": one.status,
+                "exit_code": one.exit_code,
+                "cpu_s": one.cpu_s,
+                "stack_from": one.source,
+                "stack": None if one.stack is None else asdict(one.stack),
                 "last_place": one.last_place,
             }
             for one in ranks
         ],
         "silent_nodes": list(answers.silent),
-    }  # fmt: skip
+    }
 
 
 def waiting_for_others(answers: Answers) -> frozenset[RankId]:
@@ -205,9 +215,12 @@ def wait_of(error: BaseException) -> Wait | None:
         if (members := error.awaited.members) is None:
             return None
         return Wait(
-            phase=error.phase, group=error.awaited.name, waited_s=error.waited_s,
-            arrived=members - error.missing, missing=error.missing,
-        )  # fmt: skip
+            phase=error.phase,
+            group=error.awaited.name,
+            waited_s=error.waited_s,
+            arrived=members - error.missing,
+            missing=error.missing,
+        )
     if isinstance(error, RankError) and isinstance(error.cause, Victim):
         victim = error.rank_id
         return Wait(

@@ -105,8 +105,11 @@ def py_spy(pid: int, *, timeout_s: float) -> str:
         # Without it py-spy stops the process while it looks, and lets it go on: not ours to do with a stopped one.
         result = subprocess.run(
             [command, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)],
-            capture_output=True, text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return result.stdout if result.returncode == 0 else ""

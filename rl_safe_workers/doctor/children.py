@@ -89,21 +89,25 @@ def judge(child: Child, subject: Subject) -> Report:
 
 def _cannot_import(child: Child, how: str) -> Finding:
     return Finding(
-        code="spawn-import", severity=Severity.STOPS,
+        code="spawn-import",
+        severity=Severity.STOPS,
         text=f"a spawned process {how} before it had imported this package: megatron-core spawns one for each save, "
         f"and it first imports the main module again ({child.main})",
-        since="every Python", evidence=("CPython, multiprocessing, Safe importing of main module",),
+        since="every Python",
+        evidence=("CPython, multiprocessing, Safe importing of main module",),
         avoid="install the package where every process finds it, and guard a script with if __name__ == '__main__'",
-    )  # fmt: skip
+    )
 
 
 def _another(child: Child) -> Finding:
     return Finding(
-        code="spawn-other-package", severity=Severity.RISKS,
+        code="spawn-other-package",
+        severity=Severity.RISKS,
         text=f"a spawned process imports {child.there}, this one {child.here}: a save runs other code than training",
-        since="always", evidence=("CPython, multiprocessing, spawn",),
+        since="always",
+        evidence=("CPython, multiprocessing, spawn",),
         avoid="one installation, and no PYTHONPATH that names another",
-    )  # fmt: skip
+    )
 
 
 CHILDREN = Check(name="spawned process", deadline_s=DEADLINE_S + 10, gather=lambda subject: spawn(), judge=judge)

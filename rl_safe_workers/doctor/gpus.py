@@ -71,11 +71,13 @@ def _no_answer(reason: str, subject: Subject) -> Report:
     if subject.config is None:
         return Report(facts=(fact,))
     finding = Finding(
-        code="torch-fails", severity=Severity.STOPS,
+        code="torch-fails",
+        severity=Severity.STOPS,
         text=f"a process that imports torch and looks for GPUs fails: {reason}",
-        since="always", evidence=("python -m rl_safe_workers.doctor.torch_probe",),
+        since="always",
+        evidence=("python -m rl_safe_workers.doctor.torch_probe",),
         avoid="a torch that can be imported here, and a driver that answers",
-    )  # fmt: skip
+    )
     return Report(facts=(fact,), findings=(finding,))
 
 
@@ -151,12 +153,14 @@ def _short(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
     version, cuda = gpus.torch.values["torch"], gpus.torch.values["cuda"]
     build = "" if cuda else f", as torch {version} is built without CUDA"
     yield Finding(
-        code="gpus-short", severity=Severity.STOPS,
+        code="gpus-short",
+        severity=Severity.STOPS,
         text=f"cluster.device=cuda takes {counted(subject.gpus, 'GPU')}, and torch sees {len(gpus.devices)}{build}",
-        since="always", evidence=("platforms/cuda.py", "python -m rl_safe_workers.doctor.torch_probe"),
+        since="always",
+        evidence=("platforms/cuda.py", "python -m rl_safe_workers.doctor.torch_probe"),
         avoid="fewer of cluster.num_trainers and cluster.num_rollouts, cluster.colocated=true, CUDA_VISIBLE_DEVICES, "
         "or a CUDA build of torch",
-    )  # fmt: skip
+    )
 
 
 def _taken(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
@@ -169,12 +173,14 @@ def _taken(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
     ]
     if full:
         yield Finding(
-            code="gpu-memory-taken", severity=Severity.RISKS,
+            code="gpu-memory-taken",
+            severity=Severity.RISKS,
             text=f"GPUs {', '.join(map(str, full))} have less than {FREE_SHARE:.0%} of their memory free: "
             f"{_devices([gpus.devices[index] for index in full])}",
-            since="always", evidence=("cudaMemGetInfo", f"nvidia-smi: {_processes(gpus.processes)}"),
+            since="always",
+            evidence=("cudaMemGetInfo", f"nvidia-smi: {_processes(gpus.processes)}"),
             avoid="end what is left of an earlier run, or choose other GPUs with CUDA_VISIBLE_DEVICES",
-        )  # fmt: skip
+        )
 
 
 def _apart(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
@@ -182,22 +188,26 @@ def _apart(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
         return
     if apart := _apart_pairs(gpus.torch.values["peers"]):
         yield Finding(
-            code="peer-access", severity=Severity.COSTS,
+            code="peer-access",
+            severity=Severity.COSTS,
             text=f"GPUs {', '.join(f'{a} and {b}' for a, b in apart)} cannot read each other's memory: NCCL goes "
             "through host memory, and what communicators take is not what was measured",
-            since="always", evidence=("cudaDeviceCanAccessPeer", "NCCL user guide, NCCL_P2P_DISABLE"),
+            since="always",
+            evidence=("cudaDeviceCanAccessPeer", "NCCL user guide, NCCL_P2P_DISABLE"),
             avoid="GPUs of one NVLink domain, or without ACS and IOMMU between them",
-        )  # fmt: skip
+        )
         return
     slow = [pair for pair, kind in links(gpus.topology or "").items() if not _NVLINK.fullmatch(kind)]
     if slow:
         yield Finding(
-            code="no-nvlink", severity=Severity.COSTS,
+            code="no-nvlink",
+            severity=Severity.COSTS,
             text=f"{counted(len(slow), 'pair')} of GPUs have no NVLink between them, GPUs {slow[0][0]} and "
             f"{slow[0][1]} first: collectives are slower, and what communicators take was measured on NVLink only",
-            since="always", evidence=("nvidia-smi topo -m", "docs/benchmarks.md#comms"),
+            since="always",
+            evidence=("nvidia-smi topo -m", "docs/benchmarks.md#comms"),
             avoid="GPUs of one NVLink domain",
-        )  # fmt: skip
+        )
 
 
 GPUS = Check(name="GPUs", deadline_s=TORCH_DEADLINE_S + 2 * TOOL_DEADLINE_S + 5, gather=_gather, judge=judge)

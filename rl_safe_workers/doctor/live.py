@@ -69,10 +69,15 @@ def failed(error: Exception) -> Finding:
         ranks = str(error.culprit.rank)
     what = str(error) if isinstance(error, RlSafeError) else f"{type(error).__name__}: {error}"
     return Finding(
-        code=CODE, severity=Severity.STOPS, text=" ".join(what.split()), groups=groups, ranks=ranks,
-        since="now", evidence=("rl-safe doctor --live",),
+        code=CODE,
+        severity=Severity.STOPS,
+        text=" ".join(what.split()),
+        groups=groups,
+        ranks=ranks,
+        since="now",
+        evidence=("rl-safe doctor --live",),
         avoid="what the error says; rl-safe doctor -v --live shows the traceback of the rank",
-    )  # fmt: skip
+    )
 
 
 def facts(ledgers: Sequence[BootstrapReport], seconds: Mapping[str, float]) -> tuple[Fact, ...]:

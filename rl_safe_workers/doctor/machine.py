@@ -119,11 +119,13 @@ def _cpus(machine: Machine, subject: Subject) -> Iterator[Finding]:
     # Fractions such as 0.1 do not add up exactly; Ray itself counts in ten-thousandths.
     if not subject.joins_cluster and subject.cpus > machine.cpus + 1e-4:
         yield Finding(
-            code="cpus-short", severity=Severity.STOPS,
+            code="cpus-short",
+            severity=Severity.STOPS,
             text=f"the run asks for {subject.cpus:g} CPUs, and this process may use {machine.cpus}",
-            since="always", evidence=("driver/preflight.py",),
+            since="always",
+            evidence=("driver/preflight.py",),
             avoid="cluster.cpus_per_trainer, cluster.cpus_per_rollout, cluster.num_trainers or cluster.num_rollouts",
-        )  # fmt: skip
+        )
 
 
 def _memory(machine: Machine, subject: Subject) -> Iterator[Finding]:
@@ -133,12 +135,14 @@ def _memory(machine: Machine, subject: Subject) -> Iterator[Finding]:
     needed = cluster.num_trainers * TRAINER_BYTES + cluster.num_rollouts * ROLLOUT_BYTES
     if machine.memory_free < needed:
         yield Finding(
-            code="memory-short", severity=Severity.RISKS,
+            code="memory-short",
+            severity=Severity.RISKS,
             text=f"{_gib(machine.memory_free)} of memory are free, and these processes take {_gib(needed)} with the "
             "smallest model: the kernel ends one of them, or Ray does",
-            since="always", evidence=("measured on the quickstart: 0.59 GB a trainer, 1.8 GB a vLLM rank",),
+            since="always",
+            evidence=("measured on the quickstart: 0.59 GB a trainer, 1.8 GB a vLLM rank",),
             avoid="fewer of cluster.num_trainers and cluster.num_rollouts, or more memory",
-        )  # fmt: skip
+        )
 
 
 def cluster_store(machine: Machine) -> int:
@@ -151,46 +155,55 @@ def _shared(machine: Machine, subject: Subject) -> Iterator[Finding]:
     store = cluster_store(machine) if subject.joins_cluster else LOCAL_OBJECT_STORE_BYTES
     if machine.shared_free < store:
         yield Finding(
-            code="shm-ray", severity=Severity.COSTS,
+            code="shm-ray",
+            severity=Severity.COSTS,
             text=f"/dev/shm has {_gib(machine.shared_free)} free and Ray's object store takes {_gib(store)}: Ray puts "
             "it on disk, and says so",
             since="Ray 2.60",
             evidence=(
                 "ray/_private/utils.py, resolve_object_store_memory",
-                "ray/_private/services.py, determine_plasma_store_config", "ray 11951",
+                "ray/_private/services.py, determine_plasma_store_config",
+                "ray 11951",
             ),
             avoid="docker run --shm-size, or ray start --object-store-memory",
-        )  # fmt: skip
+        )
     if subject.needs_gpus and machine.shared_total < NCCL_SHARED_BYTES:
         yield Finding(
-            code="shm-nccl", severity=Severity.RISKS,
+            code="shm-nccl",
+            severity=Severity.RISKS,
             text=f"/dev/shm has {_gib(machine.shared_total)}: NCCL, which keeps its proxies' buffers there, fails "
             "while it connects with «no space left on device», or is killed by SIGBUS",
-            since="every NCCL", evidence=("NCCL user guide, Troubleshooting, Shared memory", "pytorch/tutorials 2475"),
+            since="every NCCL",
+            evidence=("NCCL user guide, Troubleshooting, Shared memory", "pytorch/tutorials 2475"),
             avoid="docker run --shm-size=1g --ulimit memlock=-1",
-        )  # fmt: skip
+        )
 
 
 def _files(machine: Machine, subject: Subject) -> Iterator[Finding]:
     least = CLUSTER_FILES if subject.joins_cluster else FEW_FILES
     if machine.files_hard != UNLIMITED and machine.files_hard < least:
         yield Finding(
-            code="open-files", severity=Severity.RISKS,
+            code="open-files",
+            severity=Severity.RISKS,
             text=f"a process may open {machine.files_hard} files: Ray, which asks for {CLUSTER_FILES} and wants "
             f"{least} here, loses connections once they are gone",
-            since="every Ray", evidence=("ray 11239", "ray 12059", "ray 29696"), avoid=f"ulimit -n {CLUSTER_FILES}",
-        )  # fmt: skip
+            since="every Ray",
+            evidence=("ray 11239", "ray 12059", "ray 29696"),
+            avoid=f"ulimit -n {CLUSTER_FILES}",
+        )
 
 
 def _locked(machine: Machine, subject: Subject) -> Iterator[Finding]:
     if machine.rdma and subject.may_use_gpus and machine.locked != UNLIMITED:
         yield Finding(
-            code="locked-memory", severity=Severity.RISKS,
+            code="locked-memory",
+            severity=Severity.RISKS,
             text=f"a process may lock {machine.locked} bytes: NCCL cannot register its buffers with RDMA devices "
             "(«ibv_reg_mr failed: cannot allocate memory»)",
-            since="every NCCL", evidence=("nccl-tests 206", "NCCL user guide, Troubleshooting, InfiniBand"),
+            since="every NCCL",
+            evidence=("nccl-tests 206", "NCCL user guide, Troubleshooting, InfiniBand"),
             avoid="ulimit -l unlimited, or docker run --ulimit memlock=-1",
-        )  # fmt: skip
+        )
 
 
 def _gib(size_bytes: int) -> str:

@@ -38,9 +38,14 @@ def ask(probe: str, *arguments: str, deadline_s: float) -> Answer:
     command = module_command(f"{__package__}.{probe}", *arguments)
     try:
         done = subprocess.run(
-            command, capture_output=True, stdin=subprocess.DEVNULL, text=True, errors="replace",
-            timeout=deadline_s, check=False,
-        )  # fmt: skip
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            timeout=deadline_s,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return Answer(reason=f"no answer within {deadline_s:g} s")
     if done.returncode != 0:
@@ -56,9 +61,7 @@ def _last(text: str) -> str:
 def run_tool(*command: str, deadline_s: float) -> str | None:
     """Returns what a tool prints; None where it is not installed, fails, or takes too long."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=deadline_s, check=True
-        )  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=deadline_s, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout

@@ -36,17 +36,22 @@ def judge(answer: Answer, subject: Subject) -> Report:
 def _lost(answer: Answer) -> Finding:
     if _MISMATCH in answer.reason:
         return Finding(
-            code="ray-version", severity=Severity.STOPS, text=f"Ray lets nobody join: {answer.reason}",
-            since="every Ray", evidence=("ray/_private/utils.py, check_version_info",),
+            code="ray-version",
+            severity=Severity.STOPS,
+            text=f"Ray lets nobody join: {answer.reason}",
+            since="every Ray",
+            evidence=("ray/_private/utils.py, check_version_info",),
             avoid="one version of Ray and Python on all nodes",
-        )  # fmt: skip
+        )
     return Finding(
-        code="ray-unreachable", severity=Severity.STOPS,
-        text=f"the run cannot join Ray: {answer.reason}", since="always",
+        code="ray-unreachable",
+        severity=Severity.STOPS,
+        text=f"the run cannot join Ray: {answer.reason}",
+        since="always",
         evidence=("ray.init(address=…)", "docs/ray.md"),
         avoid="start the job on a node of the cluster; cluster.ray_address=HOST:PORT of its head; RAY_AUTH_MODE=token "
         "where it was started with a token, without which it does not answer; or cluster.ray_address=local",
-    )  # fmt: skip
+    )
 
 
 def _listed(nodes: Sequence[Mapping[str, Any]]) -> str:
@@ -63,12 +68,14 @@ def _short(nodes: Sequence[Mapping[str, Any]], subject: Subject) -> Iterator[Fin
     lacking = [name for name in needed if needed[name] > present[name] + 1e-4]
     for name in lacking:
         yield Finding(
-            code="ray-resources", severity=Severity.STOPS,
-            text=f"the run needs {needed[name]:g} {name}s, and the cluster has {present[name]:g}", since="always",
+            code="ray-resources",
+            severity=Severity.STOPS,
+            text=f"the run needs {needed[name]:g} {name}s, and the cluster has {present[name]:g}",
+            since="always",
             evidence=("ray.nodes()",),
             avoid="fewer of cluster.num_trainers and cluster.num_rollouts, less of cluster.cpus_per_trainer and "
             "cluster.cpus_per_rollout, or more nodes",
-        )  # fmt: skip
+        )
     if not lacking:
         assert subject.config is not None, "there is a run"
         yield from _unplaced(nodes, subject.config)
@@ -86,11 +93,13 @@ def _unplaced(nodes: Sequence[Mapping[str, Any]], config: RunConfig) -> Iterator
             counted(lacking, "trainer") if lacking else f"{config.cluster.num_rollouts - error.rollouts} rollout ranks"
         )
         yield Finding(
-            code="ray-placement", severity=Severity.STOPS,
+            code="ray-placement",
+            severity=Severity.STOPS,
             text=f"the cluster has enough in all, but no node has room for {who} more: the run is refused",
-            since="always", evidence=("ray.nodes()",),
+            since="always",
+            evidence=("ray.nodes()",),
             avoid="less of cluster.cpus_per_trainer and cluster.cpus_per_rollout, or larger nodes",
-        )  # fmt: skip
+        )
 
 
 def _busy(free: Mapping[str, float], subject: Subject) -> Iterator[Finding]:
@@ -98,11 +107,14 @@ def _busy(free: Mapping[str, float], subject: Subject) -> Iterator[Finding]:
     for name, amount in needed.items():
         if amount > free[name] + 1e-4:
             yield Finding(
-                code="ray-busy", severity=Severity.RISKS,
+                code="ray-busy",
+                severity=Severity.RISKS,
                 text=f"the run needs {amount:g} {name}s, and {free[name]:g} of the cluster's are free: it waits, until "
                 "rl_safe.timeouts.start is over",
-                since="always", evidence=("ray.available_resources()",), avoid="wait for, or end, what else runs there",
-            )  # fmt: skip
+                since="always",
+                evidence=("ray.available_resources()",),
+                avoid="wait for, or end, what else runs there",
+            )
 
 
 RAY_CLUSTER = Check(

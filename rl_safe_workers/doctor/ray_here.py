@@ -42,9 +42,11 @@ def _gather(subject: Subject) -> Start:
     except OSError as error:
         loopback = error.strerror or str(error)
     return Start(
-        temp=temp, writable=os.access(temp, os.W_OK | os.X_OK), loopback=loopback,
+        temp=temp,
+        writable=os.access(temp, os.W_OK | os.X_OK),
+        loopback=loopback,
         used_share=psutil.disk_usage(str(temp)).percent / 100,
-    )  # fmt: skip
+    )
 
 
 def judge(start: Start, subject: Subject) -> Report:
@@ -59,35 +61,45 @@ def _temp(start: Start) -> Iterator[Finding]:
     length = len(f"{start.temp}{SOCKET}".encode())
     if length > LONGEST_SOCKET:
         yield Finding(
-            code="ray-temp-long", severity=Severity.STOPS,
+            code="ray-temp-long",
+            severity=Severity.STOPS,
             text=f"Ray does not start: its sockets below {start.temp} have paths of {length} bytes, and Unix takes "
             f"{LONGEST_SOCKET}",
-            since="every Ray", evidence=("ray/_private/utils.py, validate_socket_filepath",),
+            since="every Ray",
+            evidence=("ray/_private/utils.py, validate_socket_filepath",),
             avoid="a TMPDIR with a short path",
-        )  # fmt: skip
+        )
     if not start.writable:
         yield Finding(
-            code="ray-temp-unwritable", severity=Severity.STOPS,
-            text=f"Ray does not start: {start.temp} cannot be written", since="every Ray",
-            evidence=("ray/_private/node.py",), avoid="TMPDIR",
-        )  # fmt: skip
+            code="ray-temp-unwritable",
+            severity=Severity.STOPS,
+            text=f"Ray does not start: {start.temp} cannot be written",
+            since="every Ray",
+            evidence=("ray/_private/node.py",),
+            avoid="TMPDIR",
+        )
     if start.used_share > FULL_SHARE:
         yield Finding(
-            code="ray-temp-full", severity=Severity.RISKS,
+            code="ray-temp-full",
+            severity=Severity.RISKS,
             text=f"{start.temp} is {start.used_share:.0%} full: from {FULL_SHARE:.0%} on Ray puts no object there that "
             "its shared memory has no room for",
-            since="Ray 2", evidence=("Ray, Object spilling, local_fs_capacity_threshold",),
+            since="Ray 2",
+            evidence=("Ray, Object spilling, local_fs_capacity_threshold",),
             avoid="TMPDIR on another disk, or more space",
-        )  # fmt: skip
+        )
 
 
 def _loopback(start: Start) -> Iterator[Finding]:
     if start.loopback:
         yield Finding(
-            code="ray-loopback", severity=Severity.STOPS,
-            text=f"Ray does not start: nothing can listen on {LOOPBACK} ({start.loopback})", since="always",
-            evidence=("driver/cluster.py",), avoid="bring the interface lo up: ip link set lo up",
-        )  # fmt: skip
+            code="ray-loopback",
+            severity=Severity.STOPS,
+            text=f"Ray does not start: nothing can listen on {LOOPBACK} ({start.loopback})",
+            since="always",
+            evidence=("driver/cluster.py",),
+            avoid="bring the interface lo up: ip link set lo up",
+        )
 
 
 RAY_HERE = Check(name="Ray", deadline_s=10, gather=_gather, judge=judge)

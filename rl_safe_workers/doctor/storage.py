@@ -137,30 +137,38 @@ def _save(storage: Storage) -> str:
 def _unwritable(storage: Storage, subject: Subject) -> Iterator[Finding]:
     if storage.write_s is None:
         yield Finding(
-            code="checkpoints-unwritable", severity=Severity.STOPS,
+            code="checkpoints-unwritable",
+            severity=Severity.STOPS,
             text=f"nothing can be written below {storage.there} ({storage.reason}): the first save fails",
-            since="always", evidence=("a file of 64 MiB was tried",), avoid="trainer.default_local_dir, or its rights",
-        )  # fmt: skip
+            since="always",
+            evidence=("a file of 64 MiB was tried",),
+            avoid="trainer.default_local_dir, or its rights",
+        )
 
 
 def _in_memory(storage: Storage, subject: Subject) -> Iterator[Finding]:
     if storage.file_system in IN_MEMORY:
         yield Finding(
-            code="checkpoints-in-memory", severity=Severity.RISKS,
+            code="checkpoints-in-memory",
+            severity=Severity.RISKS,
             text=f"{storage.there} is {storage.file_system}: checkpoints take host memory and go with the machine",
-            since="always", evidence=("tmpfs(5)",), avoid="trainer.default_local_dir on a disk",
-        )  # fmt: skip
+            since="always",
+            evidence=("tmpfs(5)",),
+            avoid="trainer.default_local_dir on a disk",
+        )
 
 
 def _apart(storage: Storage, subject: Subject) -> Iterator[Finding]:
     if subject.joins_cluster and not storage.file_system.startswith((*SHARED, *IN_MEMORY)):
         yield Finding(
-            code="checkpoints-apart", severity=Severity.RISKS,
+            code="checkpoints-apart",
+            severity=Severity.RISKS,
             text=f"{storage.there} is {storage.file_system}, which other machines hardly see: if the run has several, "
             "each keeps its own shards, and the checkpoint is whole nowhere",
-            since="always", evidence=("docs/checkpoints.md",),
+            since="always",
+            evidence=("docs/checkpoints.md",),
             avoid="trainer.default_local_dir on a file system of all nodes",
-        )  # fmt: skip
+        )
 
 
 def _space(storage: Storage, subject: Subject) -> Iterator[Finding]:
@@ -172,12 +180,14 @@ def _space(storage: Storage, subject: Subject) -> Iterator[Finding]:
         return
     first = storage.free_bytes < storage.save_bytes
     yield Finding(
-        code="disk-short", severity=Severity.STOPS if first else Severity.RISKS,
+        code="disk-short",
+        severity=Severity.STOPS if first else Severity.RISKS,
         text=f"{storage.free_bytes / GIB:.2f} GiB are free; a save takes {storage.save_bytes / GIB:.2f}, and with "
         f"those kept {needed / GIB:.2f}: {'the first' if first else 'a later'} save fails",
-        since="always", evidence=("plan/saves.py",),
+        since="always",
+        evidence=("plan/saves.py",),
         avoid="rl_safe.checkpoint.keep_last, trainer.default_local_dir, or more space",
-    )  # fmt: skip
+    )
 
 
 def _too_long(storage: Storage, subject: Subject) -> Iterator[Finding]:
@@ -186,12 +196,14 @@ def _too_long(storage: Storage, subject: Subject) -> Iterator[Finding]:
     timeout_s = subject.config.rl_safe.timeouts.save
     if storage.save_s > timeout_s:
         yield Finding(
-            code="save-timeout", severity=Severity.STOPS,
+            code="save-timeout",
+            severity=Severity.STOPS,
             text=f"a save takes {storage.save_s:.0f} s at the measured speed, and rl_safe.timeouts.save is "
             f"{timeout_s:g} s: the run ends at its first save",
-            since="always", evidence=("plan/saves.py", "measured now"),
+            since="always",
+            evidence=("plan/saves.py", "measured now"),
             avoid="rl_safe.timeouts.save, or a faster place for trainer.default_local_dir",
-        )  # fmt: skip
+        )
 
 
 STORAGE = Check(name="checkpoints", deadline_s=60, gather=measure, judge=judge)

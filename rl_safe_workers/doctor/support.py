@@ -33,9 +33,12 @@ class Cell:
     def versions(self) -> dict[str, str]:
         """Returns the version of each part that the cell has."""
         named = {
-            PYTHON: self.python, "torch": self.torch, "megatron-core": self.megatron, VLLM: self.vllm,
+            PYTHON: self.python,
+            "torch": self.torch,
+            "megatron-core": self.megatron,
+            VLLM: self.vllm,
             "ray": self.ray,
-        }  # fmt: skip
+        }
         return {name: version for name, version in named.items() if version is not None}
 
     def differs(self, installed: Mapping[str, str]) -> list[str]:
@@ -100,11 +103,13 @@ def _missing(installed: Mapping[str, str], subject: Subject) -> Iterator[Finding
     for name in NEEDED:
         if name not in installed:
             yield Finding(
-                code="package-missing", severity=Severity.STOPS,
+                code="package-missing",
+                severity=Severity.STOPS,
                 text=f"{name} is not installed, and the run imports it",
-                since="always", evidence=("pyproject.toml, optional dependencies",),
+                since="always",
+                evidence=("pyproject.toml, optional dependencies",),
                 avoid='bash scripts/quickstart, or in a checkout: pip install ".[cpu]" or ".[gpu]"',
-            )  # fmt: skip
+            )
 
 
 def _unsupported(installed: Mapping[str, str]) -> Iterator[Finding]:
@@ -112,10 +117,13 @@ def _unsupported(installed: Mapping[str, str]) -> Iterator[Finding]:
         version = installed.get(name)
         if version is not None and not _minor(first) <= _minor(version) <= _minor(last):
             yield Finding(
-                code="version-unsupported", severity=Severity.RISKS,
+                code="version-unsupported",
+                severity=Severity.RISKS,
                 text=f"{name} {version} is none of those that this package is written for: {first} to {last}",
-                since="always", evidence=(_README,), avoid=f"{name} of {first} to {last}",
-            )  # fmt: skip
+                since="always",
+                evidence=(_README,),
+                avoid=f"{name} of {first} to {last}",
+            )
 
 
 def _cell(installed: Mapping[str, str], subject: Subject) -> Cell | None:
@@ -135,10 +143,13 @@ def _not_run(installed: Mapping[str, str], subject: Subject) -> Finding:
         f"{name} {installed[name]}, where {nearest.versions()[name]} was run" for name in nearest.differs(installed)
     )
     return Finding(
-        code="versions-not-run", severity=Severity.RISKS,
+        code="versions-not-run",
+        severity=Severity.RISKS,
         text=f"nobody has run this package with these versions: {others}",
-        since="always", evidence=(_README,), avoid="the versions of a row that was run, or rl-safe doctor --live",
-    )  # fmt: skip
+        since="always",
+        evidence=(_README,),
+        avoid="the versions of a row that was run, or rl-safe doctor --live",
+    )
 
 
 def _public(version: str) -> tuple[int, ...]:

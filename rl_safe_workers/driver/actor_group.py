@@ -143,12 +143,15 @@ def listed_actors() -> list[dict[str, Any]]:
     job = ray.get_runtime_context().get_job_id()
     return [
         {
-            "class": actor["ActorClassName"], "state": actor["State"], "pid": actor["Pid"],
-            "address": actor["Address"]["IPAddress"], "node_id": actor["Address"]["NodeID"],
+            "class": actor["ActorClassName"],
+            "state": actor["State"],
+            "pid": actor["Pid"],
+            "address": actor["Address"]["IPAddress"],
+            "node_id": actor["Address"]["NodeID"],
         }
         for actor in actor_table()
         if actor["JobID"] == job
-    ]  # fmt: skip
+    ]
 
 
 def died(actor: ActorRef, phase: Phase, *, text: str = "the process died", trace: str = "") -> RankError:

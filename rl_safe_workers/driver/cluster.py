@@ -236,8 +236,10 @@ class Cluster:
         if self.is_local:
             return ask_ranks(
                 lambda: processes_of_run(self._run_id),
-                patience_s=patience_s, folder=self._hang_dir, call_frame=CALL_FRAME,
-            )  # fmt: skip
+                patience_s=patience_s,
+                folder=self._hang_dir,
+                call_frame=CALL_FRAME,
+            )
         homes = {actor.rank_id: str(actor.node) for actor in self.actors}
         answers = Answers() if self._agents is None else self._agents.ask_ranks(timeout_s=patience_s)
         return replace(answers, homes=homes)

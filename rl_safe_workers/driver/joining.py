@@ -139,9 +139,12 @@ def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
 
 def _no_answer(address: str, asked: str, timeout_s: float, reason: str) -> PhaseTimeoutError:
     error = PhaseTimeoutError(
-        phase=Phase.START, awaited=Awaited(JOINING), waited_s=timeout_s,
-        setting="rl_safe.timeouts.start", detail=f"{address}, of cluster.ray_address={asked}: {reason}",
-    )  # fmt: skip
+        phase=Phase.START,
+        awaited=Awaited(JOINING),
+        waited_s=timeout_s,
+        setting="rl_safe.timeouts.start",
+        detail=f"{address}, of cluster.ray_address={asked}: {reason}",
+    )
     error.may_pass = False  # the abandoned thread may still be trying to join
     return error
 

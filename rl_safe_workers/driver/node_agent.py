@@ -86,8 +86,10 @@ class NodeAgent:
         """
         answers = ask_ranks(
             lambda: processes_of_run(self._run_id, self._node_id),
-            patience_s=patience_s, folder=self._temp_dir / "hang", call_frame=CALL_FRAME,
-        )  # fmt: skip
+            patience_s=patience_s,
+            folder=self._temp_dir / "hang",
+            call_frame=CALL_FRAME,
+        )
         return replace(answers, flights={}), ray.put(answers.flights)
 
     def logs(self) -> dict[str, bytes]:

@@ -99,16 +99,23 @@ def await_nodes(refs: Mapping[Any, Node], what: str, *, timeout_s: float, check:
         if pending and is_over:
             names = ", ".join(str(refs[ref]) for ref in pending)
             raise PhaseTimeoutError(
-                phase=Phase.START, awaited=Awaited(what), waited_s=timeout_s,
-                setting="rl_safe.timeouts.start", detail=f"no answer from {names}",
-            )  # fmt: skip
+                phase=Phase.START,
+                awaited=Awaited(what),
+                waited_s=timeout_s,
+                setting="rl_safe.timeouts.start",
+                detail=f"no answer from {names}",
+            )
 
 
 def _node(of_ray: Mapping[str, Any], free: Mapping[str, float]) -> Node:
     return Node(
-        id=of_ray["NodeID"], name=of_ray["NodeName"], address=of_ray["NodeManagerAddress"],
-        port=of_ray["NodeManagerPort"], total=of_ray["Resources"], free=free,
-    )  # fmt: skip
+        id=of_ray["NodeID"],
+        name=of_ray["NodeName"],
+        address=of_ray["NodeManagerAddress"],
+        port=of_ray["NodeManagerPort"],
+        total=of_ray["Resources"],
+        free=free,
+    )
 
 
 def _order(node: Node) -> tuple[int, int, list[int | str], str]:

@@ -91,9 +91,12 @@ def reserve(
                 return Reservation(group=group, nodes=places)
         if is_over:
             raise PhaseTimeoutError(
-                phase=Phase.START, awaited=Awaited("the placement group"), waited_s=timeout_s,
-                setting="rl_safe.timeouts.start", detail=f"{_wanted(cluster)} are not free",
-            )  # fmt: skip
+                phase=Phase.START,
+                awaited=Awaited("the placement group"),
+                waited_s=timeout_s,
+                setting="rl_safe.timeouts.start",
+                detail=f"{_wanted(cluster)} are not free",
+            )
         again_at = time.monotonic() + AGAIN_S
         while time.monotonic() < again_at:
             check()

@@ -433,9 +433,11 @@ def create_model(config: RunConfig, spec: SeededModelConfig, run_id: str, interr
             interrupts.check()
             if time.monotonic() > deadline:
                 raise PhaseTimeoutError(
-                    phase=Phase.START, awaited=Awaited("the making of the model"), waited_s=timeout_s,
+                    phase=Phase.START,
+                    awaited=Awaited("the making of the model"),
+                    waited_s=timeout_s,
                     setting="rl_safe.timeouts.start",
-                )  # fmt: skip
+                )
             time.sleep(SLICE_S)
     finally:
         # As with Ctrl-C, so that the child removes its half-made directory. A child that has ended ignores it.

@@ -125,9 +125,11 @@ class Session:
             return run_bounded(work, deadline, name=phase, on_tick=self._interrupts.check, tick_s=SLICE_S)
         except DeadlineExceededError:
             raise PhaseTimeoutError(
-                phase=phase, awaited=Awaited("the driver"), waited_s=deadline.waited_s,
+                phase=phase,
+                awaited=Awaited("the driver"),
+                waited_s=deadline.waited_s,
                 setting=f"rl_safe.timeouts.{phase}",
-            ) from None  # fmt: skip
+            ) from None
 
     def _record(self, phase: Phase, seconds: float) -> None:
         self.totals[phase] = self.totals.get(phase, PhaseTotal()).plus(seconds)

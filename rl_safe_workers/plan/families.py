@@ -114,10 +114,19 @@ class _Rule:
 _HIERARCHICAL = "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP"
 _TABLE = (
     _Rule(description="GTP_WEIGHT_REMAT_GROUP", grid="dense", members=(), since=_REMAT),
-    _Rule(description="DATA_PARALLEL_GROUP_WITH_CP", grid="dense", members=("cp", "dp"),
-          twin="DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
-    _Rule(description="INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", grid="dense_parts", members=("part",),
-          twin="INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO", only_with_instances=True),
+    _Rule(
+        description="DATA_PARALLEL_GROUP_WITH_CP",
+        grid="dense",
+        members=("cp", "dp"),
+        twin="DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    ),
+    _Rule(
+        description="INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+        grid="dense_parts",
+        members=("part",),
+        twin="INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+        only_with_instances=True,
+    ),
     _Rule(description="DATA_PARALLEL_GROUP", grid="dense", members=("dp",), twin="DATA_PARALLEL_GROUP_GLOO"),
     _Rule(description="CONTEXT_PARALLEL_GROUP", grid="dense", members=("cp",)),
     _Rule(description="MODEL_PARALLEL_GROUP", grid="dense", members=("tp", "pp")),
@@ -133,17 +142,38 @@ _TABLE = (
     _Rule(description="EXPERT_TENSOR_PARALLEL_GROUP", grid="expert", members=("etp",)),
     _Rule(description="EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", grid="expert", members=("etp", "ep")),
     _Rule(description="EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", grid="expert", members=("etp", "ep", "pp")),
-    _Rule(description="EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", grid="expert",
-          members=("etp", "ep", "pp"), since=_REMAT),
-    _Rule(description="EXPERT_DATA_PARALLEL_GROUP", grid="expert", members=("edp",),
-          twin="EXPERT_DATA_PARALLEL_GROUP_GLOO"),
-    _Rule(description=f"{_HIERARCHICAL}_L0", grid="expert_parts", members=("part",),
-          twin=f"{_HIERARCHICAL}_GLOO_L0", only_with_instances=True),
-    _Rule(description=f"{_HIERARCHICAL}_L1", grid="expert_parts", members=("instance",),
-          twin=f"{_HIERARCHICAL}_GLOO_L1", only_with_instances=True),
-    _Rule(description="INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", grid="expert_parts",
-          members=("etp", "ep", "part", "pp")),
-)  # fmt: skip
+    _Rule(
+        description="EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
+        grid="expert",
+        members=("etp", "ep", "pp"),
+        since=_REMAT,
+    ),
+    _Rule(
+        description="EXPERT_DATA_PARALLEL_GROUP",
+        grid="expert",
+        members=("edp",),
+        twin="EXPERT_DATA_PARALLEL_GROUP_GLOO",
+    ),
+    _Rule(
+        description=f"{_HIERARCHICAL}_L0",
+        grid="expert_parts",
+        members=("part",),
+        twin=f"{_HIERARCHICAL}_GLOO_L0",
+        only_with_instances=True,
+    ),
+    _Rule(
+        description=f"{_HIERARCHICAL}_L1",
+        grid="expert_parts",
+        members=("instance",),
+        twin=f"{_HIERARCHICAL}_GLOO_L1",
+        only_with_instances=True,
+    ),
+    _Rule(
+        description="INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+        grid="expert_parts",
+        members=("etp", "ep", "part", "pp"),
+    ),
+)
 """In the order in which ``parallel_state.initialize_model_parallel`` makes them."""
 
 _Grid = Mapping[str, Axis]
@@ -160,16 +190,22 @@ def _grids(layout: ParallelLayout, instances: int) -> dict[str, _Grid]:
     return {
         "dense": {"tp": tp, "cp": cp, "dp": dp, "pp": stages},
         "dense_parts": {
-            "tp": tp, "part": Axis(part, tensor), "instance": Axis(instances, tensor * part), "pp": stages,
+            "tp": tp,
+            "part": Axis(part, tensor),
+            "instance": Axis(instances, tensor * part),
+            "pp": stages,
         },
         "stage": {"tp": tp, "cp": cp, "dp": dp},
         "ends": {"tp": tp, "cp": cp, "dp": dp, "ends": Axis(min(pipeline, 2), stage * max(pipeline - 1, 1))},
         "expert": {"etp": etp, "ep": ep, "edp": Axis(layout.expert_data, experts), "pp": stages},
         "expert_parts": {
-            "etp": etp, "ep": ep, "part": Axis(expert_part, experts),
-            "instance": Axis(instances, experts * expert_part), "pp": stages,
+            "etp": etp,
+            "ep": ep,
+            "part": Axis(expert_part, experts),
+            "instance": Axis(instances, experts * expert_part),
+            "pp": stages,
         },
-    }  # fmt: skip
+    }
 
 
 def megatron_families(

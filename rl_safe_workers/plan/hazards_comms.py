@@ -14,9 +14,11 @@ from rl_safe_workers.topology.groups import EXPERT_DATA_PARALLEL, OpClass
 from rl_safe_workers.topology.memory import MIB, Links, group_bytes
 
 _OPTIMIZER = (
-    EXPERT_DATA_PARALLEL, "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0", "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1",
+    EXPERT_DATA_PARALLEL,
+    "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0",
+    "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1",
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
-)  # fmt: skip
+)
 _EXPERT_DATA = "EXPERT_DATA"
 _SHOWN = 8
 
@@ -37,9 +39,10 @@ def _expert_data(plan: Plan) -> Iterator[Where]:
         shared = any(_EXPERT_DATA in c.family.description for c in late)
         whose = "expert data parallelism and the optimizer" if shared else "the optimizer; each expert has one copy"
         yield Where(
-            groups=tuple(c.family.description for c in late), ranks=plan.trainer_ranks,
+            groups=tuple(c.family.description for c in late),
+            ranks=plan.trainer_ranks,
             detail=f"{size / MIB:.0f} MiB, of {whose}",
-        )  # fmt: skip
+        )
 
 
 def _late(plan: Plan) -> Iterator[Where]:
@@ -49,9 +52,10 @@ def _late(plan: Plan) -> Iterator[Where]:
     names = [g.description for g in plan.memory.groups if g.first_phase is Phase.TRAIN]
     if names:
         yield Where(
-            groups=tuple(names), ranks=plan.trainer_ranks,
+            groups=tuple(names),
+            ranks=plan.trainer_ranks,
             detail=f"{late.low / MIB:.0f} to {late.high / MIB:.0f} MiB on each GPU",
-        )  # fmt: skip
+        )
 
 
 def _cumem(plan: Plan) -> Iterator[Where]:
@@ -129,70 +133,96 @@ def _engine_straddles(plan: Plan) -> Iterator[Where]:
     if engines is not None and engines.crossing:
         size, count = engines.family.size, engines.family.count
         yield Where(
-            groups=(ENGINE,), ranks=plan.rollout_ranks,
+            groups=(ENGINE,),
+            ranks=plan.rollout_ranks,
             detail=f"{engines.crossing} of {count} engines of {size} ranks lie on two or more nodes",
-        )  # fmt: skip
+        )
 
 
 _BOOTSTRAP = "rl_safe_workers.bootstrap before the model is built; in a run of ours it always happens"
 HAZARDS = (
     Hazard(
-        code="expert-dp-late", severity=Severity.RISKS,
+        code="expert-dp-late",
+        severity=Severity.RISKS,
         text="the first optimizer step hangs: communicators that nothing has used before are connected there, when "
         "memory is full, and no NCCL timeout covers that",
-        since="every version of megatron-core", evidence=("ms-swift 9486", "pytorch 88103"),
-        avoid=_BOOTSTRAP, find=_expert_data,
+        since="every version of megatron-core",
+        evidence=("ms-swift 9486", "pytorch 88103"),
+        avoid=_BOOTSTRAP,
+        find=_expert_data,
     ),
     Hazard(
-        code="comms-late", severity=Severity.RISKS,
+        code="comms-late",
+        severity=Severity.RISKS,
         text="the first training step runs out of memory: NCCL allocates when the activations are there",
-        since="every version of NCCL", evidence=("ms-swift 9602", "ms-swift 6387", "AReaL 1548", "nccl 1685"),
-        avoid=f"{_BOOTSTRAP}; rl_safe.bootstrap.budget=true makes them small", find=_late,
+        since="every version of NCCL",
+        evidence=("ms-swift 9602", "ms-swift 6387", "AReaL 1548", "nccl 1685"),
+        avoid=f"{_BOOTSTRAP}; rl_safe.bootstrap.budget=true makes them small",
+        find=_late,
     ),
     Hazard(
-        code="cumem-off", severity=Severity.STOPS,
+        code="cumem-off",
+        severity=Severity.STOPS,
         text="NCCL_CUMEM_ENABLE=0: NCCL cannot suspend a communicator, and gives nothing back to the rollout",
-        since="NCCL 2.29.7", evidence=("slime actor_group.py:67", "verl 6408"),
-        avoid="NCCL_CUMEM_ENABLE=1 in trainers and rollouts", find=_cumem,
+        since="NCCL 2.29.7",
+        evidence=("slime actor_group.py:67", "verl 6408"),
+        avoid="NCCL_CUMEM_ENABLE=1 in trainers and rollouts",
+        find=_cumem,
     ),
     Hazard(
-        code="comms-kept", severity=Severity.COSTS,
+        code="comms-kept",
+        severity=Severity.COSTS,
         text="communicators keep their memory while vLLM generates on the same GPU",
-        since="every version of NCCL", evidence=("verl 6266", "slime 153"),
-        avoid="rollout.release_comms=auto", find=_kept,
+        since="every version of NCCL",
+        evidence=("verl 6266", "slime 153"),
+        avoid="rollout.release_comms=auto",
+        find=_kept,
     ),
     Hazard(
-        code="comms-alone", severity=Severity.COSTS,
+        code="comms-alone",
+        severity=Severity.COSTS,
         text="Megatron issues collectives on groups of one rank, and NCCL gives each a communicator of full size",
-        since="every version of NCCL", evidence=("nccl 2363",),
-        avoid="rl_safe.bootstrap.budget=true, which leaves them one channel", find=_alone,
+        since="every version of NCCL",
+        evidence=("nccl 2363",),
+        avoid="rl_safe.bootstrap.budget=true, which leaves them one channel",
+        find=_alone,
     ),
     Hazard(
-        code="gather-on-nccl", severity=Severity.RISKS,
+        code="gather-on-nccl",
+        severity=Severity.RISKS,
         text="the plan of a save is gathered over NCCL: rank 0 connects every other rank, and runs out of memory",
-        since="every version of torch", evidence=("radixark/Megatron-LM 62", "Megatron-LM 1873"),
+        since="every version of torch",
+        evidence=("radixark/Megatron-LM 62", "Megatron-LM 1873"),
         avoid="a default group with gloo for CPU tensors (cpu:gloo,cuda:nccl), or saves of rl_safe_workers",
         find=_gather,
     ),
     Hazard(
-        code="tp-straddles", severity=Severity.COSTS,
+        code="tp-straddles",
+        severity=Severity.COSTS,
         text="tensor parallelism leaves the node: each layer's reductions go over the network",
-        since="every version", evidence=("megatron-core 0.16.1 parallel_state.py:700",),
-        avoid="sizes of {tp} and {etp} that divide {gpus_per_node}", find=_tensor_straddles,
+        since="every version",
+        evidence=("megatron-core 0.16.1 parallel_state.py:700",),
+        avoid="sizes of {tp} and {etp} that divide {gpus_per_node}",
+        find=_tensor_straddles,
     ),
     Hazard(
-        code="ep-straddles", severity=Severity.COSTS,
+        code="ep-straddles",
+        severity=Severity.COSTS,
         text="expert parallelism leaves the node: tokens go over the network, and NCCL's connections to far peers "
         "need memory of their own",
-        since="every version", evidence=("NeMo RL 2937",),
-        avoid="{ep} times {etp} that divides {gpus_per_node}", find=_expert_straddles,
+        since="every version",
+        evidence=("NeMo RL 2937",),
+        avoid="{ep} times {etp} that divides {gpus_per_node}",
+        find=_expert_straddles,
     ),
     Hazard(
-        code="engine-straddles", severity=Severity.COSTS,
+        code="engine-straddles",
+        severity=Severity.COSTS,
         text="a vLLM engine leaves the node: what its ranks exchange for each token goes over the network",
-        since="every version", evidence=("NeMo RL grpo.py:855, which gives rollouts whole nodes",),
+        since="every version",
+        evidence=("NeMo RL grpo.py:855, which gives rollouts whole nodes",),
         find=_engine_straddles,
         avoid="{vllm_tp} times {vllm_pp} and {vllm_dp} that divides {gpus_per_node}, and rollouts that begin a node",
     ),
-)  # fmt: skip
+)
 """About communicators."""

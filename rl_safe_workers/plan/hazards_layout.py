@@ -92,34 +92,47 @@ def _apart(plan: Plan) -> Iterator[Where]:
 
 HAZARDS = (
     Hazard(
-        code="heads-indivisible", severity=Severity.STOPS,
-        text="attention cannot be cut over the tensor-parallel ranks", since="every version of megatron-core",
-        evidence=("megatron-core transformer/attention.py",), find=_heads,
+        code="heads-indivisible",
+        severity=Severity.STOPS,
+        text="attention cannot be cut over the tensor-parallel ranks",
+        since="every version of megatron-core",
+        evidence=("megatron-core transformer/attention.py",),
+        find=_heads,
         avoid="{tp} that divides the attention heads, and the key-value heads or is a multiple of them; a run of ours "
         "needs it to divide both",
     ),
     Hazard(
-        code="experts-indivisible", severity=Severity.STOPS,
-        text="experts cannot be cut over the expert-parallel ranks", since="every version of megatron-core",
-        evidence=("megatron-core transformer/moe/moe_layer.py",), avoid="{ep} that divides the experts",
+        code="experts-indivisible",
+        severity=Severity.STOPS,
+        text="experts cannot be cut over the expert-parallel ranks",
+        since="every version of megatron-core",
+        evidence=("megatron-core transformer/moe/moe_layer.py",),
+        avoid="{ep} that divides the experts",
         find=_experts,
     ),
     Hazard(
-        code="layers-indivisible", severity=Severity.STOPS,
+        code="layers-indivisible",
+        severity=Severity.STOPS,
         text="layers cannot be cut evenly into pipeline stages and their virtual stages",
         since="every version of megatron-core",
-        evidence=("megatron-core 0.16.1 transformer_block.py:130", "megatron-core 0.16.1 transformer_block.py:155",
-                  "megatron-core 0.16.1 transformer_block.py:174"),
+        evidence=(
+            "megatron-core 0.16.1 transformer_block.py:130",
+            "megatron-core 0.16.1 transformer_block.py:155",
+            "megatron-core 0.16.1 transformer_block.py:174",
+        ),
         avoid="{pp} that divides the layers, with {vpp} that divides those of a stage; or {first_stage_layers} and "
         "{last_stage_layers}, or {embedding_as_layer} and {loss_as_layer}",
         find=_layers,
     ),
     Hazard(
-        code="experts-apart", severity=Severity.STOPS,
+        code="experts-apart",
+        severity=Severity.STOPS,
         text="Megatron trains the copies of an expert apart: without expert parallelism their gradients are reduced "
         "over groups that do not hold all copies",
-        since="every version of megatron-core", evidence=("megatron-core tensor_parallel/layers.py:829",),
-        avoid="{etp} equal to {tp}, or {ep} of more than 1", find=_apart,
+        since="every version of megatron-core",
+        evidence=("megatron-core tensor_parallel/layers.py:829",),
+        avoid="{etp} equal to {tp}, or {ep} of more than 1",
+        find=_apart,
     ),
-)  # fmt: skip
+)
 """About the model on the layout."""

@@ -29,9 +29,10 @@ def _collective(plan: Plan) -> Iterator[Where]:
         tensors = _tensors(plan)
         many = f", {tensors} tensors of experts in each rank's part" if tensors > _MANY_TENSORS else ""
         yield Where(
-            groups=("WORLD", "DATA_PARALLEL_GROUP_WITH_CP"), ranks=plan.trainer_ranks,
+            groups=("WORLD", "DATA_PARALLEL_GROUP_WITH_CP"),
+            ranks=plan.trainer_ranks,
             detail=f"{' and '.join(flags)}{many}",
-        )  # fmt: skip
+        )
 
 
 def _tensors(plan: Plan) -> int:
@@ -103,7 +104,8 @@ def _no_twins(plan: Plan) -> Iterator[Where]:
 
 HAZARDS = (
     Hazard(
-        code="save-collective", severity=Severity.RISKS,
+        code="save-collective",
+        severity=Severity.RISKS,
         text="saves and conversions stall or run out of memory in gathers of all ranks' metadata, which one late rank "
         "holds up",
         since="every version of megatron-core",
@@ -112,7 +114,8 @@ HAZARDS = (
         find=_collective,
     ),
     Hazard(
-        code="sharding-raises", severity=Severity.STOPS,
+        code="sharding-raises",
+        severity=Severity.STOPS,
         text="the first save of the optimizer raises: flattened_range is not supported",
         since=f"megatron-core {RAISES_SINCE}, of which it is the default",
         evidence=("megatron-core 0.16.1 mapping.py:134", "megatron-core 0.16.1 distrib_optimizer.py:1225"),
@@ -121,36 +124,49 @@ HAZARDS = (
         find=_raises,
     ),
     Hazard(
-        code="async-unfinalised", severity=Severity.STOPS,
+        code="async-unfinalised",
+        severity=Severity.STOPS,
         text="an asynchronous save never gets its metadata: nobody finalises it, and no checkpoint can be loaded",
-        since="verl 0.8", evidence=("verl 7363", "verl 8000"),
+        since="verl 0.8",
+        evidence=("verl 7363", "verl 8000"),
         avoid="async_save off, or rl_safe.checkpoint.async_save=true with the saves of rl_safe_workers",
         find=_unfinalised,
     ),
     Hazard(
-        code="async-collective", severity=Severity.STOPS,
+        code="async-collective",
+        severity=Severity.STOPS,
         text="a collective save cannot go on beside training, and the run is refused",
-        since="rl_safe_workers 0.1", evidence=("rl_safe_workers config.py",),
-        avoid="rl_safe.checkpoint.async_save=false, or both flags off", find=_async_flags,
+        since="rl_safe_workers 0.1",
+        evidence=("rl_safe_workers config.py",),
+        avoid="rl_safe.checkpoint.async_save=false, or both flags off",
+        find=_async_flags,
     ),
     Hazard(
-        code="save-one-writer", severity=Severity.COSTS,
+        code="save-one-writer",
+        severity=Severity.COSTS,
         text="replicas leave the writing to one of them, and saves take many times as long",
-        since="every version of megatron-core", evidence=("verl 2860", "verl 2238"),
-        avoid="saves of rl_safe_workers, or dp_reshardable", find=_one_writer,
+        since="every version of megatron-core",
+        evidence=("verl 2860", "verl 2238"),
+        avoid="saves of rl_safe_workers, or dp_reshardable",
+        find=_one_writer,
     ),
     Hazard(
-        code="save-gathers-optimizer", severity=Severity.RISKS,
+        code="save-gathers-optimizer",
+        severity=Severity.RISKS,
         text="every rank gathers the whole optimizer state of its replicas to host memory before it writes",
-        since="megatron-core 0.16", evidence=("megatron-core 0.16.1 distrib_optimizer.py:1030",),
-        avoid="dp_reshardable, or saves of rl_safe_workers, which write each rank's part in place", find=_gathered,
+        since="megatron-core 0.16",
+        evidence=("megatron-core 0.16.1 distrib_optimizer.py:1030",),
+        avoid="dp_reshardable, or saves of rl_safe_workers, which write each rank's part in place",
+        find=_gathered,
     ),
     Hazard(
-        code="gloo-missing", severity=Severity.STOPS,
+        code="gloo-missing",
+        severity=Severity.STOPS,
         text="the optimizer asks for gloo twins that were not made",
         since="megatron-core 0.16",
         evidence=("megatron-core 0.16.1 distrib_optimizer.py:1867", "megatron-core 0.16.1 optimizer/__init__.py:509"),
-        avoid="create_gloo_process_groups=True, or another distrib_optim_sharding_type", find=_no_twins,
+        avoid="create_gloo_process_groups=True, or another distrib_optim_sharding_type",
+        find=_no_twins,
     ),
-)  # fmt: skip
+)
 """About checkpoints."""

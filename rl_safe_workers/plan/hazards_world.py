@@ -19,9 +19,10 @@ _ALL = "every version of megatron-core"
 def _mixed(plan: Plan) -> Iterator[Where]:
     if plan.request.mixed:
         yield Where(
-            groups=(WORLD,), ranks=plan.rollout_ranks,
+            groups=(WORLD,),
+            ranks=plan.rollout_ranks,
             detail=f"{plan.request.rollouts} of its {plan.request.trainers + plan.request.rollouts} ranks generate",
-        )  # fmt: skip
+        )
 
 
 def _mixed_flags(plan: Plan) -> Iterator[Where]:
@@ -78,9 +79,10 @@ def _eager(plan: Plan) -> Iterator[Where]:
     if request.torch >= _EAGER_TORCH and "nccl" in request.backend and not request.bootstrap:
         made = [c for c in plan.communicators if c.family.backend == "nccl" and c.key]
         yield Where(
-            groups=tuple(c.family.description for c in made), ranks=plan.trainer_ranks,
+            groups=tuple(c.family.description for c in made),
+            ranks=plan.trainer_ranks,
             detail=f"all {len(made)} of each rank, used or not",
-        )  # fmt: skip
+        )
 
 
 def _destroy_order(plan: Plan) -> Iterator[Where]:
@@ -89,8 +91,9 @@ def _destroy_order(plan: Plan) -> Iterator[Where]:
     if request.layout.pipeline > _FEW_STAGES and one_by_one and request.torch < _NAMES_AGREE_TORCH:
         yield Where(
             groups=("PIPELINE_MODEL_PARALLEL_GROUP", "EMBEDDING_GROUP", "POSITION_EMBEDDING_GROUP"),
-            ranks=plan.trainer_ranks, detail=f"{request.layout.pipeline} stages hold different groups",
-        )  # fmt: skip
+            ranks=plan.trainer_ranks,
+            detail=f"{request.layout.pipeline} stages hold different groups",
+        )
 
 
 def _exit(plan: Plan) -> Iterator[Where]:
@@ -101,7 +104,8 @@ def _exit(plan: Plan) -> Iterator[Where]:
 
 HAZARDS = (
     Hazard(
-        code="world-mixed", severity=Severity.STOPS,
+        code="world-mixed",
+        severity=Severity.STOPS,
         text="conversions and saves hang: their barriers, gathers and broadcasts are on the default group, and rollout "
         "ranks never enter them, with every flag of the save off as well",
         since=f"{_ALL}; since 0.14 the end of a save broadcasts, too",
@@ -111,74 +115,97 @@ HAZARDS = (
         find=_mixed,
     ),
     Hazard(
-        code="world-mixed-flags", severity=Severity.STOPS,
+        code="world-mixed-flags",
+        severity=Severity.STOPS,
         text="each save gathers the metadata of every rank of the default group, rollout ranks included",
-        since=_ALL, evidence=("NeMo RL 2225", "NeMo RL 2226", "Megatron-Bridge 3207"),
+        since=_ALL,
+        evidence=("NeMo RL 2225", "NeMo RL 2226", "Megatron-Bridge 3207"),
         avoid="rl_safe.checkpoint.fully_parallel_save=false rl_safe.checkpoint.validate_access_integrity=false",
         find=_mixed_flags,
     ),
     Hazard(
-        code="world-device-id", severity=Severity.STOPS,
+        code="world-device-id",
+        severity=Severity.STOPS,
         text="every new group splits the default one's communicator, for which all of its ranks must come: a group of "
         "others, as for weight sync, waits for ever",
-        since="every torch that takes a device_id", evidence=("NeMo RL 3189", "NeMo RL 3073"),
+        since="every torch that takes a device_id",
+        evidence=("NeMo RL 3189", "NeMo RL 3073"),
         avoid="init_process_group without device_id; rl_safe_workers refuses it in carved mode",
         find=_device_id,
     ),
     Hazard(
-        code="timeout-not-inherited", severity=Severity.RISKS,
+        code="timeout-not-inherited",
+        severity=Severity.RISKS,
         text="a hang in a sub-group is found at another time than the timeout that was set: new groups do not inherit "
         "the default group's",
-        since="every version of torch", evidence=("Megatron-Bridge 4011", "miles 3131"),
+        since="every version of torch",
+        evidence=("Megatron-Bridge 4011", "miles 3131"),
         avoid="distributed_timeout_minutes of initialize_model_parallel; rl_safe.timeouts sets both for each phase",
         find=_timeout,
     ),
     Hazard(
-        code="timeout-expert-twin", severity=Severity.RISKS,
+        code="timeout-expert-twin",
+        severity=Severity.RISKS,
         text="the gloo twin of expert data parallelism waits gloo's 30 minutes, whatever is set",
-        since=_ALL, evidence=("megatron-core 0.16.1 parallel_state.py:1278",),
+        since=_ALL,
+        evidence=("megatron-core 0.16.1 parallel_state.py:1278",),
         avoid="rl_safe.timeouts.save, which bounds what goes over it",
         find=_timeout_twins,
     ),
     Hazard(
-        code="timeout-unread", severity=Severity.RISKS,
+        code="timeout-unread",
+        severity=Severity.RISKS,
         text="a timeout is set that nothing reads; collectives wait 30 minutes",
-        since="verl 0.8", evidence=("verl 7815", "verl 7820"),
-        avoid="rl_safe.timeouts, which the adapter puts on every group", find=_timeout_unread,
+        since="verl 0.8",
+        evidence=("verl 7815", "verl 7820"),
+        avoid="rl_safe.timeouts, which the adapter puts on every group",
+        find=_timeout_unread,
     ),
     Hazard(
-        code="timeout-short", severity=Severity.RISKS,
+        code="timeout-short",
+        severity=Severity.RISKS,
         text="ranks that come late to a conversion or a save end it: its collectives are on the default group",
-        since="torch's default for NCCL", evidence=("NeMo RL 2225", "NeMo RL 2229", "NeMo RL 2391"),
+        since="torch's default for NCCL",
+        evidence=("NeMo RL 2225", "NeMo RL 2229", "NeMo RL 2391"),
         avoid="rl_safe.timeouts.convert and rl_safe.timeouts.save (1800), with both flags of the save off",
         find=_short_timeout,
     ),
     Hazard(
-        code="timeout-none", severity=Severity.RISKS,
+        code="timeout-none",
+        severity=Severity.RISKS,
         text="the other ranks wait for a missing rank for months (timeout 18,000,000 s)",
-        since="ms-swift as of August 2026", evidence=("ms-swift 6312",),
-        avoid="rl_safe.timeouts, one for each phase", find=_no_timeout,
+        since="ms-swift as of August 2026",
+        evidence=("ms-swift 6312",),
+        avoid="rl_safe.timeouts, one for each phase",
+        find=_no_timeout,
     ),
     Hazard(
-        code="torch-eager-nccl", severity=Severity.RISKS,
+        code="torch-eager-nccl",
+        severity=Severity.RISKS,
         text="new_group connects its communicator at once, on the device that LOCAL_RANK names",
-        since="torch 2.15", evidence=("torchrec 4666",),
+        since="torch 2.15",
+        evidence=("torchrec 4666",),
         avoid="TORCH_DIST_USE_NCCL2=0, or rl_safe.bootstrap.budget=true, which limits what each takes",
         find=_eager,
     ),
     Hazard(
-        code="destroy-order", severity=Severity.STOPS,
+        code="destroy-order",
+        severity=Severity.STOPS,
         text="groups that are destroyed one by one wait for each other in a circle",
-        since="every torch before 2.14", evidence=("slime reloadable_process_group.py:83", "pytorch 190396"),
+        since="every torch before 2.14",
+        evidence=("slime reloadable_process_group.py:83", "pytorch 190396"),
         avoid="rl_safe_workers.teardown, or rollout.release_comms, which drop all groups at once",
         find=_destroy_order,
     ),
     Hazard(
-        code="exit-hang", severity=Severity.RISKS,
+        code="exit-hang",
+        severity=Severity.RISKS,
         text="processes hang at exit until a watchdog ends them after 480 s: expert communicators are torn down "
         "without agreement",
-        since=_ALL, evidence=("ms-swift 7992", "ms-swift 8385", "ms-swift 9188"),
-        avoid="rl_safe_workers.teardown, within rl_safe.timeouts.teardown", find=_exit,
+        since=_ALL,
+        evidence=("ms-swift 7992", "ms-swift 8385", "ms-swift 9188"),
+        avoid="rl_safe_workers.teardown, within rl_safe.timeouts.teardown",
+        find=_exit,
     ),
-)  # fmt: skip
+)
 """About default groups, timeouts and ends."""

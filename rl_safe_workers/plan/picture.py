@@ -122,11 +122,14 @@ def _cells(plan: Plan, side: float, corners: Sequence[tuple[float, float]]) -> I
         x, y = corners[node]
         line, column = divmod(place, _PER_ROW)
         yield Cell(
-            rank=rank, role=Role.ROLLOUT if is_rollout else Role.TRAINER, node=node,
+            rank=rank,
+            role=Role.ROLLOUT if is_rollout else Role.TRAINER,
+            node=node,
             x=x + column * side + 1,
             y=y + _LABEL + line * side + 1 + (height if is_rollout and request.colocated else 0),
-            width=inner, height=height,
-        )  # fmt: skip
+            width=inner,
+            height=height,
+        )
 
 
 def choices(plan: Plan) -> list[dict[str, Any]]:
@@ -154,13 +157,22 @@ def write_svg(plan: Plan, path: Path) -> None:
     grid, listed = lay_out(plan), choices(plan)
     height = max(grid.height + 90, len(listed) * _LINE + 90)
     _write(
-        path, "--svg",
+        path,
+        "--svg",
         _render(
-            "picture.svg.j2", plan=plan, grid=grid, choices=listed, headline=tables.headline(plan), title=_title(plan),
-            width=grid.width + _LIST_WIDTH + 2 * _MARGIN, height=height + _MARGIN,
-            left=_LIST_WIDTH + _MARGIN, margin=_MARGIN, line=_LINE,
+            "picture.svg.j2",
+            plan=plan,
+            grid=grid,
+            choices=listed,
+            headline=tables.headline(plan),
+            title=_title(plan),
+            width=grid.width + _LIST_WIDTH + 2 * _MARGIN,
+            height=height + _MARGIN,
+            left=_LIST_WIDTH + _MARGIN,
+            margin=_MARGIN,
+            line=_LINE,
         ),
-    )  # fmt: skip
+    )
 
 
 def write_html(plan: Plan, findings: Sequence[Finding], path: Path) -> None:
@@ -170,20 +182,27 @@ def write_html(plan: Plan, findings: Sequence[Finding], path: Path) -> None:
         ConfigError: If it cannot be written.
     """
     _write(
-        path, "--html",
+        path,
+        "--html",
         _render(
-            "picture.html.j2", plan=plan, grid=lay_out(plan), choices=choices(plan), headline=tables.headline(plan),
+            "picture.html.j2",
+            plan=plan,
+            grid=lay_out(plan),
+            choices=choices(plan),
+            headline=tables.headline(plan),
             findings=[(finding, list(lines(finding))) for finding in findings],
-            verdict=verdict(findings), title=_title(plan),
+            verdict=verdict(findings),
+            title=_title(plan),
             nodes=list(tables.node_rows(plan)),
             communicator_headings=tables.COMMUNICATOR_HEADINGS,
             communicators=[
                 (tables.communicator_row(plan, c), is_spare(c)) for c in sorted(plan.communicators, key=is_spare)
             ],
             memory=list(tables.memory_rows(plan)) if tables.takes_device_memory(plan) else [],
-            save_headings=tables.SAVE_HEADINGS, saves=list(tables.save_rows(plan)),
+            save_headings=tables.SAVE_HEADINGS,
+            saves=list(tables.save_rows(plan)),
         ),
-    )  # fmt: skip
+    )
 
 
 def _title(plan: Plan) -> str:

@@ -114,10 +114,13 @@ class Plan:
         if self.model is None:
             return []
         return split_layers(
-            self.model.shape.num_layers, request.layout.pipeline,
-            first=request.first_stage_layers, last=request.last_stage_layers,
-            embedding=request.embedding_as_layer, loss=request.loss_as_layer,
-        )  # fmt: skip
+            self.model.shape.num_layers,
+            request.layout.pipeline,
+            first=request.first_stage_layers,
+            last=request.last_stage_layers,
+            embedding=request.embedding_as_layer,
+            loss=request.loss_as_layer,
+        )
 
 
 def make_plan(request: Request) -> Plan:
@@ -140,14 +143,22 @@ def make_plan(request: Request) -> Plan:
     families = [world_family(layout.world_size), *of_megatron]
     nodes = nodes_by_rank(request)
     memory = plan_memory(
-        layout, features, families,
-        limits=request.source.max_ctas, budget=request.host != "rl-safe" or request.budget,
+        layout,
+        features,
+        families,
+        limits=request.source.max_ctas,
+        budget=request.host != "rl-safe" or request.budget,
         nodes=nodes,
-    )  # fmt: skip
+    )
     plan = Plan(
-        request=request, model=model, features=features, memory=memory, saves=(), nodes=nodes,
+        request=request,
+        model=model,
+        features=features,
+        memory=memory,
+        saves=(),
+        nodes=nodes,
         communicators=tuple(_communicators(request, families, features, nodes)),
-    )  # fmt: skip
+    )
     if model is None:
         return plan
     return replace(plan, saves=tuple(_saves(request, model, plan.layers, nodes)))
@@ -164,9 +175,12 @@ def nodes_by_rank(request: Request) -> tuple[int, ...]:
         return tuple(gpu // size for gpu in gpus)
     gpu = {"GPU": 1.0}
     placement = place(
-        request.layout, [{"GPU": float(size)}] * request.nodes,
-        trainer=gpu, rollout=gpu, rollouts=0 if request.colocated else request.rollouts,
-    )  # fmt: skip
+        request.layout,
+        [{"GPU": float(size)}] * request.nodes,
+        trainer=gpu,
+        rollout=gpu,
+        rollouts=0 if request.colocated else request.rollouts,
+    )
     return (*placement.trainers, *(placement.trainers if request.colocated else placement.rollouts))
 
 
@@ -201,11 +215,14 @@ def _saves(request: Request, model: ModelSize, layers: list[int], nodes: Sequenc
             "the others a layer each"
         )
     return plan_saves(
-        request.layout, model.stages(layers),
-        instances=request.optimizer_instances, weight_bytes=request.dtype_bytes,
-        nodes=nodes, node_bytes_s=request.write_gib_s * GIB,
+        request.layout,
+        model.stages(layers),
+        instances=request.optimizer_instances,
+        weight_bytes=request.dtype_bytes,
+        nodes=nodes,
+        node_bytes_s=request.write_gib_s * GIB,
         raises=RULES.index(request.megatron) >= RULES.index(RAISES_SINCE),
-    )  # fmt: skip
+    )
 
 
 def is_spare(communicator: Communicator) -> bool:

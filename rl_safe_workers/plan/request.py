@@ -13,8 +13,12 @@ from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.topology.layout import SETTINGS, WORLD_KEY, ParallelLayout, check_layout, divisors
 
 _AXES: Mapping[str, str] = {
-    "tensor": "tp", "pipeline": "pp", "expert": "ep", "expert_tensor": "etp", "context": "cp",
-}  # fmt: skip
+    "tensor": "tp",
+    "pipeline": "pp",
+    "expert": "ep",
+    "expert_tensor": "etp",
+    "context": "cp",
+}
 _ENGINE = ("vllm_tp", "vllm_pp", "vllm_dp")
 _UNEVEN = ("first_stage_layers", "last_stage_layers")
 _AS_LAYERS = ("embedding_as_layer", "loss_as_layer")

@@ -163,9 +163,12 @@ def save_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
             yield way.sharding, _yes(way.fully_parallel), "raises", "-", "-"
         else:
             yield (
-                way.sharding, _yes(way.fully_parallel), f"{way.most / GIB:.2f}", str(way.writers),
+                way.sharding,
+                _yes(way.fully_parallel),
+                f"{way.most / GIB:.2f}",
+                str(way.writers),
                 f"{way.seconds:.1f}",
-            )  # fmt: skip
+            )
 
 
 def _yes(value: bool) -> str:

@@ -88,9 +88,12 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         secret = bytes.fromhex(init_info.secret)
         store = connect_store(StoreAddress(host=init_info.host, port=init_info.port, secret=secret), timeout=timeout)
         control = ControlPlane(
-            store, world=joint_world(init_info.generation), rank=init_info.joint_rank,
-            members=joint_ids(trainers=init_info.trainers, size=init_info.size), secret=secret,
-        )  # fmt: skip
+            store,
+            world=joint_world(init_info.generation),
+            rank=init_info.joint_rank,
+            members=joint_ids(trainers=init_info.trainers, size=init_info.size),
+            secret=secret,
+        )
         self._group = (GpuPair if init_info.colocated else JointGroup)(
             control,
             generation=init_info.generation,

@@ -104,8 +104,11 @@ class CommsPlan:
             logger.warning(
                 "the communicators may take up to %.0f MiB of device memory, %.0f of it for peers on other nodes, "
                 "which may have fewer channels, and %s: should connecting them fail for want of memory, set %s",
-                self.bytes / MIB, (self.bytes - least) / MIB, free, settings,
-            )  # fmt: skip
+                self.bytes / MIB,
+                (self.bytes - least) / MIB,
+                free,
+                settings,
+            )
             return
         raise CommunicatorError(
             f"the communicators will take {self.bytes / MIB:.0f} MiB of device memory and {free}: free memory before "

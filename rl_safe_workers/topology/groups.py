@@ -200,15 +200,23 @@ PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 EXPERT_DATA_PARALLEL = "EXPERT_DATA_PARALLEL_GROUP"
 KINDS: Mapping[str, GroupKind] = {
     WORLD: GroupKind(
-        key="world", size=lambda s, f: s.world_size, classes=_always(*_BOTH), traffic=_world_traffic,
+        key="world",
+        size=lambda s, f: s.world_size,
+        classes=_always(*_BOTH),
+        traffic=_world_traffic,
         first_phase=Phase.CONVERT,
     ),
     "DATA_PARALLEL_GROUP_WITH_CP": GroupKind(
-        key="dp_cp", size=lambda s, f: s.data * s.context, classes=_always(*_BOTH), traffic=_whole_data_traffic,
+        key="dp_cp",
+        size=lambda s, f: s.data * s.context,
+        classes=_always(*_BOTH),
+        traffic=_whole_data_traffic,
         fires_alone=True,
     ),
     "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": GroupKind(
-        key="intra_dp_cp", size=lambda s, f: s.data * s.context // f.optimizer_instances, classes=_always(*_BOTH),
+        key="intra_dp_cp",
+        size=lambda s, f: s.data * s.context // f.optimizer_instances,
+        classes=_always(*_BOTH),
         fires_alone=True,
     ),
     "DATA_PARALLEL_GROUP": GroupKind(key="dp", size=lambda s, f: s.data, traffic=_control),
@@ -216,14 +224,20 @@ KINDS: Mapping[str, GroupKind] = {
         key="cp", size=lambda s, f: s.context, classes=_context, first_phase=Phase.LOGPROB
     ),
     "MODEL_PARALLEL_GROUP": GroupKind(
-        key="mp", size=lambda s, f: s.tensor * s.pipeline, traffic=_control,
+        key="mp",
+        size=lambda s, f: s.tensor * s.pipeline,
+        traffic=_control,
         classes=_if(lambda f: not f.distributed_optimizer, OpClass.REDUCE),
     ),
     "TENSOR_MODEL_PARALLEL_GROUP": GroupKind(
         key="tp", size=lambda s, f: s.tensor, classes=_always(*_BOTH), fires_alone=True, first_phase=Phase.LOGPROB
     ),
     "PIPELINE_MODEL_PARALLEL_GROUP": GroupKind(
-        key="pp", size=lambda s, f: s.pipeline, classes=_pipeline, fires_alone=True, first_phase=Phase.LOGPROB,
+        key="pp",
+        size=lambda s, f: s.pipeline,
+        classes=_pipeline,
+        fires_alone=True,
+        first_phase=Phase.LOGPROB,
         traffic=lambda s, f: Traffic.STAGES,
     ),
     "EMBEDDING_GROUP": GroupKind(
@@ -231,46 +245,67 @@ KINDS: Mapping[str, GroupKind] = {
     ),
     "POSITION_EMBEDDING_GROUP": GroupKind(key="pos_embd", size=lambda s, f: 1, traffic=_control),
     "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": GroupKind(
-        key="tp_dp_cp", size=lambda s, f: s.tensor * s.data * s.context, traffic=_control,
+        key="tp_dp_cp",
+        size=lambda s, f: s.tensor * s.data * s.context,
+        traffic=_control,
         classes=_if(lambda f: f.expert_bias or f.aux_loss or f.fp8, OpClass.REDUCE),
     ),
     "TENSOR_AND_DATA_PARALLEL_GROUP": GroupKind(key="tp_dp", size=lambda s, f: s.tensor * s.data, traffic=_control),
     "TENSOR_AND_CONTEXT_PARALLEL_GROUP": GroupKind(
-        key="tp_cp", size=lambda s, f: s.tensor * s.context, traffic=_control,
+        key="tp_cp",
+        size=lambda s, f: s.tensor * s.context,
+        traffic=_control,
         classes=_if(lambda f: f.aux_loss or f.fp8, OpClass.REDUCE),
     ),
     "EXPERT_MODEL_PARALLEL_GROUP": GroupKind(
-        key="ep", size=lambda s, f: s.expert, first_phase=Phase.LOGPROB,
+        key="ep",
+        size=lambda s, f: s.expert,
+        first_phase=Phase.LOGPROB,
         classes=_expert_exchange,
     ),
     "EXPERT_TENSOR_PARALLEL_GROUP": GroupKind(
         key="ep_tp", size=lambda s, f: s.expert_tensor, classes=_with_experts(*_BOTH), first_phase=Phase.LOGPROB
     ),
     "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": GroupKind(
-        key="tp_ep_mp", size=lambda s, f: s.expert_tensor * s.expert, classes=_with_experts(*_BOTH),
-        traffic=_token_dispatch, first_phase=Phase.LOGPROB,
+        key="tp_ep_mp",
+        size=lambda s, f: s.expert_tensor * s.expert,
+        classes=_with_experts(*_BOTH),
+        traffic=_token_dispatch,
+        first_phase=Phase.LOGPROB,
     ),
     "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": GroupKind(
-        key="tp_ep_pp", size=lambda s, f: s.expert_tensor * s.expert * s.pipeline, traffic=_control,
+        key="tp_ep_pp",
+        size=lambda s, f: s.expert_tensor * s.expert * s.pipeline,
+        traffic=_control,
         classes=lambda s, f: (OpClass.REDUCE,) if _has_experts(s, f) and not f.distributed_optimizer else _NOTHING,
     ),
     EXPERT_DATA_PARALLEL: GroupKind(
-        key="ep_dp", size=lambda s, f: s.expert_data, classes=_of_expert_parameters, traffic=_whole_data_traffic,
+        key="ep_dp",
+        size=lambda s, f: s.expert_data,
+        classes=_of_expert_parameters,
+        traffic=_whole_data_traffic,
         fires_alone=True,
     ),
     "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0": GroupKind(
-        key="intra_ep_dp", size=lambda s, f: s.expert_data // f.optimizer_instances, classes=_of_expert_parameters,
+        key="intra_ep_dp",
+        size=lambda s, f: s.expert_data // f.optimizer_instances,
+        classes=_of_expert_parameters,
         fires_alone=True,
     ),
     "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1": GroupKind(
-        key="inter_ep_dp", size=lambda s, f: f.optimizer_instances, fires_alone=True,
-        classes=_if(lambda f: f.optimizer_instances > 1, *_BOTH)
+        key="inter_ep_dp",
+        size=lambda s, f: f.optimizer_instances,
+        fires_alone=True,
+        classes=_if(lambda f: f.optimizer_instances > 1, *_BOTH),
     ),
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": GroupKind(
-        key="intra_dist_opt_instance", size=lambda s, f: s.world_size // f.optimizer_instances, traffic=_control,
-        classes=_always(OpClass.REDUCE), fires_alone=True,
+        key="intra_dist_opt_instance",
+        size=lambda s, f: s.world_size // f.optimizer_instances,
+        traffic=_control,
+        classes=_always(OpClass.REDUCE),
+        fires_alone=True,
     ),
-}  # fmt: skip
+}
 """The kinds of groups, by Megatron's ``group_desc``. A run need not have a group of every kind."""
 
 _ONLY_WITH_INSTANCES = ("intra_dp_cp", "intra_ep_dp", "inter_ep_dp")

@@ -149,10 +149,14 @@ def predict_groups(layout: ParallelLayout, features: Features, limits: Mapping[s
         if classes:
             found.append(
                 PredictedGroup(
-                    description=description, kind=kind, size=size, classes=classes, max_ctas=limit,
+                    description=description,
+                    kind=kind,
+                    size=size,
+                    classes=classes,
+                    max_ctas=limit,
                     bytes=group_bytes(classes, size=size, max_ctas=limit, links=links),
                 )
-            )  # fmt: skip
+            )
     return sorted(found, key=lambda group: -group.bytes)
 
 

@@ -72,9 +72,14 @@ def find_ranges(config: RunConfig, checkpoint: Path, ranks: Sequence[int], *, rn
             policy = _Blueprint(config)
             policy.build()
             state = sharded_state(
-                policy.chunks, policy.optimizer, training_rank=rank, size=config.cluster.num_trainers,
-                is_loading=True, metadata=metadata, rng=rng,
-            )  # fmt: skip
+                policy.chunks,
+                policy.optimizer,
+                training_rank=rank,
+                size=config.cluster.num_trainers,
+                is_loading=True,
+                metadata=metadata,
+                rng=rng,
+            )
             found = _needs(split(state), index)
         rectangles.update(found.rectangles)
         objects.update(found.objects)

@@ -86,9 +86,15 @@ class MegatronActorMixin:
             releases_comms: Whether an offload gives up the communicators' memory, too.
         """
         self.safe = SafeTrainer(
-            training_rank=training_rank, training_size=training_size, rl_safe=rl_safe, megatron=megatron,
-            device=device, host=self, features=features, releases_comms=releases_comms,
-        )  # fmt: skip
+            training_rank=training_rank,
+            training_size=training_size,
+            rl_safe=rl_safe,
+            megatron=megatron,
+            device=device,
+            host=self,
+            features=features,
+            releases_comms=releases_comms,
+        )
 
     serve_store = _of(lambda safe: safe.entry, WorldEntry.serve_store)
     init_world = _of(lambda safe: safe.entry, WorldEntry.init_world)

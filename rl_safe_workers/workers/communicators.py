@@ -203,9 +203,11 @@ class Communicators(Part):
             return report, work.connected
         entries, of_host = work.run_host(wanted, timeout=timeout or self.rank.remaining())
         report = replace(
-            report, entries=report.entries + entries, skipped=report.skipped - len(of_host.keys() - work.connected),
+            report,
+            entries=report.entries + entries,
+            skipped=report.skipped - len(of_host.keys() - work.connected),
             seconds=report.seconds + sum(entry.seconds for entry in entries),
-        )  # fmt: skip
+        )
         return report, _united(work.connected, of_host)
 
     def is_connected(self, group: LiveGroup) -> bool:

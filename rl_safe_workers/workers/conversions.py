@@ -173,8 +173,10 @@ class Conversions(Part):
             logger.info(
                 "conversion of %s to %s on the %d training ranks alone: fully_parallel_save=False, "
                 "validate_access_integrity=False",
-                hf_dir, final, self.rank.training_size,
-            )  # fmt: skip
+                hf_dir,
+                final,
+                self.rank.training_size,
+            )
         pending = pending_path(final)
         with removed_on_failure(pending, what="the conversion") if self.rank.training_rank == 0 else ExitStack():
             self.rank.host.load_hf_weights(str(hf_dir))

@@ -79,9 +79,15 @@ class SafeTrainer(TrainingRank):
             outside_timeout: Longest wait of a collective outside of phases; None: as in the phase before.
         """
         super().__init__(
-            training_rank=training_rank, training_size=training_size, rl_safe=rl_safe, megatron=megatron,
-            device=device, host=host, features=features, outside_timeout=outside_timeout,
-        )  # fmt: skip
+            training_rank=training_rank,
+            training_size=training_size,
+            rl_safe=rl_safe,
+            megatron=megatron,
+            device=device,
+            host=host,
+            features=features,
+            outside_timeout=outside_timeout,
+        )
         self.comms = Communicators(self, host_comms or HostComms())
         self.entry = WorldEntry(self, world_options=self.comms.world_options)
         self.weights = WeightSync(self, self.entry)

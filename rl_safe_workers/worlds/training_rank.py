@@ -166,9 +166,12 @@ class TrainingRank:
             secret: The run's secret, 32 bytes.
         """
         self._control = ControlPlane(
-            self.store, world=TRAINING_WORLD, rank=self.training_rank,
-            members=trainer_ids(range(self.training_size)), secret=secret,
-        )  # fmt: skip
+            self.store,
+            world=TRAINING_WORLD,
+            rank=self.training_rank,
+            members=trainer_ids(range(self.training_size)),
+            secret=secret,
+        )
 
     def timeout(self, phase: Phase) -> timedelta:
         """Returns the configured timeout of a phase."""

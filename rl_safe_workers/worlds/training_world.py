@@ -74,9 +74,13 @@ def init_training_world(
         )
     own: Store = store.clone()  # type: ignore[attr-defined]
     dist.init_process_group(
-        backend, store=PrefixStore("train", own), rank=training_rank, world_size=size, timeout=timeout,
+        backend,
+        store=PrefixStore("train", own),
+        rank=training_rank,
+        world_size=size,
+        timeout=timeout,
         pg_options=options,
-    )  # fmt: skip
+    )
     return TrainingWorld(training_rank=training_rank, size=size, joint_ranks=tuple(range(size)))
 
 

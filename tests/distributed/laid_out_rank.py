@@ -102,9 +102,13 @@ class Rank(MegatronPolicy):
 
     def ours(self, *, is_loading: bool, **options: Any) -> dict[str, Any]:
         return sharded_state(
-            self.chunks, self.optimizer, training_rank=dist.get_rank(), size=dist.get_world_size(),
-            is_loading=is_loading, **options,
-        )  # fmt: skip
+            self.chunks,
+            self.optimizer,
+            training_rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            is_loading=is_loading,
+            **options,
+        )
 
     def stock(self, *, is_loading: bool) -> dict[str, Any]:
         """Megatron's own sharded state dict. Collective: it gathers the optimizer's state."""
@@ -123,9 +127,14 @@ class Rank(MegatronPolicy):
         )
         saver = Saver(_control(), replicas=replicas)
         saver.begin(
-            state, directory, content_metadata=content_metadata, prepare=lambda: directory.mkdir(parents=True),
-            commit=lambda files, notes: None, timeout=TIMEOUT, background=False,
-        )  # fmt: skip
+            state,
+            directory,
+            content_metadata=content_metadata,
+            prepare=lambda: directory.mkdir(parents=True),
+            commit=lambda files, notes: None,
+            timeout=TIMEOUT,
+            background=False,
+        )
         saver.finish(TIMEOUT)
 
     def save_with_stock(self, directory: Path, state: dict[str, Any]) -> None:

@@ -130,9 +130,13 @@ def compare(cases: list[Case]) -> dict[str, Any]:
             ranks, groups = ranks + 1, groups + len(real)
             differences += [] if real == plan else [f"{case} rank {rank}: {real} against {plan}"]
     return {
-        "version": megatron.core.__version__, "layouts": len(cases), "ranks": ranks, "groups": groups,
-        "differ": len(differences), "differences": differences[:3],
-    }  # fmt: skip
+        "version": megatron.core.__version__,
+        "layouts": len(cases),
+        "ranks": ranks,
+        "groups": groups,
+        "differ": len(differences),
+        "differences": differences[:3],
+    }
 
 
 if __name__ == "__main__":

@@ -136,7 +136,16 @@ def see(rank: int, address: StoreAddress, models: Path, layout: Layout) -> Seen:
     onloaded_made, ep_rank = _prints(outgoing.weights()), parallel_state.get_expert_model_parallel_rank()
     assert worker.teardown() == {}
     return Seen(
-        specs=outgoing.specs, buckets=buckets, mine=outgoing.mine, exported=exported, made=made, views=views,
-        received=received, left_over=left_over, moved_exported=moved_exported, moved_made=moved_made,
-        onloaded_made=onloaded_made, ep_rank=ep_rank,
-    )  # fmt: skip
+        specs=outgoing.specs,
+        buckets=buckets,
+        mine=outgoing.mine,
+        exported=exported,
+        made=made,
+        views=views,
+        received=received,
+        left_over=left_over,
+        moved_exported=moved_exported,
+        moved_made=moved_made,
+        onloaded_made=onloaded_made,
+        ep_rank=ep_rank,
+    )

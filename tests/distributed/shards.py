@@ -36,9 +36,12 @@ def state_of(rank: int, *, step: int = 0, ep: int = EP, size: int = SIZE, hidden
             for expert in range(rank % ep * local, (rank % ep + 1) * local):
                 data = torch.arange(float(hidden * shape[0])).view(shape) + 1000 * expert + 7 * layer + step
                 state[f"{prefix}{expert}.{matrix}"] = ShardedTensor.from_rank_offsets(
-                    f"{prefix}{matrix}.weight", data, (0, expert, EXPERTS), replica_id=(0, 0, rank // ep),
+                    f"{prefix}{matrix}.weight",
+                    data,
+                    (0, expert, EXPERTS),
+                    replica_id=(0, 0, rank // ep),
                     prepend_axis_num=1,
-                )  # fmt: skip
+                )
                 state[f"{prefix}{expert}.{matrix}.extra"] = ShardedObject(
                     f"{prefix}{matrix}._extra_state", None, (EXPERTS,), (expert,), (0, 0, rank // ep)
                 )
@@ -69,10 +72,14 @@ class Saving:
         """Saves under ``root``, as a checkpoint with a manifest."""
         pending = pending_path(step_dir(root, step))
         self.saver.begin(
-            state, pending / SHARDS, content_metadata={}, prepare=lambda: start_save(root, step),
+            state,
+            pending / SHARDS,
+            content_metadata={},
+            prepare=lambda: start_save(root, step),
             commit=lambda files, notes: str(commit(pending, manifest_of(pending, files, step), durable=files)),
-            timeout=self.timeout, background=background,
-        )  # fmt: skip
+            timeout=self.timeout,
+            background=background,
+        )
         return self.saver.finish(self.timeout) if finish else None
 
     def load(self, state: dict[str, Any], path: Path, *, strict: bool = True) -> dict[str, Any]:
@@ -83,9 +90,15 @@ class Saving:
 def manifest_of(pending: Path, files: Mapping[str, WrittenFile], step: int, notes: Sequence[str] = ()) -> Manifest:
     """The least that a manifest needs."""
     return Manifest(
-        step=step, model_fingerprint="tiny", layout={}, saved_at=time.time(), versions={},
-        files=file_records(pending, files), driver_state={}, digests={},
-    )  # fmt: skip
+        step=step,
+        model_fingerprint="tiny",
+        layout={},
+        saved_at=time.time(),
+        versions={},
+        files=file_records(pending, files),
+        driver_state={},
+        digests={},
+    )
 
 
 def emptied(state: dict[str, Any]) -> dict[str, Any]:

@@ -92,10 +92,15 @@ sys.stdin.read()
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_the_port_of_another_address_is_not_the_stores(served: Served) -> None:
     _, address, door = served
-    with subprocess.Popen(
-        [sys.executable, "-c", BYSTANDER],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as bystander, socket.socket() as client:  # fmt: skip
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", BYSTANDER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as bystander,
+        socket.socket() as client,
+    ):
         assert bystander.stdout is not None
         client.bind(("127.0.0.2", address.port))
         client.connect(("127.0.0.1", int(bystander.stdout.readline())))

@@ -25,8 +25,15 @@ HALF_BYTES, PAIRS, SIZE = 1024, 2, 4
 ROUNDS = 6
 PATIENCE = timedelta(seconds=60)
 SHORT = timedelta(seconds=1)
-SHAPES = (((5,), torch.float32), ((), torch.int64), ((0, 3), torch.float32), ((HALF_BYTES,), torch.uint8),
-          ((HALF_BYTES + 1,), torch.bool), ((7, 331), torch.bfloat16), ((1,), torch.bfloat16))  # fmt: skip
+SHAPES = (
+    ((5,), torch.float32),
+    ((), torch.int64),
+    ((0, 3), torch.float32),
+    ((HALF_BYTES,), torch.uint8),
+    ((HALF_BYTES + 1,), torch.bool),
+    ((7, 331), torch.bfloat16),
+    ((1,), torch.bfloat16),
+)
 """Nothing; less than a half, one, and a byte more; 4.5 halves."""
 
 
@@ -44,9 +51,12 @@ def _join(
     gpu_pair.HALF_BYTES, pair.folder = HALF_BYTES, folder
     control = control_plane(address, rank=joint_rank, size=size, trainers=size // 2, world=joint_world(generation))
     return pair(
-        control, generation=generation, timeout=timeout,
-        device=torch.device("cpu"), sync_timeout=sync_timeout,
-    )  # fmt: skip
+        control,
+        generation=generation,
+        timeout=timeout,
+        device=torch.device("cpu"),
+        sync_timeout=sync_timeout,
+    )
 
 
 def _contents(pair: int, turn: int) -> list[torch.Tensor]:

@@ -34,14 +34,24 @@ REDUCE, GATHER, ALL_TO_ALL = OpClass.REDUCE, OpClass.GATHER_SCATTER, OpClass.ALL
 @pytest.mark.parametrize(
     ("operation", "expected"),
     [
-        ("allreduce_", REDUCE), ("broadcast_", REDUCE), ("barrier", REDUCE), ("reduce_", REDUCE),
-        ("_allgather_base_", GATHER), ("allgather_into_tensor_coalesced_", GATHER), ("all_gather_single_", GATHER),
-        ("_reduce_scatter_base_", GATHER), ("reduce_scatter_tensor_coalesced_", GATHER),
-        ("alltoall_base_", ALL_TO_ALL), ("all_to_all_single_", ALL_TO_ALL), ("scatter_", ALL_TO_ALL),
-        ("gather_", ALL_TO_ALL), ("send", OpClass.UNBATCHED_P2P), ("recv_", OpClass.UNBATCHED_P2P),
+        ("allreduce_", REDUCE),
+        ("broadcast_", REDUCE),
+        ("barrier", REDUCE),
+        ("reduce_", REDUCE),
+        ("_allgather_base_", GATHER),
+        ("allgather_into_tensor_coalesced_", GATHER),
+        ("all_gather_single_", GATHER),
+        ("_reduce_scatter_base_", GATHER),
+        ("reduce_scatter_tensor_coalesced_", GATHER),
+        ("alltoall_base_", ALL_TO_ALL),
+        ("all_to_all_single_", ALL_TO_ALL),
+        ("scatter_", ALL_TO_ALL),
+        ("gather_", ALL_TO_ALL),
+        ("send", OpClass.UNBATCHED_P2P),
+        ("recv_", OpClass.UNBATCHED_P2P),
         ("something_new_", None),
     ],
-)  # fmt: skip
+)
 def test_every_operator_of_torch_has_its_class(operation: str, expected: OpClass | None) -> None:
     assert op_class(operation) is expected
 
@@ -140,9 +150,12 @@ def _train(rank: int, address: StoreAddress, overrides: list[str]) -> dict[str, 
 
 def test_the_built_in_trainer_says_how_its_stages_send(address: StoreAddress, seeded_models: dict[str, Path]) -> None:
     overrides = [
-        f"model.path={seeded_models['moe']}", "cluster.num_trainers=4", "megatron.expert_model_parallel_size=2",
-        "megatron.pipeline_model_parallel_size=2", "actor.ppo_micro_batch_size_per_gpu=2",
-    ]  # fmt: skip
+        f"model.path={seeded_models['moe']}",
+        "cluster.num_trainers=4",
+        "megatron.expert_model_parallel_size=2",
+        "megatron.pipeline_model_parallel_size=2",
+        "actor.ppo_micro_batch_size_per_gpu=2",
+    ]
     for found in values(run_ranks(_train, 4, address, overrides)):
         assert found["late"] == []
         # Shapes in batches, activations one by one.

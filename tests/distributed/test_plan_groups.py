@@ -35,8 +35,13 @@ def test_every_rank_of_every_layout_has_the_groups_that_megatron_makes(version: 
     path = ":".join([*([UNPACKED[version]] if version in UNPACKED else []), str(REPOSITORY)])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.distributed.megatron_groups", cases],
-        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=550, check=False,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert version in (INSTALLED, found["version"].partition("+")[0])

@@ -55,9 +55,7 @@ def test_each_rank_writes_what_was_planned(sizes: dict[str, int], address: Store
     by_rank = values(run_ranks(_written, SIZE, address, config, str(tmp_path)))
     layout = ParallelLayout.of(config.megatron, world_size=SIZE)
     stages = ModelSize.read(tmp_path / "model").stages(split_layers(4, layout.pipeline, first=None, last=None))
-    planned = plan_saves(
-        layout, stages, instances=1, weight_bytes=4, nodes=[0] * SIZE, node_bytes_s=GIB, raises=True
-    )  # fmt: skip
+    planned = plan_saves(layout, stages, instances=1, weight_bytes=4, nodes=[0] * SIZE, node_bytes_s=GIB, raises=True)
     by_way = {(way.sharding, way.fully_parallel): way.bytes_by_rank for way in planned}
     for number, way in enumerate(WAYS):
         written = [counts[number] for counts in by_rank]

@@ -67,10 +67,14 @@ def _logits(worker: Worker, batch: SequenceBatch) -> np.ndarray | None:
         return model(input_ids=tokens, position_ids=positions, attention_mask=None), lambda out: (out.sum() * 0, out)
 
     results = get_forward_backward_func()(
-        forward_step_func=step, data_iterator=[iter([0, 0]) for _ in worker.chunks], model=worker.chunks,
+        forward_step_func=step,
+        data_iterator=[iter([0, 0]) for _ in worker.chunks],
+        model=worker.chunks,
         num_microbatches=2,
-        seq_length=tokens.shape[1], micro_batch_size=1, forward_only=True,
-    )  # fmt: skip
+        seq_length=tokens.shape[1],
+        micro_batch_size=1,
+        forward_only=True,
+    )
     if not parallel_state.is_pipeline_last_stage():
         return None
     return tensor_parallel.gather_from_tensor_model_parallel_region(results[0]).numpy()

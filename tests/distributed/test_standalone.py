@@ -72,8 +72,11 @@ def test_the_group_between_optimizer_instances_is_connected_because_megatron_has
 def _sends(rank: int, address: StoreAddress, virtual: int | None) -> list[int]:
     """The stages that this one has sent to, one by one."""
     _begin(
-        rank, address, pipeline_model_parallel_size=SIZE, virtual_pipeline_model_parallel_size=virtual,
-    )  # fmt: skip
+        rank,
+        address,
+        pipeline_model_parallel_size=SIZE,
+        virtual_pipeline_model_parallel_size=virtual,
+    )
     with mock.patch.object(dist, "send", wraps=dist.send) as send:
         bootstrap()
     teardown()

@@ -122,9 +122,14 @@ def test_a_gpu_that_does_not_finish_is_named_by_all_in_time_and_the_groups_come_
 
 @pytest.mark.parametrize(
     ("device", "version", "cumem", "expected"),
-    [("cuda", (2, 29, 7), "1", True), ("cuda", (2, 30, 4), None, True), ("cuda", (2, 28, 9), None, False),
-     ("cuda", (2, 29, 7), "0", False), ("cpu", (2, 29, 7), "1", False)],
-)  # fmt: skip
+    [
+        ("cuda", (2, 29, 7), "1", True),
+        ("cuda", (2, 30, 4), None, True),
+        ("cuda", (2, 28, 9), None, False),
+        ("cuda", (2, 29, 7), "0", False),
+        ("cpu", (2, 29, 7), "1", False),
+    ],
+)
 def test_it_is_used_where_torch_and_nccl_can(device, version, cumem, expected, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)

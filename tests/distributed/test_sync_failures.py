@@ -167,9 +167,12 @@ def _pass_within_a_limit(joint_rank: int, address: StoreAddress, folder: Path, t
     gpu_pair.HALF_BYTES, FilePair.folder = HALF_BYTES, folder
     control = control_plane(address, rank=joint_rank, size=2, trainers=1, world=joint_world(0))
     pair = FilePair(
-        control, generation=0, timeout=PATIENCE, device=torch.device("cpu"),
+        control,
+        generation=0,
+        timeout=PATIENCE,
+        device=torch.device("cpu"),
         sync_timeout=timedelta(seconds=3 * LIMIT_S),
-    )  # fmt: skip
+    )
     if joint_rank == 1:
         for _ in range(reads):
             time.sleep(READ_S)

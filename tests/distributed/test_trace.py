@@ -246,8 +246,13 @@ def test_the_end_of_a_batch_is_seen_with_the_name_of_what_was_issued_last(monkey
         group._start_coalescing()
         group._end_coalescing()
     assert seen == [
-        (group, BATCH), (other, "send"), (group, BATCH), (group, "recv_"), (group, "allreduce_"), (group, "allreduce_"),
-    ]  # fmt: skip
+        (group, BATCH),
+        (other, "send"),
+        (group, BATCH),
+        (group, "recv_"),
+        (group, "allreduce_"),
+        (group, "allreduce_"),
+    ]
     assert issued.count("_start_coalescing") == issued.count("_end_coalescing") == 3
 
 
@@ -295,9 +300,11 @@ def _issue_in_threads(rank: int, address: StoreAddress, backend: str) -> dict[st
         _Reduced.apply(torch.ones(1, requires_grad=True), REENTRANT, backward_threads).backward()
     gather_elsewhere(traced=False)
     return {
-        "nothing": nothing, "other": other, "seen": _ops(seen),
+        "nothing": nothing,
+        "other": other,
+        "seen": _ops(seen),
         "backward_elsewhere": backward_threads.isdisjoint({threading.get_ident()}),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -335,10 +342,14 @@ def _nest(rank: int, address: StoreAddress) -> list[tuple[str, str]]:
 def test_nested_traces_are_asked_from_the_inside_and_see_what_the_inner_ones_issue(address: StoreAddress) -> None:
     (seen,) = values(run_ranks(_nest, 1, address))
     assert seen == [
-        ("inner", "allreduce_"), ("outer", "barrier"), ("outer", "allreduce_"),
-        ("inner", "send"), ("outer", "barrier"), ("outer", "send"),
+        ("inner", "allreduce_"),
+        ("outer", "barrier"),
+        ("outer", "allreduce_"),
+        ("inner", "send"),
+        ("outer", "barrier"),
+        ("outer", "send"),
         ("outer", "broadcast_"),
-    ]  # fmt: skip
+    ]
 
 
 class _LeftToTorch(dist.ProcessGroup):

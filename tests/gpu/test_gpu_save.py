@@ -42,11 +42,13 @@ def _state(seed: int) -> dict[str, Any]:
 
     state: dict[str, Any] = {
         f"experts.{i}": ShardedTensor.from_rank_offsets(
-            "mlp.experts.experts.linear_fc1.weight", values(256, 128, dtype=torch.bfloat16), (0, i, EXPERTS),
+            "mlp.experts.experts.linear_fc1.weight",
+            values(256, 128, dtype=torch.bfloat16),
+            (0, i, EXPERTS),
             prepend_axis_num=1,
         )
         for i in range(EXPERTS)
-    }  # fmt: skip
+    }
     plain = {"matrix": values(2048, 1024), "view": values(64, 64).t()[:, 3:40], "scalar": values()}
     return state | {key: ShardedTensor.from_rank_offsets(key, value) for key, value in plain.items()}
 
@@ -60,9 +62,14 @@ def test_what_was_on_the_gpu_when_the_save_began_comes_back(
     for step in range(2):
         state, directory = _state(seed=step), tmp_path / str(step)
         saver.begin(
-            state, directory, content_metadata={}, prepare=directory.mkdir, commit=lambda files, notes: len(files),
-            timeout=TIMEOUT, background=background,
-        )  # fmt: skip
+            state,
+            directory,
+            content_metadata={},
+            prepare=directory.mkdir,
+            commit=lambda files, notes: len(files),
+            timeout=TIMEOUT,
+            background=background,
+        )
         for shard in state.values():
             shard.data.fill_(-1)  # at once, on the stream that the copies were made on
         assert saver.finish(TIMEOUT) == 1

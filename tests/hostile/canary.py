@@ -28,16 +28,37 @@ REPOSITORY = Path(__file__).parents[2]
 
 _RUNS = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn", "webbrowser.open", "socket.bind"}
 _CHANGES = {
-    "os.chmod": 1, "os.chown": 1, "os.link": 2, "os.mkdir": 1, "os.remove": 1, "os.rename": 2, "os.rmdir": 1,
-    "os.symlink": 2, "os.truncate": 1, "os.utime": 1, "shutil.rmtree": 1, "shutil.move": 2,
-}  # fmt: skip
+    "os.chmod": 1,
+    "os.chown": 1,
+    "os.link": 2,
+    "os.mkdir": 1,
+    "os.remove": 1,
+    "os.rename": 2,
+    "os.rmdir": 1,
+    "os.symlink": 2,
+    "os.truncate": 1,
+    "os.utime": 1,
+    "shutil.rmtree": 1,
+    "shutil.move": 2,
+}
 """Audit events that change files, and how many of their first arguments are paths."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _READABLE = (
     *{sys.prefix, sys.base_prefix, str(REPOSITORY), sysconfig.get_paths()["stdlib"]},
-    "/usr", "/lib", "/lib64", "/sys", "/proc/sys", "/proc/self", "/proc/stat", "/proc/meminfo", "/proc/cpuinfo",
-    "/etc/ld.so.cache", "/etc/localtime", "/etc/os-release", "/etc/mime.types",
-)  # fmt: skip
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/sys",
+    "/proc/sys",
+    "/proc/self",
+    "/proc/stat",
+    "/proc/meminfo",
+    "/proc/cpuinfo",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/os-release",
+    "/etc/mime.types",
+)
 """Files that Python and its libraries read by themselves."""
 _DEVICES = ("/dev/null", "/dev/urandom", "/dev/shm")
 _LISTED = 20

@@ -117,10 +117,16 @@ def manifest_fields(root: Path) -> dict[str, Any]:
         for path in paths
     }
     return {
-        "schema": 2, "step": STEP, "model_fingerprint": "0123456789abcdef", "layout": {"world_size": 1, "tensor": 1},
-        "saved_at": 1.7e9, "versions": {"torch": "2.13.0"}, "files": files, "driver_state": {"data": DATA},
+        "schema": 2,
+        "step": STEP,
+        "model_fingerprint": "0123456789abcdef",
+        "layout": {"world_size": 1, "tensor": 1},
+        "saved_at": 1.7e9,
+        "versions": {"torch": "2.13.0"},
+        "files": files,
+        "driver_state": {"data": DATA},
         "digests": {},
-    }  # fmt: skip
+    }
 
 
 def wanted_state() -> dict[str, Any]:

@@ -21,9 +21,17 @@ from tests.hostile import (
 from tests.hostile.case import Case
 
 MODULES = (
-    corpus_checkpoints, corpus_pickles, corpus_archives, corpus_manifests, corpus_metadata, corpus_folders,
-    corpus_recipes, corpus_settings, corpus_prompts, corpus_models,
-)  # fmt: skip
+    corpus_checkpoints,
+    corpus_pickles,
+    corpus_archives,
+    corpus_manifests,
+    corpus_metadata,
+    corpus_folders,
+    corpus_recipes,
+    corpus_settings,
+    corpus_prompts,
+    corpus_models,
+)
 QUICK = 150
 QUICK_SEED = 20260801
 

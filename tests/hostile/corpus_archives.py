@@ -122,7 +122,7 @@ ARCHIVES: dict[str, Callable[[], bytes]] = {
     "not-zip": lambda: pickle.dumps({"iteration": 7}),
     "old-torch-save": lambda: _old_format(),
     "tar": lambda: _tar(),
-}  # fmt: skip
+}
 """Archives by name; each is tried as ``common.pt``, as an object and as part of a tensor."""
 
 

@@ -100,14 +100,30 @@ def _replace_manifest(what: str, shards: Path, site: Site) -> None:
 
 def _moved_files() -> Iterator[Case]:
     for file in FILES:
-        yield checkpoint(f"link-outside/{file}", lambda shards, site, f=file: move_outside(shards / f, site),
-                         accepts=UNREAD[file])  # fmt: skip
-    yield checkpoint("link-outside/ours-shard", lambda shards, site: move_outside(shards / FILES[-1], site), OURS,
-                     keeps_manifest=True, accepts=(*UNREAD[FILES[-1]], "manifest", "resume"))  # fmt: skip
-    yield checkpoint("link-outside/manifest.json", lambda shards, site: move_outside(shards.parent / MANIFEST, site),
-                     OURS, keeps_manifest=True, accepts=("index", "common", "load"))  # fmt: skip
-    yield checkpoint("link-outside/dist_ckpt", lambda shards, site: move_outside(shards, site), OURS,
-                     keeps_manifest=True, commands=tuple(readers(OURS)[:4]))  # fmt: skip
+        yield checkpoint(
+            f"link-outside/{file}", lambda shards, site, f=file: move_outside(shards / f, site), accepts=UNREAD[file]
+        )
+    yield checkpoint(
+        "link-outside/ours-shard",
+        lambda shards, site: move_outside(shards / FILES[-1], site),
+        OURS,
+        keeps_manifest=True,
+        accepts=(*UNREAD[FILES[-1]], "manifest", "resume"),
+    )
+    yield checkpoint(
+        "link-outside/manifest.json",
+        lambda shards, site: move_outside(shards.parent / MANIFEST, site),
+        OURS,
+        keeps_manifest=True,
+        accepts=("index", "common", "load"),
+    )
+    yield checkpoint(
+        "link-outside/dist_ckpt",
+        lambda shards, site: move_outside(shards, site),
+        OURS,
+        keeps_manifest=True,
+        commands=tuple(readers(OURS)[:4]),
+    )
 
 
 def _holes_that_are_listed() -> Iterator[Case]:
@@ -115,10 +131,14 @@ def _holes_that_are_listed() -> Iterator[Case]:
     for size, word in ((8 * GIB, "8gib"), (10 * TIB, "10tib")):
         for file in ("common.pt", "__1_0.distcp"):
             yield checkpoint(
-                f"hole-listed-{word}/{file}", partial(_grow_hole, file, size), OURS, keeps_manifest=True,
-                accepts=("audit", "index", "common", "manifest", "resume", "load") if file != "common.pt" else
-                ("index", "manifest", "resume"),
-            )  # fmt: skip
+                f"hole-listed-{word}/{file}",
+                partial(_grow_hole, file, size),
+                OURS,
+                keeps_manifest=True,
+                accepts=("audit", "index", "common", "manifest", "resume", "load")
+                if file != "common.pt"
+                else ("index", "manifest", "resume"),
+            )
 
 
 def _grow_hole(file: str, size: int, shards: Path, site: Site) -> None:
@@ -205,16 +225,23 @@ def _grown() -> Iterator[Case]:
         for number, (file, todo) in enumerate(grow(strategy, count, seed=seed)):
             # With a manifest every byte has a digest, so a deep audit misses nothing.
             yield checkpoint(
-                f"edited-{word}/{number:03}", partial(_edit, file, todo), root,
-                commands=tuple(readers(root, audits=audits)), keeps_manifest=True,
+                f"edited-{word}/{number:03}",
+                partial(_edit, file, todo),
+                root,
+                commands=tuple(readers(root, audits=audits)),
+                keeps_manifest=True,
                 accepts=("index", "common", "load", "manifest", "resume") if root == OURS else EITHER,
-            )  # fmt: skip
+            )
     strategy = edits()
     for number, todo in enumerate(grow(strategy, 60, seed=3)):
         yield checkpoint(
-            f"edited-manifest/{number:03}", partial(_edit_manifest, todo), OURS, keeps_manifest=True,
-            commands=tuple(readers(OURS, audits=audits)), accepts=EITHER,
-        )  # fmt: skip
+            f"edited-manifest/{number:03}",
+            partial(_edit_manifest, todo),
+            OURS,
+            keeps_manifest=True,
+            commands=tuple(readers(OURS, audits=audits)),
+            accepts=EITHER,
+        )
 
 
 def _edit(file: str, todo: list[tuple[str, int, int, bytes]], shards: Path, site: Site) -> None:

@@ -77,9 +77,14 @@ def _case(
         add(root, site)
 
     return Case(
-        name=f"folder/{name}", make=make, commands=(command,), accepts=EITHER, ours=(*may_change, *ours), theirs=theirs,
+        name=f"folder/{name}",
+        make=make,
+        commands=(command,),
+        accepts=EITHER,
+        ours=(*may_change, *ours),
+        theirs=theirs,
         may_read_outside=True,
-    )  # fmt: skip
+    )
 
 
 def put_archive(site: Site) -> None:
@@ -120,11 +125,19 @@ def _all_of(name: str, what: str) -> tuple[str, ...]:
 # What may lie beside ours: each under several names
 
 _NAMES = (
-    "global_step_5", "global_step_5.incomplete", "global_step_5.replaced.incomplete", "global_step_2.incomplete",
-    "global_step_2.replaced.incomplete", f"global_step_{NEXT}.replaced.incomplete", "global_step_0005",
-    "global_step_\N{ARABIC-INDIC DIGIT FIVE}", "global_step_5\n", "global_step_" + "9" * 200,
-    "global_step_5.replaced", "global_step_77.replaced.incomplete",
-)  # fmt: skip
+    "global_step_5",
+    "global_step_5.incomplete",
+    "global_step_5.replaced.incomplete",
+    "global_step_2.incomplete",
+    "global_step_2.replaced.incomplete",
+    f"global_step_{NEXT}.replaced.incomplete",
+    "global_step_0005",
+    "global_step_\N{ARABIC-INDIC DIGIT FIVE}",
+    "global_step_5\n",
+    "global_step_" + "9" * 200,
+    "global_step_5.replaced",
+    "global_step_77.replaced.incomplete",
+)
 _FILES = (f"{TRACKER}.tmp", "manifest.json", "manifest.json.tmp", "notes.txt", "global_step_5.lock")
 
 
@@ -160,15 +173,33 @@ FORGED = {
     "empty": "",
     "section": "{}",
     "cut": '{"schema": 2, "step": 5',
-    "files-empty": json.dumps({
-        "schema": 2, "step": 5, "model_fingerprint": "0", "layout": {}, "saved_at": 1.0, "versions": {}, "files": {},
-        "driver_state": {}, "digests": {},
-    }),
-    "of-nan": json.dumps({
-        "schema": 2, "step": 5, "model_fingerprint": "0", "layout": {}, "saved_at": float("nan"), "versions": {},
-        "files": {}, "driver_state": {}, "digests": {},
-    }),
-}  # fmt: skip
+    "files-empty": json.dumps(
+        {
+            "schema": 2,
+            "step": 5,
+            "model_fingerprint": "0",
+            "layout": {},
+            "saved_at": 1.0,
+            "versions": {},
+            "files": {},
+            "driver_state": {},
+            "digests": {},
+        }
+    ),
+    "of-nan": json.dumps(
+        {
+            "schema": 2,
+            "step": 5,
+            "model_fingerprint": "0",
+            "layout": {},
+            "saved_at": float("nan"),
+            "versions": {},
+            "files": {},
+            "driver_state": {},
+            "digests": {},
+        }
+    ),
+}
 
 
 def _additions() -> Iterator[tuple[str, Callable[[Path, Site], None]]]:
@@ -248,14 +279,21 @@ def _locks() -> Iterator[Case]:
 
     def lock(word: str, put: Callable[[Path, Site], None], ours: tuple[str, ...] = ()) -> Case:
         return Case(
-            name=f"folder/lock-{word}", make=lambda site: put(site.input / name, site),
-            commands=(Command("lock", (name,)),), accepts=EITHER, ours=ours, may_read_outside=True,
-        )  # fmt: skip
+            name=f"folder/lock-{word}",
+            make=lambda site: put(site.input / name, site),
+            commands=(Command("lock", (name,)),),
+            accepts=EITHER,
+            ours=ours,
+            may_read_outside=True,
+        )
 
     for what in SPECIAL:
         # Where there is nothing, a lock of ours may come.
-        yield lock(what, lambda path, site, what=what: replace(path, what, site),
-                   ours=(f"input/{name}",) if what == "missing" else ())  # fmt: skip
+        yield lock(
+            what,
+            lambda path, site, what=what: replace(path, what, site),
+            ours=(f"input/{name}",) if what == "missing" else (),
+        )
     yield lock("user", lambda path, site: _write(path, "a user's file"))
     yield lock("user-json", lambda path, site: _write(path, '{"name": "a user\'s file"}'))
     yield lock("ours", lambda path, site: _write(path, '{"host": "here", "pid": 1}'), ours=(f"input/{name}",))
@@ -315,10 +353,13 @@ def _leftovers() -> Iterator[Case]:
 def _leftover(word: str, put: Callable[[Path, Site], None], *, may_go: bool = False) -> Case:
     folder = f"{TEMP_PREFIX}abc"
     return Case(
-        name=f"folder/leftover-{word}", make=lambda site: put(site.input / folder, site),
-        commands=(Command("leftovers", (".",)),), accepts=EITHER, ours=(f"input/{folder}",) if may_go else (),
+        name=f"folder/leftover-{word}",
+        make=lambda site: put(site.input / folder, site),
+        commands=(Command("leftovers", (".",)),),
+        accepts=EITHER,
+        ours=(f"input/{folder}",) if may_go else (),
         may_read_outside=True,
-    )  # fmt: skip
+    )
 
 
 def _put_marked(mark: str, folder: Path, site: Site) -> None:

@@ -21,9 +21,17 @@ MIB = 2**20
 _ELSEWHERE = ("index", "common", "load")
 """Commands that do not look at the manifest."""
 _WRONG_TYPES: dict[str, Any] = {
-    "null": None, "true": True, "text": "x", "list": [1], "section": {"a": 1}, "fraction": 1.5, "nan": math.nan,
-    "digits": MANY_DIGITS, "surrogate": "\ud800", "escape": "\x1b[2J\x07",
-}  # fmt: skip
+    "null": None,
+    "true": True,
+    "text": "x",
+    "list": [1],
+    "section": {"a": 1},
+    "fraction": 1.5,
+    "nan": math.nan,
+    "digits": MANY_DIGITS,
+    "surrogate": "\ud800",
+    "escape": "\x1b[2J\x07",
+}
 _FITTING = {
     ("saved_at", "fraction"),
     ("model_fingerprint", "text"),
@@ -54,8 +62,13 @@ def cases() -> Iterator[Case]:
     for word, facts in _FACTS.items():
         yield _manifest(f"file-with-{word}", partial(_with_file, "dist_ckpt/x", facts))
     for word, write in TEXTS.items():
-        yield checkpoint(f"manifest-{word}", partial(_write, write, True), OURS, keeps_manifest=True,
-                         accepts=_ELSEWHERE if word != "duplicate-keys" else EITHER)  # fmt: skip
+        yield checkpoint(
+            f"manifest-{word}",
+            partial(_write, write, True),
+            OURS,
+            keeps_manifest=True,
+            accepts=_ELSEWHERE if word != "duplicate-keys" else EITHER,
+        )
         yield checkpoint(
             f"format-{word}", partial(_write, write, False), accepts=EITHER if word == "duplicate-keys" else ("common",)
         )
@@ -216,9 +229,11 @@ def _pairs() -> Iterator[Case]:
                 (folder / MANIFEST).write_text(to_json(fields))
 
         yield Case(
-            name=f"checkpoint/saved-at-{word}", make=make,
-            commands=(Command("resume", ("checkpoints", PROMPTS)), Command("find", ("checkpoints",))), accepts=EITHER,
-        )  # fmt: skip
+            name=f"checkpoint/saved-at-{word}",
+            make=make,
+            commands=(Command("resume", ("checkpoints", PROMPTS)), Command("find", ("checkpoints",))),
+            accepts=EITHER,
+        )
 
 
 def _grown() -> Iterator[Case]:
@@ -252,9 +267,11 @@ def _grown() -> Iterator[Case]:
     )
     for number, change in enumerate(grow(formats, 40, seed=23)):
         yield checkpoint(
-            f"format-grown/{number:03}", partial(_write_raw, change), accepts=EITHER,
+            f"format-grown/{number:03}",
+            partial(_write_raw, change),
+            accepts=EITHER,
             commands=tuple(readers(FOREIGN, audits=(("--json",),))[:2]),
-        )  # fmt: skip
+        )
 
 
 def _write_raw(fields: dict[str, Any], shards: Path, site: Site) -> None:

@@ -36,8 +36,11 @@ def cases() -> Iterator[Case]:
         yield checkpoint(f"metadata-{word}", partial(_change, change), accepts=accepts)
     for number, text in enumerate(TEXTS):
         # A name that is fine, such as a space, is that of a file that is not there.
-        yield checkpoint(f"metadata-path/{number:02}", partial(_change, partial(_set, "relative_path", text)),
-                         accepts=("index", "common"))  # fmt: skip
+        yield checkpoint(
+            f"metadata-path/{number:02}",
+            partial(_change, partial(_set, "relative_path", text)),
+            accepts=("index", "common"),
+        )
         yield checkpoint(f"metadata-key/{number:02}", partial(_change, partial(_rename, text)), accepts=EITHER)
     yield from _grown()
 
@@ -124,7 +127,7 @@ CHANGES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "state-list": (lambda m: setattr(m, "state_dict_metadata", []), ("common",)),
     "storage-list": (lambda m: setattr(m, "storage_data", [1]), ("common",)),
     "storage-none": (lambda m: setattr(m, "storage_data", None), ("common",)),
-}  # fmt: skip
+}
 
 
 def _properties(metadata: Metadata) -> Any:
@@ -151,9 +154,11 @@ def _grown() -> Iterator[Case]:
     )
     for number, (field, value) in enumerate(grow(fields, 60, seed=31)):
         yield checkpoint(
-            f"metadata-place/{number:03}", partial(_change, partial(_set, field, value)), commands=commands,
+            f"metadata-place/{number:03}",
+            partial(_change, partial(_set, field, value)),
+            commands=commands,
             accepts=EITHER,
-        )  # fmt: skip
+        )
     sizes = st.lists(st.integers(-2, 9), max_size=3).map(tuple)
     tensors = st.tuples(st.lists(st.tuples(sizes, sizes), max_size=5), sizes)
     for number, (chunks, size) in enumerate(grow(tensors, 60, seed=32)):

@@ -41,23 +41,35 @@ def cases() -> Iterator[Case]:
     for what in SPECIAL:
         # Links in a model's folder are the user's own: the Hugging Face cache is made of them.
         for file, accepts in {
-            "config.json": ("weights",), WEIGHTS: ("plan",), INDEX: ("plan",),
+            "config.json": ("weights",),
+            WEIGHTS: ("plan",),
+            INDEX: ("plan",),
             "tokenizer.json": ("plan", "shape", "weights"),
-        }.items():  # fmt: skip
+        }.items():
             if (file, what) != (INDEX, "missing"):
-                yield model(f"{what}/{file}", partial(_replace, file, what),
-                            accepts=("plan", "weights", "shape") if (file, what) in _NO_INDEX else accepts,
-                            may_read_outside=what == "link-secret")  # fmt: skip
+                yield model(
+                    f"{what}/{file}",
+                    partial(_replace, file, what),
+                    accepts=("plan", "weights", "shape") if (file, what) in _NO_INDEX else accepts,
+                    may_read_outside=what == "link-secret",
+                )
     for size in _SIZES:
         for word, value in _WRONG.items():
-            yield model(f"config-{size}-{word}", partial(_configure, {size: value}), commands=SHAPES,
-                        accepts=_who_may(size, word))  # fmt: skip
+            yield model(
+                f"config-{size}-{word}",
+                partial(_configure, {size: value}),
+                commands=SHAPES,
+                accepts=_who_may(size, word),
+            )
     for number, changes in enumerate(_CHANGES):
         yield model(f"config-changed/{number:02}", partial(_configure, changes), commands=SHAPES, accepts=EITHER)
     for word, write in HOSTILE_JSON.items():
         for file in ("config.json", INDEX):
-            yield model(f"{file}-{word}", partial(_write, file, write),
-                        accepts=("weights",) if file == "config.json" else ("plan",))  # fmt: skip
+            yield model(
+                f"{file}-{word}",
+                partial(_write, file, write),
+                accepts=("weights",) if file == "config.json" else ("plan",),
+            )
     for word, index in _INDEXES.items():
         yield model(f"index-{word}", partial(_write_index, index), accepts=("plan",))
     for word, data in WEIGHT_FILES.items():
@@ -83,15 +95,37 @@ def _write(file: str, data: Callable[[], bytes], site: Site) -> None:
 
 # config.json
 
-_SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts", "vocab_size", "hidden_size",
-          "max_position_embeddings", "intermediate_size", "head_dim")  # fmt: skip
+_SIZES = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts",
+    "vocab_size",
+    "hidden_size",
+    "max_position_embeddings",
+    "intermediate_size",
+    "head_dim",
+)
 _NEEDED = _SIZES[:7]
 """Sizes that the preflight reads."""
 _WRONG: dict[str, Any] = {
-    "minus-one": -1, "zero": 0, "1e12": 10**12, "float-1e12": 1e12, "1e300": 1e300, "digits": MANY_DIGITS, "text": "8",
-    "true": True, "fraction": 1.5, "nan": float("nan"), "infinite": float("inf"), "list": [8], "section": {"a": 1},
-    "escape": "\x1b[2J", "null": None, "layers-1e8": 10**8,
-}  # fmt: skip
+    "minus-one": -1,
+    "zero": 0,
+    "1e12": 10**12,
+    "float-1e12": 1e12,
+    "1e300": 1e300,
+    "digits": MANY_DIGITS,
+    "text": "8",
+    "true": True,
+    "fraction": 1.5,
+    "nan": float("nan"),
+    "infinite": float("inf"),
+    "list": [8],
+    "section": {"a": 1},
+    "escape": "\x1b[2J",
+    "null": None,
+    "layers-1e8": 10**8,
+}
 
 
 def _who_may(size: str, word: str) -> tuple[str, ...]:
@@ -104,18 +138,40 @@ def _who_may(size: str, word: str) -> tuple[str, ...]:
 
 
 _CHANGES: tuple[dict[str, Any], ...] = (
-    {"model_type": "\x1b[2J"}, {"model_type": "\ud800"}, {"model_type": None}, {"model_type": ["qwen3"]},
-    {"model_type": {"a": 1}}, {"model_type": "x" * MIB}, {"model_type": 7}, {"mlp_only_layers": [10**30]},
-    {"mlp_only_layers": "x"}, {"mlp_only_layers": list(range(10**5))}, {"mlp_only_layers": [{}]},
-    {"decoder_sparse_step": 0}, {"decoder_sparse_step": -1}, {"quantization_config": {"a": "\x1b[2J"}},
-    {"quantization_config": [[[]]]}, {"hidden_act": "\x1b[2J"}, {"rope_scaling": {"factor": float("nan")}},
-    {"text_config": {"text_config": 7}}, {"text_config": []}, {"auto_map": {"AutoConfig": "evil.Config"}},
-    {"tie_word_embeddings": "\x1b[2J"}, {"num_key_value_heads": 3}, {"num_attention_heads": 3},
+    {"model_type": "\x1b[2J"},
+    {"model_type": "\ud800"},
+    {"model_type": None},
+    {"model_type": ["qwen3"]},
+    {"model_type": {"a": 1}},
+    {"model_type": "x" * MIB},
+    {"model_type": 7},
+    {"mlp_only_layers": [10**30]},
+    {"mlp_only_layers": "x"},
+    {"mlp_only_layers": list(range(10**5))},
+    {"mlp_only_layers": [{}]},
+    {"decoder_sparse_step": 0},
+    {"decoder_sparse_step": -1},
+    {"quantization_config": {"a": "\x1b[2J"}},
+    {"quantization_config": [[[]]]},
+    {"hidden_act": "\x1b[2J"},
+    {"rope_scaling": {"factor": float("nan")}},
+    {"text_config": {"text_config": 7}},
+    {"text_config": []},
+    {"auto_map": {"AutoConfig": "evil.Config"}},
+    {"tie_word_embeddings": "\x1b[2J"},
+    {"num_key_value_heads": 3},
+    {"num_attention_heads": 3},
     {"num_experts_per_tok": -1},
-    {"kv_lora_rank": -1}, {"kv_lora_rank": 2**31 - 1}, {"q_lora_rank": "x"}, {"first_k_dense_replace": 10**9},
-    {"n_shared_experts": 10**30}, {"num_hidden_layers": 99_999, "num_experts": 2**31 - 1, "hidden_size": 2**31 - 1},
-    {"attention_bias": "\ud800"}, {"use_sliding_window": [1]}, {"surprise": "x" * MIB},
-)  # fmt: skip
+    {"kv_lora_rank": -1},
+    {"kv_lora_rank": 2**31 - 1},
+    {"q_lora_rank": "x"},
+    {"first_k_dense_replace": 10**9},
+    {"n_shared_experts": 10**30},
+    {"num_hidden_layers": 99_999, "num_experts": 2**31 - 1, "hidden_size": 2**31 - 1},
+    {"attention_bias": "\ud800"},
+    {"use_sliding_window": [1]},
+    {"surprise": "x" * MIB},
+)
 
 
 def _configure(changes: dict[str, Any], site: Site) -> None:
@@ -222,7 +278,7 @@ WEIGHT_FILES: dict[str, Callable[[], bytes]] = {
     "null": lambda: safetensors(_header(a=None)),
     "pickle": lambda: pickles.program(pickles.name("os", "system")),
     "zip": lambda: pickles.archive(pickles.program(pickles.name("os", "system"))),
-}  # fmt: skip
+}
 """Files of weights by name."""
 _SOUND = ("scalar", "shape-zero-and-huge", "shape-of-100000", "header-90-mib", "header-of-a-million", "name-escape")
 """Names of headers that a reader may take."""
@@ -243,8 +299,12 @@ def _grown() -> Iterator[Case]:
         st.sampled_from(("a", "b", "c", "__metadata__")), st.one_of(tensors, values()), max_size=3
     )
     for number, header in enumerate(grow(headers, 80, seed=84)):
-        yield model(f"weights-grown/{number:03}", partial(_write, WEIGHTS, partial(_grown_file, header)),
-                    commands=READS, accepts=EITHER)  # fmt: skip
+        yield model(
+            f"weights-grown/{number:03}",
+            partial(_write, WEIGHTS, partial(_grown_file, header)),
+            commands=READS,
+            accepts=EITHER,
+        )
 
 
 def _edit(file: str, todo: list[tuple[str, int, int, bytes]], site: Site) -> None:

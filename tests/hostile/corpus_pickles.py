@@ -129,7 +129,13 @@ PROGRAMS: dict[str, bytes] = {
     "extension": p.program(b"\x82\x01"),
     "build-on-class": p.program(p.name("builtins", "dict"), p.EMPTY_DICT, p.text("x"), p.NONE, p.SETITEM, p.BUILD),
     "build-on-builtin-type": p.program(
-        p.name("collections", "OrderedDict"), p.NONE, p.EMPTY_DICT, p.text("__init__"), p.NONE, p.SETITEM, p.TUPLE2,
+        p.name("collections", "OrderedDict"),
+        p.NONE,
+        p.EMPTY_DICT,
+        p.text("__init__"),
+        p.NONE,
+        p.SETITEM,
+        p.TUPLE2,
         p.BUILD,
     ),
     "empty": b"",
@@ -141,7 +147,7 @@ PROGRAMS: dict[str, bytes] = {
     "complex-of-text": p.program(p.call("builtins", "complex", p.text("9" * 10**6))),
     "deque-of-one": p.program(p.call("collections", "deque", p.doubled(20), p.whole(-1))),
     "encode": p.program(p.call("_codecs", "encode", p.text("\ud800"), p.text("latin1"))),
-}  # fmt: skip
+}
 """Pickles by name; each is tried as the metadata, within it, and as the common state."""
 
 
@@ -177,8 +183,15 @@ COMMON_PROGRAMS: dict[str, bytes] = {
     "numpy-reconstruct-negative": _common(_array(p.whole(-5))),
     "numpy-object-array": _common(_array(p.whole(4), "O")),
     "numpy-frombuffer": _common(
-        p.name("numpy._core.numeric", "_frombuffer") + p.MARK + b"C\x04abcd" + p.call("numpy", "dtype", p.text("f8"))
-        + p.whole(10**9) + p.TUPLE1 + p.text("C") + b"t" + p.REDUCE
+        p.name("numpy._core.numeric", "_frombuffer")
+        + p.MARK
+        + b"C\x04abcd"
+        + p.call("numpy", "dtype", p.text("f8"))
+        + p.whole(10**9)
+        + p.TUPLE1
+        + p.text("C")
+        + b"t"
+        + p.REDUCE
     ),
     "numpy-scalar": _common(
         p.call("numpy._core.multiarray", "scalar", p.call("numpy", "dtype", p.text("f8")), b"C\x01x")
@@ -188,10 +201,23 @@ COMMON_PROGRAMS: dict[str, bytes] = {
     ),
     "numpy-dtype-of-many": _common(p.call("numpy", "dtype", p.text("f8," * 100_000))),
     "numpy-dtype-2-gib": _common(p.call("numpy", "dtype", p.text("V2147483647"))),
-    "numpy-dtype-state": _common(_dtype(p.MARK + p.whole(3) + p.text("<") + p.NONE * 3 + p.whole(-1) * 2
-                                        + p.whole(2**62) + b"t")),
-    "numpy-dtype-names": _common(_dtype(p.MARK + p.whole(3) + p.text("|") + p.NONE + p.text("a") + p.EMPTY_DICT
-                                        + p.whole(16) + p.whole(1) + p.whole(0) + b"t")),
+    "numpy-dtype-state": _common(
+        _dtype(p.MARK + p.whole(3) + p.text("<") + p.NONE * 3 + p.whole(-1) * 2 + p.whole(2**62) + b"t")
+    ),
+    "numpy-dtype-names": _common(
+        _dtype(
+            p.MARK
+            + p.whole(3)
+            + p.text("|")
+            + p.NONE
+            + p.text("a")
+            + p.EMPTY_DICT
+            + p.whole(16)
+            + p.whole(1)
+            + p.whole(0)
+            + b"t"
+        )
+    ),
     "tensor-storage-1e12": _common(_tensor(_HUGE, _HUGE + p.TUPLE1, p.whole(1) + p.TUPLE1)),
     "tensor-storage-negative": _common(_tensor(p.whole(-1), p.whole(4) + p.TUPLE1, p.whole(1) + p.TUPLE1)),
     "tensor-past-its-storage": _common(_tensor(p.whole(4), _HUGE + p.TUPLE1, p.whole(1) + p.TUPLE1)),
@@ -204,8 +230,9 @@ COMMON_PROGRAMS: dict[str, bytes] = {
     "device": _common(p.call("torch", "device", p.text("\x1b[2J\ud800"))),
     "device-meta": _common(p.call("torch", "device", p.text("meta"))),
     "path": _common(p.call("pathlib", "PosixPath", p.text("../" * 10_000), p.text("\x00"))),
-    "namespace-class": _common(p.name("argparse", "Namespace") + p.EMPTY_DICT + p.text("x") + p.NONE + p.SETITEM
-                               + p.BUILD),
+    "namespace-class": _common(
+        p.name("argparse", "Namespace") + p.EMPTY_DICT + p.text("x") + p.NONE + p.SETITEM + p.BUILD
+    ),
     "namespace-dunder": _common(p.record("argparse", "Namespace", __class__=p.name("builtins", "dict"))),
     "optimizer-config": _common(
         p.record("megatron.core.optimizer.optimizer_config", "OptimizerConfig", lr=p.doubled(30))
@@ -213,7 +240,7 @@ COMMON_PROGRAMS: dict[str, bytes] = {
     "not-a-dict": p.program(p.whole(7)),
     "content-metadata-no-dict": p.program(p.EMPTY_DICT, p.text("content_metadata"), p.whole(7), p.SETITEM),
     "control-characters": p.program(p.EMPTY_DICT, p.text("\x1b[2J\ud800"), p.name("\x1b[2J", "x"), p.SETITEM),
-}  # fmt: skip
+}
 """Common states by name, in opcodes that only ``common.pt`` may use."""
 
 
@@ -243,17 +270,64 @@ ENUMS: dict[str, bytes] = {
 # Grown
 
 _ATOMS: tuple[bytes, ...] = (
-    p.MARK, p.EMPTY_DICT, p.EMPTY_LIST, p.EMPTY_TUPLE, p.NONE, b"\x88", b"\x89", b"K\x05", p.whole(2**63), p.whole(-1),
-    p.whole(MANY_DIGITS), b"G" + b"\x7f\xf8" + b"\0" * 6, b"C\x02ab", p.doubled(12), b"\x8f",
-    p.name(META, "Metadata"), p.name(META, "MetadataIndex"), p.name(META, "TensorStorageMetadata"),
-    p.name("builtins", "dict"), p.name("builtins", "set"), p.name("builtins", "str"), p.name("builtins", "getattr"),
-    p.name("collections", "OrderedDict"), p.name("collections", "deque"), p.name("collections", "defaultdict"),
-    p.name("torch", "Size"), p.name("torch", "float32"), p.name("os", "system"), p.name("signal", "Signals"),
-    p.name("numpy", "dtype"), p.name("argparse", "Namespace"), p.name("pathlib", "PosixPath"),
-    p.POP, b"1", p.DUP, p.put(0), p.get(0), p.MEMOIZE, b"h\x00", p.REDUCE, p.BUILD, p.NEWOBJ, b"\x92", b"t", b"l", b"d",
-    p.TUPLE1, p.TUPLE2, p.TUPLE3, p.APPEND, p.APPENDS, p.SETITEM, p.SETITEMS, b"\x90", b"\x91", p.BINPERSID,
+    p.MARK,
+    p.EMPTY_DICT,
+    p.EMPTY_LIST,
+    p.EMPTY_TUPLE,
+    p.NONE,
+    b"\x88",
+    b"\x89",
+    b"K\x05",
+    p.whole(2**63),
+    p.whole(-1),
+    p.whole(MANY_DIGITS),
+    b"G" + b"\x7f\xf8" + b"\0" * 6,
+    b"C\x02ab",
+    p.doubled(12),
+    b"\x8f",
+    p.name(META, "Metadata"),
+    p.name(META, "MetadataIndex"),
+    p.name(META, "TensorStorageMetadata"),
+    p.name("builtins", "dict"),
+    p.name("builtins", "set"),
+    p.name("builtins", "str"),
+    p.name("builtins", "getattr"),
+    p.name("collections", "OrderedDict"),
+    p.name("collections", "deque"),
+    p.name("collections", "defaultdict"),
+    p.name("torch", "Size"),
+    p.name("torch", "float32"),
+    p.name("os", "system"),
+    p.name("signal", "Signals"),
+    p.name("numpy", "dtype"),
+    p.name("argparse", "Namespace"),
+    p.name("pathlib", "PosixPath"),
+    p.POP,
+    b"1",
+    p.DUP,
+    p.put(0),
+    p.get(0),
+    p.MEMOIZE,
+    b"h\x00",
+    p.REDUCE,
+    p.BUILD,
+    p.NEWOBJ,
+    b"\x92",
+    b"t",
+    b"l",
+    b"d",
+    p.TUPLE1,
+    p.TUPLE2,
+    p.TUPLE3,
+    p.APPEND,
+    p.APPENDS,
+    p.SETITEM,
+    p.SETITEMS,
+    b"\x90",
+    b"\x91",
+    p.BINPERSID,
     b"\x82\x01",
-)  # fmt: skip
+)
 """Opcodes, and values that they work on."""
 
 

@@ -82,16 +82,29 @@ def _rows(**changes: Any) -> list[dict[str, Any]]:
 
 ROWS_OF: dict[str, tuple[list[dict[str, Any]], tuple[str, ...]]] = {
     **{f"{column}-null": (_rows(**{column: None}), EITHER if column == "extra_info" else ()) for column in COLUMNS},
-    **{f"{column}-null-later": ([_ROW, {**_ROW, column: None}], EITHER if column == "extra_info" else ())
-       for column in COLUMNS},
-    **{f"{column}-missing": ([{k: v for k, v in _ROW.items() if k != column}], EITHER if column == "extra_info" else ())
-       for column in COLUMNS},
-    **{f"{column}-number": (_rows(**{column: 7}), EITHER if column in ("data_source", "extra_info") else ())
-       for column in COLUMNS},
-    **{f"{column}-bytes": (_rows(**{column: b"\xff\xfe"}), EITHER if column in ("data_source", "extra_info") else ())
-       for column in COLUMNS},
-    **{f"{column}-text": (_rows(**{column: "x"}), EITHER if column in ("data_source", "extra_info") else ())
-       for column in COLUMNS},
+    **{
+        f"{column}-null-later": ([_ROW, {**_ROW, column: None}], EITHER if column == "extra_info" else ())
+        for column in COLUMNS
+    },
+    **{
+        f"{column}-missing": (
+            [{k: v for k, v in _ROW.items() if k != column}],
+            EITHER if column == "extra_info" else (),
+        )
+        for column in COLUMNS
+    },
+    **{
+        f"{column}-number": (_rows(**{column: 7}), EITHER if column in ("data_source", "extra_info") else ())
+        for column in COLUMNS
+    },
+    **{
+        f"{column}-bytes": (_rows(**{column: b"\xff\xfe"}), EITHER if column in ("data_source", "extra_info") else ())
+        for column in COLUMNS
+    },
+    **{
+        f"{column}-text": (_rows(**{column: "x"}), EITHER if column in ("data_source", "extra_info") else ())
+        for column in COLUMNS
+    },
     "prompt-empty": (_rows(prompt=[]), ()),
     "prompt-of-null": (_rows(prompt=[None]), ()),
     "prompt-of-text": (_rows(prompt=["x"]), ()),
@@ -110,7 +123,7 @@ ROWS_OF: dict[str, tuple[list[dict[str, Any]], tuple[str, ...]]] = {
     "extra-date": (_rows(extra_info={"at": datetime.date(9999, 12, 31)}), EITHER),
     "extra-decimal": (_rows(extra_info={"at": decimal.Decimal("1e30")}), EITHER),
     "none": ([], ()),
-}  # fmt: skip
+}
 """By name: rows, and who may accept them."""
 
 
@@ -164,8 +177,12 @@ def _twice() -> pa.Table:
 
 TABLES: dict[str, tuple[Callable[[], pa.Table], tuple[str, ...]]] = {
     "10000-columns": (lambda: pa.table({f"c{n}": [1] for n in range(10_000)}), ()),
-    "10000-more-columns": (lambda: pa.table({**dict(zip(COLUMNS, GOOD.slice(0, 1).columns, strict=True)),
-                                             **{f"c{n}": [1] for n in range(10_000)}}), EITHER),
+    "10000-more-columns": (
+        lambda: pa.table(
+            {**dict(zip(COLUMNS, GOOD.slice(0, 1).columns, strict=True)), **{f"c{n}": [1] for n in range(10_000)}}
+        ),
+        EITHER,
+    ),
     "lists-100-deep": (lambda: _nested(pa.list_, 100), EITHER),
     "structs-100-deep": (lambda: _nested(lambda t: pa.struct([("a", t)]), 100), EITHER),
     "lists-1000-deep": (lambda: _nested(pa.list_, 1000), EITHER),
@@ -173,8 +190,10 @@ TABLES: dict[str, tuple[Callable[[], pa.Table], tuple[str, ...]]] = {
     "columns-nul": (lambda: pa.table({"a\x00b": [1], "": [2]}), ()),
     "columns-long": (lambda: pa.table({"x" * MIB: [1]}), ()),
     "columns-twice": (_twice, EITHER),
-    "fields-twice": (lambda: _with("extra_info", pa.StructArray.from_arrays([pa.array([1]), pa.array([2])],
-                                                                            names=["a", "a"])), EITHER),
+    "fields-twice": (
+        lambda: _with("extra_info", pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])),
+        EITHER,
+    ),
     "no-columns": (lambda: pa.table({}), ()),
     "text-not-utf-8": (lambda: _with("data_source", _raw_text(b"\xff\xfe\xed\xa0\x80")), ()),
     "extra-not-utf-8": (lambda: _extra(_raw_text(b"\xff\xfe")), EITHER),
@@ -188,10 +207,22 @@ TABLES: dict[str, tuple[Callable[[], pa.Table], tuple[str, ...]]] = {
     "decimal-256": (lambda: _extra(pa.array([decimal.Decimal(10) ** 70], pa.decimal256(76))), EITHER),
     "large-text": (lambda: _with("data_source", pa.array(["x"], pa.large_string())), EITHER),
     "dictionary": (lambda: _with("data_source", pa.array(["x"]).dictionary_encode()), EITHER),
-    "map-for-reward": (lambda: _with("reward_model", pa.array([[("ground_truth", "x"), ("ground_truth", None)]],
-                                                              pa.map_("string", "string"))), EITHER),
-    "large-list-prompt": (lambda: _with("prompt", pa.array([[{"role": "user", "content": "x"}]], pa.large_list(
-        pa.struct([("role", "string"), ("content", "string")])))), EITHER),
+    "map-for-reward": (
+        lambda: _with(
+            "reward_model", pa.array([[("ground_truth", "x"), ("ground_truth", None)]], pa.map_("string", "string"))
+        ),
+        EITHER,
+    ),
+    "large-list-prompt": (
+        lambda: _with(
+            "prompt",
+            pa.array(
+                [[{"role": "user", "content": "x"}]],
+                pa.large_list(pa.struct([("role", "string"), ("content", "string")])),
+            ),
+        ),
+        EITHER,
+    ),
     "half-floats": (lambda: _extra(pa.array([1.0], pa.float16())), EITHER),
     "nan": (lambda: _extra(pa.array([float("nan")])), EITHER),
     "metadata-huge": (lambda: _metadata(a=b"x" * (64 * MIB)), EITHER),
@@ -201,7 +232,7 @@ TABLES: dict[str, tuple[Callable[[], pa.Table], tuple[str, ...]]] = {
     "extension-json": (lambda: _extension(b"arrow.json", b"{"), EITHER),
     "extension-opaque": (lambda: _extension(b"arrow.opaque", b'{"type_name": "\x1b[2J"}'), EITHER),
     "extension-tensor": (lambda: _extension(b"arrow.fixed_shape_tensor", b'{"shape": [1000000000000]}'), EITHER),
-}  # fmt: skip
+}
 """By name: what makes the table, and who may accept it."""
 
 
@@ -283,11 +314,17 @@ def _grown() -> Iterator[Case]:
         yield prompt_file(f"edited/{number:03}", partial(_put_edited, todo), accepts=EITHER)
     rows = st.lists(
         st.fixed_dictionaries(
-            {}, optional={"data_source": values(), "prompt": st.one_of(values(), _messages()),
-                          "reward_model": st.one_of(values(), st.fixed_dictionaries({"ground_truth": values()})),
-                          "extra_info": values()}
-        ), min_size=1, max_size=3,
-    )  # fmt: skip
+            {},
+            optional={
+                "data_source": values(),
+                "prompt": st.one_of(values(), _messages()),
+                "reward_model": st.one_of(values(), st.fixed_dictionaries({"ground_truth": values()})),
+                "extra_info": values(),
+            },
+        ),
+        min_size=1,
+        max_size=3,
+    )
     for number, found in enumerate(grow(rows, 80, seed=72)):
         yield prompt_file(f"grown/{number:03}", partial(_put_rows, found), accepts=EITHER)
 

@@ -105,9 +105,9 @@ STRUCTURES: dict[str, Callable[[Site], str | bytes] | str | bytes] = {
     "billion-laughs-keys": BASE + _laughs(12, 10, key=True),
     "laughs-doubled": BASE + _laughs(60, 2),
     "many-aliases": BASE + "a: &a [" + "x, " * 10_000 + "x]\nb: [" + "*a, " * 10_000 + "*a]\n",
-    "merge-keys": BASE + "a0: &a0 {x: 1}\n" + "".join(
-        f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}], k{n}: 1}}\n" for n in range(1, 40)
-    ),
+    "merge-keys": BASE
+    + "a0: &a0 {x: 1}\n"
+    + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}], k{n}: 1}}\n" for n in range(1, 40)),
     "merge-itself": _section("actor", "&a {<<: *a}"),
     "interpolation-of-itself": _section("reward", "{function: '${reward.function}'}"),
     "interpolations-of-each-other": _section(
@@ -119,8 +119,10 @@ STRUCTURES: dict[str, Callable[[Site], str | bytes] | str | bytes] = {
     "interpolation-chain": _section(
         "trainer2", "{" + ", ".join(f"k{n}: '${{trainer2.k{n + 1}}}'" for n in range(500)) + "}"
     ),
-    "interpolation-doubled": BASE.replace("run_name: good", "logger: [console, " + ", ".join(
-        f"'${{trainer.logger.{n}}}${{trainer.logger.{n}}}'" for n in range(40)) + "]"),
+    "interpolation-doubled": BASE.replace(
+        "run_name: good",
+        "logger: [console, " + ", ".join(f"'${{trainer.logger.{n}}}${{trainer.logger.{n}}}'" for n in range(40)) + "]",
+    ),
     "interpolation-resolver": _section("reward", "{function: '${no.such:resolver}'}"),
     "interpolation-escape": _section("reward", r'{function: "${\e[2J}"}'),
     "tag-apply": _runs("object/apply:os.system", "['touch {canary}/apply']"),
@@ -194,7 +196,7 @@ STRUCTURES: dict[str, Callable[[Site], str | bytes] | str | bytes] = {
     "8-mib-of-keys": lambda site: "".join(f"k{n}: 1\n" for n in range(700_000)),
     "8-mib-of-list": lambda site: "model: [" + "a, " * (3 * MIB) + "a]\n",
     "8-mib-of-text": lambda site: "model: '" + "a" * (8 * MIB) + "'\n",
-}  # fmt: skip
+}
 """Texts that are no recipe, by name."""
 
 LENIENT: dict[str, Callable[[Site], str | bytes] | str | bytes] = {
@@ -256,13 +258,24 @@ def _defaults() -> Iterator[Case]:
 
     for number, file in enumerate(_SECRET_FILES):
         # The file may be opened, as its user said; its text may not be shown.
-        yield case(f"secret/{number}", lambda site, f=file: put_recipe(site, f"defaults: {f}\n{BASE}"),
-                   may_read_outside=True)  # fmt: skip
+        yield case(
+            f"secret/{number}", lambda site, f=file: put_recipe(site, f"defaults: {f}\n{BASE}"), may_read_outside=True
+        )
     for word, value in {
-        "number": "7", "list-of-numbers": "[7]", "section": "{a: b}", "nul": r'"a\0b"', "long": "a" * 5_000,
-        "surrogate": r'"\ud800"', "escape": r'"\e[2J.yaml"', "folder": ".", "itself": RECIPE, "empty-name": "['']",
-        "many": "[" + "other.yaml, " * 50_000 + "other.yaml]", "interpolation": "'${oc.env:HOME}'", "tilde": "~root",
-    }.items():  # fmt: skip
+        "number": "7",
+        "list-of-numbers": "[7]",
+        "section": "{a: b}",
+        "nul": r'"a\0b"',
+        "long": "a" * 5_000,
+        "surrogate": r'"\ud800"',
+        "escape": r'"\e[2J.yaml"',
+        "folder": ".",
+        "itself": RECIPE,
+        "empty-name": "['']",
+        "many": "[" + "other.yaml, " * 50_000 + "other.yaml]",
+        "interpolation": "'${oc.env:HOME}'",
+        "tilde": "~root",
+    }.items():
         yield case(word, lambda site, v=value: put_recipe(site, f"defaults: {v}\n{BASE}"))
     yield case("of-24-that-double", partial(_doubling, 24), accepts=EITHER)
     yield case("of-60-that-double", partial(_doubling, 60), accepts=EITHER)
@@ -298,14 +311,33 @@ def _binary_default(site: Site) -> None:
 # Names of what a run writes
 
 _BAD_NAMES = {
-    "nul": r'"a\0b"', "long": "a" * 300, "above": "../../x", "above-inside": "a/../../../x", "absolute": "/tmp/x",
-    "escape": r'"\e[2J"', "newline": r'"a\nb"', "dot": "'.'", "dots": "'..'", "empty": "''", "slash": "'/'",
-    "surrogate": r'"\ud800"', "return": r'"a\rb"', "bell": r'"\a"', "interpolated": "'${oc.decode:\"../x\"}'",
-}  # fmt: skip
+    "nul": r'"a\0b"',
+    "long": "a" * 300,
+    "above": "../../x",
+    "above-inside": "a/../../../x",
+    "absolute": "/tmp/x",
+    "escape": r'"\e[2J"',
+    "newline": r'"a\nb"',
+    "dot": "'.'",
+    "dots": "'..'",
+    "empty": "''",
+    "slash": "'/'",
+    "surrogate": r'"\ud800"',
+    "return": r'"a\rb"',
+    "bell": r'"\a"',
+    "interpolated": "'${oc.decode:\"../x\"}'",
+}
 _BAD_FOLDERS = {
-    "file": "/etc/passwd", "below-file": "/etc/passwd/x", "nul": r'"a\0b"', "long": "a" * 5_000,
-    "escape": r'"\e[2J"', "surrogate": r'"\ud800"', "own-file": RECIPE, "device": "/dev/zero", "proc": "/proc/self",
-}  # fmt: skip
+    "file": "/etc/passwd",
+    "below-file": "/etc/passwd/x",
+    "nul": r'"a\0b"',
+    "long": "a" * 5_000,
+    "escape": r'"\e[2J"',
+    "surrogate": r'"\ud800"',
+    "own-file": RECIPE,
+    "device": "/dev/zero",
+    "proc": "/proc/self",
+}
 
 _NO_FOLDER = ("file", "below-file", "own-file", "device")
 """Kinds of entry that may stand at a path, but never in the place of a folder."""
@@ -317,8 +349,12 @@ def _names() -> Iterator[Case]:
     for word, value in _BAD_FOLDERS.items():
         # A plan makes no folder.
         accepts = EITHER if word == "proc" else ("plan",) if word in _NO_FOLDER else ()
-        yield recipe(f"output-dir-{word}", BASE.replace("output_dir: outputs", f"output_dir: {value}"), commands=OWN,
-                     accepts=accepts)  # fmt: skip
+        yield recipe(
+            f"output-dir-{word}",
+            BASE.replace("output_dir: outputs", f"output_dir: {value}"),
+            commands=OWN,
+            accepts=accepts,
+        )
         text = BASE.replace("default_local_dir: checkpoints", f"default_local_dir: {value}, save_freq: 1")
         yield recipe(f"local-dir-{word}", text, commands=OWN, accepts=accepts)
 
@@ -342,10 +378,46 @@ def _grown() -> Iterator[Case]:
     for number, layer in enumerate(grow(layers, 80, seed=52)):
         yield recipe(f"grown-layer/{number:03}", to_json(layer), accepts=EITHER)
     pieces = st.sampled_from(
-        ("{", "}", "[", "]", ": ", ", ", "&a ", "*a ", "!!int ", "!!python/name:os.system ", "- ", "? ", "\n", "  ",
-         "'",
-          '"', "|\n", ">\n", "<<", "a", "1", "${", "}", "trainer", "seed", "defaults", "~", "%", "@", "`", "#", "---\n",
-         "...\n", "\t", "\\", "\ud800", "\x85", "\u2028")
-    )  # fmt: skip
+        (
+            "{",
+            "}",
+            "[",
+            "]",
+            ": ",
+            ", ",
+            "&a ",
+            "*a ",
+            "!!int ",
+            "!!python/name:os.system ",
+            "- ",
+            "? ",
+            "\n",
+            "  ",
+            "'",
+            '"',
+            "|\n",
+            ">\n",
+            "<<",
+            "a",
+            "1",
+            "${",
+            "}",
+            "trainer",
+            "seed",
+            "defaults",
+            "~",
+            "%",
+            "@",
+            "`",
+            "#",
+            "---\n",
+            "...\n",
+            "\t",
+            "\\",
+            "\ud800",
+            "\x85",
+            "\u2028",
+        )
+    )
     for number, parts in enumerate(grow(st.lists(pieces, min_size=1, max_size=30), 100, seed=53)):
         yield recipe(f"grown-text/{number:03}", "".join(parts), accepts=EITHER)

@@ -17,17 +17,27 @@ from tests.hostile.grow import MANY_DIGITS, digits, grow, texts
 PLANS = ("plan", "plan-json")
 """A plan looks at a part of the settings alone."""
 ABSURD = {
-    "digits": digits(MANY_DIGITS), "minus-digits": digits(-MANY_DIGITS), "nan": ".nan", "infinite": ".inf",
-    "minus-infinite": "-.inf", "1e300": "1.0e+300", "minus-1e30": "-1.0e+30",
-}  # fmt: skip
+    "digits": digits(MANY_DIGITS),
+    "minus-digits": digits(-MANY_DIGITS),
+    "nan": ".nan",
+    "infinite": ".inf",
+    "minus-infinite": "-.inf",
+    "1e300": "1.0e+300",
+    "minus-1e30": "-1.0e+30",
+}
 """Numbers that no setting can have."""
 _ALIKE = ("rl_safe.timeouts.", "rl_safe.bootstrap.max_ctas.")
 """Sections whose keys are all alike: one of each gets every value."""
 _FEW = ("digits", "nan", "1e300", "text")
 WRONG_TYPES = {
-    "list": "[1, 2]", "section": "{a: 1}", "text": "surprise", "escape": r'"\e[2J"', "surrogate": r'"\ud800"',
-    "nul": r'"a\0b"', "null": "null",
-}  # fmt: skip
+    "list": "[1, 2]",
+    "section": "{a: 1}",
+    "text": "surprise",
+    "escape": r'"\e[2J"',
+    "surrogate": r'"\ud800"',
+    "nul": r'"a\0b"',
+    "null": "null",
+}
 
 
 @dataclass(frozen=True)

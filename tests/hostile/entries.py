@@ -136,9 +136,15 @@ def save_step(root: Path, step: int, *, saved_at: float) -> None:
     name = str(shard.relative_to(pending))
     files: dict[str, Any] = {name: {"bytes": shard.stat().st_size, "digest": crc32_of(shard)}}
     manifest = Manifest(
-        step=step, model_fingerprint="0", layout={}, saved_at=saved_at, versions={}, files=files, driver_state={},
+        step=step,
+        model_fingerprint="0",
+        layout={},
+        saved_at=saved_at,
+        versions={},
+        files=files,
+        driver_state={},
         digests={},
-    )  # fmt: skip
+    )
     commit(pending, manifest)
 
 

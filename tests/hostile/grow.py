@@ -18,15 +18,62 @@ Value = TypeVar("Value")
 MANY_DIGITS = 10**4400
 """More digits than Python turns into text."""
 NUMBERS = (
-    0, -1, 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63), 10**12, 10**30, 10**400, 0.5, -0.0, 1e18,
-    1e300, -1e300, 5e-324, math.inf, -math.inf, math.nan,
-)  # fmt: skip
+    0,
+    -1,
+    1,
+    2**31,
+    2**32,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    2**64,
+    -(2**63),
+    10**12,
+    10**30,
+    10**400,
+    0.5,
+    -0.0,
+    1e18,
+    1e300,
+    -1e300,
+    5e-324,
+    math.inf,
+    -math.inf,
+    math.nan,
+)
 TEXTS = (
-    "", " ", ".", "..", "../outside/secret.txt", "/etc/passwd", "a/../../b", "a" * 300, "\x00", "a\x00b",
-    "\x1b[2J\x1b]0;x\x07", "line\nbreak", "\r\n", "\ud800", "a\udcffb", "\u202egnp.exe", "\ufeff", "'\"", "$(touch x)",
-    "`x`", "${oc.env:HOME}", "%s%n", "{0.__class__}", "{{7*7}}", "~", "-", "--help", "null", "nan",
-    "\N{FULLWIDTH FULL STOP}" * 2, "e\u0301" * 100,
-)  # fmt: skip
+    "",
+    " ",
+    ".",
+    "..",
+    "../outside/secret.txt",
+    "/etc/passwd",
+    "a/../../b",
+    "a" * 300,
+    "\x00",
+    "a\x00b",
+    "\x1b[2J\x1b]0;x\x07",
+    "line\nbreak",
+    "\r\n",
+    "\ud800",
+    "a\udcffb",
+    "\u202egnp.exe",
+    "\ufeff",
+    "'\"",
+    "$(touch x)",
+    "`x`",
+    "${oc.env:HOME}",
+    "%s%n",
+    "{0.__class__}",
+    "{{7*7}}",
+    "~",
+    "-",
+    "--help",
+    "null",
+    "nan",
+    "\N{FULLWIDTH FULL STOP}" * 2,
+    "e\u0301" * 100,
+)
 
 
 class _Provider(HypothesisProvider):
@@ -45,9 +92,13 @@ def grow(strategy: st.SearchStrategy[Value], count: int, *, seed: int) -> list[V
 
     @hypothesis.seed(seed)
     @settings(
-        max_examples=3 * count + 50, phases=[Phase.generate], database=None, deadline=None, backend="fixed",
+        max_examples=3 * count + 50,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        backend="fixed",
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(strategy)
     def collect(value: Value) -> None:
         if len(found) < count:
@@ -136,9 +187,15 @@ def _write(data: bytearray, at: int, count: int, fresh: bytes) -> None:
 
 
 _EDITS: dict[str, Callable[[bytearray, int, int, bytes], None]] = {
-    "flip": _flip, "truncate": _truncate, "insert": _insert, "delete": _delete, "zero": _zero, "ones": _ones,
-    "repeat": _repeat, "write": _write,
-}  # fmt: skip
+    "flip": _flip,
+    "truncate": _truncate,
+    "insert": _insert,
+    "delete": _delete,
+    "zero": _zero,
+    "ones": _ones,
+    "repeat": _repeat,
+    "write": _write,
+}
 
 
 def edit_file(path: Path, todo: list[tuple[str, int, int, bytes]]) -> None:

@@ -10,10 +10,18 @@ import numpy as np
 from safetensors.numpy import save
 
 CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_experts": 8, "vocab_size": 128, "hidden_size": 128, "max_position_embeddings": 96, "head_dim": 32,
-    "intermediate_size": 256, "moe_intermediate_size": 64,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "max_position_embeddings": 96,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+}
 WEIGHTS = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"
@@ -30,10 +38,13 @@ def put_model(folder: Path) -> None:
 def good_weights() -> bytes:
     """A safetensors file of the two tensors that a model must have, and one more."""
     embedding = np.arange(CONFIG["vocab_size"] * CONFIG["hidden_size"], dtype=np.float16)
-    return save({
-        EMBEDDING: embedding.reshape(CONFIG["vocab_size"], -1), "model.norm.weight": np.ones(128, np.float32),
-        "c": np.arange(3),
-    })  # fmt: skip
+    return save(
+        {
+            EMBEDDING: embedding.reshape(CONFIG["vocab_size"], -1),
+            "model.norm.weight": np.ones(128, np.float32),
+            "c": np.arange(3),
+        }
+    )
 
 
 def safetensors(header: bytes, data: bytes = bytes(64), *, length: int | None = None) -> bytes:

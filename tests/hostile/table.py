@@ -6,12 +6,25 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-HEAD = ("kind", "inputs", "runs", "accepted", "refused", "slowest s", "most MiB", "tracebacks", "blocks", "code ran",
-        "outside", "failing")  # fmt: skip
+HEAD = (
+    "kind",
+    "inputs",
+    "runs",
+    "accepted",
+    "refused",
+    "slowest s",
+    "most MiB",
+    "tracebacks",
+    "blocks",
+    "code ran",
+    "outside",
+    "failing",
+)
 
 
-def result(name: str, command: str, *, refusal: str | None, seconds: float, extra_bytes: int,
-           failures: Sequence[str]) -> dict[str, Any]:  # fmt: skip
+def result(
+    name: str, command: str, *, refusal: str | None, seconds: float, extra_bytes: int, failures: Sequence[str]
+) -> dict[str, Any]:
     """Returns the outcome of one command on one input, fit for JSON.
 
     Args:
@@ -23,9 +36,13 @@ def result(name: str, command: str, *, refusal: str | None, seconds: float, extr
         failures: What was wrong.
     """
     return {
-        "name": name, "command": command, "refusal": refusal, "seconds": seconds, "extra_bytes": extra_bytes,
+        "name": name,
+        "command": command,
+        "refusal": refusal,
+        "seconds": seconds,
+        "extra_bytes": extra_bytes,
         "failures": list(failures),
-    }  # fmt: skip
+    }
 
 
 def lines(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -50,14 +50,31 @@ class Neighbour:
         self._uid, self._canary, self._folders = uid, canary, folders
         program = pickle.dumps(Runs(canary))
         self._texts = [
-            program, program.hex().encode(), b"", b"0", b"-1", b"[]", b"{}", b"null", b"true", b'{"ok": true}', b"[0]",
-            b"[" * 5000, b"\xff\xfe", b"9" * 5000, b"x" * 2**20, b'["error", {"type": "os.system", "args": ["true"]}]',
-        ]  # fmt: skip
+            program,
+            program.hex().encode(),
+            b"",
+            b"0",
+            b"-1",
+            b"[]",
+            b"{}",
+            b"null",
+            b"true",
+            b'{"ok": true}',
+            b"[0]",
+            b"[" * 5000,
+            b"\xff\xfe",
+            b"9" * 5000,
+            b"x" * 2**20,
+            b'["error", {"type": "os.system", "args": ["true"]}]',
+        ]
         self._bytes = [
-            program, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 64,
-            *(struct.pack("<Q", number) + program for number in range(8)), b"\xff\0\0\0\0\0\0\0\x01\x7f" + b"\0" * 54,
+            program,
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 64,
+            *(struct.pack("<Q", number) + program for number in range(8)),
+            b"\xff\0\0\0\0\0\0\0\x01\x7f" + b"\0" * 54,
             os.urandom(4096),
-        ]  # fmt: skip
+        ]
         self._is_store: dict[int, bool] = {}
         self.counts: Counter[str] = Counter()
         self.keys: set[str] = set()

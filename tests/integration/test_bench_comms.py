@@ -50,17 +50,29 @@ def test_a_rank_that_fails_is_refused_with_its_reason(tmp_path: Path) -> None:
 
 def _figures(warm_mib: float, late_mib: float, *, seconds: float = 1.0, step_s: float = 0.5) -> dict[str, float]:
     return {
-        "warm_bytes": warm_mib * MIB, "late_bytes": late_mib * MIB, "growth_bytes": 0.0, "predicted_bytes": 990 * MIB,
-        "warmup_s": seconds, "step_s": step_s, "freed_bytes": 960 * MIB, "cycle_s": 2.0, "cycles_growth_bytes": 0.0,
-        "kernel_bytes": 20 * MIB, "differing_steps": 0,
-    }  # fmt: skip
+        "warm_bytes": warm_mib * MIB,
+        "late_bytes": late_mib * MIB,
+        "growth_bytes": 0.0,
+        "predicted_bytes": 990 * MIB,
+        "warmup_s": seconds,
+        "step_s": step_s,
+        "freed_bytes": 960 * MIB,
+        "cycle_s": 2.0,
+        "cycles_growth_bytes": 0.0,
+        "kernel_bytes": 20 * MIB,
+        "differing_steps": 0,
+    }
 
 
 def _rows(**changed: dict[str, float]) -> dict[str, bool]:
     found = {
-        "ours": _figures(1000, 0, seconds=2), "nothing": _figures(0, 4000, seconds=0), "a barrier": _figures(22, 3900),
-        "every group": _figures(8000, 500, seconds=6), "ours, releasing": _figures(1000, 0), **changed,
-    }  # fmt: skip
+        "ours": _figures(1000, 0, seconds=2),
+        "nothing": _figures(0, 4000, seconds=0),
+        "a barrier": _figures(22, 3900),
+        "every group": _figures(8000, 500, seconds=6),
+        "ours, releasing": _figures(1000, 0),
+        **changed,
+    }
     return {row.name.partition(": ")[2]: row.met for row in comms.rows("TP1", found)}
 
 
@@ -100,10 +112,12 @@ def _limits() -> list[dict[str, Any]]:
             taken = costs(comms_limits.CLASSES, size=size, max_ctas=limit, links=neighbour)
             records.append(
                 {
-                    "size": size, "max_ctas": limit, "bytes": {"all": sum(taken)},
+                    "size": size,
+                    "max_ctas": limit,
+                    "bytes": {"all": sum(taken)},
                     "seconds": {**seconds, comms_limits.SCALAR: 2e-5},
                 }
-            )  # fmt: skip
+            )
     return records
 
 

@@ -28,8 +28,12 @@ def diagnosed(fates: list[str], folder: Path, *options: str, patience_s: float =
     """Runs the host; its ranks wait for each other for ``patience_s`` seconds."""
     result = subprocess.run(
         [sys.executable, "-m", "tests.integration.plain_host", ",".join(fates), str(patience_s), str(folder), *options],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
     return found

@@ -84,8 +84,9 @@ def test_the_model_must_be_given(checkpoint: Path, tmp_path: Path) -> None:
 def test_what_is_no_complete_checkpoint_is_refused(checkpoint: Path, layout: list[str], tmp_path: Path) -> None:
     outcome = finish(slices("nowhere", *layout, *NODE), tmp_path)
     assert (outcome.code, outcome.last_error) == (
-        2, "rl-safe: error: nowhere is not a directory; give that of a checkpoint",
-    )  # fmt: skip
+        2,
+        "rl-safe: error: nowhere is not a directory; give that of a checkpoint",
+    )
     torn = shutil.copytree(checkpoint, tmp_path / "torn")
     (torn / MANIFEST).unlink()
     outcome = finish(slices("torn", *layout, *NODE), tmp_path)

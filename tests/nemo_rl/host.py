@@ -180,9 +180,12 @@ class HostImpl:
         if self.cfg.get("fails_saving_on") == self.rank:
             raise OSError("no space left on device")
         state = sharded_state(
-            self.policy.chunks, self.policy.optimizer,
-            training_rank=self.rank, size=dist.get_world_size(), is_loading=False,
-        )  # fmt: skip
+            self.policy.chunks,
+            self.policy.optimizer,
+            training_rank=self.rank,
+            size=dist.get_world_size(),
+            is_loading=False,
+        )
         bridge_save(state, Path(weights_path), "iter_0000000")
 
     def shutdown(self) -> bool:

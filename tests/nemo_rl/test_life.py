@@ -58,9 +58,11 @@ def other_port() -> int:
 
 def config_of(model: Path, folder: Path, **more: Any) -> dict[str, Any]:
     return {
-        "model_name": str(model), "converted": str(folder / "converted"),
-        "megatron_cfg": {"enabled": True, "expert_model_parallel_size": 2}, **more,
-    }  # fmt: skip
+        "model_name": str(model),
+        "converted": str(folder / "converted"),
+        "megatron_cfg": {"enabled": True, "expert_model_parallel_size": 2},
+        **more,
+    }
 
 
 def start(rank: int, port: int, config: dict[str, Any], *, size: int = SIZE, workers: int = SIZE) -> SafeWorker:
@@ -238,9 +240,7 @@ def test_a_step_finds_every_communicator_connected(stages, tiny_moe, tmp_path, p
     config = config_of(tiny_moe, tmp_path)
     config["megatron_cfg"]["pipeline_model_parallel_size"] = stages
     for events, late in values(run_ranks(_steps, SIZE, port, config)):
-        assert events == [
-            "init_collective", "prepare_for_lp_inference", "train", "offload_before_refit", "shutdown"
-        ]  # fmt: skip
+        assert events == ["init_collective", "prepare_for_lp_inference", "train", "offload_before_refit", "shutdown"]
         assert late == 0
 
 

@@ -57,9 +57,10 @@ def group_of(cluster: Any, config: dict[str, Any]) -> Any:
 def test_the_hosts_worker_group_drives_a_worker_to_its_end(cluster, tmp_path) -> None:
     create_seeded_model(tmp_path / "moe", SeededModelConfig())
     config = {
-        "model_name": str(tmp_path / "moe"), "converted": str(tmp_path / "converted"),
+        "model_name": str(tmp_path / "moe"),
+        "converted": str(tmp_path / "converted"),
         "megatron_cfg": {"enabled": True, "expert_model_parallel_size": 2},
-    }  # fmt: skip
+    }
     group = group_of(cluster, config)
 
     def call(method: str, **arguments: Any) -> Any:

@@ -85,10 +85,13 @@ def test_a_recipe_loads_as_nemo_rl_loads_it(loaded: dict[str, Any], request: pyt
     assert nodes > 0
     # Raises where the sizes do not factor the training world.
     layout = ParallelLayout(
-        world_size=nodes * cluster["gpus_per_node"], tensor=megatron["tensor_model_parallel_size"],
-        pipeline=megatron["pipeline_model_parallel_size"], expert=megatron["expert_model_parallel_size"],
-        expert_tensor=megatron["expert_tensor_parallel_size"], context=megatron["context_parallel_size"],
-    )  # fmt: skip
+        world_size=nodes * cluster["gpus_per_node"],
+        tensor=megatron["tensor_model_parallel_size"],
+        pipeline=megatron["pipeline_model_parallel_size"],
+        expert=megatron["expert_model_parallel_size"],
+        expert_tensor=megatron["expert_tensor_parallel_size"],
+        context=megatron["context_parallel_size"],
+    )
     assert layout.expert_data >= 1
     name = request.node.callspec.id
     assert f"-{cluster['num_nodes']}n{cluster['gpus_per_node']}g-" in name

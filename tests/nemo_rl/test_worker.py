@@ -80,9 +80,13 @@ def test_a_save_in_the_background_is_megatrons_own_with_both_flags_off(tmp_path:
     seen: dict[str, Any] = {}
 
     def save(
-        sharded_state_dict: Any, checkpoint_dir: str, sharded_strategy: Any = None,
-        validate_access_integrity: bool = True, async_sharded_save: bool = False, async_strategy: str = "nvrx",
-    ) -> str:  # fmt: skip
+        sharded_state_dict: Any,
+        checkpoint_dir: str,
+        sharded_strategy: Any = None,
+        validate_access_integrity: bool = True,
+        async_sharded_save: bool = False,
+        async_strategy: str = "nvrx",
+    ) -> str:
         seen.update(locals())
         return "request"
 
@@ -93,9 +97,12 @@ def test_a_save_in_the_background_is_megatrons_own_with_both_flags_off(tmp_path:
     bare = TorchDistSaveShardedStrategy("torch_dist", 1)
     with writer.saving("training", remaining=lambda: timedelta(seconds=1), optimizer_replicated=False):
         request = dist_checkpointing.save(
-            {"a": 1}, str(tmp_path), FullyParallelSaveStrategyWrapper(bare), async_sharded_save=True,
+            {"a": 1},
+            str(tmp_path),
+            FullyParallelSaveStrategyWrapper(bare),
+            async_sharded_save=True,
             validate_access_integrity=True,
-        )  # fmt: skip
+        )
     assert request == "request"
     assert seen["sharded_strategy"] is bare
     assert seen["validate_access_integrity"] is False

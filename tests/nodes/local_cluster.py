@@ -66,17 +66,28 @@ class LocalCluster:
         variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         return variables | {
-            MARK: self._mark, "PATH": path, "HOME": str(self.home), "PYTHONPATH": str(REPOSITORY),
-            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1",
+            MARK: self._mark,
+            "PATH": path,
+            "HOME": str(self.home),
+            "PYTHONPATH": str(REPOSITORY),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": TOKEN,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "HF_HUB_OFFLINE": "1",
             "TMPDIR": str(self.folder),
-        }  # fmt: skip
+        }
 
     def start(self, nodes: int) -> None:
         """Starts the head and further nodes, side by side."""
         self._start_node(
-            0, f"--port={self._port}", "--head", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
-            f"--dashboard-port={self._dashboard_port}", f"--ray-client-server-port={free_port(self.address(0))}",
-        )  # fmt: skip
+            0,
+            f"--port={self._port}",
+            "--head",
+            "--include-dashboard=true",
+            "--dashboard-host=127.0.0.1",
+            f"--dashboard-port={self._dashboard_port}",
+            f"--ray-client-server-port={free_port(self.address(0))}",
+        )
         with ThreadPoolExecutor() as pool:
             list(pool.map(self.add_node, range(1, nodes)))
         self.nodes.sort()
@@ -89,14 +100,25 @@ class LocalCluster:
     def _start_node(self, node: int, *options: str, python_path: Path = REPOSITORY) -> None:
         address = self.address(node)
         command = [
-            *_RAY, "start", f"--node-ip-address={address}", f"--temp-dir={self.folder / str(node)}",
-            f"--num-cpus={self._cpus}", f"--num-gpus={self._gpus}", f"--object-store-memory={100 * 2**20}",
-            f"--dashboard-agent-listen-port={free_port(address)}", *options,
-        ]  # fmt: skip
+            *_RAY,
+            "start",
+            f"--node-ip-address={address}",
+            f"--temp-dir={self.folder / str(node)}",
+            f"--num-cpus={self._cpus}",
+            f"--num-gpus={self._gpus}",
+            f"--object-store-memory={100 * 2**20}",
+            f"--dashboard-agent-listen-port={free_port(address)}",
+            *options,
+        ]
         done = subprocess.run(
-            command, env=self.environment | {"PYTHONPATH": str(python_path)}, cwd=self.folder, capture_output=True,
-            text=True, timeout=START_S, check=False,
-        )  # fmt: skip
+            command,
+            env=self.environment | {"PYTHONPATH": str(python_path)},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         self.nodes.append(node)
 
@@ -107,9 +129,13 @@ class LocalCluster:
     def living(self) -> int:
         """Nodes that Ray takes for alive."""
         done = subprocess.run(
-            [*_RAY, "status", f"--address={self.ray_address}"], env=self.environment, capture_output=True, text=True,
-            timeout=60, check=True,
-        )  # fmt: skip
+            [*_RAY, "status", f"--address={self.ray_address}"],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
         return done.stdout.partition("Pending:")[0].count(" node_")
 
     def kill_node(self, node: int) -> None:
@@ -124,9 +150,14 @@ class LocalCluster:
     def job(self, verb: str, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Runs ``ray job VERB ...`` to its end."""
         return subprocess.run(
-            self.job_command(verb, *arguments), env=self.environment, cwd=REPOSITORY, capture_output=True, text=True,
-            timeout=timeout_s, check=False,
-        )  # fmt: skip
+            self.job_command(verb, *arguments),
+            env=self.environment,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
 
     def job_command(self, verb: str, *arguments: str) -> list[str]:
         return [*_RAY, "job", verb, f"--address=http://127.0.0.1:{self._dashboard_port}", *arguments]
@@ -192,9 +223,13 @@ class Job:
         self._log = cluster.folder / f"{name}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                cluster.job_command("submit", *arguments), env=cluster.environment, cwd=REPOSITORY,
-                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+                cluster.job_command("submit", *arguments),
+                env=cluster.environment,
+                cwd=REPOSITORY,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
 
     @property
     def out(self) -> str:

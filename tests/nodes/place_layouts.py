@@ -35,9 +35,12 @@ def random_cases(number: int, *, nodes: int, gpus: int) -> Iterator[tuple[int, i
         total = chance.randint((some - 1) * each + 1, some * each)
         rollouts = chance.randint(0, total // 3)
         sizes = {
-            "tensor": chance.choice((1, 2, 4, 8)), "pipeline": chance.choice((1, 2)),
-            "expert": chance.choice((1, 2, 3, 4, 8)), "expert_tensor": chance.choice((1, 1, 2)), "context": 1,
-        }  # fmt: skip
+            "tensor": chance.choice((1, 2, 4, 8)),
+            "pipeline": chance.choice((1, 2)),
+            "expert": chance.choice((1, 2, 3, 4, 8)),
+            "expert_tensor": chance.choice((1, 1, 2)),
+            "context": 1,
+        }
         layout = ParallelLayout(world_size=total - rollouts, **sizes)
         try:
             check_layout(layout)
@@ -82,9 +85,12 @@ def main(address: str, nodes: int, gpus: int, number: int) -> None:
     found = []
     for some, each, rollouts, layout in random_cases(number, nodes=nodes, gpus=gpus):
         cluster = ClusterConfig(
-            device="cuda", num_trainers=layout.world_size, num_rollouts=rollouts, cpus_per_trainer=0.01,
+            device="cuda",
+            num_trainers=layout.world_size,
+            num_rollouts=rollouts,
+            cpus_per_trainer=0.01,
             cpus_per_rollout=0.01,
-        )  # fmt: skip
+        )
         with smaller(some, each, gpus):
             group = reserve(cluster, layout, timeout_s=WAIT_S, check=lambda: None).group
             places = placement_group_table(group)["bundles_to_node_id"]

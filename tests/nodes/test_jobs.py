@@ -172,8 +172,10 @@ def test_a_rank_that_hangs_is_found_where_it_is_on_whichever_node(
     (evidence,) = tmp_path.glob("base/outputs/*/hang")
     stacks = {f"stack_trainer_{rank}.txt" for rank in range(4)} | {"stack_rollout_0.txt"}
     assert {path.name for path in evidence.iterdir()} == {
-        "verdict.json", *stacks, *(f"flight_gloo_{rank}" for rank in range(4))
-    }  # fmt: skip
+        "verdict.json",
+        *stacks,
+        *(f"flight_gloo_{rank}" for rank in range(4)),
+    }
     assert all("most recent call first" in (evidence / name).read_text() for name in stacks)
     actors = json.loads((evidence / "verdict.json").read_text())["actors"]
     assert [actor["node"] for actor in actors] == [three_nodes.address(n) for n in (HEAD, HEAD, OTHER, OTHER, LAST)]
@@ -255,9 +257,10 @@ def refused(cluster: LocalCluster, moe_model: Path, folder: Path, *overrides: st
     variables = {"RL_SAFE_BASE_DIR": str(folder)}
     command = [sys.executable, "-m", "rl_safe_workers", "run", str(RECIPES / "quickstart.yaml"), *SPREAD]
     job = cluster.submit(
-        f"refused_{uuid.uuid4().hex[:8]}", [*command, f"model.path={moe_model}", *overrides],
+        f"refused_{uuid.uuid4().hex[:8]}",
+        [*command, f"model.path={moe_model}", *overrides],
         *("--runtime-env", str(environment_file(folder, variables))),
-    )  # fmt: skip
+    )
     assert job.finish() == 1, job.out[-3000:]
     assert job.status == "FAILED"
     assert cluster.left_of_runs() == []

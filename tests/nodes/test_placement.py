@@ -19,9 +19,14 @@ NODES, GPUS, LAYOUTS = 8, 8, 50
 
 def planned(gpus: int, rollouts: int, layout: ParallelLayout) -> list[int]:
     values = {
-        "trainers": layout.world_size, "rollouts": rollouts, "gpus_per_node": gpus, "tp": layout.tensor,
-        "pp": layout.pipeline, "ep": layout.expert, "etp": layout.expert_tensor,
-    }  # fmt: skip
+        "trainers": layout.world_size,
+        "rollouts": rollouts,
+        "gpus_per_node": gpus,
+        "tp": layout.tensor,
+        "pp": layout.pipeline,
+        "ep": layout.expert,
+        "etp": layout.expert_tensor,
+    }
     return list(nodes_by_rank(make_request(Source(name="a test", values=values), host="rl-safe")))
 
 

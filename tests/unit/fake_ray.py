@@ -96,13 +96,18 @@ def event(rank: int, *, ok: bool = True) -> PhaseEvent:
 def failure(rank: int, *, at_s: float, cause: Cause | None = None) -> Reply:
     error = RankError(
         rank_id=trainer_id(rank), phase="train", cause=cause or Raised(), text="ValueError: x", trace="", raised_at=at_s
-    )  # fmt: skip
+    )
     return Reply(error=error, events=[event(rank, ok=False)])
 
 
 def timed_out(*missing: int) -> Reply:
     world = Awaited("training world", frozenset(trainer_ids(range(3))))
-    return Reply(error=PhaseTimeoutError(
-        phase="train", awaited=world, missing=trainer_ids(missing), waited_s=TIMEOUT_S,
-        setting="rl_safe.timeouts.train",
-    ))  # fmt: skip
+    return Reply(
+        error=PhaseTimeoutError(
+            phase="train",
+            awaited=world,
+            missing=trainer_ids(missing),
+            waited_s=TIMEOUT_S,
+            setting="rl_safe.timeouts.train",
+        )
+    )

@@ -16,9 +16,15 @@ def written(root: Path, step: int, contents: str = "shard") -> tuple[Path, Manif
     (pending / SHARDS / "__0_0.distcp").write_text(contents)
     files = {name: {"bytes": size, "digest": "crc32:00000000"} for name, size in file_sizes(pending).items()}
     manifest = Manifest(
-        step=step, model_fingerprint="abc", layout={"world_size": 4, "tensor": 1}, saved_at=1000.0 + step,
-        versions={"torch": "2.13.0"}, files=files, driver_state={"position": step}, digests={},
-    )  # fmt: skip
+        step=step,
+        model_fingerprint="abc",
+        layout={"world_size": 4, "tensor": 1},
+        saved_at=1000.0 + step,
+        versions={"torch": "2.13.0"},
+        files=files,
+        driver_state={"position": step},
+        digests={},
+    )
     return pending, manifest
 
 

@@ -193,7 +193,9 @@ def test_an_interrupt_ends_the_wait_within_a_slice(ray: FakeRay) -> None:
 
     with pytest.raises(Interrupted):
         gather(
-            start(trainers(ray, (NEVER_S, value(0)))), timeout_s=TIMEOUT_S, on_events=list[PhaseEvent]().extend,
+            start(trainers(ray, (NEVER_S, value(0)))),
+            timeout_s=TIMEOUT_S,
+            on_events=list[PhaseEvent]().extend,
             check=check,
-        )  # fmt: skip
+        )
     assert ray.now_s <= 1010 + 2 * SLICE_S

@@ -43,9 +43,11 @@ def test_a_rank_that_is_killed_has_left_the_line_that_it_was_at(tmp_path: Path) 
 
 
 def test_a_process_starts_anew_where_an_earlier_one_has_been(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text(RANK.replace("first()\n", "print(len(threads()))\n", 1).replace(
-        "import sys, time", "import sys, time, os\nfrom threading import enumerate as threads"
-    ))  # fmt: skip
+    (tmp_path / "rank.py").write_text(
+        RANK.replace("first()\n", "print(len(threads()))\n", 1).replace(
+            "import sys, time", "import sys, time, os\nfrom threading import enumerate as threads"
+        )
+    )
     command = [sys.executable, "rank.py", str(tmp_path)]
     for _ in range(2):
         assert subprocess.run(command, cwd=tmp_path, env=_ours(), capture_output=True, check=True).stdout == b"3\n"

@@ -14,9 +14,12 @@ def _sample(prompt: int, response: int, *, has_experts: bool = True) -> Sample:
     tokens = prompt + response - 1
     experts = np.arange(tokens * LAYERS * TOP_K, dtype=np.uint8).reshape(tokens, LAYERS, TOP_K)
     return Sample(
-        prompt_ids=list(range(1, prompt + 1)), response_ids=list(range(11, response + 11)),
-        logprobs=[-float(i + 1) for i in range(response)], text="", routed_experts=experts if has_experts else None,
-    )  # fmt: skip
+        prompt_ids=list(range(1, prompt + 1)),
+        response_ids=list(range(11, response + 11)),
+        logprobs=[-float(i + 1) for i in range(response)],
+        text="",
+        routed_experts=experts if has_experts else None,
+    )
 
 
 def test_prompts_and_responses_lie_side_by_side_and_padding_behind() -> None:

@@ -97,8 +97,10 @@ def culprits(found: Diagnosis) -> set[int]:
 def test_a_run_that_is_well_blames_nobody(judged: Judge) -> None:
     found = judged(busy(0), busy(1))
     assert (found.verdict, culprits(found), found.error) == (
-        "no rank has failed, and no rank waits for others", set(), None,
-    )  # fmt: skip
+        "no rank has failed, and no rank waits for others",
+        set(),
+        None,
+    )
     assert found.ranks == {trainer_id(0): "is at mine.py:7 (step)", trainer_id(1): "is at mine.py:7 (step)"}
 
 
@@ -194,5 +196,7 @@ def test_the_evidence_names_every_rank(judged: Judge, tmp_path: Path) -> None:
     text = (tmp_path / "hang" / "verdict.json").read_text()
     assert '"trainer rank 1": "is at mine.py:7 (step)"' in text
     assert {path.name for path in (tmp_path / "hang").iterdir()} == {
-        "verdict.json", "stack_trainer_0.txt", "stack_trainer_1.txt",
-    }  # fmt: skip
+        "verdict.json",
+        "stack_trainer_0.txt",
+        "stack_trainer_1.txt",
+    }

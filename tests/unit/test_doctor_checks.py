@@ -71,9 +71,14 @@ def test_a_probe_that_does_not_exist_or_hangs_is_an_answer_with_a_reason() -> No
 # Versions
 
 INSTALLED = {
-    "Python": "3.11.7", "torch": "2.13.0+cpu", "megatron-core": "0.16.1", "vLLM": "0.32.0", "ray": "2.60.0",
-    "transformers": "5.19.0", "mbridge": "0.15.1",
-}  # fmt: skip
+    "Python": "3.11.7",
+    "torch": "2.13.0+cpu",
+    "megatron-core": "0.16.1",
+    "vLLM": "0.32.0",
+    "ray": "2.60.0",
+    "transformers": "5.19.0",
+    "mbridge": "0.15.1",
+}
 
 
 def readme_cells() -> list[support.Cell]:
@@ -145,9 +150,16 @@ def test_a_missing_package_stops_a_run_and_nothing_else(name: str) -> None:
 # Machine
 
 WELL = machine.Machine(
-    cpus=8, memory_total=64 * GIB, memory_free=60 * GIB, shared_total=32 * GIB, shared_free=32 * GIB,
-    files_soft=1024, files_hard=2**20, locked=machine.UNLIMITED, rdma=(),
-)  # fmt: skip
+    cpus=8,
+    memory_total=64 * GIB,
+    memory_free=60 * GIB,
+    shared_total=32 * GIB,
+    shared_free=32 * GIB,
+    files_soft=1024,
+    files_hard=2**20,
+    locked=machine.UNLIMITED,
+    rdma=(),
+)
 MACHINES: list[tuple[str, Severity, dict[str, Any], Subject]] = [
     ("cpus-short", STOPS, {"cpus": 1}, CPU),
     ("memory-short", RISKS, {"memory_free": 3 * GIB}, CPU),
@@ -274,9 +286,14 @@ def test_random_machines_are_judged_without_a_crash_and_the_better_one_never_wor
 # Storage
 
 DISK = storage.Storage(
-    path=Path("/ckpt"), there=Path("/ckpt"), file_system="ext4", free_bytes=100 * GIB, write_s=0.1,
-    save_bytes=10 * GIB, save_s=20.0,
-)  # fmt: skip
+    path=Path("/ckpt"),
+    there=Path("/ckpt"),
+    file_system="ext4",
+    free_bytes=100 * GIB,
+    write_s=0.1,
+    save_bytes=10 * GIB,
+    save_s=20.0,
+)
 DISKS: list[tuple[str, Severity, dict[str, Any], Subject]] = [
     ("checkpoints-unwritable", STOPS, {"write_s": None, "reason": "Read-only file system", "save_bytes": None}, CPU),
     ("checkpoints-in-memory", RISKS, {"file_system": "tmpfs"}, CPU),
@@ -393,9 +410,13 @@ Legend:
 def seen(count: int, **change: Any) -> Answer:
     device = {"name": "H200", "total": 140 * GIB, "free": 139 * GIB, "reason": ""}
     said = {
-        "torch": "2.11.0+cu130", "cuda": "13.0", "nccl": [2, 28, 9], "suspends": False,
-        "devices": [device] * count, "peers": [[True] * count] * count,
-    }  # fmt: skip
+        "torch": "2.11.0+cu130",
+        "cuda": "13.0",
+        "nccl": [2, 28, 9],
+        "suspends": False,
+        "devices": [device] * count,
+        "peers": [[True] * count] * count,
+    }
     return Answer(values=said | change)
 
 

@@ -69,9 +69,14 @@ def test_text_has_facts_first_and_findings_in_the_form_of_a_plans(only: Any, cap
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     parts = [
-        "looked", "[bold] at all", "stops found-stops", "  what happens [1].",
-        "  Since: always. Evidence: nccl 1.", "  Avoid: it.", "1 hazard: 1 stop the run",
-    ]  # fmt: skip
+        "looked",
+        "[bold] at all",
+        "stops found-stops",
+        "  what happens [1].",
+        "  Since: always. Evidence: nccl 1.",
+        "  Avoid: it.",
+        "1 hazard: 1 stop the run",
+    ]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
 
@@ -143,9 +148,13 @@ def test_a_live_bootstrap_is_not_tried_where_something_stops_it(only: Any) -> No
 
 def ledger(seconds: float, size: int | None) -> BootstrapReport:
     entry = LedgerEntry(
-        group="EXPERT_DATA_PARALLEL_GROUP", ranks=(0, 2), op_class="reduce", seconds=seconds, bytes=size,
+        group="EXPERT_DATA_PARALLEL_GROUP",
+        ranks=(0, 2),
+        op_class="reduce",
+        seconds=seconds,
+        bytes=size,
         predicted_bytes=2**20,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # type: ignore[arg-type]
     return BootstrapReport(entries=(entry,), skipped=0, unknown=(), seconds=seconds)
 
 

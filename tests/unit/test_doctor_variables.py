@@ -77,7 +77,12 @@ HURT: list[tuple[str, dict[str, str], Subject]] = [
 ]
 """Code, environment that has it, run."""
 HARMLESS: list[tuple[dict[str, str], Subject]] = [
-    ({}, CPU), ({}, GPU), ({}, CPU_JOINS), ({}, GPU_JOINS), ({}, GPU_SHARED), ({}, ANY),
+    ({}, CPU),
+    ({}, GPU),
+    ({}, CPU_JOINS),
+    ({}, GPU_JOINS),
+    ({}, GPU_SHARED),
+    ({}, ANY),
     ({"GLOO_SOCKET_IFNAME": "eth0,eth1"}, CPU),
     ({"GLOO_SOCKET_IFNAME": "lo"}, CPU),
     ({"NCCL_SOCKET_IFNAME": "eth"}, GPU),
@@ -106,7 +111,7 @@ HARMLESS: list[tuple[dict[str, str], Subject]] = [
     ({"RAY_grpc_enable_http_proxy": "1", "http_proxy": "http://p:3128", "no_proxy": "10.0.0.0/8"}, CPU_JOINS),
     ({"http_proxy": "http://p:3128"}, CPU_JOINS),
     ({"LOCAL_RANK": "1"}, GPU),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("code", "environ", "subject"), HURT)
@@ -135,7 +140,7 @@ def test_a_local_rank_is_in_the_way_since_torch_2_15() -> None:
 def test_an_interface_that_is_not_there_stops_the_run_and_is_named() -> None:
     around = Surroundings(
         subject=CPU, environ={"GLOO_SOCKET_IFNAME": "nonsense0"}, interfaces=frozenset({"lo"}), cpus=4
-    )  # fmt: skip
+    )
     (finding,) = judge(around, CPU).findings
     assert finding.severity is Severity.STOPS
     assert finding.text.startswith("GLOO_SOCKET_IFNAME=nonsense0: ")

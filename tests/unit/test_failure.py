@@ -24,9 +24,13 @@ from rl_safe_workers.ranks import RankId, Role, trainer_id, trainer_ids
 
 R0 = RankId(Role.ROLLOUT, 0)
 LATE = PhaseTimeoutError(
-    phase="save", awaited=Awaited("training world", frozenset(trainer_ids(range(4)))), missing=trainer_ids([1, 3]),
-    waited_s=3.04, setting="rl_safe.timeouts.save", detail="x",
-)  # fmt: skip
+    phase="save",
+    awaited=Awaited("training world", frozenset(trainer_ids(range(4)))),
+    missing=trainer_ids([1, 3]),
+    waited_s=3.04,
+    setting="rl_safe.timeouts.save",
+    detail="x",
+)
 
 
 def told(failure: Failure) -> Failure:

@@ -18,9 +18,14 @@ from rl_safe_workers.worlds.gpu_pair import map_memory
 SIZE = 1024
 GPU = torch.device("cuda", 0)
 GOOD: dict[str, Any] = {
-    "handle": "00" * 65, "size": SIZE, "offset": 0, "counter": b"/torch_12_345_0".hex(), "counter_offset": 0,
-    "event": "00" * 64, "waits_for_event": True,
-}  # fmt: skip
+    "handle": "00" * 65,
+    "size": SIZE,
+    "offset": 0,
+    "counter": b"/torch_12_345_0".hex(),
+    "counter_offset": 0,
+    "event": "00" * 64,
+    "waits_for_event": True,
+}
 
 
 class Runs:
@@ -51,13 +56,25 @@ def test_a_pickle_in_the_store_is_refused_and_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"size": SIZE + 1}, {"size": str(SIZE)}, {"size": True}, {"size": 1e3},
-        {"offset": -1}, {"offset": 2**60}, {"counter_offset": 10_000}, {"counter_offset": None},
-        {"counter": b"/torch_1_2_3/../../etc/passwd".hex()}, {"counter": b"/psm_1234".hex()}, {"counter": "zz"},
-        {"handle": "00" * 5000}, {"handle": 7}, {"event": None}, {"waits_for_event": 1}, {"more": 1},
+        {"size": SIZE + 1},
+        {"size": str(SIZE)},
+        {"size": True},
+        {"size": 1e3},
+        {"offset": -1},
+        {"offset": 2**60},
+        {"counter_offset": 10_000},
+        {"counter_offset": None},
+        {"counter": b"/torch_1_2_3/../../etc/passwd".hex()},
+        {"counter": b"/psm_1234".hex()},
+        {"counter": "zz"},
+        {"handle": "00" * 5000},
+        {"handle": 7},
+        {"event": None},
+        {"waits_for_event": 1},
+        {"more": 1},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_handle_with_a_wrong_field_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(WeightSyncError, match="somebody else has written to the store"):
         map_memory(json.dumps(GOOD | change).encode(), size_bytes=SIZE, device=GPU)

@@ -158,15 +158,19 @@ BATCHED, UNBATCHED = OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P
         ),
         *(((REDUCE,), 1, ctas, NEIGHBOUR, [mib]) for ctas, mib in ((None, 388), (16, 100), (8, 52), (2, 16), (1, 10))),
         ((ALL_TO_ALL, REDUCE), 2, None, NEIGHBOUR, [580, 288]),
-        ((ALL_TO_ALL, REDUCE), 2, 16, NEIGHBOUR, [292, 192]), ((ALL_TO_ALL, REDUCE), 2, 1, NEIGHBOUR, [22, 12]),
+        ((ALL_TO_ALL, REDUCE), 2, 16, NEIGHBOUR, [292, 192]),
+        ((ALL_TO_ALL, REDUCE), 2, 1, NEIGHBOUR, [22, 12]),
         ((REDUCE, GATHER, ALL_TO_ALL, BATCHED), 4, None, NEIGHBOUR, [484, 0, 1152, 0]),
         ((REDUCE, GATHER, ALL_TO_ALL, BATCHED), 4, 8, NEIGHBOUR, [148, 0, 288, 0]),
-        ((BATCHED, REDUCE), 2, None, NEIGHBOUR, [580, 288]), ((UNBATCHED,), 2, None, NEIGHBOUR, [260 + 320]),
+        ((BATCHED, REDUCE), 2, None, NEIGHBOUR, [580, 288]),
+        ((UNBATCHED,), 2, None, NEIGHBOUR, [260 + 320]),
         ((REDUCE, BATCHED, UNBATCHED), 2, 16, Links(pairs=2, exchanges=2), [292, 192, 584]),
-        ((UNBATCHED,), 2, 16, NEIGHBOUR, [132 + 160]), ((UNBATCHED,), 2, None, TWO_STAGES, [260 + 516]),
-        ((UNBATCHED,), 2, 16, TWO_STAGES, [132 + 260]), ((REDUCE, UNBATCHED), 2, 1, TWO_STAGES, [22, 12 + 20]),
+        ((UNBATCHED,), 2, 16, NEIGHBOUR, [132 + 160]),
+        ((UNBATCHED,), 2, None, TWO_STAGES, [260 + 516]),
+        ((UNBATCHED,), 2, 16, TWO_STAGES, [132 + 260]),
+        ((REDUCE, UNBATCHED), 2, 1, TWO_STAGES, [22, 12 + 20]),
     ],
-)  # fmt: skip
+)
 def test_the_model_is_what_was_measured(of, size, max_ctas, links, measured_mib) -> None:
     assert [size_bytes / MIB for size_bytes in costs(of, size=size, max_ctas=max_ctas, links=links)] == measured_mib
 

@@ -16,13 +16,21 @@ from rl_safe_workers.topology.memory import KERNEL_BYTES
 
 MIB = 2**20
 ENTRY = LedgerEntry(
-    group="EXPERT_DATA_PARALLEL_GROUP", ranks=(0, 2), op_class=OpClass.REDUCE, seconds=0.31, bytes=486 * MIB,
+    group="EXPERT_DATA_PARALLEL_GROUP",
+    ranks=(0, 2),
+    op_class=OpClass.REDUCE,
+    seconds=0.31,
+    bytes=486 * MIB,
     predicted_bytes=484 * MIB,
-)  # fmt: skip
+)
 REPORT = BootstrapReport(
-    entries=(ENTRY, replace(ENTRY, op_class=OpClass.GATHER_SCATTER, bytes=0, predicted_bytes=0)), skipped=7, unknown=(),
-    seconds=1.2, kernel_bytes=428 * MIB, kernel_seconds=0.7,
-)  # fmt: skip
+    entries=(ENTRY, replace(ENTRY, op_class=OpClass.GATHER_SCATTER, bytes=0, predicted_bytes=0)),
+    skipped=7,
+    unknown=(),
+    seconds=1.2,
+    kernel_bytes=428 * MIB,
+    kernel_seconds=0.7,
+)
 
 
 def test_kernels_count_once_and_only_where_they_were_loaded() -> None:
@@ -48,18 +56,24 @@ def _text(report: BootstrapReport) -> str:
 def test_metrics_are_those_of_the_worst_rank_and_have_no_bytes_without_a_device() -> None:
     worse = replace(REPORT, entries=(replace(ENTRY, bytes=600 * MIB),), seconds=2.0)
     assert ledger_metrics([REPORT, worse]) == {
-        "rl_safe/comms_groups": 1.0, "rl_safe/comms_bootstrap_s": 2.0, "rl_safe/comms_bytes": (600 + 428) * MIB,
+        "rl_safe/comms_groups": 1.0,
+        "rl_safe/comms_bootstrap_s": 2.0,
+        "rl_safe/comms_bytes": (600 + 428) * MIB,
         "rl_safe/comms_predicted_bytes": 484 * MIB + KERNEL_BYTES,
-    }  # fmt: skip
+    }
     on_cpu = replace(REPORT, entries=(replace(ENTRY, bytes=None),), kernel_bytes=None)
     assert ledger_metrics([on_cpu]).keys() == {"rl_safe/comms_groups", "rl_safe/comms_bootstrap_s"}
 
 
 def test_late_bytes_are_those_of_the_worst_rank() -> None:
     late = LateAllocation(
-        group="EXPERT_MODEL_PARALLEL_GROUP", ranks=(0, 1), op_class=OpClass.ALL_TO_ALL, operation="alltoall_base_",
-        phase="train", bytes=384 * MIB,
-    )  # fmt: skip
+        group="EXPERT_MODEL_PARALLEL_GROUP",
+        ranks=(0, 1),
+        op_class=OpClass.ALL_TO_ALL,
+        operation="alltoall_base_",
+        phase="train",
+        bytes=384 * MIB,
+    )
     assert late_metrics([[], [late, late]]) == {"rl_safe/comms_late": 2.0, "rl_safe/comms_late_bytes": 768.0 * MIB}
     assert late_metrics([]) == {"rl_safe/comms_late": 0.0, "rl_safe/comms_late_bytes": 0.0}
 

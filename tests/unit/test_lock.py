@@ -40,8 +40,11 @@ def holder(path: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock until its input ends."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path), how],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert process.stdout is not None
     assert process.stdin is not None
     assert int(process.stdout.readline()) == process.pid

@@ -170,8 +170,9 @@ def commit_until(fail_before: int | None, root: Path, monkeypatch: pytest.Monkey
 
 def test_at_no_moment_of_a_replacement_is_a_step_without_a_complete_checkpoint(tmp_path, monkeypatch) -> None:
     events = commit_until(None, tmp_path / "whole", monkeypatch)
-    manifest_is_there = events.index("rename global_step_20.incomplete/manifest.json.tmp -> "
-                                     "global_step_20.incomplete/manifest.json")  # fmt: skip
+    manifest_is_there = events.index(
+        "rename global_step_20.incomplete/manifest.json.tmp -> global_step_20.incomplete/manifest.json"
+    )
     assert len(events) > 12
     for moment in range(len(events)):
         root = tmp_path / str(moment)

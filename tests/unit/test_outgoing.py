@@ -154,8 +154,14 @@ def test_each_rank_sends_its_own_in_the_order_of_places_then_of_ranks(tell: Tell
         1, [own((0, 0, 1), ones("gate.1", "up.1")), own((1, 0, 0), ones("next stage")), own((0, 0, 0), ones("first"))]
     )
     assert [(spec.name, spec.source) for spec in made.specs] == [
-        ("first", 1), ("gate.0", 0), ("up.0", 0), ("gate.1", 1), ("up.1", 1), ("last", 0), ("next stage", 1),
-    ]  # fmt: skip
+        ("first", 1),
+        ("gate.0", 0),
+        ("up.0", 0),
+        ("gate.1", 1),
+        ("up.1", 1),
+        ("last", 0),
+        ("next stage", 1),
+    ]
     assert made.mine == {"first", "gate.1", "up.1", "next stage"}
 
 

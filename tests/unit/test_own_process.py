@@ -47,9 +47,7 @@ def test_a_probe_runs_nothing_of_the_working_directory(canary: Path) -> None:
 
 
 def test_a_module_gets_its_arguments_and_its_own_name(canary: Path) -> None:
-    done = subprocess.run(
-        module_command("rl_safe_workers", "--version"), check=True, capture_output=True, text=True
-    )  # fmt: skip
+    done = subprocess.run(module_command("rl_safe_workers", "--version"), check=True, capture_output=True, text=True)
     assert done.stdout.startswith("rl-safe")
     assert not canary.exists()
 

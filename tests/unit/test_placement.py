@@ -11,9 +11,13 @@ from rl_safe_workers.driver.reservation import bundles
 
 def cluster(device: str, *, trainers: int = 2, rollouts: int = 3, colocated: bool = False) -> ClusterConfig:
     return ClusterConfig(
-        device=device, colocated=colocated, num_trainers=trainers, num_rollouts=rollouts,
-        cpus_per_trainer=0.25, cpus_per_rollout=0.5,
-    )  # fmt: skip
+        device=device,
+        colocated=colocated,
+        num_trainers=trainers,
+        num_rollouts=rollouts,
+        cpus_per_trainer=0.25,
+        cpus_per_rollout=0.5,
+    )
 
 
 def test_on_a_cpu_each_trainer_and_then_each_rollout_rank_has_its_share_of_the_cores() -> None:

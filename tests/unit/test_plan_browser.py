@@ -85,10 +85,23 @@ def questions(plan: Plan) -> list[tuple[int, int, list[int]]]:
 def browse(page: Path, probe: str, tmp_path: Path) -> dict[str, Any]:
     page.write_text(page.read_text().replace("</body>", f"{probe}</body>", 1))
     done = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1600,1200",
-         f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+        [
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--window-size=1600,1200",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=5000",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     answer = re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)
     assert answer is not None, done.stderr
     found: dict[str, Any] = json.loads(html.unescape(answer.group(1)))

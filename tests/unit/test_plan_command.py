@@ -23,9 +23,17 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("mbridge", "megatron", "numpy", "omegaconf", "pyarrow", "ray", "torch", "transformers", "vllm")
 """Packages that take longer to import than a plan takes."""
 ISSUE = [
-    "--world=512", "--trainers=256", "--tp=4", "--pp=2", "--ep=8", "--etp=1", "--cp=1", "--optimizer-instances=2",
-    "--vllm-tp=4", "--gpus-per-node=8",
-]  # fmt: skip
+    "--world=512",
+    "--trainers=256",
+    "--tp=4",
+    "--pp=2",
+    "--ep=8",
+    "--etp=1",
+    "--cp=1",
+    "--optimizer-instances=2",
+    "--vllm-tp=4",
+    "--gpus-per-node=8",
+]
 SEED, CONFIGURATIONS = 9, 2000
 
 
@@ -48,8 +56,9 @@ def test_the_example_of_512_gpus_has_its_nodes_groups_and_memory(capsys) -> None
     groups = {entry["group"]: entry for entry in plan["communicators"]}
     assert len(plan["nodes"]) == 64
     assert (plan["nodes"][31], plan["nodes"][32]) == (
-        {"node": 31, "trainer": [248, 255]}, {"node": 32, "rollout": [256, 263]},
-    )  # fmt: skip
+        {"node": 31, "trainer": [248, 255]},
+        {"node": 32, "rollout": [256, 263]},
+    )
     assert groups["HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1"]["size"] == 2
     assert groups["EXPERT_DATA_PARALLEL_GROUP"]["members"][0] == list(range(0, 128, 8))
     assert groups["VLLM_ENGINE_GROUP"]["members"][0] == [256, 257, 258, 259]
@@ -80,10 +89,13 @@ def test_text_has_every_table_and_hazard(capsys, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("facts", "code"),
-    [(["--trainers=8"], 0), (["--trainers=8", "--check"], 0),
-     (["--world=8", "--trainers=6", "--default-group=joint"], 0),
-     (["--world=8", "--trainers=6", "--default-group=joint", "--check"], 1)],
-)  # fmt: skip
+    [
+        (["--trainers=8"], 0),
+        (["--trainers=8", "--check"], 0),
+        (["--world=8", "--trainers=6", "--default-group=joint"], 0),
+        (["--world=8", "--trainers=6", "--default-group=joint", "--check"], 1),
+    ],
+)
 def test_check_fails_for_a_plan_that_stops(capsys, facts: list[str], code: int) -> None:
     assert main(["plan", *facts]) == code
 
@@ -102,13 +114,19 @@ def test_check_fails_for_a_plan_that_stops(capsys, facts: list[str], code: int) 
         (["--world=4", "--rollouts=4"], "--rollouts=4 leaves no trainer of --world=4"),
         (["--world=8", "--trainers=4", "--vllm-tp=3"], "--vllm-tp=3 does not divide 4 rollout ranks"),
         (["--trainers=8", "--colocated", "--vllm-tp=3", "--ep=8"], "--vllm-tp=3 does not divide 8 rollout ranks"),
-        (["--trainers=8", "--colocated", "--vllm-tp=2", "--vllm-pp=3"],
-         "--vllm-tp=2 x --vllm-pp=3, an engine of 6 ranks, does not divide 8 rollout ranks: set them to a product"),
+        (
+            ["--trainers=8", "--colocated", "--vllm-tp=2", "--vllm-pp=3"],
+            "--vllm-tp=2 x --vllm-pp=3, an engine of 6 ranks, does not divide 8 rollout ranks: set them to a product",
+        ),
         (["--world=12", "--trainers=4", "--vllm-dp=16"], "--vllm-dp=16 does not divide 8 rollout ranks"),
-        (["--trainers=4", "--pp=4", "--first-stage-layers=2", "--loss-as-layer"],
-         "--first-stage-layers=2 does not go with --loss-as-layer=True: leave one of them out"),
-        (["--trainers=4", "--pp=4", "--embedding-as-layer", "--pipeline-layout=Et|t|t|tL"],
-         "--embedding-as-layer=True does not go with --pipeline-layout=Et|t|t|tL"),
+        (
+            ["--trainers=4", "--pp=4", "--first-stage-layers=2", "--loss-as-layer"],
+            "--first-stage-layers=2 does not go with --loss-as-layer=True: leave one of them out",
+        ),
+        (
+            ["--trainers=4", "--pp=4", "--embedding-as-layer", "--pipeline-layout=Et|t|t|tL"],
+            "--embedding-as-layer=True does not go with --pipeline-layout=Et|t|t|tL",
+        ),
         (["--trainers=4", "--rollouts=2", "--colocated"], "--rollouts=2 with --colocated=true shares the GPUs"),
         (["--trainers=4", "--vpp=2"], "--vpp=2 needs two or more pipeline stages"),
         (["--trainers=4", "--megatron=0.15"], "--megatron=0.15 cannot be used: it takes one of 0.16, 0.17"),
@@ -128,7 +146,7 @@ def test_check_fails_for_a_plan_that_stops(capsys, facts: list[str], code: int) 
         (["--from", "nemo-rl"], "--from nemo-rl takes a YAML file"),
         (["--from", "nemo-rl", "nowhere.yaml"], "nowhere.yaml cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line_with_key_value_and_what_is_valid(capsys, arguments, complaint: str) -> None:
     assert complaint in refusal(capsys, *arguments)
 
@@ -154,14 +172,27 @@ def request_of(source: Source) -> Request:
 
 def test_verls_keys_are_understood_from_a_command_line() -> None:
     megatron, rollout = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
-    found = request_of(verl_source([
-        "python3", "-m", "verl.trainer.main_ppo", "--config-name=x", "trainer.nnodes=4", "trainer.n_gpus_per_node=8",
-        f"{megatron}.tensor_model_parallel_size=4", f"{megatron}.pipeline_model_parallel_size=2",
-        f"{megatron}.expert_model_parallel_size=4", f"{megatron}.expert_tensor_parallel_size=null",
-        f"+{megatron}.override_transformer_config.moe_token_dispatcher_type=alltoall",
-        f"{rollout}.tensor_model_parallel_size=8", "actor_rollout_ref.actor.checkpoint.async_save=True",
-        "actor_rollout_ref.nccl_timeout=1200", "data.train_files=[a,b]",
-    ]))  # fmt: skip
+    found = request_of(
+        verl_source(
+            [
+                "python3",
+                "-m",
+                "verl.trainer.main_ppo",
+                "--config-name=x",
+                "trainer.nnodes=4",
+                "trainer.n_gpus_per_node=8",
+                f"{megatron}.tensor_model_parallel_size=4",
+                f"{megatron}.pipeline_model_parallel_size=2",
+                f"{megatron}.expert_model_parallel_size=4",
+                f"{megatron}.expert_tensor_parallel_size=null",
+                f"+{megatron}.override_transformer_config.moe_token_dispatcher_type=alltoall",
+                f"{rollout}.tensor_model_parallel_size=8",
+                "actor_rollout_ref.actor.checkpoint.async_save=True",
+                "actor_rollout_ref.nccl_timeout=1200",
+                "data.train_files=[a,b]",
+            ]
+        )
+    )
     assert (found.trainers, found.rollouts, found.colocated, found.vllm_tp) == (32, 32, True, 8)
     assert (found.layout.tensor, found.layout.pipeline, found.layout.expert) == (4, 2, 4)
     assert found.layout.expert_tensor == 4  # Megatron's default
@@ -171,8 +202,10 @@ def test_verls_keys_are_understood_from_a_command_line() -> None:
 def test_verls_sharding_follows_its_flag() -> None:
     flag = "actor_rollout_ref.actor.megatron.dist_ckpt_optim_fully_reshardable"
     for given, sharding in (
-        ([], "dp_reshardable"), ([f"{flag}=False"], "dp_reshardable"), ([f"{flag}=true"], "fully_reshardable"),
-    ):  # fmt: skip
+        ([], "dp_reshardable"),
+        ([f"{flag}=False"], "dp_reshardable"),
+        ([f"{flag}=true"], "fully_reshardable"),
+    ):
         found = request_of(verl_source(["trainer.nnodes=1", *given]))
         assert (found.optimizer_sharding, found.setting("optimizer_sharding")) == (sharding, flag)
     with pytest.raises(ConfigError, match=r"dist_ckpt_optim_fully_reshardable=3 .* it takes true or false"):
@@ -182,12 +215,21 @@ def test_verls_sharding_follows_its_flag() -> None:
 def test_verls_engines_and_splits_are_understood() -> None:
     rollout = "actor_rollout_ref.rollout"
     transformer = "+actor_rollout_ref.actor.megatron.override_transformer_config"
-    engines = [f"{rollout}.tensor_model_parallel_size=2", f"{rollout}.data_parallel_size=2",
-               f"{rollout}.pipeline_model_parallel_size=2"]  # fmt: skip
-    found = request_of(verl_source([
-        "trainer.nnodes=1", *engines, f"{transformer}.account_for_embedding_in_pipeline_split=True",
-        f"{transformer}.account_for_loss_in_pipeline_split=True",
-    ]))  # fmt: skip
+    engines = [
+        f"{rollout}.tensor_model_parallel_size=2",
+        f"{rollout}.data_parallel_size=2",
+        f"{rollout}.pipeline_model_parallel_size=2",
+    ]
+    found = request_of(
+        verl_source(
+            [
+                "trainer.nnodes=1",
+                *engines,
+                f"{transformer}.account_for_embedding_in_pipeline_split=True",
+                f"{transformer}.account_for_loss_in_pipeline_split=True",
+            ]
+        )
+    )
     assert (found.engine_ranks, found.embedding_as_layer, found.loss_as_layer) == (8, True, True)
     with pytest.raises(ConfigError, match=f"{rollout}.data_parallel_size=2, an engine of 8 ranks, does not divide 4"):
         request_of(verl_source(["trainer.nnodes=1", "trainer.n_gpus_per_node=4", *engines]))

@@ -15,10 +15,18 @@ from rl_safe_workers.plan.request import Source, make_request
 from rl_safe_workers.plan.sources import nemo_rl_source, verl_source
 
 MOE = {
-    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
-    "num_experts": 128, "vocab_size": 151936, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +45,11 @@ Facts = dict[str, Any]
 SWIFT: Facts = {"host": "ms-swift", "trainers": 32, "ep": 8, "etp": 1}
 CASES: list[tuple[str, Facts, Facts]] = [
     ("world-mixed", {"world": 8, "trainers": 6, "default_group": "joint"}, {"default_group": "training"}),
-    ("world-mixed-flags", {"world": 8, "trainers": 6, "default_group": "joint"},
-     {"fully_parallel_save": False, "validate_access_integrity": False}),
+    (
+        "world-mixed-flags",
+        {"world": 8, "trainers": 6, "default_group": "joint"},
+        {"fully_parallel_save": False, "validate_access_integrity": False},
+    ),
     ("world-device-id", {"world": 8, "trainers": 6, "device_id": True}, {"device_id": False}),
     ("timeout-not-inherited", {"trainers": 8, "timeout_s": 60}, {"group_timeout_s": 60}),
     ("timeout-expert-twin", {"trainers": 8, "ep": 2, "group_timeout_s": 60}, {"gloo": False}),
@@ -61,16 +72,25 @@ CASES: list[tuple[str, Facts, Facts]] = [
     ("engine-straddles", {"trainers": 16, "colocated": True, "vllm_tp": 4, "vllm_pp": 4}, {"vllm_pp": 2}),
     ("engine-straddles", {"trainers": 16, "colocated": True, "vllm_tp": 4, "vllm_dp": 4}, {"vllm_dp": 1}),
     ("save-collective", {"trainers": 8, "ep": 2}, {"fully_parallel_save": False, "validate_access_integrity": False}),
-    ("sharding-raises", {"trainers": 8, "optimizer_sharding": "fully_sharded_model_space"},
-     {"optimizer_sharding": "fully_reshardable"}),
+    (
+        "sharding-raises",
+        {"trainers": 8, "optimizer_sharding": "fully_sharded_model_space"},
+        {"optimizer_sharding": "fully_reshardable"},
+    ),
     ("async-unfinalised", {"host": "verl", "trainers": 8, "async_save": True}, {"async_save": False}),
-    ("async-collective", {"host": "rl-safe", "trainers": 8, "async_save": True, "fully_parallel_save": True},
-     {"fully_parallel_save": False}),
-    ("save-one-writer", {"trainers": 32, "ep": 8, "optimizer_sharding": "fully_reshardable",
-                         "fully_parallel_save": False}, {"fully_parallel_save": True}),
+    (
+        "async-collective",
+        {"host": "rl-safe", "trainers": 8, "async_save": True, "fully_parallel_save": True},
+        {"fully_parallel_save": False},
+    ),
+    (
+        "save-one-writer",
+        {"trainers": 32, "ep": 8, "optimizer_sharding": "fully_reshardable", "fully_parallel_save": False},
+        {"fully_parallel_save": True},
+    ),
     ("save-gathers-optimizer", {"host": "nemo-rl", "trainers": 8}, {"optimizer_sharding": "dp_reshardable"}),
     ("gloo-missing", {"trainers": 8, "gloo": False, "optimizer_sharding": "dp_zero_gather_scatter"}, {"gloo": True}),
-]  # fmt: skip
+]
 """Code, facts that have it, and what of them avoids it."""
 OF_A_MODEL: list[tuple[str, Facts, Facts]] = [
     ("heads-indivisible", {"trainers": 24, "tp": 3, "etp": 3}, {"tp": 4, "etp": 1}),
@@ -121,12 +141,16 @@ def test_a_finding_names_groups_ranks_and_the_setting_in_the_words_of_its_source
 
 @pytest.mark.parametrize(
     ("etp", "dispatcher", "expert", "tensor"),
-    [(1, "alltoall", "EXPERT_MODEL_PARALLEL_GROUP", ""), (1, "allgather", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", ""),
-     (4, "alltoall", "EXPERT_MODEL_PARALLEL_GROUP", ""), (4, "allgather", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", ""),
-     (4, "flex", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", ""),
-     (16, "alltoall", "", "EXPERT_TENSOR_PARALLEL_GROUP"),
-     (16, "allgather", "", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")],
-)  # fmt: skip
+    [
+        (1, "alltoall", "EXPERT_MODEL_PARALLEL_GROUP", ""),
+        (1, "allgather", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", ""),
+        (4, "alltoall", "EXPERT_MODEL_PARALLEL_GROUP", ""),
+        (4, "allgather", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", ""),
+        (4, "flex", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", ""),
+        (16, "alltoall", "", "EXPERT_TENSOR_PARALLEL_GROUP"),
+        (16, "allgather", "", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
+    ],
+)
 def test_the_group_that_straddles_is_the_one_over_which_the_dispatcher_sends(
     etp: int, dispatcher: str, expert: str, tensor: str, model: str
 ) -> None:
@@ -185,8 +209,12 @@ _VERL = "actor_rollout_ref.actor.megatron"
 
 
 def verl(nodes: int, **sizes: int) -> dict[str, Finding]:
-    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
-             "cp": "context_parallel_size", "ep": "expert_model_parallel_size"}  # fmt: skip
+    names = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
+    }
     given = [f"{_VERL}.{names[name]}={size}" for name, size in sizes.items()]
     source = verl_source(["python3", "-m", "verl.trainer.main_ppo", f"trainer.nnodes={nodes}", *given])
     return {finding.code: finding for finding in find(make_plan(make_request(source)))}

@@ -34,9 +34,11 @@ PLANS = pytest.mark.parametrize("facts", [SMALL, MIDDLE, LARGE, SHARED], ids=["8
 
 def overlaps(one: Cell, other: Cell) -> bool:
     return (
-        one.x < other.x + other.width and other.x < one.x + one.width
-        and one.y < other.y + other.height and other.y < one.y + one.height
-    )  # fmt: skip
+        one.x < other.x + other.width
+        and other.x < one.x + one.width
+        and one.y < other.y + other.height
+        and other.y < one.y + one.height
+    )
 
 
 @PLANS

@@ -14,24 +14,52 @@ from rl_safe_workers.plan.saves import GIB, OPTIMIZER_BYTES, OURS, SaveWay, plan
 from rl_safe_workers.topology.layout import ParallelLayout
 
 QWEN3_30B: dict[str, Any] = {
-    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
-    "num_experts": 128, "vocab_size": 151936, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
 QWEN3_235B = QWEN3_30B | {
-    "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
 LLAMA_8B = {
-    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
 MIXTRAL = LLAMA_8B | {"model_type": "mixtral", "num_local_experts": 8, "vocab_size": 32000}
 DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
-    "n_shared_experts": 1, "first_k_dense_replace": 3, "vocab_size": 129280, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "vocab_size": 129280,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 
 @pytest.mark.parametrize(
@@ -68,10 +96,14 @@ def saves(
     ones = {"tensor": 1, "pipeline": 1, "expert": 1, "expert_tensor": 1, "context": 1}
     layout = ParallelLayout(world_size=world_size, **{**ones, **sizes})
     found = plan_saves(
-        layout, ModelSize.of(QWEN3_30B).stages(split_layers(48, layout.pipeline, first=None, last=None)),
-        instances=instances, weight_bytes=2, nodes=[rank // 8 for rank in range(layout.world_size)], node_bytes_s=GIB,
+        layout,
+        ModelSize.of(QWEN3_30B).stages(split_layers(48, layout.pipeline, first=None, last=None)),
+        instances=instances,
+        weight_bytes=2,
+        nodes=[rank // 8 for rank in range(layout.world_size)],
+        node_bytes_s=GIB,
         raises=raises,
-    )  # fmt: skip
+    )
     return {(way.sharding, way.fully_parallel): way for way in found}
 
 

@@ -34,14 +34,17 @@ def stages_of_megatron(layers: int, facts: Facts) -> list[int] | None:
     """Layers of each stage; None: it refuses."""
     try:
         config = TransformerConfig(
-            num_layers=layers, hidden_size=64, num_attention_heads=4,
-            pipeline_model_parallel_size=facts["pp"], pipeline_dtype=float,
+            num_layers=layers,
+            hidden_size=64,
+            num_attention_heads=4,
+            pipeline_model_parallel_size=facts["pp"],
+            pipeline_dtype=float,
             virtual_pipeline_model_parallel_size=facts.get("vpp"),
             num_layers_in_first_pipeline_stage=facts.get("first_stage_layers"),
             num_layers_in_last_pipeline_stage=facts.get("last_stage_layers"),
             account_for_embedding_in_pipeline_split=facts.get("embedding_as_layer", False),
             account_for_loss_in_pipeline_split=facts.get("loss_as_layer", False),
-        )  # fmt: skip
+        )
         return [
             sum(
                 get_num_layers_to_build(config, vp_stage=virtual if "vpp" in facts else None, pp_rank=stage)
@@ -80,9 +83,12 @@ def test_heads_are_refused_where_megatron_refuses_them(tmp_path: Path) -> None:
     for tensor, heads, groups in product((1, 2, 3, 4, 6, 8, 16), (8, 12, 16), (1, 2, 4, 8)):
         try:
             TransformerConfig(
-                num_layers=1, hidden_size=96, num_attention_heads=heads, num_query_groups=groups,
+                num_layers=1,
+                hidden_size=96,
+                num_attention_heads=heads,
+                num_query_groups=groups,
                 tensor_model_parallel_size=tensor,
-            )  # fmt: skip
+            )
         except ValueError:
             refused = True
         else:

@@ -236,10 +236,19 @@ def test_an_interpolation_that_leads_nowhere_is_refused(write: Write, override: 
 
 @pytest.mark.parametrize(
     "override",
-    ["model.create=${oc.env:PWD}", "actor.optim=${oc.env:PWD}", "data=${oc.env:PWD}", "data.train_files=${oc.env:PWD}",
-     "model.create=${trainer}", "data.train_files=${model.path}", "trainer.logger=${oc.decode:'[1, [2]]'}",
-     "model=${model}", "trainer.run_name=${trainer}", "model.create=${oc.create:{a: 1}}"],
-)  # fmt: skip
+    [
+        "model.create=${oc.env:PWD}",
+        "actor.optim=${oc.env:PWD}",
+        "data=${oc.env:PWD}",
+        "data.train_files=${oc.env:PWD}",
+        "model.create=${trainer}",
+        "data.train_files=${model.path}",
+        "trainer.logger=${oc.decode:'[1, [2]]'}",
+        "model=${model}",
+        "trainer.run_name=${trainer}",
+        "model.create=${oc.create:{a: 1}}",
+    ],
+)
 def test_an_interpolation_to_something_of_another_form_is_refused(
     write: Write, monkeypatch: pytest.MonkeyPatch, override: str
 ) -> None:

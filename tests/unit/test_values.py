@@ -139,9 +139,14 @@ def test_every_listed_name_can_be_made(tmp_path: Path) -> None:
 
 
 TENSOR = (
-    b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text("storage") + b"ctorch\nFloatStorage\n" + _text("0") + _text("cpu")
-    + b"%stQ%s%s%s\x89Nt" + b"R"
-)  # fmt: skip
+    b"ctorch._utils\n_rebuild_tensor_v2\n(("
+    + _text("storage")
+    + b"ctorch\nFloatStorage\n"
+    + _text("0")
+    + _text("cpu")
+    + b"%stQ%s%s%s\x89Nt"
+    + b"R"
+)
 """A tensor of a storage of so many elements, from an offset on, of a shape and a stride."""
 ONE, HUGE = b"K\x01\x85", b"J\x00\x00\x00\x40\x85"
 BUILD = b"}" + _text("_value_") + b"K\x09sb"
@@ -164,8 +169,17 @@ def _colliding_tuples() -> bytes:
 ATTACKS = {
     "tuples with one hash": _colliding_tuples(),
     "floats with one hash": _pickled(
-        b"}(" + b"".join(b"(G" + struct.pack(">d", 2.0 ** (61 * (n % 9)) * 3 ** (n % 7)) + b"K\x01"
-        + b"J" + struct.pack("<i", n) + b"tN" for n in range(1500)) + b"u"
+        b"}("
+        + b"".join(
+            b"(G"
+            + struct.pack(">d", 2.0 ** (61 * (n % 9)) * 3 ** (n % 7))
+            + b"K\x01"
+            + b"J"
+            + struct.pack("<i", n)
+            + b"tN"
+            for n in range(1500)
+        )
+        + b"u"
     ),
     "a million lists": _pickled(_thousands(b"]", 1000)),
     "thousands of dicts": _pickled(_thousands(b"ccollections\nOrderedDict\n)R", 1000)),
@@ -197,10 +211,7 @@ ATTACKS = {
     "an array of objects": _pickled(b"cnumpy\ndtype\n" + _text("O8") + b"\x89\x88\x87R"),
     "a dtype of gigabytes": _pickled(b"cnumpy\ndtype\n" + _text("V999999999") + b"\x89\x88\x87R"),
     "bytes copied again and again": _pickled(
-        _text("x" * 10**6)
-        + b"q\x00]("
-        + (b"c_codecs\nencode\nh\x00" + _text("latin1") + b"\x86R") * 100
-        + b"e\x86"
+        _text("x" * 10**6) + b"q\x00](" + (b"c_codecs\nencode\nh\x00" + _text("latin1") + b"\x86R") * 100 + b"e\x86"
     ),
     "a tree without end": _pickled(b"]" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(60))),
     "a list in itself": _pickled(b"]q\x00h\x00a"),
@@ -224,7 +235,7 @@ ATTACKS = {
     "bytes of another machine": _zip([("archive/data.pkl", b"\x80\x02N."), ("archive/byteorder", b"big")]),
     "a number cut short": _pickled(b"G\x00"),
     "nothing": b"",
-}  # fmt: skip
+}
 
 
 @pytest.mark.timeout(60)

@@ -41,13 +41,16 @@ def training_worker(model: Path, *, model_type: str = "language_model", **settin
             model_type=model_type,
             model_config=HFModelConfig(path=str(model), use_remove_padding=False),
             engine_config=McoreEngineConfig(
-                vanilla_mbridge=True, use_dynamic_bsz=False, micro_batch_size_per_gpu=2,
-                infer_micro_batch_size_per_gpu=2, **engine,
+                vanilla_mbridge=True,
+                use_dynamic_bsz=False,
+                micro_batch_size_per_gpu=2,
+                infer_micro_batch_size_per_gpu=2,
+                **engine,
             ),
             optimizer_config=McoreOptimizerConfig(lr=1e-3, lr_decay_steps=10, total_training_steps=10),
             checkpoint_config=checkpoint,
         )
-    )  # fmt: skip
+    )
     worker.reset()
     # verl's use_dist_checkpointing would ask for the first weights in shards, too.
     worker.engine.checkpoint_mananager.use_dist_checkpointing = shards
@@ -76,9 +79,14 @@ def batch(seed: int) -> TensorDict:
         "position_ids": nested([torch.arange(len(row)) for row in rows]),
         "loss_mask": nested([torch.ones_like(row) for row in rows]),
     }
-    return tu.get_tensordict(tensor_dict=tensors, non_tensor_dict={
-        "temperature": 1.0, "update_lr_scheduler": True, "global_token_num": [len(row) for row in rows],
-    })  # fmt: skip
+    return tu.get_tensordict(
+        tensor_dict=tensors,
+        non_tensor_dict={
+            "temperature": 1.0,
+            "update_lr_scheduler": True,
+            "global_token_num": [len(row) for row in rows],
+        },
+    )
 
 
 def train(worker: Any, seed: int) -> float:

@@ -28,16 +28,24 @@ SIZES = "actor_rollout_ref.actor.megatron"
 COMMAND_LINES = {
     "dense": [*MODEL, f"{SIZES}.tensor_model_parallel_size=2", f"{SIZES}.pipeline_model_parallel_size=2"],
     "experts": [
-        *MODEL, f"{SIZES}.tensor_model_parallel_size=4", f"{SIZES}.expert_model_parallel_size=8",
-        f"{SIZES}.expert_tensor_parallel_size=1", f"{SIZES}.param_offload=True", f"{SIZES}.optimizer_offload=True",
-        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+        *MODEL,
+        f"{SIZES}.tensor_model_parallel_size=4",
+        f"{SIZES}.expert_model_parallel_size=8",
+        f"{SIZES}.expert_tensor_parallel_size=1",
+        f"{SIZES}.param_offload=True",
+        f"{SIZES}.optimizer_offload=True",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
         "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type=alltoall",
     ],
     "critic": [
-        *MODEL, "algorithm.adv_estimator=gae", "critic.megatron.tensor_model_parallel_size=2",
-        "critic.megatron.pipeline_model_parallel_size=2", "critic.model.path=/models/moe",
+        *MODEL,
+        "algorithm.adv_estimator=gae",
+        "critic.megatron.tensor_model_parallel_size=2",
+        "critic.megatron.pipeline_model_parallel_size=2",
+        "critic.model.path=/models/moe",
     ],
-}  # fmt: skip
+}
 VERL_SRC = "VERL_SRC"
 """Environment variable: a checkout of verl's repository, whose examples are composed then, too."""
 GROUP = ["hydra.searchpath=[pkg://rl_safe_workers.adapters.verl.conf]", "+rl_safe=enabled"]
@@ -142,10 +150,13 @@ def test_a_command_of_the_recipe_composes_and_its_experts_fit(variables, tmp_pat
     assert check_run(config) is not None
     sizes, nodes = config.actor_rollout_ref.actor.megatron, config.trainer.nnodes
     ParallelLayout(
-        world_size=8 * nodes, tensor=sizes.tensor_model_parallel_size, pipeline=sizes.pipeline_model_parallel_size,
-        expert=sizes.expert_model_parallel_size, expert_tensor=sizes.expert_tensor_parallel_size,
+        world_size=8 * nodes,
+        tensor=sizes.tensor_model_parallel_size,
+        pipeline=sizes.pipeline_model_parallel_size,
+        expert=sizes.expert_model_parallel_size,
+        expert_tensor=sizes.expert_tensor_parallel_size,
         context=sizes.context_parallel_size,
-    )  # fmt: skip
+    )
     shared_by = sizes.pipeline_model_parallel_size * sizes.expert_model_parallel_size
     weights_and_gradients, moments = 6 * EXPERTS / shared_by, 12 * EXPERTS / (8 * nodes)
     assert weights_and_gradients + moments < 0.9 * 80e9
@@ -196,7 +207,7 @@ ON = ["model_engine=megatron", "+actor_rollout_ref.rl_safe.enabled=true"]
         ([*ON, "trainer.v1.trainer_mode=mine"], "trainer_mode=mine: use sync or colocate_async or separate_async"),
         (["model_engine=megatron", "+actor_rollout_ref.rl_safe=7"], "must hold keys"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused_on_the_driver(overrides, message) -> None:
     with pytest.raises(ConfigError, match=message):
         check_run(composed(*overrides))
@@ -214,9 +225,13 @@ def test_the_settings_say_what_engines_and_weight_sync_need() -> None:
     plain = read_settings(composed(*ON, "algorithm.adv_estimator=grpo"))
     assert (plain.dispatchers, plain.delta_weights) == (["alltoall"], False)
     config = composed(
-        *ON, *CRITIC, _override("actor_rollout_ref.actor", "flex"), _override("critic", "allgather"),
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded", f"{CTAS}.ep=8",
-    )  # fmt: skip
+        *ON,
+        *CRITIC,
+        _override("actor_rollout_ref.actor", "flex"),
+        _override("critic", "allgather"),
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",
+        f"{CTAS}.ep=8",
+    )
     settings = read_settings(config)
     assert (settings.dispatchers, settings.delta_weights) == (["allgather", "alltoall"], True)
     assert settings.rl_safe().bootstrap.max_ctas.limits() == {"ep": 8}
@@ -228,12 +243,13 @@ def test_the_settings_say_what_engines_and_weight_sync_need() -> None:
     [
         ({"VERL_ENGINE_VENDOR": "rl_safe"}, ["model_engine=megatron"], "rl_safe.enabled is not true"),
         (
-            {"VERL_ENGINE_VENDOR": "rl_safe", "VERL_USE_EXTERNAL_PLUGINS": "none"}, ON,
+            {"VERL_ENGINE_VENDOR": "rl_safe", "VERL_USE_EXTERNAL_PLUGINS": "none"},
+            ON,
             "nothing loads the plugin: set VERL_USE_EXTERNAL_MODULES=",
         ),
     ],
     ids=["not_enabled", "not_loaded"],
-)  # fmt: skip
+)
 def test_the_vendor_alone_is_refused(variables, overrides, message, monkeypatch) -> None:
     config = composed(*overrides)  # Hydra's plugin refuses the second by itself, see test_plugin.py
     for name, value in variables.items():

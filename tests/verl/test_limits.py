@@ -26,13 +26,20 @@ def process(node: dict[str, Any] | None = None, *, features: Features = MOE, pip
     found = TrainerProcess.__new__(TrainerProcess)
     found.settings = VerlSettings.read(node, source="rl_safe")
     sizes = MegatronConfig(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=pipeline, expert_model_parallel_size=2,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=pipeline,
+        expert_model_parallel_size=2,
         expert_tensor_parallel_size=1,
-    )  # fmt: skip
+    )
     found._trainer = SafeTrainer(
-        training_rank=0, training_size=8, rl_safe=found.settings.rl_safe(), megatron=sizes, features=features,
-        device=torch.device("cpu"), host_comms=VerlComms(found.settings),
-    )  # fmt: skip
+        training_rank=0,
+        training_size=8,
+        rl_safe=found.settings.rl_safe(),
+        megatron=sizes,
+        features=features,
+        device=torch.device("cpu"),
+        host_comms=VerlComms(found.settings),
+    )
     return found
 
 
@@ -97,7 +104,9 @@ def test_how_context_parallel_ranks_exchange(
     overrides: dict[str, str], pattern: str | None, expected: set[str]
 ) -> None:
     engine = SimpleNamespace(
-        override_transformer_config=overrides, override_ddp_config=None, use_distributed_optimizer=True,
+        override_transformer_config=overrides,
+        override_ddp_config=None,
+        use_distributed_optimizer=True,
         virtual_pipeline_model_parallel_size=None,
-    )  # fmt: skip
+    )
     assert features_of(SimpleNamespace(hybrid_override_pattern=pattern), engine).context_exchange == expected

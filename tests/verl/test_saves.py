@@ -21,10 +21,20 @@ from tests.verl.ranks import run_verl_ranks, values
 
 SIZE, VICTIM = 4, 2
 COLLECTIVES = (
-    "all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "barrier",
-    "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce_scatter_tensor", "scatter",
+    "all_gather",
+    "all_gather_object",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "reduce_scatter_tensor",
+    "scatter",
     "scatter_object_list",
-)  # fmt: skip
+)
 
 
 def _count_calls() -> Counter[str]:

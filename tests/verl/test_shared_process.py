@@ -73,14 +73,21 @@ def _entry(group: str, op_class: OpClass, *, mib: int, seconds: float) -> Ledger
 
 def test_the_cost_of_a_second_bootstrap_is_added_and_nothing_is_predicted_twice() -> None:
     first = BootstrapReport(
-        entries=(_entry(EXPERTS, OpClass.ALL_TO_ALL, mib=100, seconds=1.0),), skipped=3, unknown=("a",), seconds=1.5,
-        kernel_bytes=2**20, kernel_seconds=0.5,
-    )  # fmt: skip
+        entries=(_entry(EXPERTS, OpClass.ALL_TO_ALL, mib=100, seconds=1.0),),
+        skipped=3,
+        unknown=("a",),
+        seconds=1.5,
+        kernel_bytes=2**20,
+        kernel_seconds=0.5,
+    )
     again = _entry(EXPERTS, OpClass.ALL_TO_ALL, mib=0, seconds=0.25)
     second = BootstrapReport(
-        entries=(again, _entry("WORLD", OpClass.REDUCE, mib=50, seconds=0.5)), skipped=2, unknown=("a",), seconds=0.75,
+        entries=(again, _entry("WORLD", OpClass.REDUCE, mib=50, seconds=0.5)),
+        skipped=2,
+        unknown=("a",),
+        seconds=0.75,
         kernel_bytes=0,
-    )  # fmt: skip
+    )
     both = add_reports(first, second)
     assert (both.groups, both.skipped, both.unknown, both.seconds) == (2, 2, ("a",), 2.25)
     assert [entry.seconds for entry in both.entries] == [1.25, 0.5]

@@ -100,5 +100,8 @@ def test_metrics_are_the_worst_of_every_rank_of_every_worker_group(monkeypatch) 
     trainer.critic_wg = _Group({"rl_safe/active": 1.0, "rl_safe/late_allocations": 3.0}, {"timing_s/rl_safe_save": 5.0})
     trainer.on_step_end()
     assert trainer._pending_sync_metrics == {
-        "verl": 7.0, "rl_safe/active": 0.0, "rl_safe/late_allocations": 3.0, "timing_s/rl_safe_save": 5.0,
-    }  # fmt: skip
+        "verl": 7.0,
+        "rl_safe/active": 0.0,
+        "rl_safe/late_allocations": 3.0,
+        "timing_s/rl_safe_save": 5.0,
+    }

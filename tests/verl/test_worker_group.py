@@ -77,9 +77,15 @@ def _rows() -> Any:
         "position_ids": nested([torch.arange(len(row)) for row in rows]),
         "loss_mask": nested([torch.ones_like(row) for row in rows]),
     }
-    return tu.get_tensordict(tensor_dict=tensors, non_tensor_dict={
-        "temperature": 1.0, "mini_batch_size": SIZE * SEQUENCES, "epochs": 1, "seed": 1,
-    })  # fmt: skip
+    return tu.get_tensordict(
+        tensor_dict=tensors,
+        non_tensor_dict={
+            "temperature": 1.0,
+            "mini_batch_size": SIZE * SEQUENCES,
+            "epochs": 1,
+            "seed": 1,
+        },
+    )
 
 
 def _critic_config(model: Path) -> Any:
@@ -90,14 +96,17 @@ def _critic_config(model: Path) -> Any:
         model_type="value_model",
         model_config=HFModelConfig(path=str(model), use_remove_padding=False),
         engine_config=McoreEngineConfig(
-            vanilla_mbridge=True, use_dynamic_bsz=False, micro_batch_size_per_gpu=2, infer_micro_batch_size_per_gpu=2,
+            vanilla_mbridge=True,
+            use_dynamic_bsz=False,
+            micro_batch_size_per_gpu=2,
+            infer_micro_batch_size_per_gpu=2,
             expert_model_parallel_size=2,
             # As verl's configuration of an actor: Megatron lets a process have one.
             override_transformer_config={"attention_backend": "flash"},
         ),
         optimizer_config=McoreOptimizerConfig(lr=1e-3, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
-    )  # fmt: skip
+    )
 
 
 def _equal(one: Any, other: Any) -> bool:

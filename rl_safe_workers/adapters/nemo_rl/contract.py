@@ -58,13 +58,13 @@ _CLASS = "MegatronPolicyWorkerImpl"
 NAMES: tuple[HostName, ...] = (
     HostName(file=_WORKER, name=_CLASS, parameters=(), why="derived from"),
     HostName(
-        file=_WORKER, name=f"{_CLASS}.__init__", parameters=("self", "config", "worker_sharding_annotations"),
+        file=_WORKER,
+        name=f"{_CLASS}.__init__",
+        parameters=("self", "config", "worker_sharding_annotations"),
         why="runs within our patches",
     ),
     HostName(file=_WORKER, name=f"{_CLASS}.train", parameters=("self", "data", "loss_fn"), why="phase train"),
-    HostName(
-        file=_WORKER, name=f"{_CLASS}.finish_train_step", parameters=("self",), why="phase train", optional=True
-    ),
+    HostName(file=_WORKER, name=f"{_CLASS}.finish_train_step", parameters=("self",), why="phase train", optional=True),
     HostName(file=_WORKER, name=f"{_CLASS}.get_logprobs", parameters=("self", "data"), why="phase logprob"),
     HostName(
         file=_WORKER, name=f"{_CLASS}.prepare_for_lp_inference", parameters=("self",), why="waits for the bootstrap"
@@ -72,97 +72,180 @@ NAMES: tuple[HostName, ...] = (
     HostName(file=_WORKER, name=f"{_CLASS}.offload_before_refit", parameters=("self",), why="waits for the bootstrap"),
     HostName(file=_WORKER, name=f"{_CLASS}.offload_after_refit", parameters=("self",), why="waits for the bootstrap"),
     HostName(
-        file=_WORKER, name=f"{_CLASS}.save_checkpoint", parameters=("self", "weights_path", "optimizer_path"),
+        file=_WORKER,
+        name=f"{_CLASS}.save_checkpoint",
+        parameters=("self", "weights_path", "optimizer_path"),
         why="phase save",
     ),
     HostName(file=_BASE, name="AbstractPolicyWorker.shutdown", parameters=("self",), why="preceded by our teardown"),
     HostName(
-        file=_BASE, name="AbstractPolicyWorker.init_collective",
-        parameters=("self", "ip", "port", "world_size", "train_world_size"), why="given a deadline",
+        file=_BASE,
+        name="AbstractPolicyWorker.init_collective",
+        parameters=("self", "ip", "port", "world_size", "train_world_size"),
+        why="given a deadline",
     ),
     HostName(
-        file=_BASE, name="AbstractPolicyWorker.init_nccl_reshard_comm_group", parameters=("self", "pp_ips", "pp_ports"),
-        why="given a deadline", optional=True,
+        file=_BASE,
+        name="AbstractPolicyWorker.init_nccl_reshard_comm_group",
+        parameters=("self", "pp_ips", "pp_ports"),
+        why="given a deadline",
+        optional=True,
     ),
     HostName(
-        file=_GENERATION, name="MegatronGenerationRefitMixin.init_collective_mcore_generation",
+        file=_GENERATION,
+        name="MegatronGenerationRefitMixin.init_collective_mcore_generation",
         parameters=("self", "ip", "port", "world_size", "rank_offset"),
-        why="given a deadline; its group is left to the host", optional=True,
+        why="given a deadline; its group is left to the host",
+        optional=True,
     ),
     HostName(file=_SETUP, name="setup_distributed", parameters=(), why="patched: timeout of the default group"),
     HostName(
-        file=_SETUP, name="handle_model_import",
+        file=_SETUP,
+        name="handle_model_import",
         parameters=("config", "hf_model_name", "pretrained_path", "pt_checkpoint_exists"),
         why="patched: the conversion is whole or absent",
     ),
     HostName(
-        file=_SETUP, name="setup_model_and_optimizer", parameters=("policy_cfg", "megatron_cfg", "load_optimizer"),
+        file=_SETUP,
+        name="setup_model_and_optimizer",
+        parameters=("policy_cfg", "megatron_cfg", "load_optimizer"),
         why="patched: tells what the groups will carry",
     ),
-    HostName(file=_POLICY, name="Policy.__init__", parameters=("self", "cluster", "config"),
-             why="made with our worker"),
+    HostName(
+        file=_POLICY, name="Policy.__init__", parameters=("self", "cluster", "config"), why="made with our worker"
+    ),
     HostName(file=_POLICY, name="Policy.shutdown", parameters=("self",), why="called first"),
     HostName(
-        file="nemo_rl/algorithms/grpo.py", name="setup", parameters=("master_config", "tokenizer"),
+        file="nemo_rl/algorithms/grpo.py",
+        name="setup",
+        parameters=("master_config", "tokenizer"),
         why="wrapped by the driver's script",
     ),
     HostName(
-        file="nemo_rl/distributed/ray_actor_environment_registry.py", name="get_actor_python_env",
-        parameters=("actor_class_fqn",), why="our worker has the Python of the host's",
+        file="nemo_rl/distributed/ray_actor_environment_registry.py",
+        name="get_actor_python_env",
+        parameters=("actor_class_fqn",),
+        why="our worker has the Python of the host's",
     ),
     HostName(
-        file="nemo_rl/utils/venvs.py", name="create_local_venv_on_each_node", parameters=("py_executable", "venv_name"),
+        file="nemo_rl/utils/venvs.py",
+        name="create_local_venv_on_each_node",
+        parameters=("py_executable", "venv_name"),
         why="builds that Python under the host's name",
     ),
     HostName(
-        file="nemo_rl/models/policy/utils.py", name="get_runtime_env_for_policy_worker",
-        parameters=("policy_worker_name",), why="options of the actor",
+        file="nemo_rl/models/policy/utils.py",
+        name="get_runtime_env_for_policy_worker",
+        parameters=("policy_worker_name",),
+        why="options of the actor",
     ),
-    HostName(file="nemo_rl/distributed/named_sharding.py", name="NamedSharding.size", parameters=("self",),
-             why="how many workers there are"),
+    HostName(
+        file="nemo_rl/distributed/named_sharding.py",
+        name="NamedSharding.size",
+        parameters=("self",),
+        why="how many workers there are",
+    ),
     HostName(file="nemo_rl/utils/config.py", name="load_config", parameters=("config_path",), why="loads our recipes"),
     HostName(file="examples/run_grpo.py", name="main", parameters=(), why="called by our script"),
-)  # fmt: skip
+)
 
 TEXTS: tuple[HostText, ...] = (
     HostText(file=_WORKER, within=f"{_CLASS}.__init__", text="setup_distributed()", why="looked up in the module"),
-    HostText(file=_WORKER, within=f"{_CLASS}.__init__", text="handle_model_import(config, hf_model_name,",
-             why="looked up in the module"),
-    HostText(file=_WORKER, within=f"{_CLASS}.__init__", text="setup_model_and_optimizer(config, self.megatron_cfg",
-             why="looked up in the module"),
-    HostText(file=_SETUP, within="setup_distributed", text="torch.distributed.init_process_group('nccl'",
-             why="looked up in torch.distributed"),
-    HostText(file=_SETUP, within="handle_model_import", text="parallel_state.destroy_model_parallel()",
-             why="the import's groups are forgotten, not ended"),
-    HostText(file="nemo_rl/models/megatron/community_import.py", within="import_model_from_hf_name",
-             text="model_provider.initialize_model_parallel(seed=0)", why="makes the import's groups"),
-    HostText(file="nemo_rl/models/megatron/community_import.py", within="import_model_from_hf_name",
-             text="bridge.save_megatron_model(megatron_model, output_path)", why="saves where the import is told to"),
+    HostText(
+        file=_WORKER,
+        within=f"{_CLASS}.__init__",
+        text="handle_model_import(config, hf_model_name,",
+        why="looked up in the module",
+    ),
+    HostText(
+        file=_WORKER,
+        within=f"{_CLASS}.__init__",
+        text="setup_model_and_optimizer(config, self.megatron_cfg",
+        why="looked up in the module",
+    ),
+    HostText(
+        file=_SETUP,
+        within="setup_distributed",
+        text="torch.distributed.init_process_group('nccl'",
+        why="looked up in torch.distributed",
+    ),
+    HostText(
+        file=_SETUP,
+        within="handle_model_import",
+        text="parallel_state.destroy_model_parallel()",
+        why="the import's groups are forgotten, not ended",
+    ),
+    HostText(
+        file="nemo_rl/models/megatron/community_import.py",
+        within="import_model_from_hf_name",
+        text="model_provider.initialize_model_parallel(seed=0)",
+        why="makes the import's groups",
+    ),
+    HostText(
+        file="nemo_rl/models/megatron/community_import.py",
+        within="import_model_from_hf_name",
+        text="bridge.save_megatron_model(megatron_model, output_path)",
+        why="saves where the import is told to",
+    ),
     HostText(file=_SETUP, within="validate_model_paths", text="'iter_0000000'", why="what the host takes for finished"),
-    HostText(file="nemo_rl/distributed/worker_groups.py", within="RayWorkerGroup.shutdown", text="timeout=timeout",
-             why="the host's patience"),
-    HostText(file="nemo_rl/distributed/ray_actor_environment_registry.py", within="",
-             text="ACTOR_ENVIRONMENT_REGISTRY", why="our worker is entered there"),
-    HostText(file="examples/run_grpo.py", within="main", text="setup(config, tokenizer, dataset, val_dataset",
-             why="looked up in the script's module"),
-    HostText(file="nemo_rl/algorithms/grpo.py", within="setup", text="return (policy, policy_generation, ",
-             why="the first two that setup returns: ended in order"),
-)  # fmt: skip
+    HostText(
+        file="nemo_rl/distributed/worker_groups.py",
+        within="RayWorkerGroup.shutdown",
+        text="timeout=timeout",
+        why="the host's patience",
+    ),
+    HostText(
+        file="nemo_rl/distributed/ray_actor_environment_registry.py",
+        within="",
+        text="ACTOR_ENVIRONMENT_REGISTRY",
+        why="our worker is entered there",
+    ),
+    HostText(
+        file="examples/run_grpo.py",
+        within="main",
+        text="setup(config, tokenizer, dataset, val_dataset",
+        why="looked up in the script's module",
+    ),
+    HostText(
+        file="nemo_rl/algorithms/grpo.py",
+        within="setup",
+        text="return (policy, policy_generation, ",
+        why="the first two that setup returns: ended in order",
+    ),
+)
 
 BRIDGE_NAMES: tuple[HostName, ...] = (
     HostName(
-        file="src/megatron/bridge/training/checkpointing.py", name="save_checkpoint",
-        parameters=("state", "model", "optimizer", "opt_param_scheduler"), why="every save ends in it",
+        file="src/megatron/bridge/training/checkpointing.py",
+        name="save_checkpoint",
+        parameters=("state", "model", "optimizer", "opt_param_scheduler"),
+        why="every save ends in it",
     ),
-)  # fmt: skip
+)
 
 BRIDGE_TEXTS: tuple[HostText, ...] = (
-    HostText(file="src/megatron/bridge/training/checkpointing.py", within="save_checkpoint",
-             text="dist_checkpointing.save(state_dict, ", why="patched: looked up in megatron-core's package"),
-    HostText(file="src/megatron/bridge/training/checkpointing.py", within="save_checkpoint",
-             text="cfg.to_yaml(config_filename)", why="writes the last file of a save"),
-    HostText(file="src/megatron/bridge/training/initialize.py", within="_initialize_distributed",
-             text="parallel_state.initialize_model_parallel(", why="patched: looked up in megatron-core's module"),
-    HostText(file="src/megatron/bridge/models/model_provider.py", within="",
-             text="parallel_state.initialize_model_parallel(", why="patched: likewise"),
-)  # fmt: skip
+    HostText(
+        file="src/megatron/bridge/training/checkpointing.py",
+        within="save_checkpoint",
+        text="dist_checkpointing.save(state_dict, ",
+        why="patched: looked up in megatron-core's package",
+    ),
+    HostText(
+        file="src/megatron/bridge/training/checkpointing.py",
+        within="save_checkpoint",
+        text="cfg.to_yaml(config_filename)",
+        why="writes the last file of a save",
+    ),
+    HostText(
+        file="src/megatron/bridge/training/initialize.py",
+        within="_initialize_distributed",
+        text="parallel_state.initialize_model_parallel(",
+        why="patched: looked up in megatron-core's module",
+    ),
+    HostText(
+        file="src/megatron/bridge/models/model_provider.py",
+        within="",
+        text="parallel_state.initialize_model_parallel(",
+        why="patched: likewise",
+    ),
+)

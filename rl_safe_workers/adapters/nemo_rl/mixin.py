@@ -117,7 +117,8 @@ class SafePolicyMixin:
         found = {"import_groups": float(self.safe.import_groups), "late": float(len(comms.late_allocations()))}
         if report is not None:
             found |= {
-                "bootstrap_groups": float(report.groups), "bootstrap_s": report.seconds,
+                "bootstrap_groups": float(report.groups),
+                "bootstrap_s": report.seconds,
                 "bootstrap_mib": (report.bytes or 0) / 2**20,
-            }  # fmt: skip
+            }
         return found

@@ -88,8 +88,11 @@ class ShardWriter:
             logger.info(
                 "%s save to %s on the %d training ranks alone: fully_parallel_save=False, "
                 "validate_access_integrity=False, written by %s",
-                kind, directory, self._control.size, "megatron-core in the background" if background else "rl_safe",
-            )  # fmt: skip
+                kind,
+                directory,
+                self._control.size,
+                "megatron-core in the background" if background else "rl_safe",
+            )
         if background:
             given.arguments["sharded_strategy"] = bare_strategy(given.arguments.get("sharded_strategy"))
             given.arguments["validate_access_integrity"] = False

@@ -81,9 +81,11 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         if self._is_in_place(metadata):
             state = {"optimizer": self._describe(metadata, is_loading=is_loading)["optimizer"]}
         else:
-            state = {"optimizer": self.optimizer.sharded_state_dict(
-                model_sharded_state_dict, is_loading=is_loading, metadata=metadata
-            )}  # fmt: skip
+            state = {
+                "optimizer": self.optimizer.sharded_state_dict(
+                    model_sharded_state_dict, is_loading=is_loading, metadata=metadata
+                )
+            }
         if self.lr_scheduler is not None:
             state["lr_scheduler"] = self.lr_scheduler.state_dict()
         return state
@@ -97,9 +99,14 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     def _describe(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         return sharded_state(
-            self.model, self.optimizer, training_rank=self.process.trainer.training_rank,
-            size=self.process.trainer.training_size, is_loading=is_loading, metadata=metadata, rng=False,
-        )  # fmt: skip
+            self.model,
+            self.optimizer,
+            training_rank=self.process.trainer.training_rank,
+            size=self.process.trainer.training_size,
+            is_loading=is_loading,
+            metadata=metadata,
+            rng=False,
+        )
 
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
@@ -133,8 +140,10 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             logger.warning(
                 "%s: saves are uploaded to %s, so they do not go on in the background, whatever async_save says; "
                 "writing and upload together end within rl_safe.timeouts.save=%.0f s",
-                self.name, hdfs_path, self.process.trainer.timeout(Phase.SAVE).total_seconds(),
-            )  # fmt: skip
+                self.name,
+                hdfs_path,
+                self.process.trainer.timeout(Phase.SAVE).total_seconds(),
+            )
         self._uploads = hdfs_path is not None
 
     def _uncommit(self, local_path: str) -> None:
@@ -233,9 +242,12 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         elif self.should_load_hf_model:
             self._load_model_as_hf_via_bridge(str(model.parent / "huggingface"))
         if self.should_load_optimizer:
-            self._read("optimizer", optimizer, lambda: {
-                "optimizer": self._describe(dict(metadata), is_loading=True)["optimizer"]
-            }, self._put_optimizer)  # fmt: skip
+            self._read(
+                "optimizer",
+                optimizer,
+                lambda: {"optimizer": self._describe(dict(metadata), is_loading=True)["optimizer"]},
+                self._put_optimizer,
+            )
         if self.should_load_extra:
             self._read("extra", extra, self._build_extra_state_dict, self._put_extra)
 

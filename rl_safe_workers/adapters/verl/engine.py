@@ -53,8 +53,10 @@ class SafeEngineMixin:
         # A warning, because verl shows nothing less of its workers.
         logger.warning(
             "rl_safe active: %s on training rank %d of %d",
-            type(self).__name__, self.process.trainer.training_rank, self.process.trainer.training_size,
-        )  # fmt: skip
+            type(self).__name__,
+            self.process.trainer.training_rank,
+            self.process.trainer.training_size,
+        )
 
     def initialize(self) -> None:
         """Builds the model as verl does, and has its checkpoints written and read by us."""

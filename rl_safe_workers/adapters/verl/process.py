@@ -124,9 +124,11 @@ class TrainerProcess(HostedTrainer):
         if trainer.comms.has_nccl:
             trainer.comms.limits = trainer.comms.wanted_limits()
         create_megatron_groups(
-            trainer.megatron, timeout=trainer.remaining(),
-            limits=trainer.comms.limits if trainer.comms.has_nccl else None, with_gloo_twins=True,
-        )  # fmt: skip
+            trainer.megatron,
+            timeout=trainer.remaining(),
+            limits=trainer.comms.limits if trainer.comms.has_nccl else None,
+            with_gloo_twins=True,
+        )
 
     def connect(self, features: Features) -> None:
         """Connects every communicator for what models like this one need. Collective over: the training world."""
@@ -144,9 +146,10 @@ class TrainerProcess(HostedTrainer):
         if narrow := [key for key, limit in self.trainer.comms.limits.items() if wanted.get(key, NCCL_MAXIMUM) > limit]:
             logger.warning(
                 "training rank %d: an engine shares groups that have fewer channels than it needs: %s; set %s",
-                self.trainer.training_rank, ", ".join(narrow),
+                self.trainer.training_rank,
+                ", ".join(narrow),
                 " ".join(f"{NODE}.bootstrap.max_ctas.{key}={wanted.get(key, NCCL_MAXIMUM)}" for key in narrow),
-            )  # fmt: skip
+            )
 
     def metrics(self) -> dict[str, float]:
         """Returns this rank's figures about the adapter, under the names of verl's metrics.

@@ -191,12 +191,39 @@ class _Steps(io.BytesIO):
 
 
 _OPCODES = (
-    pickle.PROTO, pickle.STOP, pickle.GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD, pickle.BINPERSID,
-    pickle.MARK, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_TUPLE, pickle.EMPTY_LIST,
-    pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS, pickle.NONE, pickle.NEWTRUE,
-    pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE,
-    pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET,
-)  # fmt: skip
+    pickle.PROTO,
+    pickle.STOP,
+    pickle.GLOBAL,
+    pickle.REDUCE,
+    pickle.NEWOBJ,
+    pickle.BUILD,
+    pickle.BINPERSID,
+    pickle.MARK,
+    pickle.TUPLE,
+    pickle.TUPLE1,
+    pickle.TUPLE2,
+    pickle.TUPLE3,
+    pickle.EMPTY_TUPLE,
+    pickle.EMPTY_LIST,
+    pickle.APPEND,
+    pickle.APPENDS,
+    pickle.EMPTY_DICT,
+    pickle.SETITEM,
+    pickle.SETITEMS,
+    pickle.NONE,
+    pickle.NEWTRUE,
+    pickle.NEWFALSE,
+    pickle.BININT,
+    pickle.BININT1,
+    pickle.BININT2,
+    pickle.LONG1,
+    pickle.BINFLOAT,
+    pickle.BINUNICODE,
+    pickle.BINPUT,
+    pickle.LONG_BINPUT,
+    pickle.BINGET,
+    pickle.LONG_BINGET,
+)
 """Opcodes that torch.save writes with its protocol, 2, and torch.load(weights_only=True) reads."""
 
 
@@ -264,10 +291,15 @@ class _TreeUnpickler(pickle._Unpickler):
         return items
 
     dispatch |= {
-        pickle.REDUCE[0]: load_call, pickle.NEWOBJ[0]: load_call, pickle.BUILD[0]: load_state,
-        pickle.EMPTY_DICT[0]: load_dict, pickle.SETITEM[0]: load_item, pickle.SETITEMS[0]: load_items,
-        pickle.APPEND[0]: load_element, pickle.APPENDS[0]: load_elements,
-    }  # fmt: skip
+        pickle.REDUCE[0]: load_call,
+        pickle.NEWOBJ[0]: load_call,
+        pickle.BUILD[0]: load_state,
+        pickle.EMPTY_DICT[0]: load_dict,
+        pickle.SETITEM[0]: load_item,
+        pickle.SETITEMS[0]: load_items,
+        pickle.APPEND[0]: load_element,
+        pickle.APPENDS[0]: load_elements,
+    }
 
 
 def read_tree(data: bytes, *, source: str) -> Any:

@@ -418,9 +418,14 @@ class CheckpointLoads(Part):
             found.append(manifest)
             host = self.rank.host
             return sharded_state(
-                host.chunks, host.optimizer, training_rank=self.rank.training_rank, size=self.rank.training_size,
-                is_loading=True, metadata=read_content_metadata(path / SHARDS), rng=manifest.layout == dict(layout),
-            )  # fmt: skip
+                host.chunks,
+                host.optimizer,
+                training_rank=self.rank.training_rank,
+                size=self.rank.training_size,
+                is_loading=True,
+                metadata=read_content_metadata(path / SHARDS),
+                rng=manifest.layout == dict(layout),
+            )
 
         def restore(loaded: dict[str, Any]) -> None:
             restore_state(self.rank.host.chunks, self.rank.host.optimizer, loaded)

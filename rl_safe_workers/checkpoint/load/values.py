@@ -329,13 +329,17 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 
 _STATEFUL: dict[str, Callable[[_Maker, Call], Any]] = {
     **{f"{kind.__module__}.{kind.__name__}": _Maker.plain for kind in (argparse.Namespace, types.SimpleNamespace)},
-    **{f"{module}.{name}": _Maker.plain for module in COMMON_RECORDS if "optimizer" in module
-       for name in COMMON_RECORDS[module]},
+    **{
+        f"{module}.{name}": _Maker.plain
+        for module in COMMON_RECORDS
+        if "optimizer" in module
+        for name in COMMON_RECORDS[module]
+    },
     "io.BytesIO": _Maker.stream,
     "_io.BytesIO": _Maker.stream,
     "numpy.dtype": _Maker.dtype,
     **{f"numpy.{core}.multiarray._reconstruct": _Maker.array for core in ("core", "_core")},
-}  # fmt: skip
+}
 """How to make what has a state."""
 
 

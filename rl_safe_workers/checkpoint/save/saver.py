@@ -201,9 +201,12 @@ class Saver:
         except Exception as error:
             failure = error
         return operation.gathering("written").settle(
-            Deadline.after(timeout), failure=failure, report=note, decide=lambda notes: commit({}, notes),
+            Deadline.after(timeout),
+            failure=failure,
+            report=note,
+            decide=lambda notes: commit({}, notes),
             foreign=CheckpointError,
-        )  # fmt: skip
+        )
 
     def _planned(self, tensors: list[ShardedTensor], object_keys: list[str]) -> Plan:
         if self._plan is None or not self._plan.fits(tensors, object_keys):
@@ -221,9 +224,12 @@ class Saver:
     ) -> None:
         report = [plan.digest if plan else "", size_bytes]
         compare: bool = operation.gathering("start").settle(
-            Deadline.after(timeout), failure=failure, report=report,
-            decide=lambda reports: self._decide_start(reports, directory), foreign=CheckpointError,
-        )  # fmt: skip
+            Deadline.after(timeout),
+            failure=failure,
+            report=report,
+            decide=lambda reports: self._decide_start(reports, directory),
+            foreign=CheckpointError,
+        )
         if compare:
             assert plan is not None, "rank 0 decides only if every rank has a plan"
             holdings = plan.holdings.to_json().decode()
@@ -396,16 +402,22 @@ class CheckpointSaves(Part):
                 logger.info(
                     "save of step %d on the %d training ranks alone: fully_parallel_save=%s, "
                     "validate_access_integrity=%s",
-                    step, self.rank.training_size, config.fully_parallel_save, config.validate_access_integrity,
-                )  # fmt: skip
+                    step,
+                    self.rank.training_size,
+                    config.fully_parallel_save,
+                    config.validate_access_integrity,
+                )
             saver = self.open_saver()
             try:
                 self._check_default_group()
                 check_driver_state(driver_state)
                 state = sharded_state(
-                    self.rank.host.chunks, self.rank.host.optimizer,
-                    training_rank=self.rank.training_rank, size=self.rank.training_size, is_loading=False,
-                )  # fmt: skip
+                    self.rank.host.chunks,
+                    self.rank.host.optimizer,
+                    training_rank=self.rank.training_rank,
+                    size=self.rank.training_size,
+                    is_loading=False,
+                )
                 digest = state_digest(self.rank.host.chunks, self.rank.host.optimizer) if config.digest else ""
             except Exception as error:
                 saver.fail(error, self.rank.remaining())
