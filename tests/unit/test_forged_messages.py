@@ -4,107 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.control.seal import LARGEST_BYTES, Seal, new_secret
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.ranks import trainer_id
 from tests.small_world import SmallWorld
-
-SHORT_S = 0.6
-ABSENT = 1
-
-Call = Callable[[ControlPlane], Any]
-
-
-def _barrier(plane: ControlPlane) -> str:
-    plane.barrier("save", Deadline.after(SHORT_S))
-    return "went on"
-
-
-def _decide(plane: ControlPlane) -> Any:
-    return plane.gathering("vote", phase="save").settle(Deadline.after(SHORT_S), report=plane.rank, decide=list)
-
-
-def _verdicts(plane: ControlPlane) -> Any:
-    return plane.exchange_verdicts(None, phase="teardown", deadline=Deadline.after(SHORT_S))
-
-
-OPERATIONS = {"barrier": _barrier, "decide": _decide, "verdicts": _verdicts}
+from tests.unit.forging import ABSENT, MISDEEDS, OPERATIONS, SHORT_S, is_listed, names_a_key, stranger
 
 
 @pytest.fixture
 def world() -> SmallWorld:
     return SmallWorld()
-
-
-def _read(store: Any, key: str) -> bytes:
-    return bytes(store.compare_set(key, "nothing", "nothing"))
-
-
-def _overwrite(store: Any, keys: dict[str, bytes]) -> None:
-    for key in keys:
-        store.set(key, b"1")
-
-
-def _append(store: Any, keys: dict[str, bytes]) -> None:
-    for key in keys:
-        store.append(key, '\n0123[1, ""]')
-
-
-def _add_lines_of_the_others(store: Any, keys: dict[str, bytes]) -> None:
-    """The lines of those who have come, with the rank of the one who has not."""
-    for key, value in keys.items():
-        if key.endswith("/came"):
-            for line in value.split(b"\n")[1:]:
-                store.append(key, b"\n" + line[:64] + b'[1, ""]')
-
-
-def _claim_the_place_of_the_absent(store: Any, keys: dict[str, bytes]) -> None:
-    """Puts messages that one rank has signed under the keys of another."""
-    for key, value in keys.items():
-        place, _, rank = key.rpartition("/")
-        if rank == "0":
-            store.set(f"{place}/{ABSENT}", value)
-
-
-def _wake_everyone(store: Any, keys: dict[str, bytes]) -> None:
-    for key in keys:
-        for place in (key.rpartition("/")[0], key.rpartition("/")[0].rpartition("/")[0]):
-            for name in ("open", "decision"):
-                store.set(f"{place}/{name}", b"=[null, [0, 1, 2]]")
-
-
-def _replay(store: Any, keys: dict[str, bytes]) -> None:
-    """All that was in the store during the operation before, under the keys of this one."""
-    for key, value in keys.items():
-        head, found, rest = key.partition("/1/")
-        if found:
-            store.set(f"{head}/2/{rest}", value)
-
-
-MISDEEDS = {
-    "overwrite": _overwrite, "append": _append, "lines of the others": _add_lines_of_the_others,
-    "their own reports": _claim_the_place_of_the_absent, "wake everyone": _wake_everyone, "replay": _replay,
-}  # fmt: skip
-
-
-def _listed(store: Any) -> dict[str, bytes]:
-    return {key: _read(store, key) for key in store.list_keys()}
-
-
-def _stranger(store: Any, misdeed: Callable[[Any, dict[str, bytes]], None], stop: threading.Event) -> None:
-    """Does it again and again to all keys that there are or have ever been."""
-    seen: dict[str, bytes] = {}
-    while not stop.is_set():
-        seen |= _listed(store)
-        misdeed(store, seen)
-        time.sleep(0.01)
 
 
 @pytest.fixture(params=MISDEEDS)
@@ -113,21 +27,17 @@ def attacked(request: pytest.FixtureRequest, world: SmallWorld) -> Iterator[Smal
     store, stop, seen = world.connect(), threading.Event(), dict[str, bytes]()
     for call in OPERATIONS.values():
         world.each(call)
-        seen |= _listed(store)
+        seen |= is_listed(store)
     misdeed = MISDEEDS[request.param]
 
     def attack(store: Any, keys: dict[str, bytes]) -> None:
         misdeed(store, keys if request.param != "replay" else seen)
 
-    thread = threading.Thread(target=_stranger, args=(store, attack, stop), daemon=True)
+    thread = threading.Thread(target=stranger, args=(store, attack, stop), daemon=True)
     thread.start()
     yield world
     stop.set()
     thread.join()
-
-
-def _names_a_key(error: Exception) -> bool:
-    return isinstance(error, CommunicatorError | PhaseTimeoutError) and "of the run's store" in str(error)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -137,7 +47,7 @@ def test_a_rank_that_has_not_come_is_never_taken_for_one_that_has(operation: str
         if isinstance(outcome, PhaseTimeoutError):
             assert trainer_id(ABSENT) in outcome.missing
         elif isinstance(outcome, Exception):
-            assert _names_a_key(outcome), outcome
+            assert names_a_key(outcome), outcome
         else:
             # Verdicts alone end without an error.
             assert operation == "verdicts"
@@ -156,7 +66,7 @@ def test_with_all_there_the_outcome_is_theirs_or_an_error_that_names_a_key(
         if operation == "verdicts" and isinstance(outcome, dict):
             assert set(outcome.values()) <= {"gave no verdict"}
         else:
-            assert _names_a_key(outcome), outcome
+            assert names_a_key(outcome), outcome
 
 
 def test_what_is_removed_delays_a_run_and_decides_nothing(world: SmallWorld) -> None:
@@ -175,7 +85,7 @@ def test_what_is_removed_delays_a_run_and_decides_nothing(world: SmallWorld) -> 
     thread.join()
     for outcome in outcomes:
         if isinstance(outcome, Exception):
-            assert _names_a_key(outcome), outcome
+            assert names_a_key(outcome), outcome
         else:
             assert outcome[ABSENT] == "gave no verdict"
 
@@ -202,9 +112,12 @@ def test_a_signature_is_of_one_key_and_one_secret() -> None:
     message = seal.close("a", b"text")
     assert seal.open("a", message) == b"text"
     for reader, key, forged in (
-        (seal, "b", message), (Seal(new_secret()), "a", message), (seal, "a", message + b"."), (seal, "a", b""),
+        (seal, "b", message),
+        (Seal(new_secret()), "a", message),
+        (seal, "a", message + b"."),
+        (seal, "a", b""),
         (seal, "a", message[:64]),
-    ):  # fmt: skip
+    ):
         with pytest.raises(CommunicatorError, match=f"key {key!r}"):
             reader.open(key, forged)
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import resource
 import struct
-import subprocess
-import sys
-import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,123 +17,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from rl_safe_workers.checkpoint.audit import audit, audit_here
 from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS
 from rl_safe_workers.checkpoint.format.archives import _after_zeros, crc32_of
-from rl_safe_workers.checkpoint.format.unpickle import STEPS
 from tests.torch_dist import grid, write_checkpoint, write_metadata
-
-TIB = 2**40
-LONGEST_S = 20.0
-"""Five seconds on an idle machine; the tests share theirs."""
-
-METADATA_CLASS = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
-DOUBLED = b"K\x00" + b"2\x86" * 64
-"""A tuple of two equal tuples of two equal tuples, 64 deep: to hash or print it takes for ever."""
-
-
-def _audit(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    started_s = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "rl_safe_workers", "audit", str(directory), *options],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert time.monotonic() - started_s < LONGEST_S
-    return done
-
-
-def _program(directory: Path, body: bytes) -> None:
-    (directory / ".metadata").write_bytes(b"\x80\x04" + body + b".")
-
-
-def _rename_key(directory: Path, key: str) -> None:
-    metadata = write_checkpoint(directory, {key: grid((4,), (4,))})
-    write_metadata(directory, metadata)
-
-
-def _place_in(directory: Path, name: str) -> None:
-    metadata = write_checkpoint(directory, {"weight": grid((4,), (4,))})
-    metadata.storage_data[MetadataIndex("weight", (0,))].relative_path = name
-    write_metadata(directory, metadata)
-
-
-def _replace(directory: Path, name: str, make: Callable[[Path], object]) -> None:
-    (directory / name).unlink()
-    make(directory / name)
-
-
-def _hole(path: Path, size: int) -> None:
-    with path.open("ab") as file:
-        file.truncate(size)
-
-
-def _zip(records: dict[str, bytes]) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as file:
-        for name, data in records.items():
-            file.writestr(f"archive/{name}", data)
-    return stream.getvalue()
-
-
-def _common(directory: Path, body: bytes) -> None:
-    (directory / "common.pt").write_bytes(_zip({"data.pkl": b"\x80\x02" + body + b"."}))
-
-
-ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a key of a lone surrogate": (lambda d: _rename_key(d, "a\ud800"), "is malformed"),
-    "a key that moves the cursor": (lambda d: _rename_key(d, "a\x1b[2J\nb"), "is malformed"),
-    "a file name of a lone surrogate": (lambda d: _place_in(d, "\ud800"), "is malformed"),
-    "a file name of 300 bytes": (lambda d: _place_in(d, "x" * 300), "is malformed"),
-    "an offset of 10000 digits": (
-        lambda d: _program(d, METADATA_CLASS + b"\x8b" + struct.pack("<I", 4200) + b"\x7f" * 4200 + b"\x85R"),
-        "is malformed",
-    ),
-    "metadata that is a hole": (lambda d: _replace(d, ".metadata", lambda p: _hole(p, 8 * 2**30)), "mostly a hole"),
-    "metadata that is this process's memory": (
-        lambda d: _replace(d, ".metadata", lambda p: p.symlink_to("/proc/self/mem")),
-        "a link that leads out of",
-    ),
-    "metadata that is a FIFO": (lambda d: _replace(d, ".metadata", os.mkfifo), "not a regular file"),
-    "a format that is a FIFO": (lambda d: _replace(d, "metadata.json", os.mkfifo), "not a regular file"),
-    "a common file that is a FIFO": (lambda d: _replace(d, "common.pt", os.mkfifo), "not a regular file"),
-    "shards that are a FIFO": (lambda d: _replace(d, "__0_0.distcp", os.mkfifo), "not a regular file"),
-    "shards that are the kernel's log": (
-        lambda d: _replace(d, "__0_0.distcp", lambda p: p.symlink_to("/proc/kmsg")),
-        "a link that leads out of",
-    ),
-    "shards elsewhere": (
-        lambda d: _replace(d, "__0_0.distcp", lambda p: p.symlink_to("/etc/passwd")),
-        "a link that leads out of",
-    ),
-    "a link to itself": (lambda d: _replace(d, "__0_0.distcp", lambda p: p.symlink_to(p.name)), "symbolic links"),
-    "a hash without end": (
-        lambda d: _program(d, METADATA_CLASS + b"}" + DOUBLED + b"Ns\x85R"),
-        "s of processor time",
-    ),
-    "a text without end": (lambda d: _program(d, b"cbuiltins\nstr\n" + DOUBLED + b"\x85R"), "asks for builtins.str"),
-    "a memo of gigabytes": (lambda d: _program(d, b"Nr" + struct.pack("<I", 2**30)), "memory|MemoryError"),
-    "bytes of exabytes": (lambda d: _program(d, b"\x96" + struct.pack("<Q", 2**60)), "is damaged"),
-    "a pickle of a crash": (lambda d: _program(d, b"}" + b")" + b"\x85" * 10**6 + b"Ns"), "killed by SIGSEGV"),
-    "a nest of lists": (lambda d: _program(d, b"]" * 10**6), "is damaged|holds a"),
-    "a format of a nest": (lambda d: (d / "metadata.json").write_text("[" * 10**5), "cannot be read"),
-    "a format of a long number": (
-        lambda d: (d / "metadata.json").write_text(
-            json.dumps({"sharded_backend": "torch_dist"})[:-1] + ', "sharded_backend_version": ' + "9" * 10**4 + "}"
-        ),
-        "cannot be read",
-    ),
-    "a format of a long name": (
-        lambda d: (d / "metadata.json").write_text(json.dumps({"sharded_backend": "\x1b[2J" * 10**4})),
-        "only 'torch_dist'",
-    ),
-    "a common file that asks for a hash without end": (lambda d: _common(d, b"}" + DOUBLED + b"Ns"), "is damaged"),
-    "a common file of many steps": (lambda d: _common(d, b"]" * 10**7), f"more than {STEPS} steps"),
-    "a common file that changes an enum": (
-        lambda d: _common(d, b"csignal\nSignals\n}X\x07\x00\x00\x00_value_K\x09sb"),
-        "a state for a Name",
-    ),
-    "a common file that is a hole": (
-        lambda d: _replace(d, "common.pt", lambda p: _hole(p, TIB)),
-        "no archive of torch.save",
-    ),
-}
+from tests.unit.hostile_checkpoints import ATTACKS, TIB, audit_in_child, hole
 
 
 @pytest.mark.timeout(150)
@@ -150,7 +30,7 @@ def test_a_hostile_file_ends_the_audit_on_a_line(tmp_path: Path, attack: str) ->
     make(directory)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     for options in ((), ("--deep", "--json")):
-        done = _audit(directory, *options)
+        done = audit_in_child(directory, *options)
         assert done.returncode == 1, done.stdout + done.stderr
         assert "Traceback" not in done.stderr
         text = done.stdout + done.stderr
@@ -167,9 +47,25 @@ def _vast_archive(path: Path, size: int) -> int:
     header = struct.pack("<4s5H3I2H", b"PK\3\4", 45, 0, 0, 0, 0, 0, 0, 0, 9, 0) + b"archive/0"
     extra = struct.pack("<2H2Q", 1, 16, size, size)
     entry = struct.pack(
-        "<4s6H3I5H2I", b"PK\1\2", 45, 45, 0, 0, 0, 0, _after_zeros(0, size), 2**32 - 1, 2**32 - 1, 9, len(extra), 0, 0,
-        0, 0, 0,
-    )  # fmt: skip
+        "<4s6H3I5H2I",
+        b"PK\1\2",
+        45,
+        45,
+        0,
+        0,
+        0,
+        0,
+        _after_zeros(0, size),
+        2**32 - 1,
+        2**32 - 1,
+        9,
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        0,
+    )
     entry += b"archive/0" + extra
     start = len(header) + size
     end64 = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, len(entry), start)
@@ -203,7 +99,7 @@ def test_a_vast_hole_is_checked_without_being_read(tmp_path: Path) -> None:
 def test_a_file_of_a_wrong_size_is_not_read(tmp_path: Path) -> None:
     root = tmp_path / "global_step_1"
     write_checkpoint(root / SHARDS, {"weight": grid((4,), (4,))}, objects=[])
-    _hole(root / SHARDS / "__0_0.distcp", 10 * TIB)
+    hole(root / SHARDS / "__0_0.distcp", 10 * TIB)
     files = {
         f"{SHARDS}/{path.name}": {"bytes": path.stat().st_size, "digest": crc32_of(path)}
         for path in (root / SHARDS).iterdir()
@@ -258,14 +154,14 @@ def test_a_folder_that_is_a_link_elsewhere_is_passed_over(tmp_path: Path) -> Non
     write_checkpoint(tmp_path / "outside", {})
     (tmp_path / "given").mkdir()
     (tmp_path / "given" / "iter_1").symlink_to("../outside")
-    done = _audit(tmp_path / "given")
+    done = audit_in_child(tmp_path / "given")
     assert (done.returncode, done.stdout) == (1, "")
     assert "holds no torch_dist checkpoint" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "\udc80", "a\x1b[2J"])
 def test_an_impossible_directory_is_a_usage_error(tmp_path: Path, name: str) -> None:
-    done = _audit(tmp_path / name)
+    done = audit_in_child(tmp_path / name)
     assert (done.returncode, done.stdout, "Traceback" in done.stderr) == (2, "", False)
     assert done.stderr.replace("\n", "").isprintable()
 
