@@ -12,7 +12,7 @@ from tests.chaos import table
 from tests.chaos.cases import CONFIG, all_cases
 from tests.chaos.machine import MachineFault
 from tests.conftest import deselect
-from tests.integration.runs import RECIPES, REPOSITORY, Outcome, finish, rl_safe
+from tests.integration.runs import RECIPES, REPOSITORY, Outcome, finish, made_once, rl_safe
 
 PAGE = REPOSITORY / "docs" / "reliability.md"
 KEPT = REPOSITORY / "outputs" / "chaos.json"
@@ -96,8 +96,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A run without a fault, which also makes the model. Its checkpoints are what others go on from."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    outcome = finish(rl_safe("quickstart.yaml", f"model.path={folder / 'model'}", "model.create={}", *CONFIG), folder)
+
+    def make(folder: Path) -> Outcome:
+        model = (f"model.path={folder / 'model'}", "model.create={}")
+        return finish(rl_safe("quickstart.yaml", *model, *CONFIG), folder)
+
+    outcome = made_once(tmp_path_factory, "undisturbed", make)
     assert outcome.code == 0, outcome.err
     return outcome
 

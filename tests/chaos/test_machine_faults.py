@@ -163,10 +163,16 @@ def test_a_rank_that_was_stopped_touches_nothing_of_the_next_attempt(
     record_property(MACHINE, (str(row), 0.0))
 
 
+@contextmanager
+def recorded(row: MachineFault, record_property: Record) -> Iterator[None]:
+    """Records a row of the page: failed, unless the body comes to its end."""
+    record_property(MACHINE, (str(row), None))
+    yield
+    record_property(MACHINE, (str(row), 0.0))
+
+
 def run_to_the_end(
-    row: MachineFault,
     undisturbed: Outcome,
-    record_property: Record,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -174,23 +180,26 @@ def run_to_the_end(
     meanwhile: Callable[[Running], object] = lambda run: None,
 ) -> None:
     """Runs on from the first checkpoint, on a machine that is at fault, and must end as the undisturbed run."""
-    record_property(MACHINE, (str(row), None))
     outcome, _ = run_with([], GOES_ON, undisturbed, folder, monkeypatch, meanwhile, prefix=prefix)
     assert_completed(outcome, undisturbed)
     assert outcome.left == []
     assert_checkpoint_is_undamaged(step_dir(checkpoints_of(folder), LAST_STEP), undisturbed)
-    record_property(MACHINE, (str(row), 0.0))
 
 
+BARE = (
+    *("env", "HOME=/proc", "LC_ALL=C", "PYTHONUTF8=0", "PYTHONCOERCECLOCALE=0"),
+    *("sh", "-c", f'ulimit -n {OPEN_FILES} && exec "$@"', "sh"),
+)
+"""Begins a command line that runs without a home and a locale, and with few open files."""
+
+
+@pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_a_run_needs_no_home_no_locale_and_few_open_files(
     undisturbed: Outcome, record_property: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix = (
-        *("env", "HOME=/proc", "LC_ALL=C", "PYTHONUTF8=0", "PYTHONCOERCECLOCALE=0"),
-        *("sh", "-c", f'ulimit -n {OPEN_FILES} && exec "$@"', "sh"),
-    )
-    run_to_the_end(MachineFault.BARE, undisturbed, record_property, tmp_path, monkeypatch, prefix=prefix)
+    with recorded(MachineFault.BARE, record_property):
+        run_to_the_end(undisturbed, tmp_path, monkeypatch, prefix=BARE)
 
 
 @pytest.fixture(scope="session")
@@ -205,24 +214,17 @@ def wall_clock_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("row", "first_s"),
-    [
-        pytest.param(MachineFault.CLOCK_FORWARD_AND_BACK, HOUR_S, id="forward_first"),
-        pytest.param(MachineFault.CLOCK_BACK_AND_FORWARD, -HOUR_S, id="back_first", marks=pytest.mark.chaos),
-    ],
-)
-def test_a_clock_that_is_set_changes_nothing(
-    row: MachineFault,
+def run_while_the_clock_is_set(
+    library: Path,
     first_s: int,
     undisturbed: Outcome,
-    record_property: Record,
-    wall_clock_library: Path,
-    tmp_path: Path,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    prefix: tuple[str, ...] = (),
 ) -> None:
-    (clock := tmp_path / "clock").write_bytes(bytes(8))
+    """Sets the run's clock by ``first_s`` seconds at its start, and back by twice as much after its first step."""
+    (clock := folder / "clock").write_bytes(bytes(8))
 
     def set_by(seconds: int) -> None:
         with clock.open("r+b") as file:  # it is mapped
@@ -234,8 +236,38 @@ def test_a_clock_that_is_set_changes_nothing(
         run.wait_until(run.has_finished_a_step, timeout_s=ATTEMPT_S)
         set_by(-first_s)
 
-    prefix = ("env", f"LD_PRELOAD={wall_clock_library}", f"WALL_CLOCK_FILE={clock}")
-    run_to_the_end(row, undisturbed, record_property, tmp_path, monkeypatch, prefix=prefix, meanwhile=jump)
+    faked = ("env", f"LD_PRELOAD={library}", f"WALL_CLOCK_FILE={clock}")
+    run_to_the_end(undisturbed, folder, monkeypatch, prefix=(*prefix, *faked), meanwhile=jump)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("row", "first_s"),
+    [
+        pytest.param(MachineFault.CLOCK_FORWARD_AND_BACK, HOUR_S, id="forward_first"),
+        pytest.param(MachineFault.CLOCK_BACK_AND_FORWARD, -HOUR_S, id="back_first"),
+    ],
+)
+def test_a_clock_that_is_set_changes_nothing(
+    row: MachineFault,
+    first_s: int,
+    undisturbed: Outcome,
+    record_property: Record,
+    wall_clock_library: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with recorded(row, record_property):
+        run_while_the_clock_is_set(wall_clock_library, first_s, undisturbed, tmp_path, monkeypatch)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_needs_no_home_no_locale_few_open_files_and_no_steady_clock(
+    undisturbed: Outcome, wall_clock_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quick form of two tests above: both faults in one run."""
+    run_while_the_clock_is_set(wall_clock_library, HOUR_S, undisturbed, tmp_path, monkeypatch, prefix=BARE)
 
 
 @pytest.mark.chaos
@@ -247,11 +279,12 @@ def test_a_temporary_folder_that_fills_up_does_not_end_training(
         run.wait_until(run.has_finished_a_step, timeout_s=ATTEMPT_S)
         fill(temp)
 
-    with short_folder() as temp, small_disk(temp, size_bytes=32 * 2**20):
-        run_to_the_end(
-            MachineFault.TEMP_FILLS_UP, undisturbed, record_property, tmp_path, monkeypatch,
-            prefix=("env", f"TMPDIR={temp}"), meanwhile=fill_up,
-        )  # fmt: skip
+    with (
+        recorded(MachineFault.TEMP_FILLS_UP, record_property),
+        short_folder() as temp,
+        small_disk(temp, size_bytes=32 * 2**20),
+    ):
+        run_to_the_end(undisturbed, tmp_path, monkeypatch, prefix=("env", f"TMPDIR={temp}"), meanwhile=fill_up)
         assert [path.name for path in temp.iterdir()] == [FILLER]
 
 
@@ -260,9 +293,12 @@ def test_a_temporary_folder_that_fills_up_does_not_end_training(
 def test_a_full_disk_under_the_metrics_is_named(undisturbed: Outcome, record_property: Record, tmp_path: Path) -> None:
     record_property(MACHINE, (str(MachineFault.FULL_OUTPUT), None))
     command = rl_safe(
-        "quickstart.yaml", f"model.path={undisturbed.folder / 'model'}", "model.create={}", *CONFIG,
+        "quickstart.yaml",
+        f"model.path={undisturbed.folder / 'model'}",
+        "model.create={}",
+        *CONFIG,
         "trainer.run_name=full",
-    )  # fmt: skip
+    )
     with small_disk(tmp_path / "outputs", size_bytes=2**20), running(command, tmp_path) as run:
         run.wait_until(run.has_started_a_trainer, timeout_s=ATTEMPT_S)
         fill(tmp_path / "outputs")

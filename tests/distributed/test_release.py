@@ -33,9 +33,11 @@ from tests.distributed.releasing import PATIENCE, SIZE, Ranks, error_of, facts_o
 from tests.distributed.worker import Worker, run_config, served_store
 
 SHORT = timedelta(seconds=1.5)
-CYCLES, STEP_EVERY = 200, 10
-"""Releases and rebuilds; a training step comes among so many of them."""
-WARM = 50
+CYCLES = int(os.environ.get("RL_SAFE_RELEASE_CYCLES", "60"))
+"""Releases and rebuilds. The figure in docs/communicators.md is of 200."""
+STEP_EVERY = 10
+"""A training step follows each tenth of them."""
+WARM = CYCLES // 4
 """Cycles after which nothing may grow."""
 
 
@@ -393,7 +395,7 @@ def trained(request, four_layers) -> tuple[list[dict[str, Any]], list[dict[str, 
     return runs[0], runs[1]
 
 
-def test_200_releases_change_no_bit_of_the_training(trained) -> None:
+def test_releases_change_no_bit_of_the_training(trained) -> None:
     for released, never in zip(*trained, strict=True):
         assert len(released["losses"]) == CYCLES // STEP_EVERY
         assert released["losses"] == never["losses"]
@@ -406,7 +408,7 @@ def test_a_batch_between_two_stages_may_be_the_first_thing_after_a_rebuild(train
     assert [r["received"] for r in trained[0]] == [{1.0}] * SIZE
 
 
-def test_200_releases_leave_nothing_behind(trained) -> None:
+def test_releases_leave_nothing_behind(trained) -> None:
     for released, never in zip(*trained, strict=True):
         (warm, end), (warm_plain, end_plain) = released["sizes"], never["sizes"]
         for name in ("descriptors", "threads", "keys", "groups", "inner groups"):

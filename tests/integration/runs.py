@@ -13,11 +13,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import pytest
+from filelock import FileLock
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"
@@ -211,6 +213,20 @@ def finish(command: Sequence[str], folder: Path) -> Outcome:
     """Runs a command to its end."""
     with running(command, folder) as run:
         return run.finish()
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Outcome]) -> Outcome:
+    """Returns the outcome of a run that all processes of pytest-xdist share. The first that asks for it makes it."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    kept = base / f"{name}.json"
+    with FileLock(base / f"{name}.lock"):
+        if not kept.exists():
+            (base / name).mkdir()
+            kept.write_text(json.dumps(asdict(make(base / name)), default=str))
+    fields = json.loads(kept.read_text())
+    return Outcome(**{**fields, "folder": Path(fields["folder"])})
 
 
 def files_under(folder: Path) -> Mapping[str, bytes]:

@@ -1,6 +1,6 @@
 """Runs that fail: the culprit is named last on stderr, the exit code is 1, and nothing stays alive.
 
-Ranks that die, raise, or never arrive are in tests/chaos.
+Ranks that die, raise, or never arrive are in tests/chaos. Checks within a step are in tests/unit/test_grpo.py.
 """
 
 from __future__ import annotations
@@ -44,11 +44,3 @@ def test_a_reward_function_that_raises_ends_the_run(moe_model: Path, tmp_path: P
     outcome = finish(command, tmp_path)
     assert_failed(outcome, "reward function mine:reward raised KeyError: 'no such thing' for ")
     assert [record["step"] for record in outcome.records] == [1]
-
-
-def test_a_log_probability_gap_above_the_bound_ends_the_run(moe_model: Path, tmp_path: Path) -> None:
-    command = rl_safe("quickstart.yaml", f"model.path={moe_model}", STEPS, *SMALL, "rollout.max_logprob_gap=1e-12")
-    outcome = finish(command, tmp_path)
-    assert_failed(outcome, "step 1: log-probability gap ")
-    assert "exceeds 1e-12" in outcome.last_error
-    assert outcome.records == []

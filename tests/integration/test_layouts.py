@@ -31,7 +31,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     command = rl_safe(
         "quickstart_dense.yaml",
         *(*STEPS, "actor.use_kl_loss=true", "trainer.logger=[console,tensorboard]"),
-        *("cluster.num_rollouts=2", "cluster.cpus_per_rollout=0.4"),
+        *("cluster.num_trainers=2", "cluster.num_rollouts=2", "cluster.cpus_per_rollout=0.4"),
     )
     return finish(command, tmp_path_factory.mktemp("dense"))
 

@@ -33,9 +33,9 @@ pytestmark = [
 OTHERS_MAY_WRITE, OTHERS_MAY_ENTER = stat.S_IWOTH, stat.S_IXOTH
 ATTACK_S = float(os.environ.get("RL_SAFE_ATTACK_S", "15"))
 """Seconds of attack. The figure in docs/security.md is of 60."""
-STEPS = round(ATTACK_S) + 15
-STEP_S = 1.0
+STEP_S = 2.5
 """Seconds that the reward function adds to each step, so that the run outlives the attack on any machine."""
+STEPS = round(ATTACK_S / STEP_S) + 4
 REWARD = """
 import os, time
 
@@ -53,9 +53,12 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 def command(step_s: float) -> list[str]:
     """The run in a network of its own."""
     run = rl_safe(
-        "quickstart.yaml", *SMALL, "reward.function=mine:reward", f"trainer.total_training_steps={STEPS}",
-        "trainer.save_freq=10",
-    )  # fmt: skip
+        "quickstart.yaml",
+        *SMALL,
+        "reward.function=mine:reward",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=4",
+    )
     return [*OWN_NETWORK, "env", f"STEP_S={step_s}", sys.executable, "-m", "tests.integration.own_network", *run]
 
 
@@ -90,8 +93,12 @@ def _attack(folder: Path) -> tuple[Outcome, dict[str, Any], list[str]]:
         attack = [*inside, sys.executable, "-m", "tests.integration.neighbour", str(os.getuid()), str(ATTACK_S)]
         found = subprocess.run(
             [*attack, str(folder / "ran"), str(folder), str(run.temp)],
-            cwd=REPOSITORY, capture_output=True, text=True, timeout=ATTACK_S + 60, check=True,
-        )  # fmt: skip
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=ATTACK_S + 60,
+            check=True,
+        )
         assert run.process.poll() is None, "the run ended before the attack did"
         open_folders = reachable_and_writable(run.temp) + reachable_and_writable(folder)
         return run.finish(), json.loads(found.stdout), open_folders

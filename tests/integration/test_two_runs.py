@@ -76,30 +76,24 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_of_two_runs_in_one_folder_one_is_refused_and_one_completes(moe_model: Path, tmp_path: Path) -> None:
+def test_runs_with_checkpoints_apart_complete_and_one_in_a_taken_folder_is_refused(
+    moe_model: Path, tmp_path: Path
+) -> None:
     command = rl_safe("quickstart.yaml", f"model.path={moe_model}", *SMALL, *STEPS)
-    lock = tmp_path / "checkpoints/quickstart" / RUN_LOCK
-    with running(command, tmp_path) as first:
-        first.wait_until(lock.exists)
-        second = finish(command, tmp_path)
-        done = first.finish()
-    assert done.code == 0, done.err
-    assert second.code == 2
-    assert second.err.count("\n") == 1
-    assert second.last_error.startswith(f"rl-safe: error: another run is in the way: process {first.process.pid} on ")
-    assert f"{tmp_path}/checkpoints/quickstart" in second.last_error
-    assert len(list((tmp_path / "outputs").iterdir())) == 1
-    assert not lock.exists()
-
-
-def test_two_runs_with_checkpoints_apart_both_complete(moe_model: Path, tmp_path: Path) -> None:
-    command = rl_safe("quickstart.yaml", f"model.path={moe_model}", *SMALL, *STEPS)
+    lock = tmp_path / "a" / RUN_LOCK
     with (
         running([*command, "trainer.default_local_dir=a"], tmp_path) as first,
         running([*command, "trainer.default_local_dir=b"], tmp_path) as second,
     ):
+        first.wait_until(lock.exists)
+        refused = finish([*command, "trainer.default_local_dir=a"], tmp_path)
         outcomes = [first.finish(), second.finish()]
     assert [outcome.code for outcome in outcomes] == [0, 0], [outcome.err for outcome in outcomes]
+    assert refused.code == 2
+    assert refused.err.count("\n") == 1
+    assert refused.last_error.startswith(f"rl-safe: error: another run is in the way: process {first.process.pid} on ")
+    assert f"{tmp_path}/a" in refused.last_error
     assert len(list((tmp_path / "outputs").iterdir())) == 2
     assert (tmp_path / "a/global_step_2/manifest.json").exists()
     assert (tmp_path / "b/global_step_2/manifest.json").exists()
+    assert not lock.exists()

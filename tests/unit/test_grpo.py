@@ -1,0 +1,114 @@
+"""One GRPO step over a fake session: the order of its calls, and the two checks that end a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.driver import metrics as names
+from rl_safe_workers.driver.data import Prompt
+from rl_safe_workers.driver.grpo import GrpoLoop, Metrics
+from rl_safe_workers.errors import DivergedError, LogprobGapError
+from rl_safe_workers.rollout.protocol import Sample
+from rl_safe_workers.trainer.batch import SequenceBatch
+
+TRAINERS, PROMPTS, SAMPLES_OF_A_PROMPT = 2, 2, 2
+RESPONSE_LOGPROB = -1.0
+UPDATE = {"loss": 2.0, "tokens": 4.0, "kl": 0.0, "clipped": 0.0, "grad_norm": 0.5, "updated": 1}
+
+
+class FakeSession:
+    """Answers as two data-parallel trainers and one rollout rank would."""
+
+    def __init__(self, *, gap: float = 0.0, update: dict[str, float] | None = None) -> None:
+        self.gap, self.update = gap, UPDATE | (update or {})
+        self.totals: dict[str, Any] = {}
+        self.calls: list[str] = []
+
+    def start_trainers(self, _: object, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+        self.calls.append(method)
+        return [getattr(self, f"_{method}")(*arguments(rank)) for rank in range(TRAINERS)]
+
+    def start_rollouts(self, _: object, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+        self.calls.append(method)
+        conversations, _, _ = arguments(0)
+        return [[self._sample(number) for number in range(len(conversations) * SAMPLES_OF_A_PROMPT)]]
+
+    def finish(self, calls: list[Any]) -> list[Any]:
+        return calls
+
+    def run_here(self, _: object, work: Callable[[], Any]) -> Any:
+        self.calls.append("reward")
+        return work()
+
+    def sync(self) -> None:
+        self.calls.append("sync")
+
+    def _sample(self, number: int) -> Sample:
+        return Sample(prompt_ids=[1, 2], response_ids=[3, 4], logprobs=[RESPONSE_LOGPROB] * 2, text=str(number))
+
+    def _offload(self) -> None: ...
+
+    def _onload(self) -> None: ...
+
+    def _logprob(self, batch: SequenceBatch) -> tuple[Any, None]:
+        return np.where(batch.response_mask > 0, RESPONSE_LOGPROB - self.gap, 0).astype(np.float32), None
+
+    def _train(self, batch: SequenceBatch, mini_batch: int) -> list[dict[str, float]]:
+        assert len(batch) == mini_batch == PROMPTS * SAMPLES_OF_A_PROMPT // TRAINERS
+        assert batch.old_logprobs is not None
+        return [self.update]
+
+
+def step(session: FakeSession) -> Metrics:
+    config = RunConfig()
+    config.data.train_batch_size, config.rollout.n, config.rollout.max_logprob_gap = PROMPTS, SAMPLES_OF_A_PROMPT, 1e-3
+    prompts = [
+        Prompt(
+            index=index, data_source="", messages=({"role": "user", "content": "a"},), ground_truth="", extra_info={}
+        )
+        for index in range(PROMPTS)
+    ]
+    loop = GrpoLoop(
+        config,
+        session,  # type: ignore[arg-type]
+        layout=SimpleNamespace(tensor=1, data=TRAINERS, coordinates=lambda rank: SimpleNamespace(data=rank)),  # type: ignore[arg-type]
+        loader=SimpleNamespace(next_batch=lambda: prompts),  # type: ignore[arg-type]
+        reward=lambda _source, text, _truth, _info: float(text),
+        on_phase=lambda _: None,
+    )
+    return loop.step(1)
+
+
+def test_a_step_offloads_before_the_rollout_and_syncs_after_the_update() -> None:
+    session = FakeSession()
+    metrics = step(session)
+    assert session.calls == ["offload", "generate", "reward", "onload", "logprob", "train", "sync"]
+    assert metrics[names.REWARD_MEAN] == np.mean(range(PROMPTS * SAMPLES_OF_A_PROMPT))
+    assert metrics[names.LOSS] == UPDATE["loss"] / UPDATE["tokens"]
+
+
+@pytest.mark.parametrize("gap", [2e-3, math.inf, math.nan])
+def test_a_log_probability_gap_above_the_bound_ends_the_step_before_the_update(gap: float) -> None:
+    session = FakeSession(gap=gap)
+    with pytest.raises(LogprobGapError, match="step 1: log-probability gap .* exceeds 0.001"):
+        step(session)
+    assert session.calls[-1] == "logprob"
+
+
+def test_a_gap_within_the_bound_is_a_metric() -> None:
+    assert step(FakeSession(gap=5e-4))[names.LOGPROB_GAP_MAX] == pytest.approx(5e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize("update", [{"loss": math.nan}, {"grad_norm": math.inf}, {"updated": 0}], ids=str)
+def test_an_update_that_is_not_finite_or_was_skipped_reaches_no_rollout(update: dict[str, float]) -> None:
+    session = FakeSession(update=update)
+    with pytest.raises(DivergedError, match="step 1: the update is not finite"):
+        step(session)
+    assert session.calls[-1] == "train"
