@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import RECIPES, Outcome, finish
+from tests.integration.runs import RECIPES, Outcome, finish, made_once
 
 TOTAL_STEPS, SAVE_FREQ = 10, 4
 
@@ -19,15 +20,6 @@ Path("modules.json").write_text(json.dumps(sorted(sys.modules)))
 sys.exit(code)
 """
 """The ``rl-safe`` command, which then tells what it has imported."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps tests that share a run in one process; others of the two go on beside it."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            shares_the_quickstart = "quickstart" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("quickstart" if shares_the_quickstart else item.path.stem))
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +40,6 @@ def quickstart(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Out
         *(f"trainer.total_training_steps={TOTAL_STEPS}", f"trainer.save_freq={SAVE_FREQ}"),
         *("rl_safe.checkpoint.digest=true", "rl_safe.checkpoint.keep_last=0", "rl_safe.checkpoint.async_save=true"),
     ]
-    outcome = finish(command, tmp_path_factory.mktemp("quickstart"))
+    outcome = made_once(tmp_path_factory, "quickstart", partial(finish, command))
     assert outcome.code == 0, outcome.err
     return outcome

@@ -7,13 +7,16 @@ JSON. With ``serves`` rank 0 owns the store, else this process does.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from tests.integration.without_driver import forbid_driver
 
@@ -28,43 +31,41 @@ from rl_safe_workers.diagnostics.answering import last_noted_s  # noqa: E402
 from rl_safe_workers.diagnostics.diagnosis import diagnose  # noqa: E402
 from rl_safe_workers.diagnostics.inquiry import RankProcess  # noqa: E402
 from rl_safe_workers.ranks import trainer_id, trainer_ids  # noqa: E402
-
-RANK = "tests.integration.plain_rank"
+from tests.integration import plain_rank  # noqa: E402
 
 
 def main(fates: list[str], patience_s: float, folder: Path, options: list[str]) -> None:
     secret = new_secret()
     (folder / "secret").touch(mode=0o600)
     (folder / "secret").write_bytes(secret)
-    store = None if options else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = free_port() if store is None else store.port
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", RANK, str(port), str(rank), fate, str(patience_s), str(folder), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        for rank, fate in enumerate(fates)
-    ]
+    port, processes = free_port(), []
+    is_ready, ready = os.pipe()
     try:
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
+        for rank, fate in enumerate(fates):
+            # Forked, so that the imports are done once. No thread runs yet.
+            process = multiprocessing.get_context("fork").Process(
+                target=live, args=(ready, port, rank, fate, patience_s, folder), kwargs={"serves": bool(options)}
+            )
+            process.start()
+            processes.append(process)
+        store = TCPStore("127.0.0.1", port, is_master=not options, wait_for_workers=False)
+        with os.fdopen(is_ready) as lines:
+            for _ in fates:
+                assert lines.readline() == "ready\n"
         for rank in range(4):
             await_note(folder, rank, processes[rank])
-        store = store or TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         plane = ControlPlane(store, world="training world", rank=-1, members=trainer_ids(range(4)), secret=secret)
         for process, fate in zip(processes, fates, strict=True):
             meet(fate, process, ends_itself=patience_s < 10)
         ranks = [
-            RankProcess(rank_id=trainer_id(rank), pid=process.pid, folder=folder, poll=process.poll)
+            RankProcess(rank_id=trainer_id(rank), pid=pid_of(process), folder=folder, poll=partial(exit_code, process))
             for rank, process in enumerate(processes)
         ]
         found = diagnose(ranks, reports=plane.reported_failures, patience_s=8.0, evidence=folder / "hang")
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
     told = {
         "verdict": found.verdict,
         "culprits": sorted(one.rank for one in found.culprits),
@@ -73,29 +74,44 @@ def main(fates: list[str], patience_s: float, folder: Path, options: list[str]) 
     sys.stdout.write(json.dumps(told))
 
 
+def live(ready: int, *arguments: Any, **options: Any) -> None:
+    """The life of a rank, which says on ``ready`` that it is where it will stay."""
+    sys.stdout = os.fdopen(ready, "w")
+    plain_rank.main(*arguments, **options)
+
+
+def pid_of(process: BaseProcess) -> int:
+    assert process.pid is not None
+    return process.pid
+
+
+def exit_code(process: BaseProcess) -> int | None:
+    return process.exitcode
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
-def await_note(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> None:
+def await_note(folder: Path, rank: int, process: BaseProcess) -> None:
     """Waits until a rank has noted twice where it is, so that the second note is of where it stays, or has ended."""
     for _ in range(2):
         noted_s = last_noted_s(folder, trainer_id(rank))
-        while last_noted_s(folder, trainer_id(rank)) in (None, noted_s) and process.poll() is None:
+        while last_noted_s(folder, trainer_id(rank)) in (None, noted_s) and process.exitcode is None:
             time.sleep(0.05)
 
 
-def meet(fate: str, process: subprocess.Popen[bytes], *, ends_itself: bool) -> None:
+def meet(fate: str, process: BaseProcess, *, ends_itself: bool) -> None:
     """Lets a rank meet its fate, and waits until it has."""
     if fate == "killed":
-        process.send_signal(signal.SIGKILL)
+        process.kill()
     if fate == "stopped":
-        process.send_signal(signal.SIGSTOP)
+        os.kill(pid_of(process), signal.SIGSTOP)
         while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
     if fate in ("killed", "raises") or (fate == "waits" and ends_itself):
-        process.wait(60)
+        process.join(60)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """One rank of a run without Ray and without a driver of ours: it comes to a barrier, or to its fate.
 
-``plain_rank.py PORT RANK FATE SECONDS FOLDER [serves]``; the run's secret is in ``FOLDER/secret``. With ``serves``
-rank 0 owns the store.
+The run's secret is in ``FOLDER/secret``. With ``serves`` rank 0 owns the store.
 """
 
 from __future__ import annotations
@@ -11,16 +10,12 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from tests.integration.without_driver import forbid_driver
+from torch.distributed import TCPStore
 
-forbid_driver()
-
-from torch.distributed import TCPStore  # noqa: E402
-
-from rl_safe_workers.control.deadline import Deadline  # noqa: E402
-from rl_safe_workers.control.plane import ControlPlane  # noqa: E402
-from rl_safe_workers.diagnostics.answering import answer_when_asked  # noqa: E402
-from rl_safe_workers.ranks import trainer_id, trainer_ids  # noqa: E402
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.ranks import trainer_id, trainer_ids
 
 SIZE = 4
 
@@ -57,8 +52,3 @@ def main(port: int, rank: int, fate: str, patience_s: float, folder: Path, *, se
     except Exception as error:
         plane.report_failure(error, phase="train")
         raise
-
-
-if __name__ == "__main__":
-    _, port, rank, fate, patience_s, folder, *options = sys.argv
-    main(int(port), int(rank), fate, float(patience_s), Path(folder), serves="serves" in options)

@@ -28,11 +28,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WAYS = (comms.OURS, comms.RELEASES)
 
 
-def test_every_kind_of_job_trains_on_four_ranks(model: Path, tmp_path: Path) -> None:
+def test_every_kind_of_job_trains(model: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     overrides = [f"model.path={model}", "actor.ppo_micro_batch_size_per_gpu=2"]
     found = comms.run_layouts(
-        tmp_path, comms.LAYOUTS[1:2], overrides, rows=2, tokens=16, report=lines.append, warmups=WAYS, recipe=RECIPE
+        tmp_path,
+        comms.SMALL_LAYOUTS[:1],
+        overrides,
+        rows=2,
+        tokens=16,
+        report=lines.append,
+        warmups=WAYS,
+        recipe=RECIPE,
     )
     (figures,) = found.values()
     assert tuple(figures) == WAYS

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.integration.runs import Outcome, finish, rl_safe
+from tests.integration.runs import Outcome, finish, made_once, rl_safe
 
 STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=-1", "data.train_batch_size=4")
 
@@ -33,7 +34,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         *(*STEPS, "actor.use_kl_loss=true", "trainer.logger=[console,tensorboard]"),
         *("cluster.num_trainers=2", "cluster.num_rollouts=2", "cluster.cpus_per_rollout=0.4"),
     )
-    return finish(command, tmp_path_factory.mktemp("dense"))
+    return made_once(tmp_path_factory, "dense", partial(finish, command))
 
 
 def test_a_dense_model_trains_with_two_rollout_ranks(dense: Outcome) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import REPOSITORY, SMALL, Outcome, finish, rl_safe, running
+from tests.integration.runs import REPOSITORY, SMALL, Outcome, finish, made_once, rl_safe, running
 
 OWN_NETWORK = ["unshare", "--net"]
 """The attack reaches this run alone, not another one on this machine."""
@@ -33,9 +33,9 @@ pytestmark = [
 OTHERS_MAY_WRITE, OTHERS_MAY_ENTER = stat.S_IWOTH, stat.S_IXOTH
 ATTACK_S = float(os.environ.get("RL_SAFE_ATTACK_S", "15"))
 """Seconds of attack. The figure in docs/security.md is of 60."""
-STEP_S = 2.5
-"""Seconds that the reward function adds to each step, so that the run outlives the attack on any machine."""
-STEPS = round(ATTACK_S / STEP_S) + 4
+STEP_S = 1.5
+"""Seconds that the reward function adds to each step."""
+STEPS = round(ATTACK_S / STEP_S) + 2
 REWARD = """
 import os, time
 
@@ -46,12 +46,16 @@ def reward(data_source, solution_str, ground_truth, extra_info):
     calls += 1
     if calls % 4 == 1:  # once a step
         time.sleep(float(os.environ["STEP_S"]))
+    # The last step waits, so that the run outlives the attack on any machine.
+    awaited, is_last = os.environ["AWAITED"], calls > 4 * (int(os.environ["STEPS"]) - 1)
+    while awaited and is_last and not os.path.exists(awaited):
+        time.sleep(0.1)
     return sum(map(ord, solution_str)) % 7 / 7
 """
 
 
-def command(step_s: float) -> list[str]:
-    """The run in a network of its own."""
+def command(step_s: float, *, awaited: Path | None) -> list[str]:
+    """The run in a network of its own; it does not end before a file exists."""
     run = rl_safe(
         "quickstart.yaml",
         *SMALL,
@@ -59,7 +63,8 @@ def command(step_s: float) -> list[str]:
         f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=4",
     )
-    return [*OWN_NETWORK, "env", f"STEP_S={step_s}", sys.executable, "-m", "tests.integration.own_network", *run]
+    variables = ["env", f"STEP_S={step_s}", f"STEPS={STEPS}", f"AWAITED={awaited or ''}"]
+    return [*OWN_NETWORK, *variables, sys.executable, "-m", "tests.integration.own_network", *run]
 
 
 def reachable_and_writable(folder: Path) -> list[str]:
@@ -87,7 +92,8 @@ def _attack(folder: Path) -> tuple[Outcome, dict[str, Any], list[str]]:
     # The neighbour gets as far as the modes of the run's own folders allow.
     folder.chmod(0o755)
     (folder / "mine.py").write_text(REWARD)
-    with running(command(STEP_S), folder) as run:
+    over = folder / "attack_over"
+    with running(command(STEP_S, awaited=over), folder) as run:
         run.wait_until(run.has_finished_a_step)
         inside = ["nsenter", "--net", f"--target={run.process.pid}"]
         attack = [*inside, sys.executable, "-m", "tests.integration.neighbour", str(os.getuid()), str(ATTACK_S)]
@@ -100,6 +106,7 @@ def _attack(folder: Path) -> tuple[Outcome, dict[str, Any], list[str]]:
             check=True,
         )
         assert run.process.poll() is None, "the run ended before the attack did"
+        over.touch()
         open_folders = reachable_and_writable(run.temp) + reachable_and_writable(folder)
         return run.finish(), json.loads(found.stdout), open_folders
 
@@ -107,9 +114,12 @@ def _attack(folder: Path) -> tuple[Outcome, dict[str, Any], list[str]]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The same run without a neighbour."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "mine.py").write_text(REWARD)
-    return finish(command(0.0), folder)
+
+    def make(folder: Path) -> Outcome:
+        (folder / "mine.py").write_text(REWARD)
+        return finish(command(0.0, awaited=None), folder)
+
+    return made_once(tmp_path_factory, "alone", make)
 
 
 def rewards(outcome: Outcome) -> list[Any]:

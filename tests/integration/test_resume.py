@@ -10,7 +10,7 @@ import pytest
 
 from rl_safe_workers.checkpoint.folders.manifest import read_manifest
 from tests.integration.conftest import SAVE_FREQ, TOTAL_STEPS
-from tests.integration.runs import Outcome, files_under, finish, rl_safe
+from tests.integration.runs import Outcome, files_under, finish, made_once, rl_safe
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the model and two whole runs
 
@@ -40,10 +40,13 @@ def last_steps(outcome: Outcome) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def resumed(quickstart: Outcome, moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The quickstart again, from its checkpoints, the last of which has lost a shard."""
-    folder = tmp_path_factory.mktemp("resumed")
-    root = copy_of_checkpoints(quickstart, folder)
-    (root / f"global_step_{TOTAL_STEPS}" / "dist_ckpt" / "__3_0.distcp").unlink()
-    outcome = finish(resume(moe_model), folder)
+
+    def make(folder: Path) -> Outcome:
+        root = copy_of_checkpoints(quickstart, folder)
+        (root / f"global_step_{TOTAL_STEPS}" / "dist_ckpt" / "__3_0.distcp").unlink()
+        return finish(resume(moe_model), folder)
+
+    outcome = made_once(tmp_path_factory, "resumed", make)
     assert outcome.code == 0, outcome.err
     return outcome
 

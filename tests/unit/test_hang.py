@@ -275,7 +275,8 @@ def test_a_stopped_process_is_reported_in_time(start: Start, tmp_path: Path, mon
     started_s = time.monotonic()
     line = collect(timeout(), tmp_path)
     assert line is not None
-    assert "; trainer rank 1 gives no stack, stopped; " in line
+    # It notes its place every half second, and may have done so before it was stopped.
+    assert re.search(r"; trainer rank 1 gives no stack, stopped(, last seen at actor\.py:\d+ \(train\))?; ", line)
     assert time.monotonic() - started_s < 12  # of the 16 that it waits for answers
     assert (tmp_path / "hang" / "stack_trainer_1.txt").read_text() == "no stack: the process is stopped\n"
     assert evidence(tmp_path)["actors"][1]["status"] == "stopped"
