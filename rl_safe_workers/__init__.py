@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rl_safe_workers.lifecycle import Lifecycle, Phase
     from rl_safe_workers.ranks import RankId, Role
     from rl_safe_workers.recipe import load_recipe
-    from rl_safe_workers.standalone import bootstrap, guard, teardown
+    from rl_safe_workers.standalone import bootstrap, channel_limits, guard, teardown
     from rl_safe_workers.workers.actor import MegatronActorMixin
 
 __all__ = [
@@ -79,6 +79,7 @@ __all__ = [
     "WeightSyncError",
     "__version__",
     "bootstrap",
+    "channel_limits",
     "guard",
     "load_recipe",
     "teardown",
@@ -92,6 +93,7 @@ _OUTSIDE_ERRORS = {
     "Role": "ranks",
     "RunConfig": "config",
     "bootstrap": "standalone",
+    "channel_limits": "standalone",
     "guard": "standalone",
     "load_recipe": "recipe",
     "teardown": "standalone",

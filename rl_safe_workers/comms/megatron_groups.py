@@ -12,7 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from rl_safe_workers.comms.live_groups import live_groups
+from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.config import MegatronConfig
+from rl_safe_workers.topology.budget import NCCL_MAXIMUM
 
 
 def world_options(limits: Mapping[str, int]) -> Any:
@@ -31,6 +34,23 @@ def nccl_config(limits: Mapping[str, int]) -> Iterator[str]:
         json.dump({key: {"max_ctas": limit} for key, limit in limits.items() if key != "world"}, file)
         file.flush()
         yield file.name
+
+
+def limits_of_groups() -> dict[str, int]:
+    """Returns the limits in CTAs that NCCL's groups were made with, by Megatron's key. Not collective.
+
+    A group without a limit has no entry. Groups of other backends have none.
+
+    Raises:
+        CommunicatorError: If Megatron's groups do not exist.
+    """
+    found = {}
+    for live in live_groups():
+        for backend in torch_groups.backends_of(live.group):
+            limit = getattr(getattr(backend.options, "config", None), "max_ctas", 0)
+            if live.kind is not None and 1 <= limit <= NCCL_MAXIMUM:
+                found[live.kind.key] = limit
+    return found
 
 
 def init_megatron_groups(

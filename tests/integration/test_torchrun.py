@@ -27,15 +27,15 @@ def _script() -> str:
     return found
 
 
-def _run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+def _run(folder: Path, script: str, *, ranks: int) -> subprocess.CompletedProcess[str]:
     file = folder / "script.py"
     file.write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(file)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(file)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 def test_the_readmes_script_connects_trains_and_ends(tmp_path: Path) -> None:
-    done = _run(tmp_path, _script())
+    done = _run(tmp_path, _script(), ranks=4)
     assert done.returncode == 0, done.stderr
     # The ranks write to one pipe, and not line by line.
     found = re.findall(r"rank (\d): \d+ groups in \d+\.\d\d s", done.stdout)
@@ -44,8 +44,8 @@ def test_the_readmes_script_connects_trains_and_ends(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_is_named_by_the_others_and_keeps_its_own_error(tmp_path: Path) -> None:
-    failing = _script().replace("    for step in", "    assert dist.get_rank() != 2, 'no more disk'\n    for step in")
-    done = _run(tmp_path, failing)
+    failing = _script().replace("    for step in", "    assert dist.get_rank() != 1, 'no more disk'\n    for step in")
+    done = _run(tmp_path, failing, ranks=2)
     assert done.returncode != 0
     assert "AssertionError: no more disk" in done.stderr
 
@@ -66,12 +66,14 @@ def test_the_readmes_script_uses_the_gpu_of_its_rank_if_there_are_gpus(
         monkeypatch.setattr(dist, name, getattr(calls, name))
     for name in ("initialize_model_parallel", "get_expert_data_parallel_group"):
         monkeypatch.setattr(parallel_state, name, getattr(calls, name))
-    for name in ("bootstrap", "guard", "teardown"):
+    for name in ("bootstrap", "channel_limits", "guard", "teardown"):
         monkeypatch.setattr(rl_safe_workers, name, getattr(calls, name))
     calls.bootstrap.return_value.seconds = 0.0
+    calls.channel_limits.return_value.megatron = {}
     exec(compile(_script(), "script.py", "exec"), {})
-    made = mock.call.init_process_group(backend)
-    assert calls.mock_calls[: has_gpu + 1] == [*([mock.call.set_device(device)] if has_gpu else []), made]
+    limits = mock.call.channel_limits(expert_model_parallel_size=2)
+    made = mock.call.init_process_group(backend, pg_options=calls.channel_limits.return_value.world)
+    assert calls.mock_calls[: has_gpu + 2] == [*([mock.call.set_device(device)] if has_gpu else []), limits, made]
     assert [call.args[0] for call in calls.all_reduce.call_args_list] == [device] * 3
 
 
@@ -87,7 +89,7 @@ def test_a_phase_before_the_bootstrap_is_refused_and_a_collective_that_it_missed
         dist.all_reduce(torch.ones(1), group=parallel_state.get_data_parallel_group())
 """
     head, _, _ = _script().partition("    report = bootstrap()")
-    done = _run(tmp_path, f"{head}{late.lstrip(chr(10))}finally:\n    teardown()\n")
+    done = _run(tmp_path, f"{head}{late.lstrip(chr(10))}finally:\n    teardown()\n", ranks=2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("bootstrap() has not run") == 4
+    assert done.stdout.count("bootstrap() has not run") == 2
     assert "the bootstrap has missed allreduce_ (reduce) on DATA_PARALLEL_GROUP" in done.stderr

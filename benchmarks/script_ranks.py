@@ -1,0 +1,241 @@
+"""One rank of the benchmark of plain scripts: ``python -m benchmarks.script_ranks RANK JOBS``.
+
+A plain Megatron training script, with no class of ours: groups, model, optimizer, steps. Each job runs in a fork.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+
+from benchmarks.comms_peers import WARMUPS
+from benchmarks.comms_ranks import Taken
+from benchmarks.forks import in_a_fork
+from benchmarks.script import LIMITED, UNLIMITED
+from rl_safe_workers import bootstrap, channel_limits, teardown
+from rl_safe_workers.models.local_spec import decoder_block_spec
+from rl_safe_workers.platforms import cpu
+from rl_safe_workers.topology.groups import Features
+
+STEPS, MICRO_BATCHES = 4, 4
+FEATURES = Features(moe=True, aux_loss=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A layout with one way of warming up.
+
+    Example: ``Job(way="ours", sizes={"expert_model_parallel_size": 2}, layers="local", fp8=False, port=4711, ranks=2,
+    device="cuda", hidden=1024, tokens=512,
+    max_ctas={})``
+    """
+
+    way: str
+    """`LIMITED`, `UNLIMITED`, or one of `WARMUPS`."""
+    sizes: dict[str, int]
+    """Arguments of ``initialize_model_parallel``."""
+    layers: str
+    """``local``, or ``te`` for Transformer Engine's."""
+    fp8: bool
+    port: int
+    """Port of the default group's store."""
+    ranks: int
+    device: str
+    hidden: int
+    tokens: int
+    """Tokens of each sequence."""
+    max_ctas: dict[str, int]
+    """Limits of the script's own."""
+
+
+def init(job: Job, rank: int) -> Any:
+    """Makes the groups as the job's way asks for it; returns the report of the bootstrap, if there is one."""
+    store = dist.TCPStore("127.0.0.1", job.port, job.ranks, is_master=rank == 0)
+    limits = None
+    if job.way == LIMITED:
+        limits = channel_limits(features=FEATURES, world_size=job.ranks, max_ctas=job.max_ctas, **job.sizes)
+    dist.init_process_group(
+        "nccl" if job.device == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=job.ranks,
+        pg_options=limits and limits.world,
+    )
+    sizes = limits.megatron if limits else job.sizes
+    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+
+
+def build(job: Job) -> tuple[Any, Any, TransformerConfig]:
+    """Builds the chunk of this rank, in Megatron's data-parallel wrapper, with the distributed optimizer."""
+    dtype = torch.bfloat16 if job.device == "cuda" else torch.float32
+    tensor = job.sizes.get("tensor_model_parallel_size", 1)
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=job.hidden,
+        num_attention_heads=16,
+        num_moe_experts=16,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=job.hidden,
+        moe_token_dispatcher_type="alltoall",
+        moe_aux_loss_coeff=1e-2,
+        moe_router_load_balancing_type="aux_loss",
+        moe_grouped_gemm=job.layers == "te",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        sequence_parallel=tensor > 1,
+        fp8="hybrid" if job.fp8 else None,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=job.sizes.get("pipeline_model_parallel_size", 1),
+        expert_model_parallel_size=job.sizes.get("expert_model_parallel_size", 1),
+        expert_tensor_parallel_size=job.sizes.get("expert_tensor_parallel_size", tensor),
+        context_parallel_size=job.sizes.get("context_parallel_size", 1),
+    )
+    if job.layers == "te":
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(num_experts=16, moe_grouped_gemm=True)
+    else:
+        spec = decoder_block_spec(config)
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=8192,
+        max_sequence_length=job.tokens,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+    ).to(job.device, dtype)
+    wrapped = DistributedDataParallel(
+        config=config, ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True), module=chunk
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=1e-6, bf16=config.bf16, params_dtype=dtype, use_distributed_optimizer=True
+        ),
+        [wrapped],
+        use_gloo_process_groups=False,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return wrapped, optimizer, config
+
+
+def batches(job: Job) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields the same random micro-batch for ever."""
+    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    length = job.tokens // parallel_state.get_context_parallel_world_size()
+    tokens = torch.randint(0, 8192, (2, length), generator=generator).to(job.device)
+    places = torch.arange(length, device=job.device).expand(2, -1)
+    while True:
+        yield {"input_ids": tokens, "position_ids": places, "labels": tokens, "attention_mask": None}
+
+
+def forward(data: Iterator[Mapping[str, Any]], chunk: Any) -> tuple[torch.Tensor, Any]:
+    """Megatron's forward step."""
+    losses = chunk(**next(data))
+    return losses, lambda output: (output.float().mean(), {})
+
+
+def train(job: Job, chunk: Any, optimizer: Any) -> None:
+    """One step of `MICRO_BATCHES` micro-batches."""
+    chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=batches(job),
+        model=[chunk],
+        num_microbatches=MICRO_BATCHES,
+        seq_length=job.tokens,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    optimizer.step()
+
+
+def measure(job: Job, rank: int) -> dict[str, Any]:
+    """Warms up, builds, trains `STEPS` steps; returns bytes and seconds of this rank."""
+    if job.device == "cuda":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    else:
+        device = cpu.start()  # a few calls of Megatron ask for CUDA
+    init(job, rank)
+    torch.zeros(1, device=device)
+    synchronize(device)
+    taken, started_s, report = Taken(device), time.perf_counter(), None
+    if job.way in (LIMITED, UNLIMITED):
+        report = bootstrap(features=FEATURES)
+    else:
+        WARMUPS[job.way](device)
+    synchronize(device)
+    found = {"warmup_s": time.perf_counter() - started_s, "warm_bytes": taken.growth()}
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    with taken.attributed():
+        chunk, optimizer, _ = build(job)
+        for _ in range(STEPS):
+            train(job, chunk, optimizer)
+        synchronize(device)
+    found |= {
+        "growth_bytes": taken.growth(),
+        "late_bytes": taken.by_collectives,
+        "by_group": dict(taken.by_group),
+        "predicted_bytes": report.predicted_bytes if report else 0,
+        "limits": {entry.group: entry.bytes for entry in report.entries} if report else {},
+    }
+    times = []
+    for _ in range(30):
+        dist.barrier()
+        synchronize(device)
+        started_s = time.perf_counter()
+        train(job, chunk, optimizer)
+        synchronize(device)
+        times.append(time.perf_counter() - started_s)
+    found["step_s"] = sorted(times)[len(times) // 2]
+    teardown()
+    return found
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def run(jobs: Sequence[Job], rank: int, out: Path) -> int:
+    """Runs each job in a fork, one after the other; returns how many have failed."""
+
+    def work(job: Job) -> dict[str, Any]:
+        return {**asdict(job), **measure(job, rank)}
+
+    done = [in_a_fork(partial(work, job), out / f"{number}_{rank}.json") for number, job in enumerate(jobs)]
+    return done.count(False)
+
+
+def main() -> None:
+    """Runs this rank's part of all jobs."""
+    rank, jobs_file = int(sys.argv[1]), Path(sys.argv[2])
+    jobs = [Job(**fields) for fields in json.loads(jobs_file.read_text(encoding="utf-8"))]
+    sys.exit(min(1, run(jobs, rank, jobs_file.parent)))
+
+
+if __name__ == "__main__":
+    main()
