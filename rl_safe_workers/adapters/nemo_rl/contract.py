@@ -67,10 +67,17 @@ NAMES: tuple[HostName, ...] = (
     HostName(file=_WORKER, name=f"{_CLASS}.finish_train_step", parameters=("self",), why="phase train", optional=True),
     HostName(file=_WORKER, name=f"{_CLASS}.get_logprobs", parameters=("self", "data"), why="phase logprob"),
     HostName(
-        file=_WORKER, name=f"{_CLASS}.prepare_for_lp_inference", parameters=("self",), why="waits for the bootstrap"
+        file=_WORKER,
+        name=f"{_CLASS}.prepare_for_lp_inference",
+        parameters=("self",),
+        why="refused before the bootstrap",
     ),
-    HostName(file=_WORKER, name=f"{_CLASS}.offload_before_refit", parameters=("self",), why="waits for the bootstrap"),
-    HostName(file=_WORKER, name=f"{_CLASS}.offload_after_refit", parameters=("self",), why="waits for the bootstrap"),
+    HostName(
+        file=_WORKER, name=f"{_CLASS}.offload_before_refit", parameters=("self",), why="refused before the bootstrap"
+    ),
+    HostName(
+        file=_WORKER, name=f"{_CLASS}.offload_after_refit", parameters=("self",), why="refused before the bootstrap"
+    ),
     HostName(
         file=_WORKER,
         name=f"{_CLASS}.save_checkpoint",
@@ -119,7 +126,7 @@ NAMES: tuple[HostName, ...] = (
         file="nemo_rl/algorithms/grpo.py",
         name="setup",
         parameters=("master_config", "tokenizer"),
-        why="wrapped by the driver's script",
+        why="wrapped by our script",
     ),
     HostName(
         file="nemo_rl/distributed/ray_actor_environment_registry.py",
@@ -219,7 +226,7 @@ BRIDGE_NAMES: tuple[HostName, ...] = (
         file="src/megatron/bridge/training/checkpointing.py",
         name="save_checkpoint",
         parameters=("state", "model", "optimizer", "opt_param_scheduler"),
-        why="every save ends in it",
+        why="every save goes through it",
     ),
 )
 
