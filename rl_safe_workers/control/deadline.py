@@ -58,8 +58,13 @@ class Deadline:
         return self.left_s <= 0
 
     def remaining(self) -> timedelta:
-        """Returns the time left, at least `FLOOR`."""
-        return max(FLOOR, timedelta(seconds=self.left_s)) if math.isfinite(self.at_s) else timedelta.max
+        """Returns the time left in whole milliseconds, rounded up, at least `FLOOR`.
+
+        torch's stores drop what is below a millisecond, and a wait would end before the deadline.
+        """
+        if not math.isfinite(self.at_s):
+            return timedelta.max
+        return max(FLOOR, timedelta(milliseconds=math.ceil(1e3 * self.left_s)))
 
     def share(self, fraction: float) -> Deadline:
         """Returns an earlier deadline: after a fraction, 0 to 1, of the time that is left now."""
