@@ -138,10 +138,12 @@ def channel_limits(
     config = MegatronConfig(**{"expert_tensor_parallel_size": sizes.get("tensor_model_parallel_size") or 1, **sizes})
     layout = ParallelLayout.of(config, world_size=world_size or _world_size())
     check_layout(layout)
-    instances = config.num_distributed_optimizer_instances
-    virtual = config.virtual_pipeline_model_parallel_size is not None
-    given = replace(features or _MOST, optimizer_instances=instances, virtual_pipeline=virtual)
-    limits = plan_limits(layout, given, max_ctas or {})
+    asked = _features(
+        features,
+        optimizer_instances=config.num_distributed_optimizer_instances,
+        virtual_size=config.virtual_pipeline_model_parallel_size,
+    )
+    limits = plan_limits(layout, asked, max_ctas or {})
     if not torch.cuda.is_available():
         return ChannelLimits(world=None, megatron=sizes)
     _config_file.close()
@@ -344,13 +346,12 @@ def _plan(
     limits = limits_of_groups()  # raises an error that says what is missing if there are no groups
     # The script has already made the groups, so only its own limits apply.
     trainer.comms.limits = limits if max_ctas is None else max_ctas
-    trainer.megatron, trainer.features = sizes_of_groups(), _features(features)
+    trainer.megatron, trainer.features = sizes_of_groups(), _features_of_groups(features)
     plan = trainer.comms.plan()
     plan.check_backend(dist.get_backend_config())
     room = _room(trainer.device)
-    if room is not None:
-        _warn_of_missing_limits(plan)
     if check_memory and room is not None:
+        _warn_of_missing_limits(plan)
         try:
             plan.check_fits(free_bytes=room, gpus_per_node=cuda.gpus_of_this_node())
         except CommunicatorError as error:
@@ -361,8 +362,10 @@ def _plan(
 
 def _warn_of_missing_limits(plan: CommsPlan) -> None:
     """Says on rank 0 what `channel_limits` would save."""
+    if dist.get_rank() != 0:
+        return
     limited = CommsPlan.of(plan.layout, plan.features, plan.limits).bytes
-    if dist.get_rank() == 0 and plan.bytes - limited >= WORTH_A_WARNING:
+    if plan.bytes - limited >= WORTH_A_WARNING:
         logger.warning(
             "the groups will take %.0f MiB of device memory on each GPU; made with the arguments of channel_limits() "
             "they take %.0f MiB",
@@ -376,18 +379,26 @@ def _room(device: torch.device) -> int | None:
     return free_bytes(device) if device.type == "cuda" else None
 
 
-def _features(given: Features | None) -> Features:
-    """Returns the given features; for None, the value of each feature that connects more.
-
-    The number of optimizer instances and the virtual pipeline stages come from Megatron's groups in both cases.
-    """
-    given = given or _MOST
+def _features_of_groups(given: Features | None) -> Features:
+    """Returns `_features` for Megatron's groups as they are."""
     # Attention and experts share this group; with a single instance it does not exist.
     between = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    return replace(
+    return _features(
         given,
         optimizer_instances=1 if between is None else between.size(),
+        virtual_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+    )
+
+
+def _features(given: Features | None, *, optimizer_instances: int, virtual_size: int | None) -> Features:
+    """Returns the given features; for None, the value of each feature that connects more.
+
+    The number of optimizer instances and the virtual pipeline stages are those of the groups in both cases.
+    """
+    given = given or _MOST
+    return replace(
+        given,
+        optimizer_instances=optimizer_instances,
         # A script may have set virtual stages only in Megatron's schedule, not in parallel_state.
         virtual_pipeline=given.virtual_pipeline or virtual_size is not None,
     )
