@@ -125,6 +125,7 @@ def actor_env(
     interface: str | None = LOOPBACK_INTERFACE,
     temp_dir: Path | None = None,
     hang_dir: Path | None = None,
+    device: str | None = None,
 ) -> dict[str, str]:
     """Returns the environment variables to launch an actor with.
 
@@ -139,6 +140,7 @@ def actor_env(
         interface: The network interface over which the other ranks reach the actor's node; None: the libraries choose.
         temp_dir: Folder on the actor's machine for its temporary files; None: the machine's default.
         hang_dir: Folder on the actor's machine for ``HANG_DIR``; None: the driver cannot ask the actor after a hang.
+        device: ``"cpu"`` or ``"cuda"``; None counts as ``"cuda"``.
     """
     variables = dict(ALL_ACTORS)
     if interface is not None:
@@ -151,6 +153,8 @@ def actor_env(
         variables[HANG_DIR] = str(hang_dir)
     if role == "trainer":
         variables |= TRAINER_ACTORS
+        if device == "cpu":
+            variables |= CPU_TRAINERS
         if hang_dir is not None:
             variables[TORCH_NCCL_DEBUG_INFO_TEMP_FILE] = str(hang_dir / NCCL_FLIGHTS)
             variables[TORCH_NCCL_DEBUG_INFO_PIPE_FILE] = str(hang_dir / NCCL_REQUESTS)

@@ -196,9 +196,8 @@ class Cluster:
             interface=places[node.id].interface,
             temp_dir=places[node.id].temp_dir,
             hang_dir=places[node.id].hang_dir,
+            device=cluster.device,
         )
-        if is_trainer and cluster.device == "cpu":
-            variables |= env.CPU_TRAINERS
         handle: Any = shell.options(
             num_cpus=cluster.cpus_per_trainer if is_trainer else cluster.cpus_per_rollout,
             num_gpus=0 if cluster.device == "cpu" else GPU_SHARE if cluster.colocated else 1,

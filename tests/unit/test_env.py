@@ -40,6 +40,13 @@ def test_only_rollout_actors_get_variables_of_vllm() -> None:
     assert actor_env(Role.ROLLOUT, "run-1", 1.0)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
+@pytest.mark.parametrize("role", [Role.TRAINER, Role.ROLLOUT])
+@pytest.mark.parametrize("device", ["cpu", "cuda", None])
+def test_only_trainers_on_cpu_go_without_a_compiler(role: Role, device: str | None) -> None:
+    has_none = actor_env(role, "run-1", 1.0, device=device).get("TORCHDYNAMO_DISABLE") == "1"
+    assert has_none == (role is Role.TRAINER and device == "cpu")
+
+
 @pytest.mark.parametrize(("gib", "expected"), [(1.0, "1"), (4, "4"), (0.25, None), (1.5, None), (0.0, None)])
 def test_the_kv_cache_is_set_in_whole_gib_or_not_at_all(gib: float, expected: str | None) -> None:
     assert actor_env(Role.ROLLOUT, "run-1", gib).get("VLLM_CPU_KVCACHE_SPACE") == expected
