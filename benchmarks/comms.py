@@ -156,15 +156,7 @@ def _run_layout(
         }
         for warmup, (_, address, _) in zip(warmups, stores, strict=True)
     ]
-    file = out / "jobs.json"
-    file.write_text(json.dumps(jobs), encoding="utf-8")
-    what = f"bench comms: {layout.name}"
-    run_processes(MODULE, [str(file)], out, ranks=layout.ranks, what=what, timeout_s=JOB_S * len(jobs))
-    ranks = range(layout.ranks)
-    results = [
-        [json.loads((out / f"{number}_{rank}.json").read_text(encoding="utf-8")) for rank in ranks]
-        for number in range(len(jobs))
-    ]
+    results = run_jobs(MODULE, jobs, out, ranks=layout.ranks, what=f"bench comms: {layout.name}", job_s=JOB_S)
     found = {warmup: _worst(of_ranks) for warmup, of_ranks in zip(warmups, results, strict=True)}
     if {OURS, RELEASES} <= found.keys():
         ours, releases = (results[warmups.index(way)] for way in (OURS, RELEASES))
@@ -179,6 +171,31 @@ def _differing(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, An
         steps = zip(*(found["figures"] for found in of_rank), strict=True)
         differing |= {step for step, (a, b) in enumerate(steps) if a != b}
     return len(differing)
+
+
+def run_jobs(
+    module: str, jobs: Sequence[Mapping[str, Any]], out: Path, *, ranks: int, what: str, job_s: float
+) -> list[list[dict[str, Any]]]:
+    """Runs jobs in one process for each rank; returns the results by job and rank.
+
+    Args:
+        module: As for `run_processes`. It ends with `forks.run_jobs_of_rank`, or does as that does.
+        jobs: Fields of each job, fit for JSON.
+        out: An empty folder, for the jobs and their results.
+        ranks: Number of ranks.
+        what: For errors.
+        job_s: Longest time of a job, in seconds.
+
+    Raises:
+        RunError: As `run_processes`.
+    """
+    file = out / "jobs.json"
+    file.write_text(json.dumps(jobs), encoding="utf-8")
+    run_processes(module, [str(file)], out, ranks=ranks, what=what, timeout_s=job_s * len(jobs))
+    return [
+        [json.loads((out / f"{number}_{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+        for number in range(len(jobs))
+    ]
 
 
 def run_processes(module: str, arguments: Sequence[str], out: Path, *, ranks: int, what: str, timeout_s: float) -> None:

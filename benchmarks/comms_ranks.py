@@ -6,15 +6,11 @@ outlive a job, and nobody waits for imports.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from benchmarks.comms_peers import WARMUPS
-from benchmarks.forks import in_a_fork
+from benchmarks.forks import run_jobs_of_rank
 from rl_safe_workers.comms.trace import CollectiveTrace
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms.cuda import make_deterministic
@@ -107,7 +103,7 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     worker.enter_world(StoreAddress(host="127.0.0.1", port=job.port, secret=bytes.fromhex(job.secret)))
     worker.groups()
     torch.zeros(1, device=worker.device)  # CUDA loads what fills tensors, which is no communicator's
-    _synchronize(worker.device)
+    synchronize(worker.device)
     taken, started_s, report = Taken(worker.device), time.perf_counter(), None
     if job.warmup in ways:
         report = worker.bootstrap()
@@ -115,14 +111,14 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     else:
         with worker.phase(Phase.BOOTSTRAP), taken.attributed():
             WARMUPS[job.warmup](worker.device)
-            _synchronize(worker.device)
+            synchronize(worker.device)
         warm, taken.by_collectives = taken.by_collectives, 0
     seconds = time.perf_counter() - started_s
     batch = _batch(job, rank)
     with taken.attributed():
         worker.convert()
         figures = [worker.train(batch, len(batch)) for _ in range(FIRST_STEPS)]
-        _synchronize(worker.device)
+        synchronize(worker.device)
     growth, released = taken.growth(), {}
     if job.warmup == RELEASES:
         released = _release_and_rebuild(worker, batch, figures)
@@ -130,7 +126,7 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
         figures += [worker.train(batch, len(batch)) for _ in range(CYCLES)]
     torch.use_deterministic_algorithms(mode=False)
     count = TIMED_STEPS.get(job.warmup, 1)
-    steps = [_timed(lambda: worker.train(batch, len(batch)), worker.device) for _ in range(count)]
+    steps = [timed(lambda: worker.train(batch, len(batch)), worker.device) for _ in range(count)]
     found = {
         **released,
         "warmup_s": seconds,
@@ -162,7 +158,7 @@ def _release_and_rebuild(worker: TrainerWorker, batch: SequenceBatch, figures: l
         away.append(time.perf_counter() - started_s)
         with worker.phase(Phase.ONLOAD):
             worker.safe.offloader.rebuild_comms()
-        _synchronize(worker.device)
+        synchronize(worker.device)
         back.append(time.perf_counter() - started_s - away[-1])
         figures.append(worker.train(batch, len(batch)))
         used.append(probe())
@@ -175,16 +171,18 @@ def _release_and_rebuild(worker: TrainerWorker, batch: SequenceBatch, figures: l
     }
 
 
-def _timed(work: Callable[[], object], device: torch.device) -> float:
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds of work that all ranks begin together."""
     dist.barrier()
-    _synchronize(device)
+    synchronize(device)
     started_s = time.perf_counter()
     work()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - started_s
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits for the device's work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -204,22 +202,5 @@ def _batch(job: Job, rank: int) -> SequenceBatch:
     )
 
 
-def run(jobs: Sequence[Job], rank: int, out: Path) -> int:
-    """Runs each job in a fork, one after the other; returns how many have failed. Writes a line of JSON for each."""
-
-    def work(job: Job) -> dict[str, Any]:
-        return {**asdict(job), **measure(job, rank)}
-
-    done = [in_a_fork(partial(work, job), out / f"{number}_{rank}.json") for number, job in enumerate(jobs)]
-    return done.count(False)
-
-
-def main() -> None:
-    """Runs this rank's part of all jobs."""
-    rank, jobs_file = int(sys.argv[1]), Path(sys.argv[2])
-    jobs = [Job(**fields) for fields in json.loads(jobs_file.read_text(encoding="utf-8"))]
-    sys.exit(min(1, run(jobs, rank, jobs_file.parent)))
-
-
 if __name__ == "__main__":
-    main()
+    run_jobs_of_rank(lambda fields, rank: measure(Job(**fields), rank))

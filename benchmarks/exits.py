@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
-from benchmarks.comms import RECIPE, Layout, layouts_for, run_processes
+from benchmarks.comms import RECIPE, Layout, layouts_for, run_jobs
 from benchmarks.exits_ranks import EVERY, EVERY_TORCH, OURS, Job
 from benchmarks.gpu import count_gpus, gpu_row, make_model
 from benchmarks.table import Row, at_least, at_most
@@ -66,14 +66,16 @@ def run_ways(
         Job(way=way, recipe=str(recipe), overrides=settings, port=address.port, secret=address.secret.hex())
         for way, (_, address, _) in zip(ways, stores, strict=True)
     ]
-    (file := folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
-    what, timeout_s = f"bench exits: {layout.name}", JOB_S * len(jobs)
-    run_processes(MODULE, [str(file)], folder, ranks=layout.ranks, what=what, timeout_s=timeout_s)
+    results = run_jobs(
+        MODULE,
+        [asdict(job) for job in jobs],
+        folder,
+        ranks=layout.ranks,
+        what=f"bench exits: {layout.name}",
+        job_s=JOB_S,
+    )
     found: dict[str, list[float]] = {way: [] for way in times}
-    for number, way in enumerate(ways):
-        ranks = [
-            json.loads((folder / f"{number}_{rank}.json").read_text(encoding="utf-8")) for rank in range(layout.ranks)
-        ]
+    for way, ranks in zip(ways, results, strict=True):
         found[way].append(max(rank["ended_at"] for rank in ranks) - max(rank["began_at"] for rank in ranks))
     return found
 

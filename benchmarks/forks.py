@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +31,22 @@ def in_a_fork(work: Callable[[], Mapping[str, Any]], result: Path) -> bool:
             os._exit(code)
     _, status = os.waitpid(child, 0)
     return status == 0
+
+
+def run_jobs_of_rank(measure: Callable[[Mapping[str, Any], int], Mapping[str, Any]]) -> None:
+    """Runs this rank's part of all jobs, one after the other, each in a fork; ends the process.
+
+    The command line is ``RANK JOBS``; ``JOBS`` is a JSON file. ``<number>_<rank>.json`` beside it gets a job's fields
+    and figures. The exit status is 1 if a job has failed.
+
+    Args:
+        measure: Takes the fields of a job and the rank; returns the figures.
+    """
+    rank, jobs_file = int(sys.argv[1]), Path(sys.argv[2])
+
+    def work(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {**fields, **measure(fields, rank)}
+
+    jobs = json.loads(jobs_file.read_text(encoding="utf-8"))
+    done = [in_a_fork(partial(work, job), jobs_file.with_name(f"{n}_{rank}.json")) for n, job in enumerate(jobs)]
+    sys.exit(0 if all(done) else 1)

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
-from benchmarks.comms import EVERY, MIB, NOTHING, run_processes
+from benchmarks.comms import EVERY, MIB, NOTHING, OURS, run_jobs
 from benchmarks.gpu import count_gpus, gpu_row
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers.errors import ResourceError
+from rl_safe_workers.worlds.store import serve_store
 
 RANKS = 2
 MODULE = "benchmarks.script_ranks"
-LIMITED, UNLIMITED = "ours", "ours, without channel_limits"
-WAYS = (NOTHING, EVERY, UNLIMITED, LIMITED)
+UNLIMITED = "ours, without channel_limits"
+WAYS = (NOTHING, EVERY, UNLIMITED, OURS)
 LAYERS = os.environ.get("RL_SAFE_BENCH_LAYERS", "local")
 HIDDEN, TOKENS = 1024, 1024
 JOB_S = 90.0
@@ -74,37 +75,25 @@ def run_layout(
     layout: Layout, ways: Sequence[str], *, device: str, hidden: int, tokens: int
 ) -> dict[str, dict[str, float]]:
     """Runs one layout in several ways, one after the other; returns the worst rank's figures by way."""
-    with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as name:
-        out = Path(name)
-        jobs = [
-            {
-                "way": way,
-                "sizes": dict(layout.sizes),
-                "layers": LAYERS,
-                "fp8": layout.fp8,
-                "port": _free_port(),
-                "ranks": RANKS,
-                "device": device,
-                "hidden": hidden,
-                "tokens": tokens,
-                "max_ctas": {},
-            }
-            for way in ways
-        ]
-        file = out / "jobs.json"
-        file.write_text(json.dumps(jobs), encoding="utf-8")
-        what = f"bench script: {layout.name}"
-        run_processes(MODULE, [str(file)], out, ranks=RANKS, what=what, timeout_s=JOB_S * len(jobs))
-        return {
-            way: _worst([json.loads((out / f"{number}_{rank}.json").read_text()) for rank in range(RANKS)])
-            for number, way in enumerate(ways)
+    stores = [serve_store("127.0.0.1", timeout=timedelta(minutes=5)) for _ in ways]
+    jobs = [
+        {
+            "way": way,
+            "sizes": dict(layout.sizes),
+            "layers": LAYERS,
+            "fp8": layout.fp8,
+            "port": address.port,
+            "ranks": RANKS,
+            "device": device,
+            "hidden": hidden,
+            "tokens": tokens,
         }
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+        for way, (_, address, _) in zip(ways, stores, strict=True)
+    ]
+    with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as name:
+        what = f"bench script: {layout.name}"
+        results = run_jobs(MODULE, jobs, Path(name), ranks=RANKS, what=what, job_s=JOB_S)
+    return {way: _worst(of_ranks) for way, of_ranks in zip(ways, results, strict=True)}
 
 
 def _worst(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -115,10 +104,10 @@ def _worst(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def rows_of(name: str, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
     """The table of one layout."""
     growth = {way: figures["growth_bytes"] / MIB for way, figures in found.items()}
-    ours = found[LIMITED]
+    ours = found[OURS]
     return [
-        gpu_row(f"{name}: growth in 4 steps, against nothing", "MiB", growth[LIMITED], at_most(0.55), growth[NOTHING]),
-        gpu_row(f"{name}: the same, against every group", "MiB", growth[LIMITED], at_most(0.25), growth[EVERY]),
+        gpu_row(f"{name}: growth in 4 steps, against nothing", "MiB", growth[OURS], at_most(0.55), growth[NOTHING]),
+        gpu_row(f"{name}: the same, against every group", "MiB", growth[OURS], at_most(0.25), growth[EVERY]),
         gpu_row(f"{name}: the same, {UNLIMITED}", "MiB", growth[UNLIMITED], at_least(0)),
         gpu_row(f"{name}: late bytes of communicators", "MiB", ours["late_bytes"] / MIB, at_most(0)),
         gpu_row(f"{name}: step, against nothing", "s", ours["step_s"], at_most(1.03), found[NOTHING]["step_s"]),

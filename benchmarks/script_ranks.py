@@ -5,13 +5,10 @@ A plain Megatron training script, with no class of ours: groups, model, optimize
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,15 +22,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from benchmarks.comms_peers import WARMUPS
-from benchmarks.comms_ranks import Taken
-from benchmarks.forks import in_a_fork
-from benchmarks.script import LIMITED, UNLIMITED
+from benchmarks.comms_ranks import OURS, Taken, synchronize, timed
+from benchmarks.forks import run_jobs_of_rank
+from benchmarks.script import UNLIMITED
 from rl_safe_workers import bootstrap, channel_limits, teardown
 from rl_safe_workers.models.local_spec import decoder_block_spec
 from rl_safe_workers.platforms import cpu
 from rl_safe_workers.topology.groups import Features
 
-STEPS, MICRO_BATCHES = 4, 4
+STEPS, TIMED_STEPS, MICRO_BATCHES = 4, 30, 4
 FEATURES = Features(moe=True, aux_loss=True)
 
 
@@ -42,12 +39,11 @@ class Job:
     """A layout with one way of warming up.
 
     Example: ``Job(way="ours", sizes={"expert_model_parallel_size": 2}, layers="local", fp8=False, port=4711, ranks=2,
-    device="cuda", hidden=1024, tokens=512,
-    max_ctas={})``
+    device="cuda", hidden=1024, tokens=512)``
     """
 
     way: str
-    """`LIMITED`, `UNLIMITED`, or one of `WARMUPS`."""
+    """`OURS`, `UNLIMITED`, or one of `WARMUPS`."""
     sizes: dict[str, int]
     """Arguments of ``initialize_model_parallel``."""
     layers: str
@@ -60,16 +56,14 @@ class Job:
     hidden: int
     tokens: int
     """Tokens of each sequence."""
-    max_ctas: dict[str, int]
-    """Limits of the script's own."""
 
 
-def init(job: Job, rank: int) -> Any:
-    """Makes the groups as the job's way asks for it; returns the report of the bootstrap, if there is one."""
-    store = dist.TCPStore("127.0.0.1", job.port, job.ranks, is_master=rank == 0)
+def init(job: Job, rank: int) -> None:
+    """Makes the groups as the job's way asks for it."""
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
     limits = None
-    if job.way == LIMITED:
-        limits = channel_limits(features=FEATURES, world_size=job.ranks, max_ctas=job.max_ctas, **job.sizes)
+    if job.way == OURS:
+        limits = channel_limits(features=FEATURES, world_size=job.ranks, **job.sizes)
     dist.init_process_group(
         "nccl" if job.device == "cuda" else "gloo",
         store=store,
@@ -81,7 +75,7 @@ def init(job: Job, rank: int) -> Any:
     parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
 
 
-def build(job: Job) -> tuple[Any, Any, TransformerConfig]:
+def build(job: Job) -> tuple[Any, Any]:
     """Builds the chunk of this rank, in Megatron's data-parallel wrapper, with the distributed optimizer."""
     dtype = torch.bfloat16 if job.device == "cuda" else torch.float32
     tensor = job.sizes.get("tensor_model_parallel_size", 1)
@@ -136,7 +130,7 @@ def build(job: Job) -> tuple[Any, Any, TransformerConfig]:
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    return wrapped, optimizer, config
+    return wrapped, optimizer
 
 
 def batches(job: Job) -> Iterator[dict[str, torch.Tensor]]:
@@ -182,7 +176,7 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     torch.zeros(1, device=device)
     synchronize(device)
     taken, started_s, report = Taken(device), time.perf_counter(), None
-    if job.way in (LIMITED, UNLIMITED):
+    if job.way in (OURS, UNLIMITED):
         report = bootstrap(features=FEATURES)
     else:
         WARMUPS[job.way](device)
@@ -190,7 +184,7 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     found = {"warmup_s": time.perf_counter() - started_s, "warm_bytes": taken.growth()}
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     with taken.attributed():
-        chunk, optimizer, _ = build(job)
+        chunk, optimizer = build(job)
         for _ in range(STEPS):
             train(job, chunk, optimizer)
         synchronize(device)
@@ -199,43 +193,11 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
         "late_bytes": taken.by_collectives,
         "by_group": dict(taken.by_group),
         "predicted_bytes": report.predicted_bytes if report else 0,
-        "limits": {entry.group: entry.bytes for entry in report.entries} if report else {},
     }
-    times = []
-    for _ in range(30):
-        dist.barrier()
-        synchronize(device)
-        started_s = time.perf_counter()
-        train(job, chunk, optimizer)
-        synchronize(device)
-        times.append(time.perf_counter() - started_s)
-    found["step_s"] = sorted(times)[len(times) // 2]
+    found["step_s"] = median(timed(lambda: train(job, chunk, optimizer), device) for _ in range(TIMED_STEPS))
     teardown()
     return found
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def run(jobs: Sequence[Job], rank: int, out: Path) -> int:
-    """Runs each job in a fork, one after the other; returns how many have failed."""
-
-    def work(job: Job) -> dict[str, Any]:
-        return {**asdict(job), **measure(job, rank)}
-
-    done = [in_a_fork(partial(work, job), out / f"{number}_{rank}.json") for number, job in enumerate(jobs)]
-    return done.count(False)
-
-
-def main() -> None:
-    """Runs this rank's part of all jobs."""
-    rank, jobs_file = int(sys.argv[1]), Path(sys.argv[2])
-    jobs = [Job(**fields) for fields in json.loads(jobs_file.read_text(encoding="utf-8"))]
-    sys.exit(min(1, run(jobs, rank, jobs_file.parent)))
-
-
 if __name__ == "__main__":
-    main()
+    run_jobs_of_rank(lambda fields, rank: measure(Job(**fields), rank))
