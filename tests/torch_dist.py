@@ -85,8 +85,12 @@ def write_checkpoint(
     common: Any = None,
     files: int = 2,
     contents: bool = True,
+    values: Mapping[str, torch.Tensor] | None = None,
 ) -> Metadata:
-    """Writes a checkpoint as megatron-core does; without ``contents``, its shards are holes of the right size."""
+    """Writes a checkpoint as megatron-core does, with random values for tensors that ``values`` lacks.
+
+    Without ``contents``, its shards are holes of the right size.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     shards = _Shards(directory, files=files)
     described: dict[str, Any] = {}
@@ -97,7 +101,9 @@ def write_checkpoint(
         for offsets, sizes in cut.chunks:
             chunk, index = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), MetadataIndex(key, offsets)
             described[key].chunks.append(chunk)
-            blob = archive(torch.randn(sizes).to(cut.dtype)) if contents else HEADER_BYTES + 8 * prod(sizes)
+            place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+            value = values[key][place].clone() if values and key in values else torch.randn(sizes).to(cut.dtype)
+            blob = archive(value) if contents else HEADER_BYTES + 8 * prod(sizes)
             storage[index] = shards.add(blob)
             data = TensorWriteData(chunk, TensorProperties(dtype=cut.dtype), torch.Size(cut.shape))
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))

@@ -172,6 +172,15 @@ class Archive:
             raise CheckpointError(f"{self.source} has no record {_shown(name)}; take another one")
         return self._entries[name].size
 
+    def checksum(self, name: str) -> int:
+        """Returns the CRC-32 that the archive states for a record.
+
+        Raises:
+            CheckpointError: If there is none of that name.
+        """
+        self.size(name)
+        return self._entries[name].crc
+
     def place(self, name: str) -> tuple[int, int]:
         """Where in the file a record starts and stops.
 
