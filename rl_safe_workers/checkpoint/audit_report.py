@@ -1,4 +1,4 @@
-"""The findings of an audit.
+"""The findings of an audit, and of a comparison of two steps.
 
 Pure Python: starts in milliseconds.
 """
@@ -29,7 +29,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
-    """The findings of an audit."""
+    """The findings of an audit, and of a comparison of two steps."""
 
     directory: str
     ok: bool
@@ -69,6 +69,32 @@ class AuditReport:
         """
         problems = tuple(Problem(**problem) for problem in fields["problems"])
         return cls(**{**fields, "directory": directory, "problems": problems})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsReport:
+    """The findings of a comparison of two steps of a run, see `audit_steps`."""
+
+    first: str
+    second: str
+    steps: tuple[int | None, int | None]
+    """None for a checkpoint without a manifest of ours."""
+    ok: bool
+    problems: tuple[Problem, ...]
+    """The first 20 of each kind: ``keys``, ``copy``, ``weights`` or ``optimizer``."""
+    counts: Mapping[str, int]
+    """Number of problems of each kind."""
+    units: int
+    """Number of weights compared, each expert by itself, and each layer if they are stacked."""
+    moved: int
+    """Number of those whose weight moved."""
+    not_judged: int
+    """Number of those in low precision whose weight did not move and whose fp32 weight is not stored."""
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as JSON types."""
+        return asdict(self)
 
 
 class Findings:

@@ -25,7 +25,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_safe_workers.bounded_child import call_bounded, lift_time_limit
-from rl_safe_workers.checkpoint.audit_report import Findings, Problem
+from rl_safe_workers.checkpoint.audit_report import Findings, Problem, StepsReport
 from rl_safe_workers.checkpoint.folders.manifest_facts import read_manifest_facts
 from rl_safe_workers.checkpoint.format.archives import Archive
 from rl_safe_workers.checkpoint.format.index import (
@@ -61,32 +61,6 @@ _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _BLOCK_BYTES = 32 * 2**20
 _ROOM_BYTES = 8 * 2**30
 """Memory for values: some blocks, or a row of each step if rows are larger, such as all experts of a layer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepsReport:
-    """The findings of a comparison."""
-
-    first: str
-    second: str
-    steps: tuple[int | None, int | None]
-    """None for a checkpoint without a manifest of ours."""
-    ok: bool
-    problems: tuple[Problem, ...]
-    """The first 20 of each kind: ``keys``, ``copy``, ``weights`` or ``optimizer``."""
-    counts: Mapping[str, int]
-    """Number of problems of each kind."""
-    units: int
-    """Number of weights compared, each expert by itself, and each layer if they are stacked."""
-    moved: int
-    """Number of those whose weight moved."""
-    not_judged: int
-    """Number of those in low precision whose weight did not move and whose fp32 weight is not stored."""
-    seconds: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the report as JSON types."""
-        return asdict(self)
 
 
 def audit_steps(first: Path, second: Path) -> StepsReport:

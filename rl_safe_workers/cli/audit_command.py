@@ -6,8 +6,7 @@ import argparse
 import json
 
 from rl_safe_workers.checkpoint.audit import audit
-from rl_safe_workers.checkpoint.audit_report import AuditReport
-from rl_safe_workers.checkpoint.audit_steps import StepsReport, audit_steps
+from rl_safe_workers.checkpoint.audit_report import AuditReport, StepsReport
 from rl_safe_workers.cli.terminal import to_path
 from rl_safe_workers.errors import UsageError
 from rl_safe_workers.foreign_files import printable
@@ -41,6 +40,8 @@ def run_audit(arguments: argparse.Namespace) -> int:
     if arguments.later is not None:
         if arguments.deep:
             raise UsageError("--deep reads one checkpoint through; leave it out to compare two steps")
+        from rl_safe_workers.checkpoint.audit_steps import audit_steps  # it imports numpy
+
         compared = audit_steps(arguments.directory, arguments.later)
         return _print(compared, _comparison_lines(compared), as_json=arguments.json)
     report = audit(arguments.directory, deep=arguments.deep)
