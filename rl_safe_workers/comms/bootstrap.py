@@ -217,6 +217,8 @@ class Bootstrap:
     ) -> tuple[tuple[LedgerEntry, ...], Mapping[str, frozenset[OpClass]]]:
         """Connects what a host itself issues on Megatron's groups. Collective over: the training world; after `run`.
 
+        A host issues its collectives on groups of one rank, too. One reduction creates such a communicator.
+
         Args:
             wanted: In the same order on every rank.
             timeout: Longest time for all of it.
@@ -230,10 +232,14 @@ class Bootstrap:
         """
         live = list(live_groups())
         steps = [
-            BootstrapStep(group=group, classes=classes, max_ctas=self._limits.get(key))
+            BootstrapStep(
+                group=group,
+                classes=classes if group.size > 1 else (OpClass.REDUCE,),
+                max_ctas=self._limits.get(key),
+            )
             for mine, key, classes in wanted
             for group in live
-            if group.group is mine and group.size > 1
+            if group.group is mine
         ]
         work = Supervision(self._control, "host_bootstrap", phase=Phase.BOOTSTRAP, timeout=timeout)
         work.compare("plan", {str(step.group): list(step.classes) for step in steps}, [s.group.ranks for s in steps])

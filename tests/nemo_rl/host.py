@@ -136,6 +136,8 @@ class HostImpl:
         shard = shard.with_logprobs(old=shard.rollout_logprobs)
         (metrics,) = self.policy.update_policy(shard, mini_batch_size=len(shard))
         dist.all_reduce(torch.ones(1), group=parallel_state.get_data_parallel_group())
+        # Was the update successful, and how large was the gradient: megatron_policy_worker.py:965.
+        dist.all_reduce(torch.ones(1), group=parallel_state.get_model_parallel_group())
         stages = parallel_state.get_pipeline_model_parallel_group()
         dist.all_gather_object([None] * stages.size(), True, group=stages)
         self.events.append("train")

@@ -49,6 +49,8 @@ class NemoRlComms(HostComms):
         return [
             # Counts of tokens and metrics: megatron_policy_worker.py:788, 1571; models/megatron/train.py:856.
             (parallel_state.get_data_parallel_group(), "dp", (OpClass.REDUCE,)),
+            # Was an update successful, and its largest gradient norm: megatron_policy_worker.py:965, 1645.
+            (parallel_state.get_model_parallel_group(), "mp", (OpClass.REDUCE,)),
             # all_gather_object of who has an object: models/megatron/pipeline_parallel.py:55.
             (parallel_state.get_pipeline_model_parallel_group(), "pp", (OpClass.GATHER_SCATTER,)),
         ]
