@@ -117,7 +117,7 @@ class HostImpl:
         exists = (path / "iter_0000000").exists()
         handle_model_import(config, config["model_name"], str(path), exists, model_post_wrap_hook=None)
         megatron_cfg = SimpleNamespace(
-            checkpoint=SimpleNamespace(fully_parallel_save=True),
+            checkpoint=SimpleNamespace(fully_parallel_save=True, **config.get("checkpoint", {})),
             model=SimpleNamespace(num_moe_experts=8, share_embeddings_and_output_weights=False),
             ddp=SimpleNamespace(use_distributed_optimizer=True),
         )

@@ -114,6 +114,22 @@ def test_a_worker_lives_from_set_up_to_shutdown(tiny_moe, tmp_path, port) -> Non
     assert (converted / "iter_0000000" / "run_config.yaml").read_text() == f"save: {converted}\n"
 
 
+def _checkpoint_settings(rank: int, port: int, config: dict[str, Any]) -> dict[str, bool]:
+    worker = start(rank, port, config, size=2, workers=2)
+    settings = vars(worker.mcore_state.cfg.checkpoint)
+    worker.shutdown()
+    return dict(settings)
+
+
+@pytest.mark.parametrize(("async_save", "constant"), [(True, True), (False, True), (True, False)])
+def test_no_save_is_asynchronous_with_a_cached_structure(async_save, constant, tiny_moe, tmp_path, port) -> None:
+    asked = {"async_save": async_save, "ckpt_assume_constant_structure": constant}
+    config = config_of(tiny_moe, tmp_path, checkpoint=asked)
+    for found in values(run_ranks(_checkpoint_settings, 2, port, config)):
+        assert found["async_save"] is async_save
+        assert found["ckpt_assume_constant_structure"] is (constant and not async_save)
+
+
 def _convert_twice(rank: int, port: int, config: dict[str, Any]) -> tuple[int, bool]:
     worker = start(rank, port, config)
     chunks = worker.policy.chunks

@@ -164,6 +164,7 @@ class PolicyProcess(HostedTrainer):
                 self._distributed_optimizer = self.trainer.features.distributed_optimizer
             # So that its logs say what is done; what is done, `ShardWriter` decides.
             megatron_cfg.checkpoint.fully_parallel_save = False
+            _refuse_stale_saves(megatron_cfg.checkpoint)
             return original(policy_cfg, megatron_cfg, *args, **kwargs)
 
         return setup_model_and_optimizer
@@ -273,3 +274,17 @@ def _asked(kwargs: Mapping[str, Any]) -> MegatronConfig:
         context_parallel_size=kwargs.get("context_parallel_size") or 1,
         num_distributed_optimizer_instances=kwargs.get("num_distributed_optimizer_instances") or 1,
     )
+
+
+def _refuse_stale_saves(checkpoint: Any) -> None:
+    """Turns ``ckpt_assume_constant_structure`` off if saves are asynchronous, and says so.
+
+    With both on, saves after the first one may repeat it, or hold old optimizer state (NeMo RL issue 3312). Both are on
+    in NeMo RL's recipe for GRPO since July 2026.
+    """
+    if getattr(checkpoint, "async_save", False) and getattr(checkpoint, "ckpt_assume_constant_structure", False):
+        checkpoint.ckpt_assume_constant_structure = False
+        logger.warning(
+            "async_save with ckpt_assume_constant_structure can write stale weights (NeMo RL issue 3312): the second "
+            "is turned off; rl-safe audit STEP LATER_STEP compares two saves"
+        )
