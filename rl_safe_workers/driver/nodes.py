@@ -64,9 +64,15 @@ class Node:
 
 
 def living_nodes() -> list[Node]:
-    """Returns the nodes that Ray considers alive, sorted by address, which often is their order in the rack."""
+    """Returns the nodes that answer, sorted by address, which often is their order in the rack.
+
+    For some seconds, Ray also lists a lost node. A new node may already have its address and its name.
+    """
     free = free_resources()
     nodes = [_node(of_ray, free.get(of_ray["NodeID"], {})) for of_ray in ray.nodes() if of_ray["Alive"]]
+    if len(nodes) > 1:  # the only node is alive: this process has just talked to its Ray
+        lost = {node.id for node in lost_among(nodes)}
+        nodes = [node for node in nodes if node.id not in lost]
     names = Counter(str(node) for node in nodes)
     # Several nodes on one machine share a name. Messages must tell them apart.
     unique = [node if names[str(node)] == 1 else replace(node, name=f"{node.name}, {node.id[:8]}") for node in nodes]

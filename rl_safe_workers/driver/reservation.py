@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from rl_safe_workers.config import ClusterConfig
 from rl_safe_workers.driver.interrupts import SLICE_S
-from rl_safe_workers.driver.nodes import Node, living_nodes, lost_among
+from rl_safe_workers.driver.nodes import Node, living_nodes
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, ResourceError
 from rl_safe_workers.findings import counted
 from rl_safe_workers.lifecycle import Phase
@@ -79,7 +79,7 @@ def reserve(
     while True:
         check()
         is_over = time.monotonic() >= deadline
-        nodes = _nodes()
+        nodes = living_nodes()
         if (complaint := _too_small(cluster, layout, nodes)) and (is_over or not waits_for_nodes):
             raise ResourceError(complaint)
         chosen = _choose(cluster, layout, nodes, [node.free for node in nodes])
@@ -101,14 +101,6 @@ def reserve(
         while time.monotonic() < again_at:
             check()
             time.sleep(SLICE_S)
-
-
-def _nodes() -> list[Node]:
-    nodes = living_nodes()
-    if len(nodes) == 1:
-        return nodes  # the only node is alive: this process has just talked to its Ray
-    lost = {node.id for node in lost_among(nodes)}
-    return [node for node in nodes if node.id not in lost]
 
 
 def _take(

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.driver import node_probe
+from rl_safe_workers.driver import node_probe, nodes
 from rl_safe_workers.driver.node_agent import interface_of
 from rl_safe_workers.driver.node_check import compare, marker
-from rl_safe_workers.driver.nodes import Node, _order, lost_among
+from rl_safe_workers.driver.nodes import Node, _order, living_nodes, lost_among
 from rl_safe_workers.errors import ConfigError
 
 CODE = "0123456789ab"
@@ -44,6 +44,25 @@ def test_a_node_that_takes_no_connection_is_lost() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         there, gone = node("127.0.0.1", listener.getsockname()[1]), node("127.0.0.1", 1)
         assert lost_among([there, gone]) == [gone]
+
+
+def listed(number: str, port: int) -> dict[str, Any]:
+    """A node at 127.0.0.1 as Ray lists it."""
+    place = {"NodeName": "127.0.0.1", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+    return {"NodeID": number, "Alive": True, "Resources": {"CPU": 1.0}, **place}
+
+
+def test_a_lost_node_that_ray_still_lists_changes_no_name_of_a_living_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(nodes, "free_resources", dict)
+        monkeypatch.setattr(nodes.ray, "nodes", lambda: [listed("lost", 1), listed("new", port)])
+        assert [(found.id, str(found)) for found in living_nodes()] == [("new", "127.0.0.1")]
+        monkeypatch.setattr(nodes.ray, "nodes", lambda: [listed("first", port), listed("other", port)])
+        assert [str(found) for found in living_nodes()] == [
+            "127.0.0.1, first (127.0.0.1)",
+            "127.0.0.1, other (127.0.0.1)",
+        ]
 
 
 def test_nodes_alike_go_together() -> None:
