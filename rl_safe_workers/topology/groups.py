@@ -76,6 +76,9 @@ class Features:
     """Megatron's ``num_distributed_optimizer_instances``."""
     context_exchange: frozenset[str] = frozenset({"p2p"})
     """The exchanges of context-parallel ranks, by the names of Megatron's ``cp_comm_type``; see `context_exchange`."""
+    context_collectives: bool = True
+    """True if the training code itself reduces or gathers over context-parallel ranks, e.g. losses, or if unknown.
+    Megatron's steps do so only with ``cp_comm_type=all_gather``."""
     weights_over_world: bool = False
     """True if weight syncs use the default group, as with colocated trainers."""
 
@@ -154,7 +157,8 @@ def _context(layout: ParallelLayout, features: Features) -> Classes:
         "a2a": OpClass.ALL_TO_ALL,
         "p2p": OpClass.BATCHED_P2P if layout.context == 2 else OpClass.UNBATCHED_P2P,
     }
-    return (*_BOTH, *(op_class for way, op_class in ways.items() if way in features.context_exchange))
+    own = _BOTH if features.context_collectives or "all_gather" in features.context_exchange else _NOTHING
+    return (*own, *(op_class for way, op_class in ways.items() if way in features.context_exchange))
 
 
 def _world_traffic(layout: ParallelLayout, features: Features) -> Traffic:

@@ -43,6 +43,13 @@ def test_context_parallel_ranks_exchange_as_the_model_says(setting, is_hybrid, e
     assert classes("CONTEXT_PARALLEL_GROUP", layout(8, context=4), features) == {REDUCE, GATHER, *expected}
 
 
+def test_context_parallel_ranks_that_only_exchange_connect_no_rings() -> None:
+    only = Features(context_collectives=False)
+    assert classes("CONTEXT_PARALLEL_GROUP", layout(4, context=2), only) == {OpClass.BATCHED_P2P}
+    gathers = Features(context_collectives=False, context_exchange=context_exchange("all_gather"))
+    assert classes("CONTEXT_PARALLEL_GROUP", layout(4, context=2), gathers) == {REDUCE, GATHER}
+
+
 def test_every_limit_of_the_configuration_is_a_group_and_every_group_can_be_limited() -> None:
     assert set(MaxCtasConfig.model_fields) == {kind.key for kind in KINDS.values()}
 
