@@ -1,7 +1,9 @@
 """A plain Megatron script: memory and steps with `bootstrap` and `channel_limits`, against the script left to itself.
 
-Needs two GPUs. Every figure is of the rank that takes most, in one run of the command. ``RL_SAFE_BENCH_LAYERS=te``
-takes Transformer Engine's layers, and adds context parallelism and fp8.
+Needs two GPUs. Memory is that of the rank that takes most. Steps are compared in blocks: two sets of ranks share the
+GPUs, and one waits while the other runs its block. ``RL_SAFE_BENCH_LAYERS=te`` takes Transformer Engine's layers, and
+adds context parallelism and fp8. With ``RL_SAFE_BENCH_HOSTS=apart``, NCCL believes that each rank is on a host of its
+own, and no steps are compared. ``RL_SAFE_BENCH_LAYOUTS="EP2;CP2"`` runs these layouts alone.
 """
 
 from __future__ import annotations
@@ -10,9 +12,13 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from math import comb
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from benchmarks.comms import EVERY, MIB, NOTHING, OURS, run_jobs
 from benchmarks.gpu import count_gpus, gpu_row
@@ -24,9 +30,13 @@ RANKS = 2
 MODULE = "benchmarks.script_ranks"
 UNLIMITED = "ours, without channel_limits"
 WAYS = (NOTHING, EVERY, UNLIMITED, OURS)
+IN_TURNS = (NOTHING, OURS)
+"""Ways whose steps are compared."""
+BLOCKS = 10
 LAYERS = os.environ.get("RL_SAFE_BENCH_LAYERS", "local")
-HIDDEN, TOKENS = 1024, 1024
-JOB_S = 90.0
+APART = os.environ.get("RL_SAFE_BENCH_HOSTS", "one") == "apart"
+HIDDEN, TOKENS = 1024, 4096
+JOB_S, TURNS_S = 90.0, 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +48,8 @@ class Layout:
 
     name: str
     sizes: Mapping[str, int]
+    features: Mapping[str, bool] = field(default_factory=dict)
+    """Beside those of every layout."""
     fp8: bool = False
 
 
@@ -45,17 +57,51 @@ _EP2 = {"expert_model_parallel_size": 2}
 LAYOUTS = (
     Layout(name="EP2", sizes=_EP2),
     Layout(name="TP2 EP2", sizes={"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **_EP2}),
-    Layout(name="PP2", sizes={"pipeline_model_parallel_size": 2}),
+    Layout(name="PP2", sizes={"pipeline_model_parallel_size": 2}, features={"batched_p2p": True}),
 )
 ENGINE_LAYOUTS = (
     *LAYOUTS,
-    Layout(name="CP2", sizes={"context_parallel_size": 2}),
+    Layout(name="CP2", sizes={"context_parallel_size": 2}, features={"context_collectives": False}),
     Layout(name="EP2, fp8", sizes=_EP2, fp8=True),
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A layout with one way of warming up.
+
+    Example: ``Job(way="ours", sizes={"expert_model_parallel_size": 2}, features={"moe": True}, layers="local",
+    fp8=False, port=4711, ranks=2, device="cuda", hidden=1024, tokens=512)``
+    """
+
+    way: str
+    """One of `WAYS`."""
+    sizes: dict[str, int]
+    """Arguments of ``initialize_model_parallel``."""
+    features: dict[str, bool]
+    """Fields of `Features`, for our functions."""
+    layers: str
+    """``local``, or ``te`` for Transformer Engine's."""
+    fp8: bool
+    port: int
+    """Port of the default group's store."""
+    ranks: int
+    device: str
+    hidden: int
+    tokens: int
+    """Tokens of each sequence."""
+    apart: bool = False
+    """True if NCCL is to believe that every rank is on a host of its own."""
+    turns_port: int = 0
+    """Port of a store over which two jobs take turns; 0 for a job by itself."""
+    place: int = 0
+    """Its place among the two."""
+    blocks: int = 0
+    """Timed blocks of each."""
+
+
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Runs every layout in every way; takes some five minutes.
+    """Runs every layout in every way; takes some eight minutes.
 
     Raises:
         ResourceError: If there are fewer than two GPUs.
@@ -64,40 +110,77 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     if (gpus := count_gpus()) < RANKS:
         raise ResourceError(f"bench script: needs {RANKS} GPUs; there are {gpus}")
     rows = []
-    for layout in ENGINE_LAYOUTS if LAYERS == "te" else LAYOUTS:
-        found = run_layout(layout, WAYS, device="cuda", hidden=HIDDEN, tokens=TOKENS)
+    layouts = {layout.name: layout for layout in (ENGINE_LAYOUTS if LAYERS == "te" else LAYOUTS)}
+    chosen = os.environ.get("RL_SAFE_BENCH_LAYOUTS", ";".join(layouts)).split(";")
+    for layout in map(layouts.__getitem__, chosen):
+        found = run_layout(layout, (NOTHING, OURS) if APART else WAYS, device="cuda", hidden=HIDDEN, tokens=TOKENS)
         report(f"{layout.name}, {LAYERS}: {json.dumps(found)}")
         rows += rows_of(f"{layout.name}, {LAYERS}", found)
     return rows
 
 
 def run_layout(
-    layout: Layout, ways: Sequence[str], *, device: str, hidden: int, tokens: int
+    layout: Layout, ways: Sequence[str], *, device: str, hidden: int, tokens: int, blocks: int = BLOCKS
 ) -> dict[str, dict[str, float]]:
-    """Runs one layout in several ways, one after the other; returns the worst rank's figures by way."""
-    stores = [serve_store("127.0.0.1", timeout=timedelta(minutes=5)) for _ in ways]
+    """Runs one layout in several ways; returns the worst rank's figures by way.
+
+    Args:
+        layout: The layout.
+        ways: Run one after the other, for their memory.
+        device: ``cuda`` or ``cpu``.
+        hidden: Hidden size of the model.
+        tokens: Tokens of each sequence.
+        blocks: Timed blocks of each of `IN_TURNS`.
+    """
+    what = f"bench script: {layout.name}"
+
+    def results_of(jobs: Sequence[Job], seconds: float) -> list[list[dict[str, Any]]]:
+        with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as name:
+            return run_jobs(MODULE, [asdict(job) for job in jobs], Path(name), ranks=RANKS, what=what, job_s=seconds)
+
+    stores = [serve_store("127.0.0.1", timeout=timedelta(minutes=10)) for _ in [*ways, *IN_TURNS, "turns"]]
+    *ports, turns_port = (address.port for _, address, _ in stores)
     jobs = [
-        {
-            "way": way,
-            "sizes": dict(layout.sizes),
-            "layers": LAYERS,
-            "fp8": layout.fp8,
-            "port": address.port,
-            "ranks": RANKS,
-            "device": device,
-            "hidden": hidden,
-            "tokens": tokens,
-        }
-        for way, (_, address, _) in zip(ways, stores, strict=True)
+        Job(
+            way=way,
+            sizes=dict(layout.sizes),
+            features={"moe": True, "aux_loss": True, **layout.features},
+            layers=LAYERS,
+            fp8=layout.fp8,
+            port=port,
+            ranks=RANKS,
+            device=device,
+            hidden=hidden,
+            tokens=tokens,
+            apart=APART,
+        )
+        for way, port in zip([*ways, *IN_TURNS], ports, strict=True)
     ]
-    with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as name:
-        what = f"bench script: {layout.name}"
-        results = run_jobs(MODULE, jobs, Path(name), ranks=RANKS, what=what, job_s=JOB_S)
-    return {way: _worst(of_ranks) for way, of_ranks in zip(ways, results, strict=True)}
+    alone, in_turns = jobs[: len(ways)], jobs[len(ways) :]
+    figures = {job.way: _worst(of_ranks) for job, of_ranks in zip(alone, results_of(alone, JOB_S), strict=True)}
+    if APART:
+        return figures
+    in_turns = [replace(job, turns_port=turns_port, place=place, blocks=blocks) for place, job in enumerate(in_turns)]
+    with ThreadPoolExecutor(len(in_turns)) as pool:
+        found = [*pool.map(lambda job: results_of([job], TURNS_S)[0], in_turns)]
+    theirs, ours = (list(map(max, *(of_rank["block_s"] for of_rank in of_ranks))) for of_ranks in found)
+    figures[OURS] |= median_with_bounds([a / b for a, b in zip(ours, theirs, strict=True)])
+    return figures
+
+
+def median_with_bounds(values: Sequence[float]) -> dict[str, float]:
+    """Returns the median and its 95 % interval, which the binomial distribution gives as two of the values."""
+    ordered, count = sorted(values), len(values)
+    tail, below = 0.0, 0
+    while tail + comb(count, below) / 2**count <= 0.025:
+        tail += comb(count, below) / 2**count
+        below += 1
+    low = max(below - 1, 0)
+    return {"step_ratio": median(ordered), "step_ratio_low": ordered[low], "step_ratio_high": ordered[-1 - low]}
 
 
 def _worst(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    keys = ("growth_bytes", "warm_bytes", "late_bytes", "predicted_bytes", "step_s", "warmup_s")
+    keys = ("growth_bytes", "warm_bytes", "late_bytes", "predicted_bytes", "warmup_s")
     return {key: max(found[key] for found in ranks) for key in keys}
 
 
@@ -105,16 +188,23 @@ def rows_of(name: str, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
     """The table of one layout."""
     growth = {way: figures["growth_bytes"] / MIB for way, figures in found.items()}
     ours = found[OURS]
-    return [
-        gpu_row(f"{name}: growth in 4 steps, against nothing", "MiB", growth[OURS], at_most(0.55), growth[NOTHING]),
-        gpu_row(f"{name}: the same, against every group", "MiB", growth[OURS], at_most(0.25), growth[EVERY]),
-        gpu_row(f"{name}: the same, {UNLIMITED}", "MiB", growth[UNLIMITED], at_least(0)),
+    rows = [
         gpu_row(f"{name}: late bytes of communicators", "MiB", ours["late_bytes"] / MIB, at_most(0)),
-        gpu_row(f"{name}: step, against nothing", "s", ours["step_s"], at_most(1.03), found[NOTHING]["step_s"]),
         gpu_row(
             f"{name}: prediction off by",
             "",
             abs(ours["predicted_bytes"] / ours["warm_bytes"] - 1) if ours["warm_bytes"] else float("nan"),
             at_most(0.15),
         ),
+        gpu_row(f"{name}: growth in 4 steps, against nothing", "MiB", growth[OURS], at_most(0.55), growth[NOTHING]),
+    ]
+    if APART:
+        return rows
+    return [
+        *rows,
+        gpu_row(f"{name}: the same, against every group", "MiB", growth[OURS], at_most(0.25), growth[EVERY]),
+        gpu_row(f"{name}: the same, {UNLIMITED}", "MiB", growth[UNLIMITED], at_least(0)),
+        gpu_row(f"{name}: step, against nothing, median of the blocks", "", ours["step_ratio"], at_most(1.03)),
+        gpu_row(f"{name}: the same, lower end of its 95 % interval", "", ours["step_ratio_low"], at_least(0)),
+        gpu_row(f"{name}: the same, upper end", "", ours["step_ratio_high"], at_least(0)),
     ]

@@ -5,10 +5,9 @@ A plain Megatron training script, with no class of ours: groups, model, optimize
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,46 +23,23 @@ from megatron.core.transformer import TransformerConfig
 from benchmarks.comms_peers import WARMUPS
 from benchmarks.comms_ranks import OURS, Taken, synchronize, timed
 from benchmarks.forks import run_jobs_of_rank
-from benchmarks.script import UNLIMITED
+from benchmarks.script import UNLIMITED, Job
 from rl_safe_workers import bootstrap, channel_limits, teardown
 from rl_safe_workers.models.local_spec import decoder_block_spec
 from rl_safe_workers.platforms import cpu
 from rl_safe_workers.topology.groups import Features
 
-STEPS, TIMED_STEPS, MICRO_BATCHES = 4, 30, 4
-FEATURES = Features(moe=True, aux_loss=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A layout with one way of warming up.
-
-    Example: ``Job(way="ours", sizes={"expert_model_parallel_size": 2}, layers="local", fp8=False, port=4711, ranks=2,
-    device="cuda", hidden=1024, tokens=512)``
-    """
-
-    way: str
-    """`OURS`, `UNLIMITED`, or one of `WARMUPS`."""
-    sizes: dict[str, int]
-    """Arguments of ``initialize_model_parallel``."""
-    layers: str
-    """``local``, or ``te`` for Transformer Engine's."""
-    fp8: bool
-    port: int
-    """Port of the default group's store."""
-    ranks: int
-    device: str
-    hidden: int
-    tokens: int
-    """Tokens of each sequence."""
+STEPS, BLOCK_STEPS, MICRO_BATCHES = 4, 10, 4
 
 
 def init(job: Job, rank: int) -> None:
     """Makes the groups as the job's way asks for it."""
+    if job.apart:
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
     limits = None
     if job.way == OURS:
-        limits = channel_limits(features=FEATURES, world_size=job.ranks, **job.sizes)
+        limits = channel_limits(features=Features(**job.features), world_size=job.ranks, **job.sizes)
     dist.init_process_group(
         "nccl" if job.device == "cuda" else "gloo",
         store=store,
@@ -165,6 +141,29 @@ def train(job: Job, chunk: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
+def take_turns(job: Job, step: Callable[[], None], device: torch.device) -> list[float]:
+    """Times blocks of steps while the other job waits, and waits while it runs; returns the seconds of each block."""
+    store = dist.TCPStore("127.0.0.1", job.turns_port, is_master=False)
+
+    def block() -> None:
+        for _ in range(BLOCK_STEPS):
+            step()
+
+    def wait_for(name: str, ranks: int) -> None:
+        while store.add(name, 0) < ranks:
+            time.sleep(1e-3)
+
+    store.add("ready", 1)
+    wait_for("ready", 2 * job.ranks)
+    seconds = []
+    for turn in range(2 * job.blocks):
+        if turn % 2 == job.place:
+            seconds.append(timed(block, device))
+            store.add(f"{turn}", 1)
+        wait_for(f"{turn}", job.ranks)
+    return seconds
+
+
 def measure(job: Job, rank: int) -> dict[str, Any]:
     """Warms up, builds, trains `STEPS` steps; returns bytes and seconds of this rank."""
     if job.device == "cuda":
@@ -177,11 +176,11 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     synchronize(device)
     taken, started_s, report = Taken(device), time.perf_counter(), None
     if job.way in (OURS, UNLIMITED):
-        report = bootstrap(features=FEATURES)
+        report = bootstrap(features=Features(**job.features))
     else:
         WARMUPS[job.way](device)
     synchronize(device)
-    found = {"warmup_s": time.perf_counter() - started_s, "warm_bytes": taken.growth()}
+    found: dict[str, Any] = {"warmup_s": time.perf_counter() - started_s, "warm_bytes": taken.growth()}
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     with taken.attributed():
         chunk, optimizer = build(job)
@@ -194,7 +193,8 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
         "by_group": dict(taken.by_group),
         "predicted_bytes": report.predicted_bytes if report else 0,
     }
-    found["step_s"] = median(timed(lambda: train(job, chunk, optimizer), device) for _ in range(TIMED_STEPS))
+    if job.turns_port:
+        found["block_s"] = take_turns(job, lambda: train(job, chunk, optimizer), device)
     teardown()
     return found
 

@@ -17,8 +17,9 @@ FAILED = "FAILED"
 
 HEAD = """# Reliability
 
-What happens when a rank fails. Every cell is a whole run with Ray, gloo, {trainers} trainers and one vLLM rollout rank,
-in which one fault strikes one rank in one phase. `scripts/test --chaos` runs all of them and writes this page.
+What happens when a rank fails. Each cell of the table is one fault, of one rank, in one phase of a whole run. The runs
+have Ray, gloo, {trainers} trainers and one vLLM rollout rank. `scripts/test --chaos` runs all cells and writes this
+page.
 
 | column | the rank |
 |---|---|
@@ -27,18 +28,22 @@ in which one fault strikes one rank in one phase. `scripts/test --chaos` runs al
 | stall | never goes on, inside the phase |
 | late | comes to the phase {late:.0f} s after its timeout has passed |
 | exit | ends with status 0 on entering the phase, without teardown |
-| restart | as the column says, but on entering the phase, with `rl_safe.restarts`; one run has all faults of a phase |
+| kill, restart; raise, restart | the same on entering the phase, with `rl_safe.restarts` |
 
+Without restarts, every cell is a run of its own. With restarts, one run takes the faults of a phase one after another.
 `scripts/test --chaos --chaos-again -k NAME` repeats the cells of that name and keeps the rest of the page.
 
-A cell gives the seconds from the fault to the end of the run; with a restart, until the run has come to the same phase
-again. It stands for a test that has passed: the run ended
-within the phase's timeout + {slack:.0f} s, with exit code 1 and an error that names the rank and the phase; no process,
-no file in `/dev/shm` and no temporary file was left; and the newest complete checkpoint had the digests of an
-undisturbed run, every byte of it read. The timeout was {short:.0f} s for stall and late, {generous:.0f} s else. With a
-restart the run completed, each step was recorded once with the reward of the undisturbed run, and the last checkpoint
-was the same, too. `-`: a rank that takes no part in a phase only waits to be called; nothing but an abrupt end can
-happen to it.
+A cell gives the seconds from the fault to the end of the run. With a restart, it gives the seconds until the run has
+come to the same phase again, or to its end if nothing was left to train. Each cell is a test that passed:
+
+- The run ended within the timeout of the phase + {slack:.0f} s. The timeout was {short:.0f} s for stall and late, and
+  {generous:.0f} s for the others. The exit code was 1. The error named the rank and the phase.
+- No process, no file in `/dev/shm` and no temporary file was left.
+- The newest complete checkpoint had the digests of an undisturbed run. Every byte of it was read.
+- With a restart, the run completed. Each step was recorded once, with the reward of the undisturbed run. The last
+  checkpoint was the same, too.
+
+`-` is a fault that cannot happen: a rank that takes no part in a phase only waits to be called, so it can only end.
 """
 
 MACHINE_HEADING = "## Faults of the machine"
@@ -46,11 +51,13 @@ MACHINE_HEAD = (
     MACHINE_HEADING
     + """
 
-A row stands for a test that has passed: the run ended as it says, no process, no file in `/dev/shm` and no temporary
-file was left, and the newest complete checkpoint had the digests of an undisturbed run. The seconds are those from the
-fault to the end of the run, where it is to end by it: within {slack:.0f} s; where a rank is waited for, {short:.0f} s
-more, the phase's timeout; and {noticed:.1f} s more for an idle rank, which is waited for only in the phase after.
-`scripts/test --chaos --chaos-again -k machine` runs these alone and keeps the rest of the page.
+Each row is a test that passed. The run ended as the row says. No process, no file in `/dev/shm` and no temporary file
+was left. The newest complete checkpoint had the digests of an undisturbed run.
+
+The seconds are from the fault to the end of the run, if the fault ends the run. The bound is {slack:.0f} s. It is
+{short:.0f} s more if a rank is waited for (the timeout of the phase), and another {noticed:.1f} s more if that rank was
+idle: it is first missed in the next phase. `scripts/test --chaos --chaos-again -k machine` runs these tests alone and
+keeps the rest of the page.
 """
 )
 
