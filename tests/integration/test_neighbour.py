@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 OTHERS_MAY_WRITE, OTHERS_MAY_ENTER = stat.S_IWOTH, stat.S_IXOTH
-ATTACK_S = float(os.environ.get("RL_SAFE_ATTACK_S", "15"))
+ATTACK_S = float(os.environ.get("RL_SAFE_ATTACK_S", "6"))
 """Seconds of attack. The figure in docs/security.md is of 60."""
 STEP_S = 1.5
 """Seconds that the reward function adds to each step."""
@@ -54,10 +54,11 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def command(step_s: float, *, awaited: Path | None) -> list[str]:
+def command(model: Path, step_s: float, *, awaited: Path | None) -> list[str]:
     """The run in a network of its own; it does not end before a file exists."""
     run = rl_safe(
         "quickstart.yaml",
+        f"model.path={model}",
         *SMALL,
         "reward.function=mine:reward",
         f"trainer.total_training_steps={STEPS}",
@@ -81,19 +82,19 @@ def reachable_and_writable(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def attacked() -> Iterator[tuple[Outcome, dict[str, Any], list[str]]]:
+def attacked(moe_model: Path) -> Iterator[tuple[Outcome, dict[str, Any], list[str]]]:
     """A run beside a neighbour, what the neighbour has tried, and folders that were open to it while the run lived."""
     # Not below pytest's own folder, which every session of pytest closes to others.
     with TemporaryDirectory(prefix="attacked_") as name:
-        yield _attack(Path(name))
+        yield _attack(moe_model, Path(name))
 
 
-def _attack(folder: Path) -> tuple[Outcome, dict[str, Any], list[str]]:
+def _attack(model: Path, folder: Path) -> tuple[Outcome, dict[str, Any], list[str]]:
     # The neighbour gets as far as the modes of the run's own folders allow.
     folder.chmod(0o755)
     (folder / "mine.py").write_text(REWARD)
     over = folder / "attack_over"
-    with running(command(STEP_S, awaited=over), folder) as run:
+    with running(command(model, STEP_S, awaited=over), folder) as run:
         run.wait_until(run.has_finished_a_step)
         inside = ["nsenter", "--net", f"--target={run.process.pid}"]
         attack = [*inside, sys.executable, "-m", "tests.integration.neighbour", str(os.getuid()), str(ATTACK_S)]
@@ -112,12 +113,12 @@ def _attack(folder: Path) -> tuple[Outcome, dict[str, Any], list[str]]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def alone(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The same run without a neighbour."""
 
     def make(folder: Path) -> Outcome:
         (folder / "mine.py").write_text(REWARD)
-        return finish(command(0.0, awaited=None), folder)
+        return finish(command(moe_model, 0.0, awaited=None), folder)
 
     return made_once(tmp_path_factory, "alone", make)
 
