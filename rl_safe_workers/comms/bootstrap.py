@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rl_safe_workers.comms.hosts import NO_HOSTS, Hosts, hosts_of_ranks
 from rl_safe_workers.comms.kernels import loaded_kernels
 from rl_safe_workers.comms.live_groups import LiveGroup, live_groups
 from rl_safe_workers.comms.report import BootstrapReport, LedgerEntry
@@ -167,6 +168,7 @@ class Bootstrap:
         """
         self._control, self._layout, self._features = control, layout, features
         self._limits, self._device, self._probe = limits, device, probe
+        self._hosts: Hosts = NO_HOSTS
         self.connected: dict[str, frozenset[OpClass]] = {}
 
     def run(
@@ -191,6 +193,8 @@ class Bootstrap:
         groups, steps = work.alone("the plan of the bootstrap", lambda: self._plan(elsewhere))
         unknown = tuple(str(group) for group in groups if not group.is_known)
         work.compare("plan", {str(s.group): [*s.classes, s.max_ctas] for s in steps}, [s.group.ranks for s in steps])
+        if self._probe is not None:
+            self._hosts = hosts_of_ranks(self._control, phase=phase, timeout=timeout)
         with (
             nullcontext()
             if self._probe is None
@@ -254,7 +258,8 @@ class Bootstrap:
     def _connect(self, step: BootstrapStep, work: Supervision) -> Iterator[LedgerEntry]:
         group = step.group
         links = links_of(group.description, group.size, self._features)
-        predicted = costs(step.classes, size=group.size, max_ctas=step.max_ctas, links=links)
+        near = self._hosts.near(self._control.rank, group.ranks)
+        predicted = costs(step.classes, size=group.size, max_ctas=step.max_ctas, links=links, near=near)
         for op_class, predicted_bytes in zip(step.classes, predicted, strict=True):
             logger.debug("bootstrap: %s on %s", op_class, group)
             seconds, taken = work.part(f"{group} {op_class}", group.ranks, partial(self._issue, op_class, group))

@@ -8,6 +8,7 @@ when someone looks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +87,16 @@ class GroupFamily:
         first = self.origin + sum(place // axis.stride % axis.size * axis.stride for axis in self.groups)
         ranks = tuple(first + offset for offset in self.offsets)
         return ranks if rank in ranks else None
+
+    def fewest_on_a_node(self, nodes: Sequence[int]) -> int:
+        """Returns the smallest number of members that a group has on one node.
+
+        Args:
+            nodes: As for `crossing`.
+        """
+        if not self.crossing(nodes):
+            return self.size
+        return min(min(Counter(nodes[rank] for rank in ranks).values()) for ranks in self.all_ranks())
 
     def crossing(self, nodes: Sequence[int]) -> int:
         """Returns how many groups have members on more than one node.

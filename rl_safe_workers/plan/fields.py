@@ -140,6 +140,13 @@ FIELDS = (
         nemo_rl="cluster.gpus_per_node",
     ),
     Field(
+        name="network",
+        kind=str,
+        help="network between nodes, which decides how much memory NCCL takes for it",
+        default="rdma",
+        choices=("rdma", "sockets"),
+    ),
+    Field(
         name="colocated",
         kind=bool,
         help="rollout rank i has the GPU of training rank i",

@@ -1,9 +1,8 @@
 """Device memory that communicators will take on a GPU, three ways: left to their first use, all warmed, and ours.
 
 The model of one communicator is ``topology.memory``'s. Every figure is a range. What is likely, and the upper end,
-connect all that the settings allow, on the rank with most groups, and count each peer as one of the same node; the
-lower end leaves out what is not known to be used, and the channels to peers on other nodes, which have fewer and
-smaller ones.
+connect all that the settings allow, on the rank with most groups. The
+lower end leaves out what is not known to be used.
 """
 
 from __future__ import annotations
@@ -20,9 +19,6 @@ from rl_safe_workers.topology.memory import KERNEL_BYTES, group_bytes, links_of
 
 LAZY, WARMED, OURS = "at first use", "every group warmed", "rl_safe_workers"
 WAYS = (LAZY, WARMED, OURS)
-_EXCHANGES = frozenset({OpClass.ALL_TO_ALL, OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P})
-
-
 _BELOW, _ABOVE = 0.88, 1.05
 """How far measured totals were from the model: 12 % below it (left to first use, two optimizer instances, where
 Megatron left one group unused), 4 % above it."""
@@ -86,7 +82,7 @@ def plan_memory(
     *,
     limits: Mapping[str, int],
     budget: bool,
-    nodes: Sequence[int],
+    nodes: Sequence[int] | None,
 ) -> MemoryPlan:
     """Predicts, for the rank with most groups: one of the first or last pipeline stage.
 
@@ -96,7 +92,8 @@ def plan_memory(
         families: The default group and Megatron's; those of gloo take no device memory.
         limits: Channels by Megatron's name of a group, from the configuration.
         budget: Whether ours limits the groups that carry little.
-        nodes: The node of each training rank, to tell groups that cross nodes.
+        nodes: The node of each training rank, if the nodes are connected by sockets. None for RDMA: a group on several
+            nodes then counts like one inside a node.
     """
     chosen = plan_limits(layout, features, limits) if budget else dict(limits)
     least = replace(
@@ -121,14 +118,14 @@ def plan_memory(
 
 
 def _spans(
-    family: GroupFamily, layout: ParallelLayout, *, most: Features, least: Features, nodes: Sequence[int]
+    family: GroupFamily, layout: ParallelLayout, *, most: Features, least: Features, nodes: Sequence[int] | None
 ) -> Callable[[int | None, bool], Span]:
     """Returns a function from a limit of channels, and whether the group is warmed whatever it carries, to a range."""
-    crosses = family.crossing(nodes) > 0
+    near = None if nodes is None else family.fewest_on_a_node(nodes)
 
     def span(limit: int | None, warmed: bool) -> Span:
-        low = _bytes(family, layout, least, limit, warmed=warmed, near_only=crosses)
-        return Span.between(low, _bytes(family, layout, most, limit, warmed=warmed, near_only=False))
+        low = _bytes(family, layout, least, limit, warmed=warmed, near=near)
+        return Span.between(low, _bytes(family, layout, most, limit, warmed=warmed, near=near))
 
     return span
 
@@ -140,14 +137,12 @@ def _bytes(
     limit: int | None,
     *,
     warmed: bool,
-    near_only: bool,
+    near: int | None,
 ) -> int:
     kind = family.kind
     carried = connected_classes(kind, family.size, layout, features) if kind else ()
     classes = tuple(dict.fromkeys((OpClass.REDUCE, *carried))) if warmed else carried
-    if near_only:
-        classes = tuple(c for c in classes if c not in _EXCHANGES) or classes[:1]
-    size = 2 if near_only and family.size > 1 and set(classes) <= _EXCHANGES else family.size
     if not classes:
         return 0
-    return group_bytes(classes, size=size, max_ctas=limit, links=links_of(family.description, size, features))
+    links = links_of(family.description, family.size, features)
+    return group_bytes(classes, size=family.size, max_ctas=limit, links=links, near=near)

@@ -148,7 +148,7 @@ def make_plan(request: Request) -> Plan:
         families,
         limits=request.source.max_ctas,
         budget=request.host != "rl-safe" or request.budget,
-        nodes=nodes,
+        nodes=nodes if request.network == "sockets" else None,
     )
     plan = Plan(
         request=request,

@@ -66,6 +66,7 @@ class Request:
     vllm_pp: int
     vllm_dp: int
     gpus_per_node: int
+    network: str
     colocated: bool
     layout: ParallelLayout
     vpp: int | None

@@ -10,7 +10,7 @@ from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.topology.budget import SETTING, plan_limits
 from rl_safe_workers.topology.groups import Features, OpClass, Traffic
 from rl_safe_workers.topology.layout import ParallelLayout
-from rl_safe_workers.topology.memory import KERNEL_BYTES, MIB, PredictedGroup, far_bytes, predict_groups
+from rl_safe_workers.topology.memory import KERNEL_BYTES, MIB, PredictedGroup, group_bytes, links_of, predict_groups
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ class CommsPlan:
     def check_fits(self, *, free_bytes: int, gpus_per_node: int | None = None) -> None:
         """Raises if the groups will not fit into memory, and warns if they may not fit.
 
-        Across nodes the prediction is an upper bound. The certain part leaves out connections to peers on other nodes.
+        For a group on several nodes the prediction is an upper bound, because the network is not known yet. What is
+        certain is what it takes over sockets.
 
         Args:
             free_bytes: Free bytes of the device.
@@ -99,10 +100,10 @@ class CommsPlan:
         named = ", ".join(f"{g.description} {g.bytes / MIB:.0f} MiB" for g in heaviest)
         settings = " ".join(f"{SETTING}.{g.kind.key}=8" for g in heaviest)
         free = f"{free_bytes / MIB:.0f} MiB are free; the heaviest are {named}"
-        least = self.bytes - sum(far_bytes(group, gpus_per_node) for group in self.groups)
+        least = KERNEL_BYTES + sum(self._least(group, gpus_per_node) for group in self.groups)
         if least <= free_bytes:
             logger.warning(
-                "the communicators may take up to %.0f MiB of device memory, %.0f of it for peers on other nodes, "
+                "the communicators may take up to %.0f MiB of device memory, %.0f of it in groups on several nodes, "
                 "which may have fewer channels, and %s: should connecting them fail for want of memory, set %s",
                 self.bytes / MIB,
                 (self.bytes - least) / MIB,
@@ -114,3 +115,9 @@ class CommsPlan:
             f"the communicators will take {self.bytes / MIB:.0f} MiB of device memory and {free}: free memory before "
             f"init_groups, or limit them with {settings}"
         )
+
+    def _least(self, group: PredictedGroup, gpus_per_node: int | None) -> int:
+        if gpus_per_node is None or group.size <= gpus_per_node:
+            return group.bytes
+        links = links_of(group.description, group.size, self.features)
+        return group_bytes(group.classes, size=group.size, max_ctas=group.max_ctas, links=links, near=gpus_per_node)

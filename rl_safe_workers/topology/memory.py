@@ -1,14 +1,17 @@
 """Predicts the device memory of a communicator before it exists.
 
-The model comes from measurements on 4 x H200, with NVLink between all pairs, NCCL 2.28.9 and NVLink multicast off
-(``docs/benchmarks.md``). It is exact for 2 and 4 ranks, with limits of 1 to 20 CTAs and without a limit. It describes
-NCCL inside one node. Peers on other nodes have fewer and smaller channels, so the prediction for a group that crosses
-nodes is an upper bound.
+The model comes from measurements on H200s, with NVLink between all pairs, NCCL 2.28.9 and NVLink multicast off
+(``docs/benchmarks.md``). Inside one host it is exact for 2 and 4 ranks, with limits of 1 to 20 CTAs and without one:
 
     a communicator          4 MiB, and 6 for each P2P channel: the limit of CTAs rounded up to a power of two
     its rings and trees     12 MiB for each CTA, at the first reduction or gather
     a connection to send    2 MiB for each P2P channel, at the first send to that peer
     a connection to receive 10 MiB for each P2P channel
+
+A group whose ranks are on several hosts has at most two channels if the hosts are connected by sockets. Connections to
+ranks on other hosts then have their buffers in host memory, and take no device memory. RDMA was not measured. Its
+buffers can be in device memory, and one report (radixark/Megatron-LM 62: a gather of 64 ranks) fits the model above. So
+a group on several hosts counts there like one inside a host, as an upper bound.
 """
 
 from __future__ import annotations
@@ -36,10 +39,13 @@ KERNEL_BYTES = 418 * MIB
 
 _BASE_MIB, _BASE_MIB_PER_CHANNEL = 4, 6
 _RING_MIB_PER_CTA = 12
-_EXCHANGE_MIB_PER_CHANNEL = 12
+_RECEIVED_MIB_PER_CHANNEL = 10
+_EXCHANGE_MIB_PER_CHANNEL = 2 + _RECEIVED_MIB_PER_CHANNEL
 """MiB per P2P channel of a connection to send and a connection to receive together."""
 _ALONE_CHANNELS = 64
 """P2P channels of a communicator of one rank without a limit."""
+_SOCKET_CTAS = 2
+"""Channels of a group whose ranks are on several hosts with sockets between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,9 @@ def _ctas(max_ctas: int | None) -> int:
     return DEFAULT_CTAS if max_ctas is None else min(max_ctas, DEFAULT_CTAS)
 
 
-def costs(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, links: Links) -> list[int]:
+def costs(
+    classes: Sequence[OpClass], *, size: int, max_ctas: int | None, links: Links, near: int | None = None
+) -> list[int]:
     """Returns the bytes that the first collective of each op class takes on each rank, if issued in this order.
 
     The first collective creates the communicator. Reductions and gathers share the same rings. Batched sends use the
@@ -87,29 +95,39 @@ def costs(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, links:
         size: Number of ranks of the group.
         max_ctas: The group's limit in CTAs; None for NCCL's default.
         links: The unbatched connections of this rank. They count only if ``classes`` has unbatched P2P.
+        near: Number of the group's ranks on this rank's host, itself included, if the other hosts are reached over
+            sockets. None if all ranks are on this host, or if the network is not known.
     """
+    if near is None or near >= size:
+        near = size
+    else:
+        max_ctas = min(_ctas(max_ctas), _SOCKET_CTAS)
     channels, made = _channels(size, max_ctas), set[str]()
     base = _BASE_MIB + _BASE_MIB_PER_CHANNEL * channels
-    peers = {OpClass.ALL_TO_ALL: size - 1, OpClass.BATCHED_P2P: neighbours(size)}
+    peers = {OpClass.ALL_TO_ALL: near - 1, OpClass.BATCHED_P2P: min(near - 1, neighbours(size))}
+    # Of a ring through several hosts, a rank has one or two neighbours on its own host. What it receives takes most.
+    ring = _RING_MIB_PER_CTA if near == size or near > 2 else _RECEIVED_MIB_PER_CHANNEL * (near - 1)
     found = []
     for op_class in classes:
         if op_class is OpClass.UNBATCHED_P2P:
-            found.append(links.pairs * base + links.exchanges * _EXCHANGE_MIB_PER_CHANNEL * channels)
+            exchanges = links.exchanges if near > 1 else 0
+            found.append(links.pairs * base + exchanges * _EXCHANGE_MIB_PER_CHANNEL * channels)
             continue
-        exchanges = op_class in peers
-        part = "exchanges" if exchanges else "rings"
+        is_exchange = op_class in peers
+        part = "exchanges" if is_exchange else "rings"
         mib = 0 if made else base
         if part not in made and size > 1:
-            mib += _EXCHANGE_MIB_PER_CHANNEL * channels * peers[op_class] if exchanges else 0
-            mib += 0 if exchanges else _RING_MIB_PER_CTA * _ctas(max_ctas)
+            mib += _EXCHANGE_MIB_PER_CHANNEL * channels * peers[op_class] if is_exchange else ring * _ctas(max_ctas)
         made.add(part)
         found.append(mib)
     return [mib * MIB for mib in found]
 
 
-def group_bytes(classes: Sequence[OpClass], *, size: int, max_ctas: int | None, links: Links) -> int:
-    """Returns the bytes that a group takes on each rank when all its op classes are connected."""
-    return sum(costs(classes, size=size, max_ctas=max_ctas, links=links))
+def group_bytes(
+    classes: Sequence[OpClass], *, size: int, max_ctas: int | None, links: Links, near: int | None = None
+) -> int:
+    """Returns the bytes that a group takes on each rank when all its op classes are connected; arguments of `costs`."""
+    return sum(costs(classes, size=size, max_ctas=max_ctas, links=links, near=near))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,16 +176,3 @@ def predict_groups(layout: ParallelLayout, features: Features, limits: Mapping[s
                 )
             )
     return sorted(found, key=lambda group: -group.bytes)
-
-
-def far_bytes(group: PredictedGroup, gpus_per_node: int | None) -> int:
-    """Returns the bytes of a group's all_to_all with ranks that must be on other nodes. This part is uncertain.
-
-    Args:
-        group: The group.
-        gpus_per_node: Largest number of ranks on a node; None if all ranks may be on one node.
-    """
-    if gpus_per_node is None or OpClass.ALL_TO_ALL not in group.classes:
-        return 0
-    far = max(0, group.size - gpus_per_node)
-    return far * _EXCHANGE_MIB_PER_CHANNEL * _channels(group.size, group.max_ctas) * MIB
