@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.plan.families import RULES
+from rl_safe_workers.topology.groups import DISPATCHERS
 
 MOST_RANKS = 2**20
 _ACTOR = "actor_rollout_ref.actor.megatron"
@@ -223,7 +224,7 @@ FIELDS = (
         kind=str,
         help="MoE token dispatcher",
         default="alltoall",
-        choices=("alltoall", "allgather", "flex"),
+        choices=DISPATCHERS,
         recipe="megatron.moe_token_dispatcher_type",
         verl=f"{_ACTOR}.override_transformer_config.moe_token_dispatcher_type",
         nemo_rl=f"{_MEGATRON}.moe_token_dispatcher_type",

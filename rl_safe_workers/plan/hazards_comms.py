@@ -90,6 +90,11 @@ def _gather(plan: Plan) -> Iterator[Where]:
         yield Where(groups=("WORLD",), ranks="0", detail=f"up to {size / 2**30:.1f} GiB")
 
 
+def _flex(plan: Plan) -> Iterator[Where]:
+    if plan.request.dispatcher == "flex" and plan.moe:
+        yield Where(groups=(_BOTH_AXES,), detail="the plan does not count these buffers")
+
+
 _BY_AXIS, _BOTH_AXES = "alltoall", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
 """The dispatcher that sends tokens over the experts' axis, and gathers them over the tensor axis; and the group over
 which the others do both at once (transformer/moe/token_dispatcher.py)."""
@@ -159,6 +164,16 @@ HAZARDS = (
         evidence=("ms-swift 9602", "ms-swift 6387", "AReaL 1548", "nccl 1685"),
         avoid=f"{_BOOTSTRAP}; rl_safe.bootstrap.budget=true makes them small",
         find=_late,
+    ),
+    Hazard(
+        code="deepep-late",
+        severity=Severity.RISKS,
+        text="DeepEP makes its buffers at the first dispatch, outside NCCL: no bootstrap connects them, and no release "
+        "gives them back",
+        since="megatron-core with moe_token_dispatcher_type=flex",
+        evidence=("megatron-core 0.16.1 fused_a2a.py:33",),
+        avoid="{dispatcher}=alltoall, or memory that is left free for them",
+        find=_flex,
     ),
     Hazard(
         code="cumem-off",

@@ -134,7 +134,7 @@ class Request:
             tied: Whether the first and last stage share the embedding.
         """
         return Features(
-            moe_dispatcher="alltoall" if self.dispatcher == "flex" else self.dispatcher,
+            moe_dispatcher=self.dispatcher,
             moe=moe,
             tied_embeddings=tied,
             batched_p2p={"batched": True, "one by one": False}.get(self.sends),

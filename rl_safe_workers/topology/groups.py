@@ -44,6 +44,11 @@ class Traffic(StrEnum):
     """Activations, gradients or weights of many ranks."""
 
 
+DISPATCHERS = ("alltoall", "allgather", "flex")
+"""Values of Megatron's ``moe_token_dispatcher_type``. With ``flex``, DeepEP or HybridEP sends the tokens through buffers
+of its own (``MoEFlexTokenDispatcher`` in transformer/moe/token_dispatcher.py). NCCL's groups carry only their set-up."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
     """The features of a run that decide which collectives its groups carry.
@@ -52,7 +57,7 @@ class Features:
     """
 
     moe_dispatcher: str = "alltoall"
-    """``alltoall`` or ``allgather``."""
+    """One of `DISPATCHERS`."""
     moe: bool | None = None
     """True if the model has experts. None if unknown; the model then counts as MoE if there is expert parallelism."""
     tied_embeddings: bool = True
@@ -91,6 +96,11 @@ class Features:
             virtual_pipeline=config.virtual_pipeline_model_parallel_size is not None,
             weights_over_world=colocated,
         )
+
+
+def dispatcher_of(setting: str | None) -> str:
+    """Returns a ``moe_token_dispatcher_type`` if it is one of `DISPATCHERS`, else ``alltoall``."""
+    return setting if setting in DISPATCHERS else "alltoall"
 
 
 def context_exchange(cp_comm_type: str | Sequence[str] | None, *, is_hybrid: bool = False) -> frozenset[str]:
@@ -192,7 +202,7 @@ def _whole_data_traffic(layout: ParallelLayout, features: Features) -> Traffic:
 
 
 def _token_dispatch(layout: ParallelLayout, features: Features) -> Traffic:
-    return Traffic.CONTROL if features.moe_dispatcher == "alltoall" else Traffic.BANDWIDTH
+    return Traffic.BANDWIDTH if features.moe_dispatcher == "allgather" else Traffic.CONTROL
 
 
 def _if(condition: Callable[[Features], bool], *classes: OpClass) -> Callable[[ParallelLayout, Features], Classes]:

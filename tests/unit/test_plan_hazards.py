@@ -58,6 +58,7 @@ CASES: list[tuple[str, Facts, Facts]] = [
     ("timeout-none", {"host": "ms-swift", "trainers": 16}, {"timeout_s": 1800}),
     ("torch-eager-nccl", {"trainers": 8, "torch": 2.15}, {"torch": 2.14}),
     ("destroy-order", {"trainers": 8, "pp": 4}, {"teardown": "ordered"}),
+    ("deepep-late", {"trainers": 8, "ep": 4, "dispatcher": "flex"}, {"dispatcher": "alltoall"}),
     ("exit-hang", {"trainers": 8, "ep": 2}, {"teardown": "ordered"}),
     ("expert-dp-late", SWIFT, {"bootstrap": True}),
     ("comms-late", SWIFT, {"bootstrap": True}),

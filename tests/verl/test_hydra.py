@@ -233,7 +233,7 @@ def test_the_settings_say_what_engines_and_weight_sync_need() -> None:
         f"{CTAS}.ep=8",
     )
     settings = read_settings(config)
-    assert (settings.dispatchers, settings.delta_weights) == (["allgather", "alltoall"], True)
+    assert (settings.dispatchers, settings.delta_weights) == (["allgather", "flex"], True)
     assert settings.rl_safe().bootstrap.max_ctas.limits() == {"ep": 8}
     assert VerlSettings.from_json(settings.to_json(), source="x") == settings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_safe_workers.topology.groups import Features, context_exchange
+from rl_safe_workers.topology.groups import Features, context_exchange, dispatcher_of
 
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 """Fields that say that a model has Mamba layers, too."""
@@ -20,7 +20,7 @@ def features_of(megatron_cfg: Any) -> Features:
     is_hybrid = any(getattr(model, name, None) for name in _HYBRID)
     balancing = getattr(model, "moe_router_load_balancing_type", "none")
     return Features(
-        moe_dispatcher="allgather" if getattr(model, "moe_token_dispatcher_type", "") == "allgather" else "alltoall",
+        moe_dispatcher=dispatcher_of(getattr(model, "moe_token_dispatcher_type", None)),
         moe=bool(getattr(model, "num_moe_experts", None)),
         tied_embeddings=bool(getattr(model, "share_embeddings_and_output_weights", True)),
         batched_p2p=getattr(model, "batch_p2p_comm", None),

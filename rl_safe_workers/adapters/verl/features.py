@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from rl_safe_workers.topology.groups import Features, context_exchange
+from rl_safe_workers.topology.groups import Features, context_exchange, dispatcher_of
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Where HF configurations keep the number of experts."""
-
-
-def dispatcher_of(overrides: Mapping[str, Any]) -> str:
-    """The token dispatcher of an engine with this ``override_transformer_config``: ``alltoall`` or ``allgather``."""
-    return "allgather" if overrides.get("moe_token_dispatcher_type") == "allgather" else "alltoall"
 
 
 def features_of(hf_config: Any, engine_config: Any) -> Features:
@@ -29,7 +23,7 @@ def features_of(hf_config: Any, engine_config: Any) -> Features:
     overrides = dict(engine_config.override_transformer_config or {})
     ddp = dict(engine_config.override_ddp_config or {})
     return Features(
-        moe_dispatcher=dispatcher_of(overrides),
+        moe_dispatcher=dispatcher_of(overrides.get("moe_token_dispatcher_type")),
         moe=any((getattr(text, name, 0) or 0) > 0 for name in _EXPERTS),
         tied_embeddings=bool(getattr(hf_config, "tie_word_embeddings", True)),
         batched_p2p=bool(overrides.get("batch_p2p_comm", False)),

@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from rl_safe_workers.adapters.host_settings import HostSettings
-from rl_safe_workers.adapters.verl.features import dispatcher_of
 from rl_safe_workers.config import PhaseTimeouts, RlSafeConfig, Seconds
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.topology.groups import dispatcher_of
 
 NODE = "actor_rollout_ref.rl_safe"
 STRATEGY = "megatron"
@@ -86,7 +86,7 @@ def _taken(config: DictConfig) -> dict[str, Any]:
         OmegaConf.select(config, f"{node}.megatron.override_transformer_config") or {} for node in engine_nodes(config)
     ]
     found: dict[str, Any] = {
-        "dispatchers": sorted({dispatcher_of(override) for override in overrides}),
+        "dispatchers": sorted({dispatcher_of(each.get("moe_token_dispatcher_type")) for each in overrides}),
         "delta_weights": OmegaConf.select(config, TAKEN["delta_weights"]) == DELTA,
     }
     timeout = OmegaConf.select(config, TAKEN["nccl_timeout"])
