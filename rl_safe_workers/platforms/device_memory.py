@@ -96,6 +96,28 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
+def make_room(device: torch.device, needed_bytes: int, what: str) -> None:
+    """Empties torch's cache if less device memory is free than needed, and logs that. Does nothing on a CPU.
+
+    Emptying the cache always would cost time in each step, and may leave the memory in smaller pieces (slime 956).
+
+    Args:
+        device: The device.
+        needed_bytes: Bytes that something outside torch's allocator is about to take.
+        what: That something, for the log.
+    """
+    if device.type != "cuda" or (free := free_bytes(device)) >= needed_bytes:
+        return
+    torch.cuda.empty_cache()
+    logger.info(
+        "emptied torch's cache: %s need %.0f MiB, %.0f MiB were free, and now %.0f MiB are",
+        what,
+        needed_bytes / 2**20,
+        free / 2**20,
+        free_bytes(device) / 2**20,
+    )
+
+
 def outside_torch(device: torch.device) -> Callable[[], int] | None:
     """Returns a function for the bytes of used device memory outside torch's allocator; None for a CPU.
 

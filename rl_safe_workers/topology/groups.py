@@ -45,8 +45,8 @@ class Traffic(StrEnum):
 
 
 DISPATCHERS = ("alltoall", "allgather", "flex")
-"""Values of Megatron's ``moe_token_dispatcher_type``. With ``flex``, DeepEP or HybridEP sends the tokens through its own
-buffers (``MoEFlexTokenDispatcher`` in transformer/moe/token_dispatcher.py). NCCL's groups carry only their set-up."""
+"""Values of Megatron's ``moe_token_dispatcher_type``. With ``flex``, DeepEP or HybridEP sends the tokens through buffers
+of its own (``MoEFlexTokenDispatcher``, transformer/moe/token_dispatcher.py). NCCL's groups carry only the set-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

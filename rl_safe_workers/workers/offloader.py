@@ -11,7 +11,7 @@ from rl_safe_workers.comms.release import rebuild, release
 from rl_safe_workers.comms.suspend import Suspension, can_suspend
 from rl_safe_workers.errors import LifecycleError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.platforms.device_memory import outside_torch
+from rl_safe_workers.platforms.device_memory import make_room, outside_torch
 from rl_safe_workers.platforms.pinned import host_buffer
 from rl_safe_workers.workers.communicators import Communicators
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank
@@ -114,6 +114,8 @@ class Offloader(Part):
         """Pinned copies of the parameter buffers, kept from cycle to cycle."""
         self._host_optimizer: _HostCopy | None = None
         self._suspension: Suspension | None = None
+        self._given_up_bytes = 0
+        """Device memory that the communicators gave up in the last offload."""
 
     def before(self, phase: Phase) -> None:
         """Refuses phases that use what is offloaded.
@@ -143,7 +145,8 @@ class Offloader(Part):
             if self.is_offloaded:
                 return 0
             freed = self._offload()
-            return freed + (self.release_comms() if self.releases_comms else 0)
+            self._given_up_bytes = self.release_comms() if self.releases_comms else 0
+            return freed + self._given_up_bytes
 
     def release_comms(self) -> int:
         """Gives up the communicators of groups whose backend can make them again. Collective over: the training world.
@@ -185,6 +188,7 @@ class Offloader(Part):
             CommunicatorError: As `release_comms`.
             PhaseTimeoutError: As `release_comms`.
         """
+        make_room(self.rank.device, self._given_up_bytes, "the communicators")
         if can_suspend(self.rank.device):
             self._open_suspension().resume(timeout=self.rank.remaining())
             return

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_safe_workers.lifecycle import Lifecycle, Phase
-from rl_safe_workers.platforms.device_memory import DeviceMemory, megatron_owned
+from rl_safe_workers.platforms.device_memory import DeviceMemory, make_room, megatron_owned
 from rl_safe_workers.ranks import Role
 
 DEVICE = torch.device("cuda")
@@ -89,6 +89,19 @@ def test_growth_in_a_phase_shared_with_another_process_is_booked_to_no_one(probe
     memory = DeviceMemory(DEVICE, dict, shared={Phase.SYNC}, probe=probe)
     assert grow(memory, probe, Phase.SYNC, 5000) == {}
     assert grow(memory, probe, Phase.JOINT, 300) == {"communicators": 300}
+
+
+@pytest.mark.parametrize(("free", "emptied"), [(99, 1), (100, 0)])
+def test_torchs_cache_is_emptied_only_if_too_little_is_free(
+    free: int, emptied: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    with caplog.at_level("INFO"):
+        make_room(DEVICE, 100, "the communicators")
+        make_room(torch.device("cpu"), 100, "the communicators")
+    assert len(calls) == len(caplog.records) == emptied
 
 
 def test_growth_of_torchs_own_memory_is_not_booked_outside(memory, probe) -> None:
