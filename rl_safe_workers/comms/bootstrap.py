@@ -87,6 +87,13 @@ def _all_to_all(group: dist.ProcessGroup, size: int, device: torch.device, *, ri
     dist.all_to_all_single(torch.zeros(size, device=device), torch.zeros(size, device=device), group=group)
 
 
+def _root_exchange(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
+    mine, root = torch.zeros(1, device=device), dist.get_global_rank(group, 0)
+    parts = [torch.zeros(1, device=device) for _ in range(size)] if dist.get_rank(group) == 0 else None
+    dist.gather(mine, parts, dst=root, group=group)
+    dist.scatter(mine, parts, src=root, group=group)
+
+
 def _batched_p2p(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
     rank, sent, received = dist.get_rank(group), torch.zeros(1, device=device), torch.zeros(1, device=device)
     # Both ways round: a stage sends activations to the next and gradients to the one before.
@@ -118,6 +125,7 @@ _COLLECTIVES: Mapping[OpClass, Callable[..., None]] = {
     OpClass.REDUCE: _reduce,
     OpClass.GATHER_SCATTER: _gather_scatter,
     OpClass.ALL_TO_ALL: _all_to_all,
+    OpClass.ROOT_EXCHANGE: _root_exchange,
     OpClass.BATCHED_P2P: _batched_p2p,
     OpClass.UNBATCHED_P2P: _unbatched_p2p,
 }

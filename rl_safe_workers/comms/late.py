@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 NOTICED_BYTES = 2 * 2**20
 """The smallest piece in which CUDA hands out memory; less is not seen."""
+_OF_ALL_TO_ALL = frozenset({OpClass.BATCHED_P2P, OpClass.ROOT_EXCHANGE})
+"""Op classes that use the connections of all_to_all."""
 
 
 class LateWatch:
@@ -84,8 +86,7 @@ class LateWatch:
     def _is_new(self, group: dist.ProcessGroup, found: OpClass | None) -> bool:
         """Returns True if a group carries a class for the first time. One rank alone has nobody to connect to."""
         known = self._connected.setdefault(group.group_name, set())
-        # all_to_all connects every peer, for batches too.
-        is_known = found in known or (found is OpClass.BATCHED_P2P and OpClass.ALL_TO_ALL in known)
+        is_known = found in known or (found in _OF_ALL_TO_ALL and OpClass.ALL_TO_ALL in known)
         if found is not None:
             known.add(found)
         return not is_known and group.size() > 1

@@ -26,7 +26,9 @@ class OpClass(StrEnum):
     GATHER_SCATTER = "gather_scatter"
     """all_gather, reduce_scatter."""
     ALL_TO_ALL = "all_to_all"
-    """all_to_all, and gather and scatter, which NCCL implements with sends: channels to every peer."""
+    """Channels to every peer."""
+    ROOT_EXCHANGE = "root_exchange"
+    """gather and scatter, which NCCL implements with sends: channels between the first rank and every other."""
     BATCHED_P2P = "batched_p2p"
     """batch_isend_irecv: channels to the neighbours."""
     UNBATCHED_P2P = "unbatched_p2p"
@@ -45,8 +47,8 @@ class Traffic(StrEnum):
 
 
 DISPATCHERS = ("alltoall", "allgather", "flex")
-"""Values of Megatron's ``moe_token_dispatcher_type``. With ``flex``, DeepEP or HybridEP sends the tokens through buffers
-of its own (``MoEFlexTokenDispatcher``, transformer/moe/token_dispatcher.py). NCCL's groups carry only the set-up."""
+"""Values of Megatron's ``moe_token_dispatcher_type``. With ``flex``, DeepEP or HybridEP sends tokens through buffers of
+its own (``MoEFlexTokenDispatcher`` in transformer/moe/token_dispatcher.py). NCCL's groups carry only the set-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,9 @@ class Features:
     context_collectives: bool = True
     """True if the training code itself reduces or gathers over context-parallel ranks, e.g. losses, or if unknown.
     Megatron's steps do so only with ``cp_comm_type=all_gather``."""
+    background_saves: bool = False
+    """True if Megatron itself saves in the background (``async_save``): the ranks then gather and scatter the plan over
+    the default group (dist_checkpointing/strategies/state_dict_saver.py:141, 152)."""
     weights_over_world: bool = False
     """True if weight syncs use the default group, as with colocated trainers."""
 
@@ -216,7 +221,7 @@ KINDS: Mapping[str, GroupKind] = {
     WORLD: GroupKind(
         key="world",
         size=lambda s, f: s.world_size,
-        classes=_always(*_BOTH),
+        classes=lambda s, f: (*_BOTH, OpClass.ROOT_EXCHANGE) if f.background_saves else _BOTH,
         traffic=_world_traffic,
         first_phase=Phase.CONVERT,
     ),

@@ -104,7 +104,9 @@ def costs(
         max_ctas = min(_ctas(max_ctas), _SOCKET_CTAS)
     channels, made = _channels(size, max_ctas), set[str]()
     base = _BASE_MIB + _BASE_MIB_PER_CHANNEL * channels
-    peers = {OpClass.ALL_TO_ALL: near - 1, OpClass.BATCHED_P2P: min(near - 1, neighbours(size))}
+    # In a root exchange, the first rank takes most: it has a channel to every peer.
+    to_all = dict.fromkeys((OpClass.ALL_TO_ALL, OpClass.ROOT_EXCHANGE), near - 1)
+    peers = {**to_all, OpClass.BATCHED_P2P: min(near - 1, neighbours(size))}
     # Of a ring through several hosts, a rank has one or two neighbours on its own host. What it receives takes most.
     ring = _RING_MIB_PER_CTA if near == size or near > 2 else _RECEIVED_MIB_PER_CHANNEL * (near - 1)
     found = []

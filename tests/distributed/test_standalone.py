@@ -52,6 +52,30 @@ def _connected(report: BootstrapReport) -> dict[str, set[OpClass]]:
     return found
 
 
+def _gather_a_plan(rank: int, address: StoreAddress, background_saves: bool) -> str:
+    """Does what an asynchronous save of Megatron's does over the default group; returns the error of the guard."""
+    _begin(rank, address, **EP2)
+    bootstrap(features=Features(moe=True, background_saves=background_saves))
+    plans = [None] * SIZE
+    try:
+        with guard("save", refuse=True):
+            dist.gather_object({"rank": rank}, plans if rank == 0 else None, dst=0)
+            dist.scatter_object_list(received := [None], plans if rank == 0 else None, src=0)
+    except CommunicatorError as error:
+        return str(error)
+    assert received == [{"rank": rank}]
+    return ""
+
+
+def test_the_gather_of_an_asynchronous_save_is_connected_if_the_script_says_so(address: StoreAddress) -> None:
+    assert values(run_ranks(_gather_a_plan, SIZE, address, True)) == [""] * SIZE
+
+
+def test_the_gather_of_an_asynchronous_save_is_named_if_the_script_does_not_say_so(address: StoreAddress) -> None:
+    for error in values(run_ranks(_gather_a_plan, SIZE, address, False)):
+        assert "(root_exchange) on default_pg [0, 1, 2, 3] in phase save" in error
+
+
 def _two_instances(rank: int, address: StoreAddress, features: Features | None) -> dict[str, set[OpClass]]:
     _begin(rank, address, **EP2, num_distributed_optimizer_instances=2)
     report = bootstrap(features=features, max_ctas={"inter_ep_dp": 8})

@@ -58,6 +58,7 @@ def test_every_limit_of_the_configuration_is_a_group_and_every_group_can_be_limi
     ("description", "features", "expected"),
     [
         ("WORLD", ALLTOALL, {REDUCE, GATHER}),
+        ("WORLD", Features(background_saves=True), {REDUCE, GATHER, OpClass.ROOT_EXCHANGE}),
         ("EXPERT_DATA_PARALLEL_GROUP", ALLTOALL, {REDUCE, GATHER}),
         ("EXPERT_MODEL_PARALLEL_GROUP", ALLTOALL, {ALL_TO_ALL}),
         ("EXPERT_MODEL_PARALLEL_GROUP", Features(moe_dispatcher="allgather"), set()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from rl_safe_workers.comms.bootstrap import HostGroups
@@ -17,9 +18,10 @@ WEIGHTS: Classes = (OpClass.GATHER_SCATTER,)
 0.15.1, core/bridge.py:340 and 370)."""
 
 
-DELTA: Classes = (OpClass.GATHER_SCATTER, OpClass.ALL_TO_ALL)
-"""The tensor-parallel and the joint expert group, with verl's delta checkpoint engine and one pipeline stage: counts
-are all-gathered, changes gathered, which NCCL makes of sends (delta_export.py:277-284, sparse_gather.py:85 and 136)."""
+DELTA: Classes = (OpClass.GATHER_SCATTER, OpClass.ROOT_EXCHANGE)
+"""With verl's delta checkpoint engine, counts are all-gathered and changes gathered (delta_export.py:277-284,
+sparse_gather.py:85 and 136): with one pipeline stage over the tensor-parallel and the joint expert group, with several
+over the default group (delta_export.py:270)."""
 DELTA_KEYS = ("tp", "tp_ep_mp")
 
 
@@ -34,8 +36,9 @@ def verl_groups(*, delta_weights: bool) -> HostGroups:
         (parallel_state.get_expert_model_parallel_group(), "ep", WEIGHTS),
         (parallel_state.get_pipeline_model_parallel_group(), "pp", WEIGHTS),
     ]
-    # With several stages changes are gathered over the default group.
-    if delta_weights and parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    if delta_weights and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        groups.append((dist.group.WORLD, "world", DELTA))
+    elif delta_weights:
         gathered = (
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_expert_tensor_and_model_parallel_group(),
