@@ -62,7 +62,7 @@ def judge(gpus: Gpus, subject: Subject) -> Report:
             Fact(name="links", value=_links(gpus.topology)),
             Fact(name="processes on GPUs", value=_processes(gpus.processes)),
         ]
-    findings = [*_short(gpus, subject), *_taken(gpus, subject), *_apart(gpus, subject)]
+    findings = [*_short(gpus, subject), *_taken(gpus, subject), *_apart(gpus, subject), *_odd_nccl(gpus, subject)]
     return Report(facts=tuple(facts), findings=tuple(findings))
 
 
@@ -207,6 +207,36 @@ def _apart(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
             since="always",
             evidence=("nvidia-smi topo -m", "docs/benchmarks.md#comms"),
             avoid="GPUs of one NVLink domain",
+        )
+
+
+def _odd_nccl(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
+    answer = gpus.torch.values
+    if answer is None or not gpus.devices or not subject.may_use_gpus:
+        return
+    wheels, loaded = answer["nccl_wheels"], answer["nccl_libraries"]
+    named = " and ".join(f"{name} {version}" for name, version in sorted(wheels.items()))
+    if len(wheels) > 1:
+        yield Finding(
+            code="nccl-twice",
+            severity=Severity.RISKS,
+            text=f"{named} are installed: they own the same nvidia/nccl/lib/libnccl.so.2, and the one that was "
+            f"installed last has won; NCCL says {'.'.join(map(str, answer['nccl'] or ()))}",
+            since="wheels of NCCL for more than one CUDA",
+            evidence=("marin 7344",),
+            avoid="uninstall all of them, then install the one that torch asks for",
+        )
+    elif len(loaded) > 1 or (wheels and not any("/nvidia/nccl/" in path for path in loaded)):
+        paths = " and ".join(loaded) or "no libnccl.so"
+        yield Finding(
+            code="nccl-elsewhere",
+            severity=Severity.RISKS,
+            text=f"a process with torch loads {paths}"
+            + (f", and not the library of {named}" if wheels else "")
+            + ": tables of versions do not tell which NCCL runs",
+            since="always",
+            evidence=("/proc/self/maps",),
+            avoid="remove libnccl from LD_LIBRARY_PATH and LD_PRELOAD, unless you want that library",
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import distributions
+from pathlib import Path
 from typing import Any
 
 from rl_safe_workers.errors import first_line
@@ -18,6 +20,8 @@ def main() -> int:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": list(torch.cuda.nccl.version()) if count else None,  # type: ignore[no-untyped-call]
+        "nccl_wheels": _nccl_wheels(),
+        "nccl_libraries": _mapped_nccl(),
         "suspends": hasattr(torch._C._distributed_c10d.Backend, "suspend"),
         "devices": [_device(torch, index) for index in range(count)],
         "peers": [
@@ -26,6 +30,18 @@ def main() -> int:
     }
     print(json.dumps(answer))  # noqa: T201
     return 0
+
+
+def _nccl_wheels() -> dict[str, str]:
+    """Returns the installed wheels of NCCL, with their versions."""
+    found = ((distribution.metadata["Name"], distribution.version) for distribution in distributions())
+    return {name: version for name, version in found if name and name.startswith("nvidia-nccl")}
+
+
+def _mapped_nccl() -> list[str]:
+    """Returns the paths of NCCL's libraries that this process has loaded."""
+    paths = (line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines())
+    return sorted({path for path in paths if Path(path).name.startswith("libnccl.so")})
 
 
 def _device(torch: Any, index: int) -> dict[str, Any]:

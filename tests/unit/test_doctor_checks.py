@@ -407,12 +407,17 @@ Legend:
 """
 
 
+NCCL_OF_THE_WHEEL = "/venv/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2"
+
+
 def seen(count: int, **change: Any) -> Answer:
     device = {"name": "H200", "total": 140 * GIB, "free": 139 * GIB, "reason": ""}
     said = {
         "torch": "2.11.0+cu130",
         "cuda": "13.0",
         "nccl": [2, 28, 9],
+        "nccl_wheels": {"nvidia-nccl-cu13": "2.28.9"},
+        "nccl_libraries": [NCCL_OF_THE_WHEEL],
         "suspends": False,
         "devices": [device] * count,
         "peers": [[True] * count] * count,
@@ -476,6 +481,39 @@ def test_gpus_without_peer_access_or_nvlink_are_slower() -> None:
 )
 def test_it_is_said_whether_communicators_can_be_suspended(change: dict[str, Any], said: str) -> None:
     assert said in value(gpus.judge(on_gpus(seen(1, **change)), ANY), "NCCL")
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        (
+            {"nccl_wheels": {"nvidia-nccl-cu12": "2.27.5", "nvidia-nccl-cu13": "2.28.9"}},
+            "nccl-twice",
+            "nvidia-nccl-cu12 2.27.5 and nvidia-nccl-cu13 2.28.9 are installed",
+        ),
+        (
+            {"nccl_libraries": ["/opt/nccl/libnccl.so.2"]},
+            "nccl-elsewhere",
+            "loads /opt/nccl/libnccl.so.2, and not the library of nvidia-nccl-cu13 2.28.9",
+        ),
+        (
+            {"nccl_libraries": ["/opt/libnccl.so.2", NCCL_OF_THE_WHEEL]},
+            "nccl-elsewhere",
+            "loads /opt/libnccl.so.2 and ",
+        ),
+    ],
+)
+def test_an_nccl_that_is_not_the_one_of_the_wheel_is_found(change: dict[str, Any], code: str, text: str) -> None:
+    report = gpus.judge(on_gpus(seen(2, **change)), GPU)
+    assert codes(report) == {code: RISKS}
+    assert text in report.findings[0].text
+    assert codes(gpus.judge(on_gpus(seen(2, **change)), CPU)) == {}
+
+
+def test_a_library_of_the_system_without_a_wheel_is_as_it_should_be() -> None:
+    container = seen(2, nccl_wheels={}, nccl_libraries=["/usr/lib/x86_64-linux-gnu/libnccl.so.2"])
+    assert codes(gpus.judge(on_gpus(container), GPU)) == {}
+    assert codes(gpus.judge(on_gpus(seen(2, nccl_wheels={}, nccl_libraries=[])), GPU)) == {}
 
 
 def test_a_torch_that_cannot_be_imported_stops_a_run() -> None:
