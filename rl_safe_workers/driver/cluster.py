@@ -35,7 +35,7 @@ from rl_safe_workers.driver.reservation import Reservation, reserve
 from rl_safe_workers.errors import Died, PhaseTimeoutError, RankError
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.guardian import Guardian
-from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
+from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
 from rl_safe_workers.reaping.processes import (
     RAY_FOLDER,
     ended,
@@ -253,7 +253,7 @@ class Cluster:
         Every step has a timeout, and runs even if the step before it failed.
         """
         actors, reservation, agents = list(reversed(self.actors)), self._reservation, self._agents
-        nodes = self.nodes
+        nodes, segments = self.nodes, segments_of(self._pids)
         guardian, self._guardian = self._guardian, None
         self.trainers, self.rollouts, self._reservation, self._agents = [], [], None, None
         attempt("killing actors", lambda: [ray.kill(a.handle, no_restart=True) for a in actors], timeout_s=kill_after_s)
@@ -271,7 +271,7 @@ class Cluster:
         attempt(
             "ending processes", lambda: reap(self._run_id, kill_after_s=kill_after_s), timeout_s=3 * kill_after_s + 1
         )
-        remove_ipc_files(ended(self._pids), since=self._made_at)
+        remove_ipc_files(ended(self._pids), since=self._made_at, segments=segments)
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
         if guardian is not None:

@@ -21,7 +21,7 @@ from rl_safe_workers import env
 from rl_safe_workers.diagnostics.inquiry import Answers, ask_ranks, processes_of_run
 from rl_safe_workers.driver.actors import CALL_FRAME
 from rl_safe_workers.reaping.guardian import Guardian
-from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
+from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
 from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
 
 LOG_BYTES = 2**18
@@ -104,8 +104,9 @@ class NodeAgent:
     def close(self) -> None:
         """Ends all processes of the run on this node, and removes its files."""
         self._pids |= {process.pid for process in run_processes(self._run_id, self._node_id)}
+        segments = segments_of(self._pids)
         reap(self._run_id, kill_after_s=self._kill_after_s, node=self._node_id)
-        remove_ipc_files(ended(self._pids), since=self._since)
+        remove_ipc_files(ended(self._pids), since=self._since, segments=segments)
         shutil.rmtree(self._temp_dir, ignore_errors=True)
         self._guardian.dismiss(timeout_s=self._kill_after_s)
 

@@ -24,7 +24,7 @@ from typing import IO
 
 from rl_safe_workers import env
 from rl_safe_workers.own_process import module_command
-from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
+from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
 from rl_safe_workers.reaping.processes import ended, reap, run_processes
 
 logger = logging.getLogger(__name__)
@@ -108,8 +108,9 @@ def guard(told: IO[str], run_id: str, *, since: Moment, kill_after_s: float, nod
         folders += map(Path, facts[FOLDERS])
     pids |= {process.pid for process in run_processes(run_id, node)}
     logger.warning("the driver of run %s is gone: ending what is left of the run", run_id)
+    segments = segments_of(pids)
     reap(run_id, kill_after_s=kill_after_s, node=node)
-    remove_ipc_files(ended(pids), since=since)
+    remove_ipc_files(ended(pids), since=since, segments=segments)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     return True

@@ -1,7 +1,6 @@
-"""Removes the files in shared memory that killed processes have left from sharing GPU memory (CUDA IPC).
+"""Removes the files in shared memory that killed processes have left: of torch, CUDA, multiprocessing and loky.
 
-torch and CUDA remove these files only if a process exits by itself. An actor that Ray ends, or that is killed, leaves
-them.
+Libraries remove these files only if a process exits by itself. An actor that Ray ends, or that is killed, leaves them.
 """
 
 from __future__ import annotations
@@ -10,8 +9,11 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
+
+import psutil
 
 logger = logging.getLogger(__name__)
 
@@ -42,24 +44,54 @@ class Moment(NamedTuple):
         return self.unix_s + min(0.0, set_by_s)
 
 
-def remove_ipc_files(pids: Iterable[int], *, since: Moment, folder: Path = SHARED_MEMORY) -> None:
-    """Removes the files of processes that have ended: ``torch_<pid>_*`` and ``cuda.shm.<user>.<pid in hex>.*``.
+def segments_of(pids: Iterable[int], *, folder: Path = SHARED_MEMORY) -> frozenset[Path]:
+    """Returns the segments of ``multiprocessing.shared_memory`` that processes have mapped.
+
+    Their names, ``psm_<random>``, do not tell who made them. So call this while the processes live.
+
+    Args:
+        pids: Processes of this machine. One that has ended, or is of another user, has none.
+        folder: The folder where shared memory is mounted.
+    """
+    found: set[Path] = set()
+    for pid in pids:
+        with suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+            found |= {Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if f"{folder}/psm_" in line}
+    return frozenset(path for path in found if path.parent == folder)
+
+
+def remove_ipc_files(
+    pids: Iterable[int], *, since: Moment, segments: Iterable[Path] = (), folder: Path = SHARED_MEMORY
+) -> None:
+    """Removes the files of processes that have ended.
+
+    These are ``torch_<pid>_*``, ``cuda.shm.<user>.<pid in hex>.*``, ``sem.loky-<pid>-*``, and segments that no living
+    process has mapped.
 
     Args:
         pids: Processes of this machine that have ended.
         since: A moment before they began. Older files, and files of other users, belong to another process with the
             same id; they stay.
+        segments: The result of `segments_of` when they still lived.
         folder: The folder where shared memory is mounted.
     """
     earliest_s = since.earliest_mtime_s()
-    for pid in pids:
-        for pattern in (f"torch_{pid}_*", f"cuda.shm.{os.getuid()}.{pid:x}.*"):
-            for file in folder.glob(pattern):
-                try:
-                    found = file.stat()
-                    if found.st_uid == os.getuid() and found.st_mtime >= earliest_s:
-                        file.unlink()
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    logger.warning("%s is left of process %d: %s", file, pid, error)
+    owned = {
+        file: f"process {pid}"
+        for pid in pids
+        for pattern in (f"torch_{pid}_*", f"cuda.shm.{os.getuid()}.{pid:x}.*", f"sem.loky-{pid}-*")
+        for file in folder.glob(pattern)
+    }
+    if unowned := {*segments} - owned.keys():
+        in_use = segments_of(psutil.pids(), folder=folder)
+        owned |= dict.fromkeys(unowned - in_use, "a process of the run")
+    for file, owner in owned.items():
+        try:
+            found = file.stat()
+            if found.st_uid == os.getuid() and found.st_mtime >= earliest_s:
+                file.unlink()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning("%s is left of %s: %s", file, owner, error)

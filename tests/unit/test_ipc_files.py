@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
+from rl_safe_workers.reaping.ipc_files import SHARED_MEMORY, Moment, remove_ipc_files, segments_of
 
 PID = 3550
 LONG_AGO = Moment(unix_s=0.0, monotonic_s=0.0)
@@ -66,3 +69,51 @@ def test_files_from_before_the_run_stay_though_the_clock_was_set_forward(
     monkeypatch.setattr(time, "time", lambda: wall_clock() + 3600)
     remove_ipc_files([PID], since=began, folder=tmp_path)
     assert file.exists()
+
+
+MAKES_A_SEGMENT = """
+import sys, time
+from multiprocessing import resource_tracker, shared_memory
+segment = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")  # as vLLM does, so that nobody else removes it
+print(segment.name, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def killed() -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process with a segment of shared memory, which a test may kill."""
+    since = Moment.now()
+    with subprocess.Popen([sys.executable, "-c", MAKES_A_SEGMENT], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        segment = SHARED_MEMORY / process.stdout.readline().strip()
+        try:
+            yield process, segment
+        finally:
+            process.kill()
+            process.wait()
+            remove_ipc_files([], since=since, segments=[segment])
+
+
+def test_a_segment_of_a_killed_process_goes(killed: tuple[subprocess.Popen[str], Path]) -> None:
+    process, segment = killed
+    found = segments_of([process.pid, 2**22 + 1])
+    assert found == {segment}
+    process.kill()
+    process.wait()
+    remove_ipc_files([process.pid], since=LONG_AGO, segments=found)
+    assert not segment.exists()
+
+
+def test_a_segment_that_a_living_process_has_mapped_stays(killed: tuple[subprocess.Popen[str], Path]) -> None:
+    _, segment = killed
+    remove_ipc_files([PID], since=LONG_AGO, segments=[segment])
+    assert segment.exists()
+
+
+def test_semaphores_of_loky_go_with_their_process(tmp_path: Path) -> None:
+    for name in (f"sem.loky-{PID}-a1b2", f"sem.loky-{PID}1-a1b2"):
+        (tmp_path / name).touch()
+    remove_ipc_files([PID], since=LONG_AGO, folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"sem.loky-{PID}1-a1b2"]

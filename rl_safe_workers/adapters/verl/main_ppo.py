@@ -28,7 +28,7 @@ from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
 from rl_safe_workers.checkpoint.folders.claim import claimed
 from rl_safe_workers.errors import RlSafeError
 from rl_safe_workers.reaping.guardian import Guardian
-from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files
+from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
 from rl_safe_workers.reaping.processes import ended, reap, run_processes
 
 _CONFIG_PATH = ("--config-path", "-cp")
@@ -74,9 +74,10 @@ def _taking_all_along(run_id: str) -> Iterator[None]:
         yield
     finally:
         pids = {process.pid for process in run_processes(run_id)}
+        segments = segments_of(pids)
         ray.shutdown()
         reap(run_id, kill_after_s=KILL_AFTER_S)
-        remove_ipc_files(ended(pids), since=since)
+        remove_ipc_files(ended(pids), since=since, segments=segments)
         guardian.dismiss(timeout_s=KILL_AFTER_S)
 
 
