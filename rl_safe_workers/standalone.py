@@ -227,6 +227,8 @@ def guard(phase: str = "train", *, watch_steps: int = 3, refuse: bool = False) -
 def teardown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
     """Destroys the script's groups: together if all ranks succeeded, else without a collective. For a ``finally``.
 
+    It takes the place of ``torch.distributed.destroy_process_group``, which fails after it.
+
     Collective over: the default group, through its store. If a rank is leaving on an exception, it tells the other
     ranks, so that they do not wait for it; its exception propagates. A ``SystemExit`` without an error code counts as
     success. Idempotent; after a failure, later calls raise again.
@@ -306,14 +308,14 @@ def _is_of_this_world(script: _Script) -> bool:
 
 
 def _require(phase: str) -> SafeTrainer:
-    missing = "bootstrap() has not run"
+    missing, remedy = "bootstrap() has not run", _ScriptComms.missing_groups
     if _script is not None and _script.groups and _is_of_this_world(_script):
         if {group.group.group_name for group in live_groups()} <= _script.groups:
             return _script.trainer
-        missing = "groups were built since bootstrap()"
+        missing, remedy = "groups were built since bootstrap()", "call bootstrap() again, after the last of them"
     raise LifecycleError(
         f"phase {phase} on rank {dist.get_rank()}: {missing}, so communicators would connect later, when memory is "
-        f"full; {_ScriptComms.missing_groups}"
+        f"full; {remedy}"
     )
 
 

@@ -131,7 +131,10 @@ class SafeTrainer(TrainingRank):
                 failed = self.control.exchange_verdicts(failure, phase=Phase.TEARDOWN, deadline=self.deadline)
                 self._verdict = failed
                 if failed:
-                    logger.warning("teardown: groups are aborted, because of %s", failed)
+                    # A rank that failed itself does not wait for the others, and knows nothing of them.
+                    blamed = failed if failure is None else {self.training_rank: failure}
+                    reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in blamed.items())
+                    logger.warning("teardown: groups are aborted, because of %s", reasons)
                     abort_groups(self.world, timeout=_ABORT)
                     return failed
                 self.control.barrier(Phase.TEARDOWN, self.deadline)

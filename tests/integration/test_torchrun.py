@@ -30,7 +30,9 @@ def _script() -> str:
 def _run(folder: Path, script: str, *, ranks: int) -> subprocess.CompletedProcess[str]:
     file = folder / "script.py"
     file.write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(file)]
+    # When a rank has ended, the others get some seconds before torchrun ends them.
+    options = ["--standalone", "--monitor-interval", "5", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(file)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
@@ -44,10 +46,13 @@ def test_the_readmes_script_connects_trains_and_ends(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_is_named_by_the_others_and_keeps_its_own_error(tmp_path: Path) -> None:
-    failing = _script().replace("    for step in", "    assert dist.get_rank() != 1, 'no more disk'\n    for step in")
-    done = _run(tmp_path, failing, ranks=2)
+    failing = "    assert dist.get_rank() != 1, 'no more disk'\n    for step in range(0):"
+    done = _run(tmp_path, _script().replace("    for step in range(3):", failing), ranks=4)
     assert done.returncode != 0
     assert "AssertionError: no more disk" in done.stderr
+    assert "groups are aborted, because of training rank 1: AssertionError: no more disk\n" in done.stderr
+    named = re.findall(r"CommunicatorError: teardown: rank 1 AssertionError: no more disk$", done.stderr, re.MULTILINE)
+    assert len(named) == 3
 
 
 @pytest.mark.parametrize(

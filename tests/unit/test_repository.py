@@ -530,3 +530,29 @@ def test_no_object_asks_whether_it_has_an_attribute() -> None:
 @pytest.mark.parametrize("call", ['hasattr(self, "store")', 'getattr(self, "chunks", ())'])
 def test_an_object_that_asks_for_its_own_attribute_is_noticed(call: str) -> None:
     assert any(map(_asks_what_it_has, ast.walk(ast.parse(call))))
+
+
+ONLY_BASE = """
+import sys
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refused())
+from rl_safe_workers import bootstrap, channel_limits, guard, teardown
+"""
+"""A script that finds none of the modules of its command line."""
+
+
+def test_a_script_needs_no_more_than_the_base_dependencies_torch_and_megatron() -> None:
+    project = PYPROJECT["project"]
+    extras = [
+        text for extra in ("cpu", "gpu", "jobs", "tensorboard") for text in project["optional-dependencies"][extra]
+    ]
+    base, optional = ({re.split(r"[^\w-]", text)[0] for text in texts} for texts in (project["dependencies"], extras))
+    refused = sorted(optional - base - {"torch", "megatron-core"})
+    assert {"ray", "vllm", "mbridge", "transformers"} <= set(refused)
+    done = subprocess.run([sys.executable, "-c", ONLY_BASE, *refused], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
