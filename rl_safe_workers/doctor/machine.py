@@ -6,16 +6,16 @@ import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import psutil
 
 from rl_safe_workers.doctor.check import GIB, MIB, Check, Fact, Report, Subject
 from rl_safe_workers.findings import Finding, Severity
+from rl_safe_workers.platforms.host_memory import host_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 RDMA = Path("/sys/class/infiniband")
-CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LOCAL_OBJECT_STORE_BYTES = 256 * MIB
 """Ray's shared memory in a run of ours, as ``driver.cluster`` sets it."""
 STORE_SHARE, STORE_SHARED_SHARE = 0.3, 0.95
@@ -52,13 +52,12 @@ class Machine:
 
 def read_machine() -> Machine:
     """Reads everything; blocking for milliseconds."""
-    memory, shared = psutil.virtual_memory(), psutil.disk_usage(str(SHARED_MEMORY))
-    limits = list(_limits())
+    memory, shared = host_memory(), psutil.disk_usage(str(SHARED_MEMORY))
     files_soft, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Machine(
         cpus=len(os.sched_getaffinity(0)),
-        memory_total=min([memory.total, *(limit for limit, _ in limits)]),
-        memory_free=min([memory.available, *(limit - used for limit, used in limits)]),
+        memory_total=memory.total_bytes,
+        memory_free=memory.free_bytes,
         shared_total=shared.total,
         shared_free=shared.free,
         files_soft=files_soft,
@@ -66,39 +65,6 @@ def read_machine() -> Machine:
         locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         rdma=tuple(sorted(path.name for path in RDMA.iterdir())) if RDMA.is_dir() else (),
     )
-
-
-def _limits() -> Iterator[tuple[int, int]]:
-    """Yields limit and use of this process's memory, for its control group and each around it, of version 2 or 1.
-
-    A container may see its own group at the top, while its path is the one outside: what is not there is passed over.
-    Without a limit there is ``max``, or in version 1 a number that is larger than any memory.
-    """
-    for line in OWN_CGROUP.read_text(encoding="utf-8").splitlines() if OWN_CGROUP.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        group = PurePosixPath(path.lstrip("/"))
-        if not controllers:
-            folder, limit, used, prefix = CGROUP, "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):
-            folder, limit, used, prefix = CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-        else:
-            continue
-        for place in (folder / group, *(folder / parent for parent in group.parents)):
-            most, now = _number(place / limit), _number(place / used)
-            if most is not None and now is not None:
-                yield most, now - _cached(place / "memory.stat", prefix)
-
-
-def _number(path: Path) -> int | None:
-    """Returns what a file of a control group says; None where there is none, or it is ``max``."""
-    text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
-    return int(text) if text.isdecimal() else None
-
-
-def _cached(path: Path, prefix: str) -> int:
-    """Returns the bytes of files that the kernel keeps in memory and gives up when it is short; not those of tmpfs."""
-    rows = dict(line.split() for line in path.read_text(encoding="utf-8").splitlines()) if path.is_file() else {}
-    return sum(int(rows.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 
 
 def judge(machine: Machine, subject: Subject) -> Report:

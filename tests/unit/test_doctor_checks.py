@@ -16,6 +16,7 @@ from rl_safe_workers.doctor import children, gpus, machine, ray_cluster, ray_her
 from rl_safe_workers.doctor.check import GIB, MIB, Check, Fact, Report, Subject
 from rl_safe_workers.doctor.probes import Answer, ask
 from rl_safe_workers.findings import Finding, Severity
+from rl_safe_workers.platforms import host_memory
 from rl_safe_workers.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -214,8 +215,8 @@ V2 = ("", "memory.max", "memory.current", "")
 @pytest.fixture
 def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes control groups: each has a limit, and 200 MiB in use, of which the kernel caches 100 and 50 of files."""
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "OWN_CGROUP", tmp_path / "own")
 
     def make(version: tuple[str, str, str, str], path: str, limits: dict[str, str]) -> None:
         top, limit, used, prefix = version

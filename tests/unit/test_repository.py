@@ -163,6 +163,7 @@ OF_HOSTS = {
     "pydantic": ("2.13.4", "2.14.3"),
     "pyyaml": ("6.0.3",),
     "rich": ("15.0.0",),
+    "safetensors": ("0.8.0",),
 }
 """Versions that hosts hold: verl 1dda039b9 and NeMo RL 7ea279abf (uv.lock, 2026-08-22),
 ms-swift 4.6.0 (resolved on 2026-11-23; numpy 1 for its extra eval), and the omegaconf that pip adds to ms-swift."""

@@ -35,16 +35,19 @@ from rl_safe_workers.checkpoint.save.holdings import Holdings, find_mismatch, pl
 from rl_safe_workers.checkpoint.save.manifest_making import check_driver_state, make_manifest
 from rl_safe_workers.checkpoint.save.megatron_native import save_with_megatron
 from rl_safe_workers.checkpoint.save.save_plan import Plan, Replicas, make_plan
+from rl_safe_workers.checkpoint.save.save_start import StartReport, short_of_memory
 from rl_safe_workers.checkpoint.save.staging import Staging
 from rl_safe_workers.checkpoint.save.writer import WrittenFile, write_items
 from rl_safe_workers.checkpoint.state.megatron import serialize_objects, store_common, write_format
 from rl_safe_workers.checkpoint.state.pieces import split
 from rl_safe_workers.checkpoint.state.state import CONTENT_METADATA, sharded_state, state_digest
+from rl_safe_workers.comms.hosts import own_host
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.pending import PendingDecision
 from rl_safe_workers.control.plane import ControlPlane, Operation
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase
+from rl_safe_workers.platforms.host_memory import host_memory
 from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
@@ -132,7 +135,15 @@ class Saver:
         except Exception as error:
             failure = error
         size_bytes = 0 if failure else plan.size_bytes + sum(map(len, serialized))
-        self._agree_to_start(operation, failure, None if failure else plan, size_bytes, directory, timeout)
+        staged_bytes = self._staging.missing_bytes(plan.size_bytes) if background and not failure else 0
+        start = StartReport(
+            digest="" if failure else plan.digest,
+            size_bytes=size_bytes,
+            host=own_host(),
+            staged_bytes=staged_bytes,
+            free_memory_bytes=host_memory().free_bytes if staged_bytes else 0,
+        )
+        self._agree_to_start(operation, failure, None if failure else plan, start, directory, timeout)
         if not directory.is_dir():
             failure = CheckpointError(f"training rank {self._rank} does not see {directory}: is it shared storage?")
         data = [shard.data for shard in parts.tensors]
@@ -218,16 +229,15 @@ class Saver:
         operation: Operation,
         failure: Exception | None,
         plan: Plan | None,
-        size_bytes: int,
+        report: StartReport,
         directory: Path,
         timeout: timedelta,
     ) -> None:
-        report = [plan.digest if plan else "", size_bytes]
         compare: bool = operation.gathering("start").settle(
             Deadline.after(timeout),
             failure=failure,
-            report=report,
-            decide=lambda reports: self._decide_start(reports, directory),
+            report=asdict(report),
+            decide=lambda reports: self._decide_start([StartReport(**fields) for fields in reports], directory),
             foreign=CheckpointError,
         )
         if compare:
@@ -237,12 +247,14 @@ class Saver:
                 Deadline.after(timeout), report=holdings, decide=self._compare, foreign=CheckpointError
             )
 
-    def _decide_start(self, reports: Sequence[tuple[str, int]], directory: Path) -> bool:
+    def _decide_start(self, reports: Sequence[StartReport], directory: Path) -> bool:
         """Decides on rank 0 whether there is room, and whether holdings have to be compared."""
-        needed, free = sum(size for _, size in reports), shutil.disk_usage(directory).free
+        for warning in short_of_memory(reports):
+            logger.warning("save of %s: %s", directory.parent, warning)
+        needed, free = sum(report.size_bytes for report in reports), shutil.disk_usage(directory).free
         if needed > free:
             raise CheckpointError(f"{needed} bytes to save, {free} free in {directory}: make room there")
-        return [digest for digest, _ in reports] != [digest for digest, _ in self._compared]
+        return [report.digest for report in reports] != [digest for digest, _ in self._compared]
 
     def _compare(self, reports: Sequence[str]) -> None:
         holdings = [Holdings.from_json(report.encode()) for report in reports]

@@ -12,11 +12,20 @@ _ALIGNMENT = 64
 """Bytes; more than any dtype needs."""
 
 
+def _with_spare(size_bytes: int) -> int:
+    """Returns the size of a buffer, a little larger than needed, so that small growth needs no new one."""
+    return size_bytes + size_bytes // 16 + 2**20
+
+
 class Staging:
     """Host memory that is kept from save to save, pinned where there is a GPU."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def missing_bytes(self, size_bytes: int) -> int:
+        """Returns the host memory that a `copy` of this size takes beyond what is kept from earlier saves."""
+        return 0 if self._buffer.nbytes >= size_bytes else _with_spare(size_bytes)
 
     def copy(self, tensors: Iterable[torch.Tensor], size_bytes: int) -> list[torch.Tensor]:
         """Copies tensors into the buffer. They may change as soon as this returns.
@@ -55,5 +64,4 @@ class Staging:
     def _reserve(self, size_bytes: int) -> None:
         if self._buffer.nbytes < size_bytes:
             # What has been copied so far stays in the buffer before, which lives as long as its views.
-            spare = size_bytes // 16 + 2**20
-            self._buffer = host_buffer(size_bytes + spare, pinned=torch.cuda.is_available())
+            self._buffer = host_buffer(_with_spare(size_bytes), pinned=torch.cuda.is_available())

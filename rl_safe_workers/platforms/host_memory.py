@@ -1,0 +1,61 @@
+"""Host memory that processes can still get, within the limits of their container."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Example: ``HostMemory(total_bytes=2**38, free_bytes=2**37)``."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+def host_memory() -> HostMemory:
+    """Returns the memory of this machine, or of the container around this process; blocking for milliseconds."""
+    machine, limits = psutil.virtual_memory(), list(_limits())
+    return HostMemory(
+        total_bytes=min([machine.total, *(limit for limit, _ in limits)]),
+        free_bytes=min([machine.available, *(limit - used for limit, used in limits)]),
+    )
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Yields limit and use of this process's memory, for its control group and each around it, of version 2 or 1.
+
+    A container may see its own group at the top, while its path is the one outside: what is not there is passed over.
+    Without a limit there is ``max``, or in version 1 a number that is larger than any memory.
+    """
+    for line in OWN_CGROUP.read_text(encoding="utf-8").splitlines() if OWN_CGROUP.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        group = PurePosixPath(path.lstrip("/"))
+        if not controllers:
+            folder, limit, used, prefix = CGROUP, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            folder, limit, used, prefix = CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        for place in (folder / group, *(folder / parent for parent in group.parents)):
+            most, now = _number(place / limit), _number(place / used)
+            if most is not None and now is not None:
+                yield most, now - _cached(place / "memory.stat", prefix)
+
+
+def _number(path: Path) -> int | None:
+    """Returns what a file of a control group says; None where there is none, or it is ``max``."""
+    text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    return int(text) if text.isdecimal() else None
+
+
+def _cached(path: Path, prefix: str) -> int:
+    """Returns the bytes of files that the kernel keeps in memory and gives up when it is short; not those of tmpfs."""
+    rows = dict(line.split() for line in path.read_text(encoding="utf-8").splitlines()) if path.is_file() else {}
+    return sum(int(rows.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
