@@ -1,4 +1,4 @@
-"""What the ranks tell rank 0 before a save, and if the copies of a save in the background fit into host memory."""
+"""Reports of the ranks to rank 0 before a save, and if the copies of a save in the background fit into host memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StartReport:
     """
 
     digest: str
-    """Of the rank's holdings."""
+    """The digest of the rank's holdings."""
     size_bytes: int
     """Bytes that it writes."""
     host: str
