@@ -88,15 +88,16 @@ class GroupFamily:
         ranks = tuple(first + offset for offset in self.offsets)
         return ranks if rank in ranks else None
 
-    def fewest_on_a_node(self, nodes: Sequence[int]) -> int:
-        """Returns the smallest number of members that a group has on one node.
+    def members_on_a_node(self, nodes: Sequence[int]) -> tuple[int, int]:
+        """Returns the smallest and the largest number of members that a group has on one node.
 
         Args:
             nodes: As for `crossing`.
         """
         if not self.crossing(nodes):
-            return self.size
-        return min(min(Counter(nodes[rank] for rank in ranks).values()) for ranks in self.all_ranks())
+            return self.size, self.size
+        counts = [count for ranks in self.all_ranks() for count in Counter(nodes[rank] for rank in ranks).values()]
+        return min(counts), max(counts)
 
     def crossing(self, nodes: Sequence[int]) -> int:
         """Returns how many groups have members on more than one node.

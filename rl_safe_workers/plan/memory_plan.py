@@ -1,8 +1,8 @@
 """Device memory that communicators will take on a GPU, three ways: left to their first use, all warmed, and ours.
 
 The model of one communicator is ``topology.memory``'s. Every figure is a range. What is likely, and the upper end,
-connect all that the settings allow, on the rank with most groups. The
-lower end leaves out what is not known to be used.
+connect all that the settings allow, on the rank with most groups. The lower end leaves out what is not known to be
+used.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ def _spans(
     family: GroupFamily, layout: ParallelLayout, *, most: Features, least: Features, nodes: Sequence[int] | None
 ) -> Callable[[int | None, bool], Span]:
     """Returns a function from a limit of channels, and whether the group is warmed whatever it carries, to a range."""
-    near = None if nodes is None else family.fewest_on_a_node(nodes)
+    fewest, largest = (None, None) if nodes is None else family.members_on_a_node(nodes)
 
     def span(limit: int | None, warmed: bool) -> Span:
-        low = _bytes(family, layout, least, limit, warmed=warmed, near=near)
-        return Span.between(low, _bytes(family, layout, most, limit, warmed=warmed, near=near))
+        low = _bytes(family, layout, least, limit, warmed=warmed, near=fewest)
+        return Span.between(low, _bytes(family, layout, most, limit, warmed=warmed, near=largest))
 
     return span
 
