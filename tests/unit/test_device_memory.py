@@ -98,7 +98,7 @@ def test_torchs_cache_is_emptied_only_if_too_little_is_free(
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="rl_safe_workers.platforms.device_memory"):
         make_room(DEVICE, 100, "the communicators")
         make_room(torch.device("cpu"), 100, "the communicators")
     assert len(calls) == len(caplog.records) == emptied
