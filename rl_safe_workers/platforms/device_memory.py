@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from rl_safe_workers.lifecycle import FREE_BYTES, Phase
+from rl_safe_workers.platforms.nvml_memory import process_memory
 
 logger = logging.getLogger(__name__)
 
@@ -121,16 +122,18 @@ def make_room(device: torch.device, needed_bytes: int, what: str) -> None:
 def outside_torch(device: torch.device) -> Callable[[], int] | None:
     """Returns a function for the bytes of used device memory outside torch's allocator; None for a CPU.
 
-    Memory of other processes on the device counts, too. A growth is meaningful only while they are idle.
+    It counts this process alone where `process_memory` can. Elsewhere memory of other processes on the device counts,
+    too, and a growth is meaningful only while they are idle.
     """
     if device.type != "cuda":
         return None
+    of_process = process_memory(device)
 
-    def outside() -> int:
+    def used() -> int:
         free, total = torch.cuda.mem_get_info(device)
-        return int(total - free - torch.cuda.memory_reserved(device))
+        return total - free
 
-    return outside
+    return lambda: int((of_process or used)() - torch.cuda.memory_reserved(device))
 
 
 class DeviceMemory:

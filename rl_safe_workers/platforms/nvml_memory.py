@@ -1,0 +1,67 @@
+"""Device memory of this process alone, as NVML tells it.
+
+NVML lists processes by their ids. In a container it may list those of the machine, or none: the answer is used only
+after it has followed an allocation of ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_PROOF_BYTES = 16 * 2**20
+_PIECE_BYTES = 2 * 2**20
+"""The smallest piece in which CUDA hands out memory."""
+
+
+def process_memory(device: torch.device) -> Callable[[], int] | None:
+    """Returns a function for the bytes of device memory that this process uses; None if NVML does not tell them.
+
+    Args:
+        device: A CUDA device of which this process has a context.
+    """
+    try:
+        read = _reader(device)
+        before = read()
+        with _allocated(device, _PROOF_BYTES):
+            grown = read() - before
+        is_ours = abs(grown - _PROOF_BYTES) < _PIECE_BYTES and abs(read() - before) < _PIECE_BYTES
+    except Exception as error:  # NVML's error classes exist only if it is installed
+        logger.debug("NVML does not tell the memory of this process: %r", error)
+        return None
+    return read if is_ours else None
+
+
+def _reader(device: torch.device) -> Callable[[], int]:
+    import pynvml  # of the wheel nvidia-ml-py, which vLLM brings
+
+    pynvml.nvmlInit()
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+    def read() -> int:
+        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        (used,) = (process.usedGpuMemory for process in listed if process.pid == os.getpid())
+        return int(used)
+
+    return read
+
+
+@contextmanager
+def _allocated(device: torch.device, size: int) -> Iterator[None]:
+    """Holds device memory that torch's allocator does not know: it might serve the request from its cache."""
+    driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
+    with torch.cuda.device(device):
+        if code := driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)):
+            raise MemoryError(f"cuMemAlloc returned {code}")
+        try:
+            yield
+        finally:
+            driver.cuMemFree_v2(address)
