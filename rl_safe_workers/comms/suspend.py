@@ -1,7 +1,6 @@
-"""Where NCCL can give a communicator's memory back and keep its connections, that is used instead of a release.
+"""Suspends all communicators of a training rank before a rollout, and resumes them after it.
 
-``backend.suspend()`` and ``resume()`` of torch since 2.12 (pytorch 176300) call ``ncclCommSuspend``, of NCCL since
-2.29.7, which needs memory that NCCL has mapped itself (cuMem). Both are collective over the communicator.
+It is used where NCCL can do that (`nccl_suspend`), in place of a release.
 """
 
 from __future__ import annotations
@@ -11,35 +10,29 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Backend
+import torch.distributed as dist
 
-from rl_safe_workers import env
+from rl_safe_workers.comms import nccl_suspend
 from rl_safe_workers.comms.live_groups import LiveGroup, live_groups
-from rl_safe_workers.control.bounded import within
+from rl_safe_workers.control.bounded import failure_of, in_background, within
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.control.supervision import Supervision
+from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
 
-NEEDED_NCCL = (2, 29, 7)
 _DRAIN_SHARE = 0.8
 """Share of the timeout, to drain the GPU's queue. A rank that needs longer tells the others before they give up."""
-
-
-def can_suspend(device: torch.device) -> bool:
-    """Returns True if communicators of a device can be suspended by this torch and NCCL, as this process is set up."""
-    if device.type != "cuda" or not hasattr(Backend, "suspend") or env.nccl_cumem_is_off():
-        return False
-    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return tuple(version) >= NEEDED_NCCL
+_PROOF_ELEMENTS = 4096
 
 
 class Suspension:
-    """Suspends and resumes the communicators of one training rank, always the same ones in the same order."""
+    """Suspends and resumes the communicators of one training rank, always the same ones."""
 
     def __init__(self, control: ControlPlane, *, device: torch.device) -> None:
         """Suspends nothing yet.
@@ -51,6 +44,47 @@ class Suspension:
         self._control, self._device = control, device
         self._planned: list[LiveGroup] = []
         self._suspended: set[str] = set()
+
+    def prove(self, *, timeout: timedelta) -> bool:
+        """Suspends and resumes the default group alone, between two equal sums. Collective over: the training world.
+
+        Args:
+            timeout: Longest time for all of it.
+
+        Returns:
+            False if NCCL refused on some rank. Then the communicators are as before.
+
+        Raises:
+            CommunicatorError: On every rank, if the second sum differs, or fails.
+            PhaseTimeoutError: On every rank, if one does not come in time; names it.
+        """
+        world = next(iter(live_groups()))
+        before = self._sum(world, "sum before suspend", timeout)
+        try:
+            self.suspend(lambda group: group.group is world.group, timeout=timeout)
+            refusal = None
+        except PhaseTimeoutError:
+            raise
+        except CommunicatorError as error:
+            refusal = error
+        self.resume(timeout=timeout)
+        if not torch.equal(self._sum(world, "sum after resume", timeout), before):
+            raise CommunicatorError(f"{world}: an all_reduce after suspend and resume gave another sum")
+        if refusal is not None:
+            logger.warning("communicators keep their memory: NCCL does not suspend them: %s", refusal)
+        return refusal is None
+
+    def _sum(self, world: LiveGroup, name: str, timeout: timedelta) -> torch.Tensor:
+        values = torch.arange(_PROOF_ELEMENTS, dtype=torch.float32, device=self._device) / (1 + self._control.rank)
+
+        def reduce() -> torch.Tensor:
+            dist.all_reduce(values, group=world.group)
+            return values.cpu()
+
+        work = Supervision(self._control, name, phase=Phase.OFFLOAD, timeout=timeout)
+        found: torch.Tensor = work.part(f"{world} {name}", world.ranks, reduce)
+        work.finish()
+        return found
 
     def suspend(self, connected: Callable[[LiveGroup], bool], *, timeout: timedelta) -> float:
         """Suspends groups. Collective over: the training world. Idempotent.
@@ -83,11 +117,26 @@ class Suspension:
         if method == "suspend" and self._device.type == "cuda":
             work.alone("the wait for its GPU", partial(self._drain, timeout * _DRAIN_SHARE))
         # All members go through all groups, also those of which only some were suspended when one failed.
-        for group in self._planned:
-            work.part(f"{group} {method}", group.ranks, partial(self._change, group, method))
+        everyone = range(self._control.size)
+        work.part(f"the {method} of communicators", everyone, partial(self._change_all, method))
         work.finish()
         logger.info("%s of %d communicators in %.3f s", method, len(self._planned), time.monotonic() - started_s)
         return time.monotonic() - started_s
+
+    def _change_all(self, method: str) -> None:
+        """Changes all groups at once: NCCL waits for the other members of each. Raises the first failure."""
+        ended: SimpleQueue[Exception | None] = SimpleQueue()
+        for group in self._planned:
+            in_background(partial(self._report_change, group, method, ended))
+        for _ in self._planned:
+            if (failure := ended.get()) is not None:
+                raise failure
+
+    def _report_change(self, group: LiveGroup, method: str, ended: SimpleQueue[Exception | None]) -> None:
+        failure = failure_of(partial(self._change, group, method))
+        if failure is not None:
+            failure = CommunicatorError(f"{group}: {failure}")
+        ended.put(failure)
 
     def _drain(self, patience: timedelta) -> None:
         """Waits for the GPU, which nothing else bounds: NCCL suspends no communicator that is in use."""
@@ -97,10 +146,10 @@ class Suspension:
     def _change(self, group: LiveGroup, method: str) -> None:
         name, backend = str(group), _backend(group.group, self._device)
         if method == "suspend":
-            backend.suspend()
+            nccl_suspend.suspend(backend)
             self._suspended.add(name)
         elif name in self._suspended:
-            backend.resume()
+            nccl_suspend.resume(backend)
             self._suspended.remove(name)
 
 

@@ -12,8 +12,6 @@ from rl_safe_workers.doctor.probes import Answer, ask, run_tool
 from rl_safe_workers.findings import Finding, Severity, counted
 
 TORCH_DEADLINE_S, TOOL_DEADLINE_S = 90.0, 15.0
-SUSPENDS_NCCL = (2, 29, 7)
-"""NCCL from which on a communicator can give its memory back; torch offers it since 2.12."""
 FREE_SHARE = 0.9
 """Share of a GPU's memory that should be free; a context and a desktop take less than the rest."""
 _NVLINK = re.compile(r"NV\d+")
@@ -97,10 +95,8 @@ def _devices(devices: Sequence[Mapping[str, Any]]) -> str:
 
 def _nccl(answer: Mapping[str, Any]) -> str:
     version = ".".join(map(str, answer["nccl"])) if answer["nccl"] else "none in this torch"
-    if not answer["suspends"]:
-        return f"{version}; it cannot suspend communicators: torch has that since 2.12, this is {answer['torch']}"
-    if tuple(answer["nccl"] or ()) < SUSPENDS_NCCL:
-        return f"{version}; it cannot suspend communicators: NCCL has that since 2.29.7"
+    if reason := answer["suspends_not"]:
+        return f"{version}; it cannot suspend communicators: {reason}"
     return f"{version}; it can suspend communicators, unless NCCL_CUMEM_ENABLE=0"
 
 

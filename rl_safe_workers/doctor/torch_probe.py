@@ -15,14 +15,16 @@ def main() -> int:
     """Prints one line of JSON: versions, devices, and which of them can read each other's memory."""
     import torch
 
+    from rl_safe_workers.comms import nccl_suspend
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     answer = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": list(torch.cuda.nccl.version()) if count else None,  # type: ignore[no-untyped-call]
+        "nccl": nccl_suspend.loaded_version() if count else None,
         "nccl_wheels": _nccl_wheels(),
         "nccl_libraries": _mapped_nccl(),
-        "suspends": hasattr(torch._C._distributed_c10d.Backend, "suspend"),
+        "suspends_not": nccl_suspend.why_not(),
         "devices": [_device(torch, index) for index in range(count)],
         "peers": [
             [a == b or bool(torch.cuda.can_device_access_peer(a, b)) for b in range(count)] for a in range(count)

@@ -65,6 +65,11 @@ class CommsPlan:
         """The bytes of device memory that all groups and NCCL's kernels take on a rank."""
         return KERNEL_BYTES + sum(group.bytes for group in self.groups)
 
+    @property
+    def sends_unbatched(self) -> bool:
+        """True if some group carries unbatched sends."""
+        return any(OpClass.UNBATCHED_P2P in group.classes for group in self.groups)
+
     def check_backend(self, backend: str) -> None:
         """Raises CommunicatorError if a backend is unknown, or lacks an op class that a group will carry.
 

@@ -11,7 +11,6 @@ import torch
 
 from rl_safe_workers.checkpoint.folders.manifest import model_fingerprint
 from rl_safe_workers.comms.releasable import register_backend
-from rl_safe_workers.comms.suspend import can_suspend
 from rl_safe_workers.config import ModelConfig, RunConfig
 from rl_safe_workers.lifecycle import Lifecycle, Phase
 from rl_safe_workers.model_files import read_model_json
@@ -93,7 +92,7 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
     def enter_world(self, address: StoreAddress) -> None:
         """Joins the training world in isolated mode."""
         backend = self._platform.BACKEND
-        if self.safe.offloader.releases_comms and not can_suspend(self.device):
+        if self.safe.offloader.releases_comms and not self.safe.offloader.suspends_comms:
             backend = register_backend("nccl" if self.device.type == "cuda" else "gloo")
         self.init_world(address, backend=backend)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from rl_safe_workers.comms.nccl_suspend import can_suspend
 from rl_safe_workers.comms.release import rebuild, release
-from rl_safe_workers.comms.suspend import Suspension, can_suspend
+from rl_safe_workers.comms.suspend import Suspension
 from rl_safe_workers.errors import LifecycleError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms.device_memory import make_room, outside_torch
@@ -117,6 +118,11 @@ class Offloader(Part):
         self._given_up_bytes = 0
         """Device memory that the communicators gave up in the last offload."""
 
+    @property
+    def suspends_comms(self) -> bool:
+        """True if an offload suspends communicators. If it releases them otherwise, their backend must be ours."""
+        return self.releases_comms and can_suspend(self.rank.device, sends_unbatched=self._comms.plan().sends_unbatched)
+
     def before(self, phase: Phase) -> None:
         """Refuses phases that use what is offloaded.
 
@@ -160,7 +166,7 @@ class Offloader(Part):
             CommunicatorError: On every rank, if one failed; names it.
             PhaseTimeoutError: If one does not come in time; names it.
         """
-        if can_suspend(self.rank.device):
+        if self.suspends_comms:
             return self._suspend_comms()
         report = release(
             control=self.rank.control,
@@ -171,15 +177,16 @@ class Offloader(Part):
         return report.freed_bytes
 
     def _suspend_comms(self) -> int:
-        probe = outside_torch(self.rank.device)
-        before = probe() if probe is not None else 0
-        self._open_suspension().suspend(self._comms.is_connected, timeout=self.rank.remaining())
-        return before - probe() if probe is not None else 0
-
-    def _open_suspension(self) -> Suspension:
         if self._suspension is None:
             self._suspension = Suspension(self.rank.control, device=self.rank.device)
-        return self._suspension
+            if not self._suspension.prove(timeout=self.rank.remaining()):
+                self.releases_comms = False
+        if not self.releases_comms:
+            return 0
+        probe = outside_torch(self.rank.device)
+        before = probe() if probe is not None else 0
+        self._suspension.suspend(self._comms.is_connected, timeout=self.rank.remaining())
+        return before - probe() if probe is not None else 0
 
     def rebuild_comms(self) -> None:
         """Makes and connects them again. Collective over: the training world. Part of `onload`, within its phase.
@@ -189,8 +196,8 @@ class Offloader(Part):
             PhaseTimeoutError: As `release_comms`.
         """
         make_room(self.rank.device, self._given_up_bytes, "the communicators")
-        if can_suspend(self.rank.device):
-            self._open_suspension().resume(timeout=self.rank.remaining())
+        if self._suspension is not None:
+            self._suspension.resume(timeout=self.rank.remaining())
             return
         rebuild(
             control=self.rank.control,

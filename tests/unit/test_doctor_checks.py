@@ -419,7 +419,7 @@ def seen(count: int, **change: Any) -> Answer:
         "nccl": [2, 28, 9],
         "nccl_wheels": {"nvidia-nccl-cu13": "2.28.9"},
         "nccl_libraries": [NCCL_OF_THE_WHEEL],
-        "suspends": False,
+        "suspends_not": "NCCL has that since 2.29.7",
         "devices": [device] * count,
         "peers": [[True] * count] * count,
     }
@@ -475,9 +475,8 @@ def test_gpus_without_peer_access_or_nvlink_are_slower() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({}, "torch has that since 2.12"),
-        ({"suspends": True}, "NCCL has that since 2.29.7"),
-        ({"suspends": True, "nccl": [2, 29, 7]}, "2.29.7; it can suspend"),
+        ({}, "2.28.9; it cannot suspend communicators: NCCL has that since 2.29.7"),
+        ({"suspends_not": "", "nccl": [2, 29, 7]}, "2.29.7; it can suspend"),
     ],
 )
 def test_it_is_said_whether_communicators_can_be_suspended(change: dict[str, Any], said: str) -> None:
