@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from benchmarks.comms import DROPS, OURS, RELEASES
 from benchmarks.comms_peers import WARMUPS
 from benchmarks.forks import run_jobs_of_rank
+from rl_safe_workers.comms import nccl_suspend
 from rl_safe_workers.comms.trace import CollectiveTrace
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms.cuda import make_deterministic
@@ -30,7 +32,6 @@ from rl_safe_workers.trainer.batch import SequenceBatch
 from rl_safe_workers.trainer.trainer_worker import TrainerWorker
 from rl_safe_workers.worlds.address import StoreAddress
 
-OURS, RELEASES = "ours", "ours, releasing"
 FIRST_STEPS = 3
 TIMED_STEPS = {OURS: 30, "nothing": 30}
 """Steps differ by their communicators' limits alone: those of the budget, and NCCL's own."""
@@ -47,7 +48,7 @@ class Job:
     """
 
     warmup: str
-    """`OURS`, `RELEASES`, or one of `WARMUPS`."""
+    """`OURS`, `RELEASES`, `DROPS`, or one of `WARMUPS`."""
     recipe: str
     overrides: list[str]
     port: int
@@ -91,7 +92,10 @@ class Taken:
 
 def measure(job: Job, rank: int) -> dict[str, Any]:
     """Warms up, builds, steps; returns bytes and seconds of this rank, and whose the bytes are."""
-    ways = {OURS: [], RELEASES: ["rollout.release_comms=always"]}
+    releasing = ["rollout.release_comms=always"]
+    ways = {OURS: [], RELEASES: releasing, DROPS: releasing}
+    if job.warmup == DROPS:
+        nccl_suspend.why_not = lambda: "not wanted"
     settings = ways.get(job.warmup, ["rl_safe.bootstrap.budget=false"])
     # Steps so small that routing stays as it is, and a step the same work.
     always = ["rl_safe.bootstrap.watch_steps=0", "actor.optim.lr=1e-6"]
@@ -120,7 +124,7 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
         figures = [worker.train(batch, len(batch)) for _ in range(FIRST_STEPS)]
         synchronize(worker.device)
     growth, released = taken.growth(), {}
-    if job.warmup == RELEASES:
+    if job.warmup in (RELEASES, DROPS):
         released = _release_and_rebuild(worker, batch, figures)
     elif job.warmup == OURS:
         figures += [worker.train(batch, len(batch)) for _ in range(CYCLES)]

@@ -85,7 +85,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         report(f"{name}: {json.dumps({'signed_us': round(ours, 1), 'unsigned_us': round(peer, 1)})}")
         rows.append(
             Row(
-                name=f"{name}, signed, dearer by",
+                name=f"{name}: extra processor time with signatures",
                 unit="us",
                 ours=ours - peer,
                 goal=at_most(DEAREST_US),

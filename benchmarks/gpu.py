@@ -257,7 +257,9 @@ def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list
             rates = [found[size] / 2**30 / found[timed] for timed in (ours, peer)]
             rows.append(gpu_row(f"3 B: {name}", "GiB/s", rates[0], at_least(bound), rates[1]))
     rows.append(
-        gpu_row("3 B: blocked by an async save, of a sync one", "s", found["blocked"], at_most(0.1), found["save"])
+        gpu_row(
+            "3 B: blocked by an async save, against a sync save", "s", found["blocked"], at_most(0.1), found["save"]
+        )
     )
     return rows
 

@@ -5,9 +5,11 @@ A plain Megatron training script, with no class of ours: groups, model, optimize
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +22,13 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
+from benchmarks.comms import OURS, on_host
 from benchmarks.comms_peers import WARMUPS
-from benchmarks.comms_ranks import OURS, Taken, synchronize, timed
+from benchmarks.comms_ranks import Taken, synchronize, timed
 from benchmarks.forks import run_jobs_of_rank
 from benchmarks.script import UNLIMITED, Job
-from rl_safe_workers import bootstrap, channel_limits, teardown
+from rl_safe_workers import bootstrap, channel_limits, guard, teardown
+from rl_safe_workers.comms import late
 from rl_safe_workers.models.local_spec import decoder_block_spec
 from rl_safe_workers.platforms import cpu
 from rl_safe_workers.topology.groups import Features
@@ -35,7 +39,7 @@ STEPS, BLOCK_STEPS, MICRO_BATCHES = 4, 10, 4
 def init(job: Job, rank: int) -> None:
     """Makes the groups as the job's way asks for it."""
     if job.apart:
-        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ |= on_host(rank)
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
     limits = None
     if job.way == OURS:
@@ -141,6 +145,26 @@ def train(job: Job, chunk: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
+def gather_of_a_save(rank: int, ranks: int) -> None:
+    """Gathers an object on rank 0 over the default group, as Megatron's asynchronous saves do."""
+    found: list[Any] | None = [None] * ranks if rank == 0 else None
+    dist.gather_object({"rank": rank}, found)
+
+
+@contextmanager
+def late_warnings() -> Iterator[list[str]]:
+    """Yields a list that gets every warning of the late watch in the body."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    watch = logging.getLogger(late.__name__)
+    watch.addHandler(handler)
+    try:
+        yield found
+    finally:
+        watch.removeHandler(handler)
+
+
 def take_turns(job: Job, step: Callable[[], None], device: torch.device) -> list[float]:
     """Times blocks of steps while the other job waits, and waits while it runs; returns the seconds of each block."""
     store = dist.TCPStore("127.0.0.1", job.turns_port, is_master=False)
@@ -182,16 +206,20 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     synchronize(device)
     found: dict[str, Any] = {"warmup_s": time.perf_counter() - started_s, "warm_bytes": taken.growth()}
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    with taken.attributed():
+    with taken.attributed(), late_warnings() as warnings:
         chunk, optimizer = build(job)
         for _ in range(STEPS):
-            train(job, chunk, optimizer)
+            with guard("train", watch_steps=STEPS) if report else nullcontext():
+                train(job, chunk, optimizer)
+        if job.features.get("background_saves"):
+            gather_of_a_save(rank, job.ranks)
         synchronize(device)
     found |= {
         "growth_bytes": taken.growth(),
         "late_bytes": taken.by_collectives,
         "by_group": dict(taken.by_group),
         "predicted_bytes": report.predicted_bytes if report else 0,
+        "named_late": len(warnings),
     }
     if job.turns_port:
         found["block_s"] = take_turns(job, lambda: train(job, chunk, optimizer), device)

@@ -19,6 +19,7 @@ BENCHMARKS: Mapping[str, str] = {
     "gpu": "the main job on 2 or 4 GPUs, and a larger model's sync, steps, offload and saves, against plain ones",
     "comms": "communicators on 2 or 4 GPUs: memory and seconds of the bootstrap, against what others do",
     "script": "a plain Megatron script on 2 GPUs: memory and steps with our functions, against the script alone",
+    "suspend": "communicators that NCCL suspends for a rollout on 2 GPUs, against ones that are made again",
     "exits": "the end of ranks with every communicator alive, on 2 or 4 GPUs, against torch's own",
     "comms_limits": "limits of NCCL's channels on 2 or 4 GPUs: bandwidth and memory of each",
     "installs": "pins of verl, ms-swift and NeMo RL that an installation of the wheel would move",

@@ -28,6 +28,7 @@ def figures(**change: float) -> dict[str, dict[str, float]]:
         "growth_bytes": 500 * MIB,
         "warm_bytes": 400 * MIB,
         "late_bytes": 0,
+        "named_late": 0,
         "predicted_bytes": 400 * MIB,
         "step_ratio": 1.0,
         "step_ratio_low": 0.9,
@@ -42,6 +43,7 @@ def figures(**change: float) -> dict[str, dict[str, float]]:
     [
         ({}, []),
         ({"late_bytes": 2 * MIB}, ["late bytes of communicators"]),
+        ({"named_late": 1}, ["collectives that the late watch names"]),
         ({"predicted_bytes": 500 * MIB}, ["prediction off by"]),
         ({"growth_bytes": 600 * MIB}, ["growth in 4 steps, against nothing"]),
         ({"growth_bytes": 700 * MIB}, ["growth in 4 steps, against nothing", "the same, against every group"]),
