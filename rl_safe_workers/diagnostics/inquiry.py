@@ -253,6 +253,7 @@ class _Inquiry:
             rank.text, rank.source = py_spy(rank.pid, timeout_s=deadline.remaining().total_seconds()), "py-spy"
         if not rank.text:
             rank.source = None
+            self._look_at(rank)  # again: it may have stopped or ended since it was asked
             return
         rank.stack = Stack.parse(rank.text, self._call_frame)
 

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rl_safe_workers.diagnostics import inquiry
 from rl_safe_workers.diagnostics.flight_recorder import Record, Work, works_waited_in
 from rl_safe_workers.diagnostics.hang import Hang, collect_evidence, verdict, wait_of
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks, processes_of_run
@@ -265,13 +266,23 @@ def test_whoever_is_in_a_call_is_missing_where_an_error_names_nobody(start: Star
     assert line.startswith("hang: phase train, the trainers: trainer rank 0 waited in vain; trainer rank 1 is at ")
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stops a process. A busy machine lets it run on for a moment."""
+    process.send_signal(signal.SIGSTOP)
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+
+
+def without_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+
 def test_a_stopped_process_is_reported_in_time(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start(0, "idle")
     process = start(1, "call")
-    process.send_signal(signal.SIGSTOP)
-    # Where there is no py-spy.
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    stop(process)
+    without_py_spy(monkeypatch)
     started_s = time.monotonic()
     line = collect(timeout(), tmp_path)
     assert line is not None
@@ -281,6 +292,26 @@ def test_a_stopped_process_is_reported_in_time(start: Start, tmp_path: Path, mon
     assert (tmp_path / "hang" / "stack_trainer_1.txt").read_text() == "no stack: the process is stopped\n"
     assert evidence(tmp_path)["actors"][1]["status"] == "stopped"
     assert process.poll() is None
+
+
+def test_a_process_that_stops_after_the_first_look_is_said_to_be_stopped(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = start(1, "call")
+    stop(process)
+    without_py_spy(monkeypatch)
+    look, looks = inquiry._Inquiry._look_at, []
+
+    def look_at(self: inquiry._Inquiry, rank: RankProcess) -> None:
+        look(self, rank)
+        looks.append(rank)
+        if len(looks) == 1:
+            rank.status = psutil.STATUS_RUNNING
+
+    monkeypatch.setattr(inquiry._Inquiry, "_look_at", look_at)
+    line = collect(timeout(), tmp_path, patience_s=4.0)
+    assert line is not None
+    assert "; trainer rank 1 gives no stack, stopped" in line
 
 
 def test_a_rank_without_a_process_here_is_said_to_have_none(tmp_path: Path) -> None:
