@@ -14,14 +14,16 @@ class MachineFault(StrEnum):
     FULL_DISK = "the disk is full in the middle of a save"
     FULL_DISK_IN_BACKGROUND = "the same, of a save in the background"
     FULL_OUTPUT = "the disk of the run's folder is full when the first metrics are written"
-    STOPPED_TRAINER = "a trainer is stopped (SIGSTOP) in its phase, and continued after the verdict"
+    STOPPED_TRAINER = (
+        "a trainer is stopped (SIGSTOP) in its phase, and continued after the driver has named the hung rank"
+    )
     STOPPED_ENGINE = "the same, of a rollout engine"
     STOPPED_IDLE_TRAINER = "the same, of a trainer that waits for the engines"
     STOPPED_IDLE_ENGINE = "the same, of an engine that waits for the trainers"
     STOPPED_AND_STARTED_AGAIN = "a trainer is stopped in a save, and the run may start again"
     CLOCK_FORWARD_AND_BACK = "the wall clock jumps an hour forward, and two back"
     CLOCK_BACK_AND_FORWARD = "the wall clock jumps an hour back, and two forward"
-    BARE = "`HOME` cannot be written, the locale is ASCII, and 256 files may be open"
+    BARE = "`HOME` cannot be written, the locale is ASCII, and at most 256 files can be open at once"
     FULL_TEMP = "`TMPDIR` is full"
     TEMP_FILLS_UP = "`TMPDIR` fills up while the run trains"
     LONG_TEMP = "`TMPDIR` has a path too long for sockets"

@@ -25,7 +25,7 @@ page.
 |---|---|
 | kill | gets SIGKILL inside the phase |
 | raise | raises an exception inside the phase |
-| stall | never goes on, inside the phase |
+| stall | stops inside the phase and never continues |
 | late | comes to the phase {late:.0f} s after its timeout has passed |
 | exit | ends with status 0 on entering the phase, without teardown |
 | kill, restart; raise, restart | the same on entering the phase, with `rl_safe.restarts` |
@@ -43,7 +43,8 @@ come to the same phase again, or to its end if nothing was left to train. Each c
 - With a restart, the run completed. Each step was recorded once, with the reward of the undisturbed run. The last
   checkpoint was the same, too.
 
-`-` is a fault that cannot happen: a rank that takes no part in a phase only waits to be called, so it can only end.
+`-` is a fault that cannot happen. A rank that takes no part in a phase runs none of its code and waits to be called. It
+can be killed or exit, but it cannot raise, stall or be late.
 """
 
 MACHINE_HEADING = "## Faults of the machine"
@@ -54,9 +55,10 @@ MACHINE_HEAD = (
 Each row is a test that passed. The run ended as the row says. No process, no file in `/dev/shm` and no temporary file
 was left. The newest complete checkpoint had the digests of an undisturbed run.
 
-The seconds are from the fault to the end of the run, if the fault ends the run. The bound is {slack:.0f} s. It is
-{short:.0f} s more if a rank is waited for (the timeout of the phase), and another {noticed:.1f} s more if that rank was
-idle: it is first missed in the next phase. `scripts/test --chaos --chaos-again -k machine` runs these tests alone and
+The seconds are from the fault to the end of the run, if the fault ends the run. The bound is {slack:.0f} s. If the
+others have to wait for a rank, it is longer by the timeout of the phase, {short:.0f} s. If that rank was idle, it is
+longer by another {noticed:.1f} s, because nobody misses the rank until the next phase.
+`scripts/test --chaos --chaos-again -k machine` runs these tests alone and
 keeps the rest of the page.
 """
 )

@@ -50,8 +50,8 @@ def test_nothing_outlives_twenty_runs_whose_driver_was_killed(
         left += of_run
     record_property(
         NOTE,
-        f"In {RUNS} more runs, {killed} drivers were killed at a random moment. These runs left {len(left)} processes, "
-        "files in `/dev/shm` and temporary files.",
+        f"In {RUNS} more runs, {killed} drivers were killed at a random moment. Of processes, files in `/dev/shm` "
+        f"and temporary files, these runs left {len(left)}.",
     )
     assert killed > RUNS // 2
     assert left == []
