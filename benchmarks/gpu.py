@@ -28,7 +28,7 @@ from benchmarks.table import Goal, Row, at_least, at_most, machine_in_words
 from rl_safe_workers import env
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
 from rl_safe_workers.config import SeededModelConfig
-from rl_safe_workers.driver import metrics as names
+from rl_safe_workers.driver.outputs import metrics as names
 from rl_safe_workers.driver.run import with_absolute_paths
 from rl_safe_workers.errors import ResourceError, RunError
 from rl_safe_workers.lifecycle import FREE_BYTES, Phase

@@ -29,7 +29,7 @@ from benchmarks.gpu import CHECKPOINT
 from rl_safe_workers.checkpoint.folders.manifest import model_fingerprint
 from rl_safe_workers.checkpoint.state.state import state_digest
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.driver.preflight import layout_of
+from rl_safe_workers.driver.inputs.preflight import layout_of
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.pinned import host_buffer
 from rl_safe_workers.rollout.protocol import WeightSpec

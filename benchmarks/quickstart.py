@@ -18,9 +18,9 @@ from typing import Any
 
 import rl_safe_workers
 from benchmarks.table import Goal, Relation, Row, machine_in_words
-from rl_safe_workers.driver import metrics as names
-from rl_safe_workers.driver.console import GIB
-from rl_safe_workers.driver.process_memory import MemorySampler
+from rl_safe_workers.driver.outputs import metrics as names
+from rl_safe_workers.driver.outputs.console import GIB
+from rl_safe_workers.driver.outputs.process_memory import MemorySampler
 from rl_safe_workers.errors import ConfigError, RunError
 from rl_safe_workers.own_process import module_command
 from rl_safe_workers.versions import installed_versions

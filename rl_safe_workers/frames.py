@@ -19,7 +19,7 @@ _MACHINERY = (
     "<",
     "rl_safe_workers/control/",
     "rl_safe_workers/diagnostics/",
-    "rl_safe_workers/driver/actors.py",
+    "rl_safe_workers/driver/cluster/actors.py",
 )
 """Path prefixes of frames that do not show where a rank is."""
 

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from rl_safe_workers.cli.terminal import to_path
-from rl_safe_workers.driver.preflight import preflight
+from rl_safe_workers.driver.inputs.preflight import preflight
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.recipe import load_recipe
 
@@ -84,7 +84,7 @@ def _live(subject: Subject) -> Live:
     from contextlib import redirect_stdout
 
     from rl_safe_workers.doctor.live import try_live
-    from rl_safe_workers.driver.console import RunConsole
+    from rl_safe_workers.driver.outputs.console import RunConsole
     from rl_safe_workers.plain_console import PlainConsole
 
     # Stdout is for what was found; Ray writes there when a worker dies.

@@ -7,7 +7,7 @@ import math
 import os
 
 from rl_safe_workers.config import ClusterConfig
-from rl_safe_workers.driver.preflight import preflight
+from rl_safe_workers.driver.inputs.preflight import preflight
 from rl_safe_workers.recipe import LOCAL_RAY, load_recipe, ray_address
 
 

@@ -22,7 +22,7 @@ from rl_safe_workers.checkpoint.folders.manifest import Manifest, check_fingerpr
 from rl_safe_workers.checkpoint.ranges import Ranges, materialise, sizes_of
 from rl_safe_workers.cli.terminal import to_path
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.driver.preflight import layout_of
+from rl_safe_workers.driver.inputs.preflight import layout_of
 from rl_safe_workers.errors import ConfigError, Raised, RankError, RlSafeError, RunError, UsageError
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import unix_now

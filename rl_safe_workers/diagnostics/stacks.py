@@ -25,7 +25,7 @@ _CONTROL = ("rl_safe_workers/control/plane.py", "rl_safe_workers/control/board.p
 class CallFrame(NamedTuple):
     """The function in which the processes of a host run what they are told to.
 
-    Example: ``CallFrame("rl_safe_workers/driver/actors.py", "call")``
+    Example: ``CallFrame("rl_safe_workers/driver/cluster/actors.py", "call")``
     """
 
     file: str

@@ -14,7 +14,7 @@ from rl_safe_workers.findings import Finding, Severity, counted
 from rl_safe_workers.ranks import format_ranks
 
 if TYPE_CHECKING:
-    from rl_safe_workers.driver.console import RunConsole
+    from rl_safe_workers.driver.outputs.console import RunConsole
 
 logger = logging.getLogger(__name__)
 

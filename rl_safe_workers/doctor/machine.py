@@ -17,7 +17,7 @@ from rl_safe_workers.platforms.host_memory import host_memory
 SHARED_MEMORY = Path("/dev/shm")
 RDMA = Path("/sys/class/infiniband")
 LOCAL_OBJECT_STORE_BYTES = 256 * MIB
-"""Ray's shared memory in a run of ours, as ``driver.cluster`` sets it."""
+"""Ray's shared memory in a run of ours, as ``driver/cluster/cluster.py`` sets it."""
 STORE_SHARE, STORE_SHARED_SHARE = 0.3, 0.95
 """Default share of a node's free memory that Ray takes, and its largest share of free ``/dev/shm``."""
 STORE_BYTES, STORE_MOST_BYTES = 10**10, 200 * 10**9
@@ -89,7 +89,7 @@ def _cpus(machine: Machine, subject: Subject) -> Iterator[Finding]:
             severity=Severity.STOPS,
             text=f"the run asks for {subject.cpus:g} CPUs, and this process may use {machine.cpus}",
             since="always",
-            evidence=("driver/preflight.py",),
+            evidence=("driver/inputs/preflight.py",),
             avoid="cluster.cpus_per_trainer, cluster.cpus_per_rollout, cluster.num_trainers or cluster.num_rollouts",
         )
 

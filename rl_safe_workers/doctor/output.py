@@ -25,7 +25,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     console.width = max(console.width, _NARROW) if not console.is_terminal else console.width
     console.print(_facts(diagnosis))
     if diagnosis.live is not None and diagnosis.live.ledgers:
-        from rl_safe_workers.driver.ledger import ledger_table
+        from rl_safe_workers.driver.outputs.ledger import ledger_table
 
         console.print()
         console.print(ledger_table(diagnosis.live.ledgers[0]))

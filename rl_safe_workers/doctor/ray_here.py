@@ -97,7 +97,7 @@ def _loopback(start: Start) -> Iterator[Finding]:
             severity=Severity.STOPS,
             text=f"Ray does not start: nothing can listen on {LOOPBACK} ({start.loopback})",
             since="always",
-            evidence=("driver/cluster.py",),
+            evidence=("driver/cluster/cluster.py",),
             avoid="bring the interface lo up: ip link set lo up",
         )
 

@@ -22,10 +22,10 @@ from rl_safe_workers.checkpoint.folders.lock import check_lock
 from rl_safe_workers.checkpoint.folders.manifest import model_fingerprint
 from rl_safe_workers.checkpoint.folders.publish import check_export
 from rl_safe_workers.config import Dtype, RunConfig
-from rl_safe_workers.driver.cluster import Cluster
-from rl_safe_workers.driver.console import RunConsole
-from rl_safe_workers.driver.interrupts import Interrupts
-from rl_safe_workers.driver.preflight import layout_of
+from rl_safe_workers.driver.cluster.cluster import Cluster
+from rl_safe_workers.driver.cluster.interrupts import Interrupts
+from rl_safe_workers.driver.inputs.preflight import layout_of
+from rl_safe_workers.driver.outputs.console import RunConsole
 from rl_safe_workers.driver.session import Session
 from rl_safe_workers.errors import (
     CheckpointError,

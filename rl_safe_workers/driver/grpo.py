@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.driver import metrics as names
-from rl_safe_workers.driver.data import Prompt, PromptLoader
-from rl_safe_workers.driver.metrics import PhaseTotal
-from rl_safe_workers.driver.rewards import RewardFunction
+from rl_safe_workers.driver.inputs.data import Prompt, PromptLoader
+from rl_safe_workers.driver.inputs.rewards import RewardFunction
+from rl_safe_workers.driver.outputs import metrics as names
+from rl_safe_workers.driver.outputs.metrics import PhaseTotal
 from rl_safe_workers.driver.session import Session
 from rl_safe_workers.errors import DivergedError, LogprobGapError
 from rl_safe_workers.lifecycle import Phase

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.driver.cluster import Cluster
-from rl_safe_workers.driver.console import RunConsole
-from rl_safe_workers.driver.interrupts import Interrupts
+from rl_safe_workers.driver.cluster.cluster import Cluster
+from rl_safe_workers.driver.cluster.interrupts import Interrupts
+from rl_safe_workers.driver.outputs.console import RunConsole
 from rl_safe_workers.driver.session import Session
 from rl_safe_workers.errors import RunError
 

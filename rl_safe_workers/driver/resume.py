@@ -18,7 +18,7 @@ from rl_safe_workers.checkpoint.folders.manifest import (
 )
 from rl_safe_workers.checkpoint.folders.retention import check_places, warn_once
 from rl_safe_workers.config import ResumeMode, TrainerConfig
-from rl_safe_workers.driver.data import check_position
+from rl_safe_workers.driver.inputs.data import check_position
 from rl_safe_workers.errors import CheckpointError, ConfigError
 from rl_safe_workers.foreign_files import printable
 

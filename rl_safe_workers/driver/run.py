@@ -24,18 +24,26 @@ from rl_safe_workers.checkpoint.folders.claim import RUN_LOCK, claimed
 from rl_safe_workers.checkpoint.folders.manifest import complete_checkpoints, last_serial
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.control.deadline import attempt
-from rl_safe_workers.driver import metrics as names
-from rl_safe_workers.driver.cluster import Cluster
-from rl_safe_workers.driver.console import GIB, RunConsole
-from rl_safe_workers.driver.data import PromptDataset, PromptLoader
+from rl_safe_workers.driver.cluster.cluster import Cluster
+from rl_safe_workers.driver.cluster.interrupts import SLICE_S, Interrupts
 from rl_safe_workers.driver.grpo import GrpoLoop
-from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
-from rl_safe_workers.driver.ledger import export_ledger, late_metrics, ledger_metrics, ledger_table, write_ledger
-from rl_safe_workers.driver.metrics import MetricsLog, PhaseTotal
-from rl_safe_workers.driver.phase_trace import write_trace
-from rl_safe_workers.driver.preflight import layout_of
-from rl_safe_workers.driver.process_memory import MemorySampler
-from rl_safe_workers.driver.prompt_lengths import check_prompt_lengths
+from rl_safe_workers.driver.inputs.data import PromptDataset, PromptLoader
+from rl_safe_workers.driver.inputs.preflight import layout_of
+from rl_safe_workers.driver.inputs.prompt_lengths import check_prompt_lengths
+from rl_safe_workers.driver.inputs.rewards import resolve_reward
+from rl_safe_workers.driver.outputs import metrics as names
+from rl_safe_workers.driver.outputs.console import GIB, RunConsole
+from rl_safe_workers.driver.outputs.ledger import (
+    export_ledger,
+    late_metrics,
+    ledger_metrics,
+    ledger_table,
+    write_ledger,
+)
+from rl_safe_workers.driver.outputs.metrics import MetricsLog, PhaseTotal
+from rl_safe_workers.driver.outputs.phase_trace import write_trace
+from rl_safe_workers.driver.outputs.process_memory import MemorySampler
+from rl_safe_workers.driver.outputs.run_report import write_report
 from rl_safe_workers.driver.resume import (
     ResumePoint,
     check_resume_point,
@@ -44,8 +52,6 @@ from rl_safe_workers.driver.resume import (
     find_resume_point,
     newest_since,
 )
-from rl_safe_workers.driver.rewards import resolve_reward
-from rl_safe_workers.driver.run_report import write_report
 from rl_safe_workers.driver.session import Session
 from rl_safe_workers.errors import (
     Awaited,

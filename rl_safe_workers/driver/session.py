@@ -12,14 +12,14 @@ from rl_safe_workers.comms.report import BootstrapReport, LateAllocation
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError, run_bounded
 from rl_safe_workers.diagnostics.vitals import Vitals
-from rl_safe_workers.driver.actor_group import ActorRef, PendingCalls, died, gather, is_dead, start_calls
-from rl_safe_workers.driver.actors import NODE_IP
-from rl_safe_workers.driver.cluster import Cluster
-from rl_safe_workers.driver.console import RunConsole
-from rl_safe_workers.driver.interrupts import SLICE_S, Interrupts
-from rl_safe_workers.driver.joining import LOOPBACK
-from rl_safe_workers.driver.metrics import PhaseTotal
-from rl_safe_workers.driver.node_check import marker
+from rl_safe_workers.driver.cluster.actor_group import ActorRef, PendingCalls, died, gather, is_dead, start_calls
+from rl_safe_workers.driver.cluster.actors import NODE_IP
+from rl_safe_workers.driver.cluster.cluster import Cluster
+from rl_safe_workers.driver.cluster.interrupts import SLICE_S, Interrupts
+from rl_safe_workers.driver.cluster.joining import LOOPBACK
+from rl_safe_workers.driver.cluster.node_check import marker
+from rl_safe_workers.driver.outputs.console import RunConsole
+from rl_safe_workers.driver.outputs.metrics import PhaseTotal
 from rl_safe_workers.errors import Awaited, Died, Interrupted, NodeLostError, PhaseTimeoutError, RankError, RunError
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, unix_now
 from rl_safe_workers.rollout.protocol import WeightSpec

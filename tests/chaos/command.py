@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 from rl_safe_workers.cli.main import main
-from rl_safe_workers.driver import cluster
-from rl_safe_workers.driver.actors import ActorShell, RolloutActor, TrainerActor
+from rl_safe_workers.driver.cluster import cluster
+from rl_safe_workers.driver.cluster.actors import ActorShell, RolloutActor, TrainerActor
 from tests.chaos.plan import VARIABLE, from_json
 
 

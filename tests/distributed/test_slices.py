@@ -19,7 +19,7 @@ from rl_safe_workers.checkpoint.format.index import CheckpointIndex, read_index
 from rl_safe_workers.cli import slices_command
 from rl_safe_workers.cli.main import main
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.driver.preflight import layout_of
+from rl_safe_workers.driver.inputs.preflight import layout_of
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed import reference

@@ -49,7 +49,7 @@ def manifest(directory: str) -> int:
 def resume(root: str, data: str) -> int:
     """Finds the checkpoint that a run resumes from, and goes to its place in the data."""
     from rl_safe_workers.config import ResumeMode, TrainerConfig
-    from rl_safe_workers.driver.data import PromptDataset, PromptLoader
+    from rl_safe_workers.driver.inputs.data import PromptDataset, PromptLoader
     from rl_safe_workers.driver.resume import find_resume_point
     from rl_safe_workers.errors import CheckpointError
 
@@ -169,7 +169,7 @@ def leftovers(temp: str) -> int:
 
 def recipe(path: str, *overrides: str) -> int:
     """Does everything that a run does before it starts anything; what is accepted must survive a round trip."""
-    from rl_safe_workers.driver.preflight import preflight
+    from rl_safe_workers.driver.inputs.preflight import preflight
     from rl_safe_workers.recipe import load_recipe, to_yaml
 
     config = load_recipe(path, overrides)
@@ -187,7 +187,7 @@ def recipe(path: str, *overrides: str) -> int:
 
 def prompts(file: str) -> int:
     """Reads prompts; those that are accepted must be what their types say."""
-    from rl_safe_workers.driver.data import PromptDataset
+    from rl_safe_workers.driver.inputs.data import PromptDataset
 
     dataset = PromptDataset([file])
     for row in range(len(dataset)):
@@ -202,7 +202,7 @@ def shape(directory: str) -> int:
     """Reads a model's sizes, as the preflight does, and its fingerprint."""
     from rl_safe_workers.checkpoint.folders.manifest import model_fingerprint
     from rl_safe_workers.config import ModelConfig
-    from rl_safe_workers.driver.preflight import read_model_shape
+    from rl_safe_workers.driver.inputs.preflight import read_model_shape
 
     found = read_model_shape(ModelConfig(path=directory))
     sizes = (found.num_layers, found.num_attention_heads, found.num_key_value_heads, found.vocab_size)
@@ -263,7 +263,7 @@ WARM: dict[str, tuple[str, ...]] = {
         "rl_safe_workers.checkpoint.audit",
         "rl_safe_workers.checkpoint.folders.lock",
         "rl_safe_workers.checkpoint.folders.publish",
-        "rl_safe_workers.driver.preflight",
+        "rl_safe_workers.driver.inputs.preflight",
         "rl_safe_workers.plan.as_json",
         "rl_safe_workers.plan.hazards",
         "rl_safe_workers.plan.plan",
@@ -272,7 +272,7 @@ WARM: dict[str, tuple[str, ...]] = {
         "rl_safe_workers.reaping.processes",
         "tests.hostile.misdeeds",
     ),
-    "arrow": ("rl_safe_workers.cli.main", "rl_safe_workers.driver.data", "rl_safe_workers.driver.resume"),
+    "arrow": ("rl_safe_workers.cli.main", "rl_safe_workers.driver.inputs.data", "rl_safe_workers.driver.resume"),
     "torch": (
         "rl_safe_workers.cli.main",
         "rl_safe_workers.checkpoint.load.loader",

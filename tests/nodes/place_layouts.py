@@ -18,9 +18,9 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from rl_safe_workers.config import ClusterConfig
-from rl_safe_workers.driver.joining import join_ray
-from rl_safe_workers.driver.nodes import living_nodes
-from rl_safe_workers.driver.reservation import NODE_LABEL, reserve
+from rl_safe_workers.driver.cluster.joining import join_ray
+from rl_safe_workers.driver.cluster.nodes import living_nodes
+from rl_safe_workers.driver.cluster.reservation import NODE_LABEL, reserve
 from rl_safe_workers.errors import LayoutError
 from rl_safe_workers.topology.layout import ParallelLayout, check_layout
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from rl_safe_workers.driver.actor_group import ActorRef
-from rl_safe_workers.driver.actors import Reply
+from rl_safe_workers.driver.cluster.actor_group import ActorRef
+from rl_safe_workers.driver.cluster.actors import Reply
 from rl_safe_workers.errors import Awaited, Cause, PhaseTimeoutError, Raised, RankError
 from rl_safe_workers.lifecycle import Phase, PhaseEvent
 from rl_safe_workers.ranks import Role, trainer_id, trainer_ids

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from ray.exceptions import ObjectLostError, RayActorError
 
-from rl_safe_workers.driver import actor_group
-from rl_safe_workers.driver.actor_group import GRACE_S, SLACK_S, ActorRef, PendingCalls, gather, start_calls
-from rl_safe_workers.driver.actors import Reply
-from rl_safe_workers.driver.interrupts import SLICE_S
+from rl_safe_workers.driver.cluster import actor_group
+from rl_safe_workers.driver.cluster.actor_group import GRACE_S, SLACK_S, ActorRef, PendingCalls, gather, start_calls
+from rl_safe_workers.driver.cluster.actors import Reply
+from rl_safe_workers.driver.cluster.interrupts import SLICE_S
 from rl_safe_workers.errors import Awaited, Died, Interrupted, PhaseTimeoutError, RankError, Repeats, RunError, Victim
 from rl_safe_workers.lifecycle import Phase, PhaseEvent
 from rl_safe_workers.ranks import RankId, Role, trainer_id, trainer_ids

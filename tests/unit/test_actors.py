@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.driver.actors import ActorShell, RolloutActor, TrainerActor
+from rl_safe_workers.driver.cluster.actors import ActorShell, RolloutActor, TrainerActor
 from rl_safe_workers.errors import (
     Awaited,
     Cause,

@@ -16,7 +16,7 @@ from rich.console import Console
 from benchmarks import quickstart
 from benchmarks.table import Goal, Relation, Row, exit_code, machine_in_words, print_table, write_json
 from rl_safe_workers.cli.main import main
-from rl_safe_workers.driver import metrics as names
+from rl_safe_workers.driver.outputs import metrics as names
 
 AT_MOST_75 = Goal(relation=Relation.AT_MOST, bound=75)
 ROW = Row(name="wall", unit="s", ours=60.0, goal=AT_MOST_75, runs=3, machine="2 cores", versions={"torch": "2.13.0"})

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from rl_safe_workers.driver.console import RunConsole, format_step
-from rl_safe_workers.driver.metrics import PhaseTotal
+from rl_safe_workers.driver.outputs.console import RunConsole, format_step
+from rl_safe_workers.driver.outputs.metrics import PhaseTotal
 from rl_safe_workers.plain_console import PlainConsole
 
 METRICS = {

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from rl_safe_workers.driver.data import PromptDataset, PromptLoader
-from rl_safe_workers.driver.prompt_lengths import check_prompt_lengths
-from rl_safe_workers.driver.rewards import CHARACTER_CLASSES
+from rl_safe_workers.driver.inputs.data import PromptDataset, PromptLoader
+from rl_safe_workers.driver.inputs.prompt_lengths import check_prompt_lengths
+from rl_safe_workers.driver.inputs.rewards import CHARACTER_CLASSES
 from rl_safe_workers.errors import DataError, ModelError
 
 Write = Callable[..., Path]

@@ -269,7 +269,7 @@ def test_the_object_store_is_as_large_as_ray_makes_it(monkeypatch: pytest.Monkey
 
 
 def test_ours_and_the_drivers_object_store_are_of_one_size() -> None:
-    from rl_safe_workers.driver.joining import OBJECT_STORE_BYTES
+    from rl_safe_workers.driver.cluster.joining import OBJECT_STORE_BYTES
 
     assert machine.LOCAL_OBJECT_STORE_BYTES == OBJECT_STORE_BYTES
 

@@ -18,7 +18,7 @@ from rl_safe_workers.doctor.live import CODE, Live, facts, failed, try_live
 from rl_safe_workers.doctor.ray_cluster import RAY_CLUSTER
 from rl_safe_workers.doctor.ray_here import RAY_HERE
 from rl_safe_workers.driver import live_bootstrap
-from rl_safe_workers.driver.console import RunConsole
+from rl_safe_workers.driver.outputs.console import RunConsole
 from rl_safe_workers.errors import Awaited, ClusterError, Interrupted, PhaseTimeoutError, Raised, RankError
 from rl_safe_workers.findings import Finding, Severity
 from rl_safe_workers.ranks import trainer_id, trainer_ids

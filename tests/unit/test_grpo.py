@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.driver import metrics as names
-from rl_safe_workers.driver.data import Prompt
 from rl_safe_workers.driver.grpo import GrpoLoop, Metrics
+from rl_safe_workers.driver.inputs.data import Prompt
+from rl_safe_workers.driver.outputs import metrics as names
 from rl_safe_workers.errors import DivergedError, LogprobGapError
 from rl_safe_workers.rollout.protocol import Sample
 from rl_safe_workers.trainer.batch import SequenceBatch

@@ -25,7 +25,7 @@ from rl_safe_workers.diagnostics.flight_recorder import Record, Work, works_wait
 from rl_safe_workers.diagnostics.hang import Hang, collect_evidence, verdict, wait_of
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks, processes_of_run
 from rl_safe_workers.diagnostics.stacks import Stack
-from rl_safe_workers.driver.actors import CALL_FRAME
+from rl_safe_workers.driver.cluster.actors import CALL_FRAME
 from rl_safe_workers.env import actor_env
 from rl_safe_workers.errors import (
     Awaited,
@@ -47,7 +47,7 @@ RUN = uuid.uuid4().hex[:12]
 REPOSITORY = Path(__file__).parents[2]
 ACTOR = """
 import sys, time
-from rl_safe_workers.driver.actors import TrainerActor
+from rl_safe_workers.driver.cluster.actors import TrainerActor
 
 class Worker:
     def train(self):
@@ -70,7 +70,7 @@ Current thread 0x00007f0000000002 (most recent call first):
   File "{site}/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
   File "{site}/torch/distributed/c10d_logger.py", line 81 in wrapper
   File "{site}/megatron/core/optimizer.py", line 12 in step
-  File "{repository}/rl_safe_workers/driver/actors.py", line 78 in call
+  File "{repository}/rl_safe_workers/driver/cluster/actors.py", line 78 in call
   File "{site}/ray/_private/worker.py", line 1069 in main_loop
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation, LedgerEntry
-from rl_safe_workers.driver.ledger import late_metrics, ledger_metrics, ledger_table, write_ledger
+from rl_safe_workers.driver.outputs.ledger import late_metrics, ledger_metrics, ledger_table, write_ledger
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.topology.memory import KERNEL_BYTES
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.driver.metrics import MetricsLog, PhaseTotal
+from rl_safe_workers.driver.outputs.metrics import MetricsLog, PhaseTotal
 from rl_safe_workers.errors import ConfigError
 
 
@@ -106,7 +106,7 @@ def test_tensorboard_that_is_not_installed_is_refused_before_a_file_is_made(tmp_
 
 def test_neither_log_nor_tensorboard_imports_torch(tmp_path) -> None:
     program = (
-        "import sys, pathlib; from rl_safe_workers.driver.metrics import MetricsLog;"
+        "import sys, pathlib; from rl_safe_workers.driver.outputs.metrics import MetricsLog;"
         "log = MetricsLog(pathlib.Path(sys.argv[1]), tensorboard=True); log.log(1, {'a': 1.0}); log.close();"
         "sys.exit('torch' in sys.modules)"
     )

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.driver import node_probe, nodes
-from rl_safe_workers.driver.node_agent import interface_of
-from rl_safe_workers.driver.node_check import compare, marker
-from rl_safe_workers.driver.nodes import Node, _order, living_nodes, lost_among
+from rl_safe_workers.driver.cluster import node_probe, nodes
+from rl_safe_workers.driver.cluster.node_agent import interface_of
+from rl_safe_workers.driver.cluster.node_check import compare, marker
+from rl_safe_workers.driver.cluster.nodes import Node, _order, living_nodes, lost_among
 from rl_safe_workers.errors import ConfigError
 
 CODE = "0123456789ab"

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from rl_safe_workers.driver.phase_trace import trace_events, write_trace
+from rl_safe_workers.driver.outputs.phase_trace import trace_events, write_trace
 from rl_safe_workers.lifecycle import Phase, PhaseEvent
 from rl_safe_workers.ranks import Role
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rl_safe_workers.config import ClusterConfig
-from rl_safe_workers.driver.cluster import GPU_SHARE
-from rl_safe_workers.driver.reservation import bundles
+from rl_safe_workers.driver.cluster.cluster import GPU_SHARE
+from rl_safe_workers.driver.cluster.reservation import bundles
 
 
 def cluster(device: str, *, trainers: int = 2, rollouts: int = 3, colocated: bool = False) -> ClusterConfig:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rl_safe_workers.config import Logger, ResumeMode, RunConfig, SeededModelConfig
-from rl_safe_workers.driver.preflight import layout_of, preflight, read_model_shape
+from rl_safe_workers.driver.inputs.preflight import layout_of, preflight, read_model_shape
 from rl_safe_workers.errors import (
     ConfigError,
     DataError,
@@ -293,7 +293,7 @@ def test_fractions_of_cpus_may_add_up_to_all_of_them(config: RunConfig) -> None:
 
 def test_the_preflight_loads_no_heavy_library() -> None:
     heavy = ("torch", "ray", "transformers", "pyarrow", "megatron", "vllm")
-    code = f"import sys, rl_safe_workers.driver.preflight; print([n for n in {heavy} if n in sys.modules])"
+    code = f"import sys, rl_safe_workers.driver.inputs.preflight; print([n for n in {heavy} if n in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert shown.stdout.strip() == "[]"
 

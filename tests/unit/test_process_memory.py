@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import psutil
 
-from rl_safe_workers.driver import process_memory
-from rl_safe_workers.driver.process_memory import MemorySampler
+from rl_safe_workers.driver.outputs import process_memory
+from rl_safe_workers.driver.outputs.process_memory import MemorySampler
 
 MIB = 2**20
 WAIT = "print('ready', flush=True); sys.stdin.read()"

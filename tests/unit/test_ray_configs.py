@@ -25,8 +25,8 @@ from ray.runtime_env import RuntimeEnv
 
 from rl_safe_workers import __version__, env
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.driver.preflight import preflight
-from rl_safe_workers.driver.reservation import bundles
+from rl_safe_workers.driver.cluster.reservation import bundles
+from rl_safe_workers.driver.inputs.preflight import preflight
 from rl_safe_workers.recipe import load_recipe
 from tests.weights import shapes_of, write_weights
 

@@ -506,7 +506,7 @@ def test_one_module_makes_threads_for_bounded_work() -> None:
         "control/deadline.py",
         "checkpoint/save/writer.py",  # syncs a file beside its writing, and ends with it
         "diagnostics/answering.py",  # answers as long as the process lives
-        "driver/process_memory.py",  # samples memory as long as the run lives
+        "driver/outputs/process_memory.py",  # samples memory as long as the run lives
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl_safe_workers.driver.rewards import CHARACTER_CLASSES, resolve_reward
+from rl_safe_workers.driver.inputs.rewards import CHARACTER_CLASSES, resolve_reward
 from rl_safe_workers.errors import RewardFunctionError
 
 USER_MODULE = """

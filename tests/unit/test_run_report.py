@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.driver.run_report import phase_rows, write_report
+from rl_safe_workers.driver.outputs.run_report import phase_rows, write_report
 from rl_safe_workers.lifecycle import Phase, PhaseEvent
 from rl_safe_workers.ranks import Role
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from rl_safe_workers.compat.ray_tables import free_resources
-from rl_safe_workers.driver.interrupts import SLICE_S
+from rl_safe_workers.driver.cluster.interrupts import SLICE_S
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 

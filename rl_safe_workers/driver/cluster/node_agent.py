@@ -19,7 +19,7 @@ from ray._private import worker as ray_worker
 
 from rl_safe_workers import env
 from rl_safe_workers.diagnostics.inquiry import Answers, ask_ranks, processes_of_run
-from rl_safe_workers.driver.actors import CALL_FRAME
+from rl_safe_workers.driver.cluster.actors import CALL_FRAME
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
 from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
@@ -71,7 +71,7 @@ class NodeAgent:
         return NodePlace(temp_dir=self._temp_dir, hang_dir=hang_dir, interface=interface)
 
     def note_processes(self) -> None:
-        """Records the run's processes on this node for `close`; see `driver.cluster.Cluster.note_processes`."""
+        """Records the run's processes on this node for `close`; see `driver.cluster.cluster.Cluster.note_processes`."""
         self._pids |= {process.pid for process in run_processes(self._run_id, self._node_id)}
         self._guardian.tell(pids=self._pids)
 

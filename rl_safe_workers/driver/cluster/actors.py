@@ -23,7 +23,7 @@ from rl_safe_workers.root_cause import report_of
 NODE_IP = "node_ip"
 """Name of a method of the shell itself. It returns the address of the actor's node in the cluster."""
 
-CALL_FRAME = CallFrame("rl_safe_workers/driver/actors.py", "call")
+CALL_FRAME = CallFrame("rl_safe_workers/driver/cluster/actors.py", "call")
 """The frame of `ActorShell.call`, in which an actor runs the driver's calls."""
 
 

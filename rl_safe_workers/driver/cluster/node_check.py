@@ -15,9 +15,9 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_safe_workers.driver import node_probe
-from rl_safe_workers.driver.interrupts import SLICE_S
-from rl_safe_workers.driver.nodes import LOOK_AT_NODES, Node, await_nodes
+from rl_safe_workers.driver.cluster import node_probe
+from rl_safe_workers.driver.cluster.interrupts import SLICE_S
+from rl_safe_workers.driver.cluster.nodes import LOOK_AT_NODES, Node, await_nodes
 from rl_safe_workers.errors import ClusterError, ConfigError, NodeMismatchError
 from rl_safe_workers.versions import STACK
 

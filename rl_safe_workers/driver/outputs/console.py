@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
-from rl_safe_workers.driver import metrics as names
-from rl_safe_workers.driver.metrics import PhaseTotal
+from rl_safe_workers.driver.outputs import metrics as names
+from rl_safe_workers.driver.outputs.metrics import PhaseTotal
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.plain_console import PlainConsole
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rl_safe_workers.driver.data import Prompt, PromptDataset
+from rl_safe_workers.driver.inputs.data import Prompt, PromptDataset
 from rl_safe_workers.errors import DataError, ModelError, first_line
 from rl_safe_workers.models.hf_directory import TOKENIZER
 

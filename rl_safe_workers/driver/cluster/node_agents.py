@@ -14,8 +14,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_safe_workers.diagnostics.inquiry import Answers
-from rl_safe_workers.driver.node_agent import NodeAgent, NodePlace
-from rl_safe_workers.driver.nodes import NODE_AGENTS, Node, await_nodes
+from rl_safe_workers.driver.cluster.node_agent import NodeAgent, NodePlace
+from rl_safe_workers.driver.cluster.nodes import NODE_AGENTS, Node, await_nodes
 from rl_safe_workers.errors import ClusterError, first_line
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from ray._private.services import canonicalize_bootstrap_address
 from rl_safe_workers import env
 from rl_safe_workers.config import ClusterConfig
 from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError, run_bounded
-from rl_safe_workers.driver.interrupts import SLICE_S
-from rl_safe_workers.driver.nodes import JOINING
+from rl_safe_workers.driver.cluster.interrupts import SLICE_S
+from rl_safe_workers.driver.cluster.nodes import JOINING
 from rl_safe_workers.errors import Awaited, ClusterError, PhaseTimeoutError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.reaping.processes import RAY_FOLDER

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_safe_workers.driver.parquet_rows import read_rows
+from rl_safe_workers.driver.inputs.parquet_rows import read_rows
 from rl_safe_workers.errors import DataError
 from rl_safe_workers.foreign_files import kind_of
 

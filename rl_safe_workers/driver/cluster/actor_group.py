@@ -11,9 +11,9 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from rl_safe_workers.compat.ray_tables import actor_state, actor_table
-from rl_safe_workers.driver.actors import Reply
-from rl_safe_workers.driver.interrupts import SLICE_S
-from rl_safe_workers.driver.nodes import Node
+from rl_safe_workers.driver.cluster.actors import Reply
+from rl_safe_workers.driver.cluster.interrupts import SLICE_S
+from rl_safe_workers.driver.cluster.nodes import Node
 from rl_safe_workers.errors import Awaited, Died, PhaseTimeoutError, RankError, RunError, in_one_line
 from rl_safe_workers.lifecycle import Phase, PhaseEvent, unix_now
 from rl_safe_workers.ranks import RankId, Role

@@ -11,8 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from rl_safe_workers.driver import metrics as names
-from rl_safe_workers.driver.console import GIB
+from rl_safe_workers.driver.outputs import metrics as names
+from rl_safe_workers.driver.outputs.console import GIB
 from rl_safe_workers.lifecycle import FREE_BYTES, Phase, PhaseEvent
 from rl_safe_workers.ranks import Role, format_ranks
 

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from rl_safe_workers.config import ModelConfig, RunConfig, SeededModelConfig
-from rl_safe_workers.driver.rewards import resolve_reward
+from rl_safe_workers.driver.inputs.rewards import resolve_reward
 from rl_safe_workers.errors import ConfigError, DataError, LayoutError, ModelError, ResourceError
 from rl_safe_workers.models.hf_directory import check_tokenizer, read_hf_directory
 from rl_safe_workers.models.seeded import MAX_POSITIONS, VOCAB_SIZE

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rl_safe_workers.config import ClusterConfig
-from rl_safe_workers.driver.interrupts import SLICE_S
-from rl_safe_workers.driver.nodes import Node, living_nodes
+from rl_safe_workers.driver.cluster.interrupts import SLICE_S
+from rl_safe_workers.driver.cluster.nodes import Node, living_nodes
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, ResourceError
 from rl_safe_workers.findings import counted
 from rl_safe_workers.lifecycle import Phase

@@ -22,16 +22,16 @@ from rl_safe_workers.control.deadline import attempt
 from rl_safe_workers.diagnostics.answering import read_place
 from rl_safe_workers.diagnostics.hang import collect_evidence
 from rl_safe_workers.diagnostics.inquiry import Answers, ask_ranks, processes_of_run
-from rl_safe_workers.driver.actor_group import ActorRef, listed_actors
-from rl_safe_workers.driver.actors import CALL_FRAME, RolloutActor, TrainerActor
-from rl_safe_workers.driver.interrupts import Interrupts
-from rl_safe_workers.driver.joining import join_ray, start_ray
-from rl_safe_workers.driver.node_agent import NodePlace
-from rl_safe_workers.driver.node_agents import NodeAgents
-from rl_safe_workers.driver.node_check import check_nodes
-from rl_safe_workers.driver.nodes import Node, lost_among
-from rl_safe_workers.driver.preflight import layout_of
-from rl_safe_workers.driver.reservation import Reservation, reserve
+from rl_safe_workers.driver.cluster.actor_group import ActorRef, listed_actors
+from rl_safe_workers.driver.cluster.actors import CALL_FRAME, RolloutActor, TrainerActor
+from rl_safe_workers.driver.cluster.interrupts import Interrupts
+from rl_safe_workers.driver.cluster.joining import join_ray, start_ray
+from rl_safe_workers.driver.cluster.node_agent import NodePlace
+from rl_safe_workers.driver.cluster.node_agents import NodeAgents
+from rl_safe_workers.driver.cluster.node_check import check_nodes
+from rl_safe_workers.driver.cluster.nodes import Node, lost_among
+from rl_safe_workers.driver.cluster.reservation import Reservation, reserve
+from rl_safe_workers.driver.inputs.preflight import layout_of
 from rl_safe_workers.errors import Died, PhaseTimeoutError, RankError
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.guardian import Guardian
