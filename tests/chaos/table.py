@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -85,9 +86,9 @@ def render(results: Mapping[Case, float | None], notes: Sequence[str]) -> str:
             for phase, role, rank in rows
         ),
         "",
-        f"{sum(s is not None for s in results.values())} of {len(results)} cases passed. {' '.join(notes)}",
+        _wrap(f"{sum(s is not None for s in results.values())} of {len(results)} cases passed. {' '.join(notes)}"),
         "",
-        _machine(),
+        _wrap(_machine()),
     ]
     return "\n".join(lines) + "\n"
 
@@ -107,13 +108,17 @@ def render_machine(results: Mapping[str, float | None]) -> str:
         "",
         f"{sum(s is not None for s in results.values())} of {len(results)} cases passed.",
         "",
-        _machine(),
+        _wrap(_machine()),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _wrap(paragraph: str) -> str:
+    return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _machine() -> str:
