@@ -1,6 +1,7 @@
 """Measures the bandwidth and the memory that a limit of CTAs costs each kind of collective: the budget's reasons.
 
 Needs four GPUs, or two for groups of two. Groups of two and of four ranks, each rank in one; the figures are of rank 0.
+With ``RL_SAFE_BENCH_HOSTS=apart``, NCCL believes that each rank is on a host of its own, reached over sockets.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comms import run_processes
+from benchmarks.comms import HOSTS, run_processes
 from benchmarks.gpu import count_gpus, gpu_row
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers.errors import ResourceError
@@ -68,7 +69,7 @@ def rows(records: Sequence[Mapping[str, Any]]) -> list[Row]:
                 key=lambda found: found[1],
             )
             gib = mib / 1024 / seconds[_message(name, mib)]
-            stages = size == 2 and name == COLLECTIVES[-1] and limit == BUDGET[Traffic.STAGES]
+            stages = size == 2 and name == COLLECTIVES[-1] and limit == BUDGET[Traffic.STAGES] and HOSTS == "one"
             made.append(
                 gpu_row(
                     f"{size} ranks, {limit} CTAs: {name} of {mib} MiB",
@@ -100,4 +101,5 @@ def _message(name: str, mib: int) -> str:
 
 def _predicted(record: Mapping[str, Any]) -> int:
     neighbour = Links(pairs=1, exchanges=1)
-    return sum(costs(CLASSES, size=record["size"], max_ctas=record["max_ctas"], links=neighbour))
+    near = 1 if HOSTS == "apart" else None
+    return sum(costs(CLASSES, size=record["size"], max_ctas=record["max_ctas"], links=neighbour, near=near))

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.comms import EVERY, MIB, NOTHING, OURS, run_jobs
+from benchmarks.comms import EVERY, HOSTS, MIB, NOTHING, OURS, run_jobs
 from benchmarks.gpu import count_gpus, gpu_row
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers.errors import ResourceError
@@ -36,8 +36,6 @@ IN_TURNS = (NOTHING, OURS)
 """Ways whose steps are compared."""
 BLOCKS = 10
 LAYERS = os.environ.get("RL_SAFE_BENCH_LAYERS", "local")
-HOSTS = os.environ.get("RL_SAFE_BENCH_HOSTS", "one")
-"""``one``, ``apart`` or ``two``."""
 HIDDEN, TOKENS = 1024, 4096
 JOB_S, TURNS_S = 90.0, 300.0
 
