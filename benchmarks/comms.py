@@ -49,8 +49,7 @@ _FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Megatron asks for CUDA on import. Asked without NVML, CUDA works in no child of that process."""
 MODULE = "benchmarks.comms_ranks"
 HOSTS = os.environ.get("RL_SAFE_BENCH_HOSTS", "one")
-"""The hosts that NCCL sees in some benchmarks: ``one``; ``two`` of two ranks each, which share the GPUs; or one for each
-rank, ``apart``."""
+"""The hosts that NCCL sees in some benchmarks: ``one``, ``two`` of two ranks each, or one for each rank (``apart``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
