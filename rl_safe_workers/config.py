@@ -1,8 +1,8 @@
 """The configuration of a run: every key with its type, its range and its default, and the rules between keys.
 
-Keys follow the names that verl's users know; the node ``rl_safe`` holds what every host framework shares. A rule
-stands in the smallest section that holds all of its keys. Rules that need the model, the data or the machine are the
-preflight's.
+Keys follow the names that verl's users know. Every host framework takes the nodes ``rl_safe.bootstrap`` and
+``rl_safe.timeouts``; the rest of ``rl_safe`` is the built-in trainer's. A rule stands in the smallest section that
+holds all of its keys. Rules that need the model, the data or the machine are the preflight's.
 """
 
 from __future__ import annotations
