@@ -24,6 +24,8 @@ _PIECE_BYTES = 2 * 2**20
 def process_memory(device: torch.device) -> Callable[[], int] | None:
     """Returns a function for the bytes of device memory that this process uses; None if NVML does not tell them.
 
+    If NVML fails later, the function returns the last figure: no run ends over a figure.
+
     Args:
         device: A CUDA device of which this process has a context.
     """
@@ -36,7 +38,21 @@ def process_memory(device: torch.device) -> Callable[[], int] | None:
     except Exception as error:  # NVML's error classes exist only if it is installed
         logger.debug("NVML does not tell the memory of this process: %r", error)
         return None
-    return read if is_ours else None
+    return _Steady(read, before) if is_ours else None
+
+
+class _Steady:
+    """Reads a figure, or repeats the last one if it cannot be read."""
+
+    def __init__(self, read: Callable[[], int], last: int) -> None:
+        self._read, self._last = read, last
+
+    def __call__(self) -> int:
+        try:
+            self._last = self._read()
+        except Exception as error:  # see above
+            logger.debug("NVML does not tell the memory of this process now: %r", error)
+        return self._last
 
 
 def _reader(device: torch.device) -> Callable[[], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -88,3 +88,21 @@ def test_without_nvml_the_whole_device_counts(monkeypatch) -> None:
     put(FakeDevice(listed=os.getpid()), monkeypatch)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml_memory.process_memory(DEVICE) is None
+
+
+def test_if_nvml_fails_later_the_last_figure_is_repeated(monkeypatch) -> None:
+    fake = put(FakeDevice(listed=os.getpid()), monkeypatch)
+    read = process_memory_of_us()
+    fake.used += 8 * MIB
+    assert read() == 608 * MIB
+    fake.listed = None
+    fake.used += 8 * MIB
+    assert read() == 608 * MIB
+    fake.listed = os.getpid()
+    assert read() == 616 * MIB
+
+
+def process_memory_of_us() -> Callable[[], int]:
+    read = nvml_memory.process_memory(DEVICE)
+    assert read is not None
+    return read
