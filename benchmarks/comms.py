@@ -202,7 +202,7 @@ def run_jobs(
     ]
 
 
-def on_host(number: int) -> dict[str, str]:
+def _on_host(number: int) -> dict[str, str]:
     """Returns variables with which NCCL believes that a process is on a host of its own, reached over sockets."""
     return {"NCCL_HOSTID": f"host{number}", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -211,7 +211,7 @@ def run_processes(module: str, arguments: Sequence[str], out: Path, *, ranks: in
     """Runs a module on every rank, with a GPU for each: ``python -m MODULE RANK ARGUMENTS...``.
 
     If there are fewer GPUs than ranks, ranks share GPUs, and NCCL believes that those of one GPU are on different
-    hosts: ranks 0 and 1 on one, and 2 and 3 on another, for two GPUs.
+    hosts: ranks 0 and 1 on one, and 2 and 3 on another, for two GPUs. See `HOSTS`, too.
 
     Args:
         module: Its name.
@@ -225,6 +225,7 @@ def run_processes(module: str, arguments: Sequence[str], out: Path, *, ranks: in
         RunError: If a rank fails, or does not end in time.
     """
     gpus = count_gpus() or ranks
+    ranks_of_host = 1 if HOSTS == "apart" else gpus
     processes = [
         subprocess.Popen(
             module_command(module, str(rank), *arguments),
@@ -233,7 +234,7 @@ def run_processes(module: str, arguments: Sequence[str], out: Path, *, ranks: in
                 **env.actor_env("trainer", out.name, 1.0),
                 **env.DETERMINISTIC,
                 **_FORKS,
-                **(on_host(rank // gpus) if gpus < ranks else {}),
+                **(_on_host(rank // ranks_of_host) if ranks_of_host < ranks else {}),
                 env.CUDA_VISIBLE_DEVICES: str(rank % gpus),
             },
             stdout=subprocess.DEVNULL,

@@ -6,7 +6,6 @@ All ranks form groups of two, then, if there are as many, of four, one after the
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import traceback
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.comms import HOSTS, on_host
 from benchmarks.comms_limits import COLLECTIVES, LIMITS, MESSAGES_MIB, SCALAR, SIZES
 from rl_safe_workers.comms.kernels import loaded_kernels
 from rl_safe_workers.platforms.device_memory import outside_torch
@@ -131,8 +129,6 @@ def _seconds(call: Callable[[], None], *, calls: int) -> float:
 def main() -> None:
     """Runs this rank's part; writes ``OUT/<rank>.json``."""
     rank, ranks, port, out = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    if HOSTS == "apart":
-        os.environ |= on_host(rank)
     torch.cuda.set_device(0)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=WAIT)
     # The barriers of the default group go over gloo: they touch no device.

@@ -104,8 +104,6 @@ class Job:
     hidden: int
     tokens: int
     """Tokens of each sequence."""
-    apart: bool = False
-    """True if NCCL is to believe that every rank is on a host of its own."""
     turns_port: int = 0
     """Port of a store over which two jobs take turns; 0 for a job by itself."""
     place: int = 0
@@ -171,7 +169,6 @@ def run_layout(
             device=device,
             hidden=hidden,
             tokens=tokens,
-            apart=HOSTS == "apart",
         )
         for way, port in zip([*ways, *IN_TURNS], ports, strict=True)
     ]

@@ -6,7 +6,6 @@ A plain Megatron training script, with no class of ours: groups, model, optimize
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,7 +21,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from benchmarks.comms import OURS, on_host
+from benchmarks.comms import OURS
 from benchmarks.comms_peers import WARMUPS
 from benchmarks.comms_ranks import Taken, synchronize, timed
 from benchmarks.forks import run_jobs_of_rank
@@ -38,8 +37,6 @@ STEPS, BLOCK_STEPS, MICRO_BATCHES = 4, 10, 4
 
 def init(job: Job, rank: int) -> None:
     """Makes the groups as the job's way asks for it."""
-    if job.apart:
-        os.environ |= on_host(rank)
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
     limits = None
     if job.way == OURS:
