@@ -52,7 +52,7 @@ def why_not() -> str:
 
 @cache
 def loaded_version() -> tuple[int, ...] | None:
-    """Returns the version of the NCCL that this process has loaded; None if there is none.
+    """Returns the version of the NCCL library in this process, or None if it has none.
 
     ``torch.cuda.nccl.version()`` is the version that torch was built with.
     """

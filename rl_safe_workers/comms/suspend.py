@@ -58,7 +58,7 @@ class Suspension:
             CommunicatorError: On every rank, if the second sum differs, or fails.
             PhaseTimeoutError: On every rank, if one does not come in time; names it.
         """
-        world = next(iter(live_groups()))
+        world = live_groups()[0]
         before = self._sum(world, "sum before suspend", timeout)
         try:
             self.suspend(lambda group: group.group is world.group, timeout=timeout)

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -21,6 +22,7 @@ _PIECE_BYTES = 2 * 2**20
 """The smallest piece in which CUDA hands out memory."""
 
 
+@cache
 def process_memory(device: torch.device) -> Callable[[], int] | None:
     """Returns a function for the bytes of device memory that this process uses; None if NVML does not tell them.
 

@@ -43,6 +43,7 @@ class FakeDevice:
 
 
 def put(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    nvml_memory.process_memory.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(nvml_memory, "_allocated", fake.allocated)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
