@@ -32,8 +32,8 @@ from rl_safe_workers.checkpoint.format.format_names import COMMON_ENUMS, TREE_NA
 from rl_safe_workers.checkpoint.format.index import ByteRange, CheckpointIndex, Chunk, Location, TensorEntry
 from rl_safe_workers.checkpoint.format.rectangles import Index
 from rl_safe_workers.checkpoint.load.loader import Blobs, compare, load_value, read_pieces
-from rl_safe_workers.checkpoint.load.values import _COLLECTIONS, _MAKERS, _STATEFUL, _TYPES
 from rl_safe_workers.checkpoint.state.pieces import Split
+from rl_safe_workers.checkpoint.state.values import _COLLECTIONS, _MAKERS, _STATEFUL, _TYPES
 from rl_safe_workers.errors import CheckpointError, UnsafeCheckpointError
 from tests.torch_dist import archive
 

@@ -118,3 +118,26 @@ TREE_NAMES = frozenset(
     for name in found
 )
 """Names that the pickle of an archive of ``torch.save`` may ask for, as ``module.name``."""
+
+LAYER_RECIPES: Names = {
+    "transformer_engine.common.recipe": (
+        *("DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"),
+        *("MMParams", "QParams"),
+    ),
+    "megatron.core.extensions.transformer_engine": ("TEDelayedScaling",),
+}
+"""Classes in the extra state of Transformer Engine's layers. Their objects are no more than their fields."""
+
+LAYER_FORMAT = "transformer_engine.common.recipe.Format"
+LAYER_FORMAT_VALUE = "transformer_engine.common.recipe._FormatHelper"
+STORED = "torch.storage._load_from_bytes"
+"""A tensor that is pickled without ``torch.save`` brings its storage as bytes, for this function."""
+
+LAYER_NAMES = frozenset(
+    {
+        *(f"{module}.{name}" for module, found in LAYER_RECIPES.items() for name in found),
+        *(LAYER_FORMAT, LAYER_FORMAT_VALUE, STORED),
+        *("builtins.getattr", "collections.OrderedDict", "torch._utils._rebuild_tensor_v2"),
+    }
+)
+"""Names that the extra state of a layer may ask for, as ``module.name``."""

@@ -1,13 +1,15 @@
 """Reads the pickles of a torch_dist checkpoint without running anything they ask for.
 
-A pickle is a program that may call whatever it can name. Two readers keep it from that:
+A pickle is a program that may call whatever it can name. Three readers keep it from that:
 
 * ``.metadata``, which may be large, goes through Python's own reader, where each listed name gives a stand-in: an inert
   `Record` that keeps what it was given. It may still waste memory or time, so it is called in a bounded child alone.
 * The small pickles within archives of ``torch.save`` go through `read_tree`, which calls, hashes and compares nothing:
   it gives a tree of plain values and of what was to be called with what.
+* The extra state of a layer, which Transformer Engine pickles itself, goes through `read_layer_tree`. It is like
+  `read_tree`, for the opcodes and names of such a state.
 
-Both refuse a name that is not listed before anything is made of it.
+All refuse a name that is not listed before anything is made of it.
 
 Pure Python: starts in milliseconds.
 """
@@ -231,12 +233,13 @@ class _TreeUnpickler(pickle._Unpickler):
     """The reader in Python, whose opcodes can be left out or replaced one by one."""
 
     dispatch: ClassVar[dict[int, Any]] = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}
+    listed: ClassVar[frozenset[str]] = names.TREE_NAMES
     stack: list[Any]
     append: Any
 
     def find_class(self, module: str, name: str) -> Name:
         text = f"{module.replace('__builtin__', 'builtins')}.{name}"
-        if text not in names.TREE_NAMES:
+        if text not in self.listed:
             raise _Refused(f"{module}.{name}")
         return Name(text)
 
@@ -316,3 +319,77 @@ def read_tree(data: bytes, *, source: str) -> Any:
         CheckpointError: If it is malformed.
     """
     return _load(_TreeUnpickler(_Steps(data)), source)
+
+
+_LAYER_OPCODES = (
+    pickle.FRAME,
+    pickle.STACK_GLOBAL,
+    pickle.MEMOIZE,
+    pickle.SHORT_BINUNICODE,
+    pickle.SHORT_BINBYTES,
+    pickle.BINBYTES,
+)
+"""Opcodes that ``pickle.dumps`` writes with the protocols 4 and 5, beside `_OPCODES`."""
+LAYER_BYTES = 2**20
+"""Longest extra state of a layer. A usual one has some kilobytes."""
+
+
+class _LayerUnpickler(_TreeUnpickler):
+    dispatch: ClassVar[dict[int, Any]] = {
+        **_TreeUnpickler.dispatch,
+        **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in _LAYER_OPCODES},
+    }
+    listed = names.LAYER_NAMES
+
+
+class _StorageUnpickler(_TreeUnpickler):
+    def persistent_load(self, pid: Any) -> Call:
+        """Stands in for the storage. It has a sixth field here, the part of another storage that it is."""
+        if type(pid) is not tuple or len(pid) != 6 or pid[5] is not None:
+            raise pickle.UnpicklingError("a persistent id that is no storage")
+        return super().persistent_load(pid[:5])
+
+
+def read_layer_tree(data: bytes, *, source: str) -> Any:
+    """Reads the extra state of a layer into a tree, as `read_tree` reads the pickle of an archive.
+
+    Args:
+        data: What Transformer Engine's ``get_extra_state`` has pickled.
+        source: How errors name it.
+
+    Raises:
+        UnsafeCheckpointError: If it asks for a name that no layer's state needs; the message has the name.
+        CheckpointError: If it is malformed, or longer than `LAYER_BYTES`.
+    """
+    if len(data) > LAYER_BYTES:
+        raise CheckpointError(f"{source} has {len(data)} bytes: more than {LAYER_BYTES}, the most of a layer's state")
+    return _load(_LayerUnpickler(_Steps(data)), source)
+
+
+def read_storage(data: bytes, *, source: str) -> tuple[Call, bytes]:
+    """Reads a storage that ``torch.save`` has written in its format from before archives.
+
+    That is a row of pickles: a magic number, a version, facts about the machine, the storage, and its key. The number
+    of elements follows, in eight bytes, and then the elements.
+
+    Args:
+        data: All of it.
+        source: How errors name it.
+
+    Returns:
+        The storage, as `read_tree` gives one, and the bytes of its elements.
+
+    Raises:
+        UnsafeCheckpointError: If it asks for a name that no checkpoint needs; the message has the name.
+        CheckpointError: If it is malformed.
+    """
+    stream = _Steps(data)
+    magic, version, _, storage, _ = (_load(_StorageUnpickler(stream), source) for _ in range(5))
+    if (magic, version) != (_MAGIC, _VERSION) or type(storage) is not Call or storage.name != "storage":
+        raise CheckpointError(f"{source} is damaged: it has no storage where a tensor's should be; take another one")
+    stream.seek(_COUNT_BYTES, io.SEEK_CUR)
+    return storage, stream.read()
+
+
+_MAGIC, _VERSION, _COUNT_BYTES = 0x1950A86A20F9469CFC6C, 1001, 8
+"""Of torch/serialization.py: what the format from before archives begins with."""

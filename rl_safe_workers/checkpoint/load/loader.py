@@ -5,6 +5,7 @@ Every byte is read here, and megatron-core opens no file of a checkpoint: its ow
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,11 +31,12 @@ from rl_safe_workers.checkpoint.format.index import (
     read_index,
 )
 from rl_safe_workers.checkpoint.format.rectangles import Index, uncovered
-from rl_safe_workers.checkpoint.load.values import make_value
+from rl_safe_workers.checkpoint.state.layer_states import EXTRA_STATE, pickled, safe_layer_state
 from rl_safe_workers.checkpoint.state.megatron import CONTENT_METADATA_KEY, StateFilling
 from rl_safe_workers.checkpoint.state.model_state import model_state, restore_model
 from rl_safe_workers.checkpoint.state.pieces import Piece, Split, coalesce, split
 from rl_safe_workers.checkpoint.state.state import restore_state, sharded_state, state_digest
+from rl_safe_workers.checkpoint.state.values import make_value
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, RlSafeError
@@ -182,8 +184,18 @@ def _read_shards(state: dict[str, Any], index: CheckpointIndex, blobs: Blobs) ->
     read_pieces(parts.tensors, index, blobs)
     for item in parts.objects:
         item.data = blobs.load_object(index.objects[item.unique_key], item.unique_key)
+        if EXTRA_STATE in item.key:
+            item.data = _layer_state(item.data, item.unique_key)
     result: dict[str, Any] = _data_of(state)
     return result
+
+
+def _layer_state(value: Any, key: str) -> Any:
+    """Returns the extra state of a layer, which runs nothing when the layer unpickles it."""
+    if isinstance(value, io.BytesIO):  # of Transformer Engine before 2.0
+        size = value.getbuffer().nbytes
+        return pickled(load_value(Archive(value, 0, size, source=key))) if size else None
+    return safe_layer_state(value, key)
 
 
 def _data_of(state: Any) -> Any:

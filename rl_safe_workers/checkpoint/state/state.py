@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from rl_safe_workers.checkpoint.state.chunk_state import ChunkLayout
+from rl_safe_workers.checkpoint.state.layer_states import EXTRA_STATE, extra_states
 from rl_safe_workers.checkpoint.state.optimizer_state import (
     FULLY_RESHARDABLE,
     OptimizerLayout,
@@ -201,7 +202,7 @@ def _put(live: dict[str, Any], loaded: dict[str, Any]) -> None:
 
 def _put_extra_state(chunk: Any, loaded: dict[str, Any]) -> None:
     """Gives layers the extra state that is not a tensor of theirs; only Transformer Engine's have any."""
-    extra = {name: value for name, value in loaded.items() if "_extra_state" in name}
+    extra = {name: value for name, value in loaded.items() if EXTRA_STATE in name}
     if extra:
         chunk.load_state_dict({**chunk.module.state_dict(keep_vars=True), **extra})
 
@@ -249,12 +250,15 @@ def _update(digest: Any, value: Any) -> None:
 
 
 def state_digest(chunks: Sequence[Any], optimizer: Any) -> str:
-    """Digest of every bit of this rank's parameters, optimizer state and random state. Not collective."""
+    """Digest of every bit of this rank's parameters, extra states, optimizer state and random state. Not collective."""
     digest = hashlib.sha256()
     for chunk in chunks:
         for name, parameter in sorted(chunk.named_parameters()):
             digest.update(name.encode())
             _update(digest, parameter)
+        for name, value in sorted(extra_states(chunk).items()):
+            digest.update(name.encode())
+            _update(digest, value)
     for part in parts_of(optimizer):
         inner = part.optimizer.state_dict()
         _update(digest, inner["state"])

@@ -26,8 +26,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_safe_workers.checkpoint.format.format_names import COMMON_ENUMS, COMMON_RECORDS, ITEM_BITS, STORAGE_DTYPES
-from rl_safe_workers.checkpoint.format.unpickle import Call, Name, Pairs
+from rl_safe_workers.checkpoint.format.format_names import (
+    COMMON_ENUMS,
+    COMMON_RECORDS,
+    ITEM_BITS,
+    LAYER_FORMAT,
+    LAYER_FORMAT_VALUE,
+    LAYER_RECIPES,
+    STORAGE_DTYPES,
+    STORED,
+)
+from rl_safe_workers.checkpoint.format.unpickle import Call, Name, Pairs, read_storage
 
 PARTS = 500_000
 """Most parts of a value, each counted wherever it is: a pickle names an object again in two bytes."""
@@ -186,8 +195,7 @@ class _Maker:
 
     def storage(self, kind: Any, key: Any, location: Any, count: Any) -> tuple[torch.Tensor, torch.dtype]:
         """A storage, made once, and the dtype that its kind has."""
-        name = _of(kind, Name).text.rpartition(".")[2].removesuffix("Storage")
-        dtype = torch.uint8 if name == "Untyped" else getattr(torch, STORAGE_DTYPES[name])
+        dtype = _storage_dtype(kind)
         record = f"data/{_of(key, str)}"
         size = self._size_of(record)
         if size != _of(count, int) * dtype.itemsize:
@@ -195,6 +203,16 @@ class _Maker:
         if record not in self.storages:
             self.storages[record] = torch.empty(size, dtype=torch.uint8)
         return self.storages[record], dtype
+
+    def stored(self, content: Any) -> tuple[torch.Tensor, torch.dtype]:
+        """A storage that a pickle brings along as bytes, and the dtype that its kind has."""
+        call, elements = read_storage(_of(self.make(content), bytes), source="a storage")
+        kind, _, _, count = call.args
+        dtype = _storage_dtype(kind)
+        if len(elements) != _of(count, int) * dtype.itemsize:
+            raise ValueError(f"a storage of {count} elements in {len(elements)} bytes")
+        self._spend(copied=len(elements))
+        return torch.tensor(bytearray(elements), dtype=torch.uint8), dtype
 
     def tensor(
         self,
@@ -208,7 +226,8 @@ class _Maker:
         _: Any = None,
     ) -> torch.Tensor:
         """A tensor within its storage, each element of which it has once."""
-        data, of_storage = self.storage(*_of(storage, Call).args)
+        stored = self.stored if _of(storage, Call).name == STORED else self.storage
+        data, of_storage = stored(*storage.args)
         wanted = of_storage if type(dtype) is not Name else _constant(dtype.text)
         sizes, strides = _sizes(self.make(shape)), _sizes(self.make(stride))
         if prod(sizes) * wanted.itemsize > data.numel():
@@ -264,6 +283,13 @@ def _short(value: Any) -> Any:
     return value
 
 
+def _storage_dtype(kind: Any) -> torch.dtype:
+    """Returns the dtype of a kind of storage."""
+    name = _of(kind, Name).text.rpartition(".")[2].removesuffix("Storage")
+    dtype: torch.dtype = torch.uint8 if name == "Untyped" else getattr(torch, STORAGE_DTYPES[name])
+    return dtype
+
+
 def _sizes(value: Any) -> tuple[int, ...]:
     """The value if it can be the shape or the strides of an array; the product of others may take a day."""
     sizes: tuple[int, ...] = _of(value, tuple)
@@ -307,6 +333,8 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "builtins.getattr": _Maker.member,
     "builtins.set": lambda maker, items=(): set(maker.collected(items)),
     "storage": lambda maker, *args: maker.storage(*args)[0],
+    LAYER_FORMAT: lambda maker, value: _enum(LAYER_FORMAT)(maker.make(value)),
+    LAYER_FORMAT_VALUE: lambda maker, *limits: tuple(_of(limit, int, float) for limit in limits),
     "torch.Size": lambda maker, sizes=(): torch.Size(maker.make(sizes)),
     "torch.device": lambda maker, *args: maker.simple(torch.device)(*args),
     "torch.serialization._get_layout": lambda maker, name: _LAYOUTS[_of(name, str)],
@@ -335,6 +363,7 @@ _STATEFUL: dict[str, Callable[[_Maker, Call], Any]] = {
         if "optimizer" in module
         for name in COMMON_RECORDS[module]
     },
+    **{f"{module}.{name}": _Maker.plain for module, found in LAYER_RECIPES.items() for name in found},
     "io.BytesIO": _Maker.stream,
     "_io.BytesIO": _Maker.stream,
     "numpy.dtype": _Maker.dtype,
