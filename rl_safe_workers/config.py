@@ -23,6 +23,8 @@ _LONGEST_RUN_NAME = 200
 _MOST_SEQUENCES = 2**20
 _MOST_SEEDED = 10**9
 """Largest product of layers and widths of a recipe's seeded model, which has two or three times as many parameters."""
+_ROWS_OF_8_BITS = 16
+"""Rows of an 8-bit matrix come in multiples of this."""
 _HOST_AND_PORT = re.compile(r"(?!\w+://)\S+:\d+")
 HEARING_S = 1.0
 """Least timeout of the bootstrap: twice the time in which a waiting rank looks for the failures of others."""
@@ -214,12 +216,43 @@ class MegatronConfig(Section):
     num_distributed_optimizer_instances: Ranks = 1
     """Data-parallel ranks are split into so many sets, each with an optimizer state of its own."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
+    """The layers: those of Transformer Engine or Megatron's local ones; ``auto``: the former on GPUs if they import."""
+    moe_grouped_gemm: bool | None = None
+    """Multiply with the weights of all experts of a rank at once; None: with Transformer Engine's layers."""
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """Multiply in 8 bits, with Transformer Engine's layers; weights stay in ``model.dtype``. None: never."""
+    fp8_recipe: Literal["delayed", "tensorwise"] = "delayed"
+    """Scales of 8-bit tensors: from earlier steps (``delayed``) or from the tensor itself (``tensorwise``)."""
     param_offload: bool = True
     """Move parameters to host memory before each rollout."""
     grad_offload: bool = True
     """Free gradient buffers before each rollout."""
     optimizer_offload: bool = True
     """Move optimizer state to host memory before each rollout."""
+
+    @property
+    def needs_transformer_engine(self) -> bool:
+        """True if these settings cannot do with Megatron's local layers."""
+        return bool(self.transformer_impl == "transformer_engine" or self.fp8 or self.moe_grouped_gemm)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Number of tokens of which the length of a batch is a multiple.
+
+        Sequence parallelism divides the sequence by the tensor-parallel size. Transformer Engine wants rows of 8-bit
+        matrices in multiples of 16 (transformer_engine/pytorch/utils.py:439 for the product, cuBLAS for gradients).
+        """
+        return self.tensor_model_parallel_size * (_ROWS_OF_8_BITS if self.fp8 else 1)
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> MegatronConfig:
+        if self.transformer_impl == "local" and (self.fp8 or self.moe_grouped_gemm):
+            key = "moe_grouped_gemm=true" if self.moe_grouped_gemm else f"fp8={self.fp8}"
+            raise Contradiction(
+                f"{key} needs Transformer Engine's layers, and transformer_impl is local: set it to transformer_engine"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_virtual_stages(self) -> MegatronConfig:
@@ -485,10 +518,13 @@ class RunConfig(Section):
                 f"cluster.colocated=true with cluster.num_trainers={cluster.num_trainers} and cluster.num_rollouts="
                 f"{cluster.num_rollouts}: each trainer shares its GPU with one rollout rank, so set them equal"
             )
+        if cluster.device == "cpu" and (megatron.fp8 or megatron.transformer_impl == "transformer_engine"):
+            key = f"fp8={megatron.fp8}" if megatron.fp8 else "transformer_impl=transformer_engine"
+            raise Contradiction(f"megatron.{key} needs cluster.device=cuda: Transformer Engine's layers run on GPUs")
         if megatron.context_parallel_size > 1:
             raise Contradiction(
                 f"megatron.context_parallel_size={megatron.context_parallel_size} must be 1: "
-                "Megatron's attention without Transformer Engine has no context parallelism"
+                "the built-in trainer does not split sequences"
             )
         if rollout.tensor_model_parallel_size > 1:
             raise Contradiction(

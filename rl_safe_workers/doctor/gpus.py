@@ -10,6 +10,7 @@ from typing import Any
 from rl_safe_workers.doctor.check import GIB, Check, Fact, Report, Subject
 from rl_safe_workers.doctor.probes import Answer, ask, run_tool
 from rl_safe_workers.findings import Finding, Severity, counted
+from rl_safe_workers.versions import UNKNOWN
 
 TORCH_DEADLINE_S, TOOL_DEADLINE_S = 90.0, 15.0
 FREE_SHARE = 0.9
@@ -56,11 +57,13 @@ def judge(gpus: Gpus, subject: Subject) -> Report:
     if gpus.devices:
         facts += [
             Fact(name="NCCL", value=_nccl(gpus.torch.values)),
+            Fact(name="Transformer Engine", value=_transformer_engine(gpus.torch.values)),
             Fact(name="peer access", value=_peers(gpus.torch.values["peers"])),
             Fact(name="links", value=_links(gpus.topology)),
             Fact(name="processes on GPUs", value=_processes(gpus.processes)),
         ]
     findings = [*_short(gpus, subject), *_taken(gpus, subject), *_apart(gpus, subject), *_odd_nccl(gpus, subject)]
+    findings += _broken_layers(gpus, subject)
     return Report(facts=tuple(facts), findings=tuple(findings))
 
 
@@ -98,6 +101,11 @@ def _nccl(answer: Mapping[str, Any]) -> str:
     if reason := answer["suspends_not"]:
         return f"{version}; it cannot suspend communicators: {reason}"
     return f"{version}; it can suspend communicators, unless NCCL_CUMEM_ENABLE=0"
+
+
+def _transformer_engine(answer: Mapping[str, Any]) -> str:
+    version, reason = answer["transformer_engine"], answer["no_transformer_engine"]
+    return reason if version == UNKNOWN else f"{version}; {reason or 'its layers can be used'}"
 
 
 def _peers(matrix: Sequence[Sequence[bool]]) -> str:
@@ -233,6 +241,25 @@ def _odd_nccl(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
             since="always",
             evidence=("/proc/self/maps",),
             avoid="remove libnccl from LD_LIBRARY_PATH and LD_PRELOAD, unless you want that library",
+        )
+
+
+def _broken_layers(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
+    answer = gpus.torch.values
+    if answer is None or not gpus.devices or not subject.may_use_gpus or not answer["no_transformer_engine"]:
+        return
+    megatron = None if subject.config is None else subject.config.megatron
+    is_needed = megatron is not None and megatron.needs_transformer_engine
+    is_wanted = megatron is None or megatron.transformer_impl != "local"
+    if is_needed or (is_wanted and answer["transformer_engine"] != UNKNOWN):
+        yield Finding(
+            code="transformer-engine-fails",
+            severity=Severity.STOPS if is_needed else Severity.COSTS,
+            text=f"Transformer Engine's layers cannot be used: {answer['no_transformer_engine']}"
+            + ("" if is_needed else "; a run takes Megatron's slower local layers"),
+            since="always",
+            evidence=("python -c 'import transformer_engine.pytorch'",),
+            avoid="a Transformer Engine that was built for the installed torch and CUDA",
         )
 
 

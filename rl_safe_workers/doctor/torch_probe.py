@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_safe_workers.errors import first_line
+from rl_safe_workers.versions import version_of
 
 
 def main() -> int:
@@ -16,6 +17,7 @@ def main() -> int:
     import torch
 
     from rl_safe_workers.comms import nccl_suspend
+    from rl_safe_workers.models.layer_choice import why_no_transformer_engine
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     answer = {
@@ -25,6 +27,8 @@ def main() -> int:
         "nccl_wheels": _nccl_wheels(),
         "nccl_libraries": _mapped_nccl(),
         "suspends_not": nccl_suspend.why_not(),
+        "transformer_engine": version_of("transformer_engine"),
+        "no_transformer_engine": why_no_transformer_engine(),
         "devices": [_device(torch, index) for index in range(count)],
         "peers": [
             [a == b or bool(torch.cuda.can_device_access_peer(a, b)) for b in range(count)] for a in range(count)

@@ -111,8 +111,7 @@ class GrpoLoop:
     def _pack(self, samples: Sequence[Sample], rewards: Rewards) -> SequenceBatch:
         advantages = estimate_advantages(rewards, group_size=self._config.rollout.n, config=self._config.algorithm)
         length = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
-        # Sequence parallelism divides the sequence by the tensor-parallel size.
-        multiple = self._layout.tensor
+        multiple = self._config.megatron.sequence_multiple
         return pack(samples, advantages, length=-(-length // multiple) * multiple)
 
     def _shard(self, batch: SequenceBatch) -> list[SequenceBatch]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -420,6 +421,8 @@ def seen(count: int, **change: Any) -> Answer:
         "nccl_wheels": {"nvidia-nccl-cu13": "2.28.9"},
         "nccl_libraries": [NCCL_OF_THE_WHEEL],
         "suspends_not": "NCCL has that since 2.29.7",
+        "transformer_engine": "2.12.0",
+        "no_transformer_engine": "",
         "devices": [device] * count,
         "peers": [[True] * count] * count,
     }
@@ -481,6 +484,28 @@ def test_gpus_without_peer_access_or_nvlink_are_slower() -> None:
 )
 def test_it_is_said_whether_communicators_can_be_suspended(change: dict[str, Any], said: str) -> None:
     assert said in value(gpus.judge(on_gpus(seen(1, **change)), ANY), "NCCL")
+
+
+BROKEN = {"no_transformer_engine": "Transformer Engine does not import: OSError: undefined symbol"}
+ABSENT = {"transformer_engine": "unknown", "no_transformer_engine": "Transformer Engine is not installed"}
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "said", "found"),
+    [
+        ({}, (), "2.12.0; its layers can be used", {}),
+        (ABSENT, (), "Transformer Engine is not installed", {}),
+        (ABSENT, ("megatron.fp8=hybrid",), "Transformer Engine is not installed", {"transformer-engine-fails": STOPS}),
+        (BROKEN, (), "2.12.0; Transformer Engine does not import: OSError", {"transformer-engine-fails": COSTS}),
+        (BROKEN, ("megatron.transformer_impl=local",), "2.12.0; Transformer Engine does not", {}),
+    ],
+)
+def test_transformer_engine_is_named_with_the_reason_why_it_cannot_be_used(
+    change: dict[str, Any], overrides: Sequence[str], said: str, found: dict[str, Severity]
+) -> None:
+    report = gpus.judge(on_gpus(seen(2, **change)), subject("quickstart_gpu.yaml", *overrides))
+    assert value(report, "Transformer Engine").startswith(said)
+    assert codes(report) == found
 
 
 @pytest.mark.parametrize(

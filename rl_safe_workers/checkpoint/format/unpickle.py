@@ -392,4 +392,4 @@ def read_storage(data: bytes, *, source: str) -> tuple[Call, bytes]:
 
 
 _MAGIC, _VERSION, _COUNT_BYTES = 0x1950A86A20F9469CFC6C, 1001, 8
-"""Of torch/serialization.py: what the format from before archives begins with."""
+"""The beginning of the format from before archives, see torch/serialization.py."""

@@ -143,7 +143,10 @@ class Loader:
 
 def compare(parts: Split, index: CheckpointIndex) -> str:
     """Says what of a rank's shards the checkpoint does not have, or has in another shape; empty if it has them all."""
-    missing = {shard.unique_key for shard in parts.objects} - index.objects.keys()
+    # A layer without its extra state begins as a new one does: it has none in a checkpoint of Megatron's local layers.
+    missing = {
+        shard.unique_key for shard in parts.objects if EXTRA_STATE not in shard.unique_key
+    } - index.objects.keys()
     other = set()
     for shard in parts.tensors:
         if shard.key not in index.tensors:
@@ -159,7 +162,9 @@ def _check_fit(reports: Sequence[tuple[list[str], str]], index: CheckpointIndex 
     complaints = [complaint for _, complaint in reports if complaint]
     asked = {key for keys, _ in reports for key in keys}
     stored = [] if index is None else [*index.tensors, *index.objects]
-    unexpected = sorted(key for key in stored if key not in asked and not key.startswith(OURS_TO_IGNORE))
+    left_out = sorted(key for key in stored if key not in asked and not key.startswith(OURS_TO_IGNORE))
+    # Local layers have no use for the extra states of Transformer Engine's.
+    unexpected = [key for key in left_out if EXTRA_STATE not in key]
     if unexpected and strict:
         complaints.append(f"unexpected: {_shorten(unexpected)}")
     elif unexpected:
@@ -183,9 +188,11 @@ def _read_shards(state: dict[str, Any], index: CheckpointIndex, blobs: Blobs) ->
             shard.data.detach().zero_()
     read_pieces(parts.tensors, index, blobs)
     for item in parts.objects:
-        item.data = blobs.load_object(index.objects[item.unique_key], item.unique_key)
-        if EXTRA_STATE in item.key:
-            item.data = _layer_state(item.data, item.unique_key)
+        key = item.unique_key
+        if EXTRA_STATE not in key:
+            item.data = blobs.load_object(index.objects[key], key)
+        else:
+            item.data = _layer_state(blobs.load_object(index.objects[key], key), key) if key in index.objects else None
     result: dict[str, Any] = _data_of(state)
     return result
 
