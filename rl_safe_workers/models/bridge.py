@@ -13,7 +13,6 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from rl_safe_workers.errors import ModelError
-from rl_safe_workers.models.local_spec import has_transformer_engine
 from rl_safe_workers.models.own_weights import OwnWeight
 
 NEEDS_TRANSFORMER_ENGINE = {
@@ -55,27 +54,28 @@ class WeightBridge(Protocol):
         ...
 
 
-def open_bridge(hf_path: str, *, dtype: torch.dtype, **settings: Any) -> WeightBridge:
+def open_bridge(hf_path: str, *, dtype: torch.dtype, transformer_engine: bool, **settings: Any) -> WeightBridge:
     """Returns a bridge for a local HF directory. Needs Megatron's groups; not collective.
 
     Args:
         hf_path: Local directory with ``config.json`` and safetensors. Remote code is never run.
         dtype: Parameter dtype of the Megatron model.
+        transformer_engine: True for Transformer Engine's layers, False for Megatron's local ones.
         **settings: Fields of Megatron's TransformerConfig that override the bridge's own.
 
     Raises:
-        ModelError: If no installed bridge has a mapping for the model type, or if the model's layers need Transformer
-            Engine and it is not installed.
+        ModelError: If no installed bridge has a mapping for the model type, or if the local layers cannot make the
+            model.
     """
     hf_config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
     model_type = hf_config.model_type
-    if model_type in NEEDS_TRANSFORMER_ENGINE and not has_transformer_engine():
+    if model_type in NEEDS_TRANSFORMER_ENGINE and not transformer_engine:
         raise ModelError(
-            f"{hf_path}: model type {model_type!r} needs Transformer Engine, which is not installed: "
-            f"{NEEDS_TRANSFORMER_ENGINE[model_type]}"
+            f"{hf_path}: model type {model_type!r} needs Transformer Engine's layers, and Megatron's local ones are "
+            f"taken: {NEEDS_TRANSFORMER_ENGINE[model_type]}"
         )
     for library in (_open_mbridge, _open_megatron_bridge):
-        bridge = library(hf_path, hf_config, dtype, settings)
+        bridge = library(hf_path, hf_config, dtype, settings, transformer_engine)
         if bridge is not None:
             return bridge
     raise ModelError(
@@ -93,17 +93,17 @@ def _is_installed(module: str) -> bool:
 
 
 def _open_mbridge(
-    hf_path: str, hf_config: PretrainedConfig, dtype: torch.dtype, settings: dict[str, Any]
+    hf_path: str, hf_config: PretrainedConfig, dtype: torch.dtype, settings: dict[str, Any], transformer_engine: bool
 ) -> WeightBridge | None:
     if not _is_installed("mbridge"):
         return None
     from rl_safe_workers.models.mbridge_bridge import open_mbridge
 
-    return open_mbridge(hf_config, dtype=dtype, settings=settings)
+    return open_mbridge(hf_config, dtype=dtype, settings=settings, transformer_engine=transformer_engine)
 
 
 def _open_megatron_bridge(
-    hf_path: str, hf_config: PretrainedConfig, dtype: torch.dtype, settings: dict[str, Any]
+    hf_path: str, hf_config: PretrainedConfig, dtype: torch.dtype, settings: dict[str, Any], transformer_engine: bool
 ) -> WeightBridge | None:
     if not _is_installed("megatron.bridge"):
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +13,6 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-def has_transformer_engine() -> bool:
-    """Returns True if Transformer Engine is installed. Its layers are then used."""
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 class SequenceParallelRMSNorm:

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from rl_safe_workers.errors import ModelError
 from rl_safe_workers.models.gathering import EXPERT_WEIGHT, export_shards
 from rl_safe_workers.models.hf_reader import HfReader
-from rl_safe_workers.models.local_spec import FusedNameView, decoder_block_spec, has_transformer_engine
+from rl_safe_workers.models.local_spec import FusedNameView, decoder_block_spec
 from rl_safe_workers.models.own_weights import OwnWeight, own_weights
 
 LOCAL_LAYER_SETTINGS: dict[str, Any] = {
@@ -195,13 +195,16 @@ class _Mixtral:
         return super()._build_base_config(text_config_key, **merged)  # type: ignore[misc]
 
 
-def open_mbridge(hf_config: PretrainedConfig, *, dtype: torch.dtype, settings: dict[str, Any]) -> Any | None:
+def open_mbridge(
+    hf_config: PretrainedConfig, *, dtype: torch.dtype, settings: dict[str, Any], transformer_engine: bool
+) -> Any | None:
     """Returns mbridge's bridge for a model, with our corrections; None if mbridge has no mapping for the model type.
 
     Args:
         hf_config: The model's configuration.
         dtype: Parameter dtype of the Megatron model.
         settings: Fields of Megatron's TransformerConfig that override the bridge's own.
+        transformer_engine: True for Transformer Engine's layers, False for Megatron's local ones.
     """
     base = _MODEL_REGISTRY.get(hf_config.model_type)
     if base is None:
@@ -209,7 +212,7 @@ def open_mbridge(hf_config: PretrainedConfig, *, dtype: torch.dtype, settings: d
     mixins: list[type] = [_AnyLayout, _NewerLibraries]
     if hf_config.model_type == "mixtral":
         mixins.insert(0, _Mixtral)
-    if not has_transformer_engine():
+    if not transformer_engine:
         mixins.insert(0, _LocalLayers)
     bridge = type(f"Safe{base.__name__}", (*mixins, base), {})(hf_config, dtype=dtype)
     bridge.set_extra_args(**settings)

@@ -21,6 +21,7 @@ from torch import Tensor
 from rl_safe_workers.config import MegatronConfig, RunConfig
 from rl_safe_workers.models.bridge import WeightBridge, open_bridge
 from rl_safe_workers.models.build import build_chunks, build_optimizer, wrap_data_parallel
+from rl_safe_workers.models.layer_choice import takes_transformer_engine
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.trainer.batch import Floats, SequenceBatch
 from rl_safe_workers.trainer.loss import policy_loss
@@ -37,6 +38,15 @@ def sends_shapes(config: MegatronConfig) -> bool:
     Shapes vary only under the all-to-all dispatcher; the all-gather one refuses the setting.
     """
     return config.moe_token_dispatcher_type == "alltoall"
+
+
+def _layer_settings(config: MegatronConfig) -> dict[str, Any]:
+    """Returns the fields of Megatron's TransformerConfig for Transformer Engine's layers."""
+    return {
+        "moe_grouped_gemm": config.moe_grouped_gemm is not False,
+        "fp8": config.fp8,
+        "fp8_recipe": config.fp8_recipe,
+    }
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -68,9 +78,12 @@ class MegatronPolicy:
     def build_model(self) -> None:
         """Builds this rank's model chunks, not yet any weights to speak of. Needs Megatron's groups."""
         megatron = self.config.megatron
+        transformer_engine = takes_transformer_engine(megatron)
         self.bridge = open_bridge(
             self.config.model.path,
             dtype=DTYPES[self.config.model.dtype],
+            transformer_engine=transformer_engine,
+            **(_layer_settings(megatron) if transformer_engine else {}),
             moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
             variable_seq_lengths=sends_shapes(megatron),
             moe_aux_loss_coeff=0.0,

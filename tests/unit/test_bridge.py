@@ -28,12 +28,12 @@ def model_of_type(path: Path, model_type: str) -> str:
 def test_latent_attention_is_refused_without_transformer_engine(tmp_path: Path) -> None:
     path = model_of_type(tmp_path / "m", "deepseek_v3")
     with pytest.raises(ModelError, match="'deepseek_v3' needs Transformer Engine.*DotProductAttention"):
-        open_bridge(path, dtype=torch.float32)
+        open_bridge(path, dtype=torch.float32, transformer_engine=False)
 
 
 def test_a_model_without_mapping_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no installed bridge has a weight mapping for model type 'gpt2'"):
-        open_bridge(model_of_type(tmp_path / "m", "gpt2"), dtype=torch.float32)
+        open_bridge(model_of_type(tmp_path / "m", "gpt2"), dtype=torch.float32, transformer_engine=False)
 
 
 class FakeAutoBridge:
@@ -78,7 +78,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 def test_megatron_bridge_is_used_where_it_is_installed(tmp_path: Path) -> None:
     path = model_of_type(tmp_path / "m", "llama")
-    opened: Any = open_bridge(path, dtype=torch.bfloat16, moe_aux_loss_coeff=0.0)
+    opened: Any = open_bridge(path, dtype=torch.bfloat16, transformer_engine=True, moe_aux_loss_coeff=0.0)
     provider = opened.config
     assert (provider.tensor_model_parallel_size, provider.bf16, provider.moe_aux_loss_coeff) == (2, True, 0.0)
     assert not provider.load_weights
@@ -96,7 +96,7 @@ def test_megatron_bridge_is_used_where_it_is_installed(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("installed")
 def test_a_model_that_megatron_bridge_cannot_handle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no installed bridge"):
-        open_bridge(model_of_type(tmp_path / "unknown", "llama"), dtype=torch.float32)
+        open_bridge(model_of_type(tmp_path / "unknown", "llama"), dtype=torch.float32, transformer_engine=False)
 
 
 def test_weights_are_found_with_and_without_an_index(tmp_path: Path) -> None:

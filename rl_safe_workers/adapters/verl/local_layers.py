@@ -7,11 +7,10 @@ stock verl ends there; this lets a small model run. Line numbers are verl 0.9.1'
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-
-from rl_safe_workers.models.local_spec import has_transformer_engine
 
 
 class _LocalBridge:
@@ -22,7 +21,7 @@ class _LocalBridge:
         """Makes the bridge of our own CPU runs."""
         from rl_safe_workers.models.mbridge_bridge import open_mbridge
 
-        bridge: Any = open_mbridge(hf_config, dtype=dtype, settings={})
+        bridge: Any = open_mbridge(hf_config, dtype=dtype, settings={}, transformer_engine=False)
         load = bridge.load_weights
 
         def load_weights(models: Sequence[torch.nn.Module], weights_path: str, **_: Any) -> None:
@@ -57,7 +56,7 @@ def _without_padding_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 def apply() -> None:
     """Puts our bridge in the place of mbridge's in this process, unless Transformer Engine is there. Idempotent."""
-    if not has_transformer_engine():
+    if find_spec("transformer_engine") is None:
         from verl.models.mcore import mbridge
 
         mbridge.AutoBridge = _LocalBridge

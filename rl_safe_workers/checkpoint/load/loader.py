@@ -144,9 +144,8 @@ class Loader:
 def compare(parts: Split, index: CheckpointIndex) -> str:
     """Says what of a rank's shards the checkpoint does not have, or has in another shape; empty if it has them all."""
     # A layer without its extra state begins as a new one does: it has none in a checkpoint of Megatron's local layers.
-    missing = {
-        shard.unique_key for shard in parts.objects if EXTRA_STATE not in shard.unique_key
-    } - index.objects.keys()
+    objects = {shard.unique_key for shard in parts.objects if EXTRA_STATE not in shard.unique_key}
+    missing = objects - index.objects.keys()
     other = set()
     for shard in parts.tensors:
         if shard.key not in index.tensors:
