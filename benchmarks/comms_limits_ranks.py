@@ -75,7 +75,7 @@ def measure(rank: int, ranks: int) -> Iterator[dict[str, Any]]:
             for name in COLLECTIVES:
                 for mib in MESSAGES_MIB:
                     call = partial(calls[name], mib * MIB // 2)
-                    seconds[f"{name} {mib} MiB"] = _seconds(call, calls=20 if mib < 256 else 6)
+                    seconds[f"{name} {mib} MiB"] = _seconds(call, calls=6 if mib == max(MESSAGES_MIB) else 20)
             seconds[SCALAR] = _seconds(partial(calls["all_reduce"], 1), calls=_SCALAR_CALLS)
             if not discarded:
                 yield {"size": size, "max_ctas": limit, "bytes": grown, "seconds": seconds}

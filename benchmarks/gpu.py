@@ -29,6 +29,7 @@ from rl_safe_workers import env
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.driver.outputs import metrics as names
+from rl_safe_workers.driver.outputs.ledger import LATE_BYTES
 from rl_safe_workers.driver.run import with_absolute_paths
 from rl_safe_workers.errors import ResourceError, RunError
 from rl_safe_workers.lifecycle import FREE_BYTES, Phase
@@ -99,22 +100,32 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def main_job(folder: Path, placement: str, report: Callable[[str], None]) -> list[Row]:
-    """The recipe in one placement, under ``folder``."""
-    overrides = PLACEMENTS[placement]
-    found = run_recipe(folder / placement, overrides)
-    report(f"{placement}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())}")
+def main_job(
+    folder: Path, placement: str, report: Callable[[str], None], *, layers: str = "", overrides: Sequence[str] = ()
+) -> list[Row]:
+    """The recipe in one placement, in a folder of that name under ``folder``.
+
+    Args:
+        folder: An empty one for each kind of layers.
+        placement: One of `PLACEMENTS`.
+        report: Takes a line of progress.
+        layers: Names the layers in the rows.
+        overrides: Of the recipe, that ask for these layers.
+    """
+    found = run_recipe(folder / placement, [*PLACEMENTS[placement], *overrides])
+    report(f"{placement} {layers}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())}")
     figures = [
         ("reward gain", "", "gain", at_least(2)),
         ("logprob gap, median of the worst step", "nat", "median_gap", at_most(0.005)),
         ("logprob gap, largest of all steps", "nat", "largest_gap", at_most(0.03)),
+        ("late bytes of communicators", "B", "late_bytes", at_most(0)),
         ("exit", "s", "exit_s", at_most(8)),
         ("processes left", "", "processes", at_most(0)),
         ("GPU memory left", "MiB", "gpu_mib", at_most(0)),
         ("free before rollout, of what should be", "", "free_share", at_least(0.97)),
     ]
     return [
-        gpu_row(f"{placement.replace('_', ' ')}: {name}", unit, found[key], goal)
+        gpu_row(f"{placement.replace('_', ' ')}{layers}: {name}", unit, found[key], goal)
         for name, unit, key, goal in figures
         if key in found
     ]
@@ -140,6 +151,8 @@ def run_recipe(folder: Path, overrides: Sequence[str]) -> dict[str, float]:
         "gain": mean(rewards[-LAST_STEPS:]) / rewards[0],
         "median_gap": max(record[names.LOGPROB_GAP_MEDIAN] for record in records),
         "largest_gap": max(record[names.LOGPROB_GAP_MAX] for record in records),
+        "first_gap": records[0][names.LOGPROB_GAP_MEDIAN],
+        "late_bytes": max(record.get(LATE_BYTES, 0.0) for record in records),
         "exit_s": ended_s - tracker.stat().st_mtime,
         "processes": float(left),
         "gpu_mib": float(left_mib),

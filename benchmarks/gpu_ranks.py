@@ -24,12 +24,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 
 from benchmarks.gpu import CHECKPOINT
-from rl_safe_workers.checkpoint.folders.manifest import model_fingerprint
-from rl_safe_workers.checkpoint.state.state import state_digest
+from rl_safe_workers.checkpoint.folders.manifest import SHARDS, model_fingerprint
+from rl_safe_workers.checkpoint.state.layer_states import EXTRA_STATE, layer_state_value
+from rl_safe_workers.checkpoint.state.model_state import model_state
+from rl_safe_workers.checkpoint.state.pieces import split
+from rl_safe_workers.checkpoint.state.state import chunk_keys, state_digest
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.inputs.preflight import layout_of
+from rl_safe_workers.models.bridge import open_bridge
+from rl_safe_workers.models.build import build_chunks
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.pinned import host_buffer
 from rl_safe_workers.rollout.protocol import WeightSpec
@@ -38,6 +44,8 @@ from rl_safe_workers.worlds.store import connect_store
 
 ROUNDS = 4
 """How often each thing is timed; the first, which allocates, is not counted."""
+BLOCKS, BLOCK_STEPS = 10, 10
+"""Blocks of each way to take steps, and steps of a block."""
 STEP_ROUNDS = 9
 """Rounds of steps. The host's time to launch thousands of kernels varies by some 10 %."""
 ROWS, TOKENS = 8, 512
@@ -208,8 +216,43 @@ class Trainer(Ranks):
         path = Path(os.environ[CHECKPOINT])
         self.worker.load_checkpoint(path, fingerprint=model_fingerprint(self.config.model.path), layout=self.layout)
         # Under another layout the weights come in another order.
+        self._digest_model()
+
+    def stock_digest(self) -> None:
+        """Loads the model of a checkpoint with megatron-core's own reader; digests as `digest`."""
+        self.start()
+        shards = str(Path(os.environ[CHECKPOINT]) / SHARDS)
+        loaded = dist_checkpointing.load(model_state(self.worker.chunks), shards)
+        for key, chunk in zip(chunk_keys(self.worker.chunks), self.worker.chunks, strict=True):
+            chunk.module.load_state_dict(loaded[key])
+        self._digest_model()
+
+    def _digest_model(self) -> None:
+        """Digests all HF weights, and what the extra states of all layers say."""
         digests = {name: _digest(tensor) for name, tensor in self.worker.export_hf_weights()}
         self.values["digest"] = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+        states = _layer_states(self.worker.chunks)
+        self.values["extra_states"] = len(states)
+        self.values["extra_digest"] = hashlib.sha256(json.dumps(states, sort_keys=True).encode()).hexdigest()
+
+    def precision(self) -> None:
+        """Compares 8-bit layers with others of the same weights, in forwards of megatron-core alone."""
+        self.start()
+        tokens = torch.tensor(_batch(self.rank).tokens, device=self.worker.device)
+        found = [_plain_logprobs(self.config, fp8, tokens) for fp8 in (self.config.megatron.fp8, None)]
+        self.values["plain_gap"] = float((found[0] - found[1]).abs().median())
+
+    def blocks(self) -> None:
+        """Times blocks of training steps, ours and those of a loop over Megatron alone, by turns."""
+        self.start()
+        batch = _batch(self.rank)
+        ways = {"ours": partial(self.worker.train, batch, len(batch)), "bare": partial(_bare_step, self.worker, batch)}
+        for name in (*ways, *ways):
+            self.timed(f"{name} warm", ways[name])
+        for turn in range(BLOCKS):
+            for name in [*ways] if turn % 2 else [*ways][::-1]:
+                self.timed(name, lambda way=ways[name]: deque((way() for _ in range(BLOCK_STEPS)), maxlen=0))
+        self.values["ratios"] = [a / b for a, b in zip(self.seconds["ours"], self.seconds["bare"], strict=True)]
 
     def end(self) -> None:
         """Takes the worlds down; training rank 0 prints what was found."""
@@ -218,6 +261,43 @@ class Trainer(Ranks):
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
         self.worker.teardown()
+
+
+def _plain_logprobs(config: RunConfig, fp8: str | None, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns log-probabilities ``[b, s - 1]`` of tokens under the HF weights, with 8-bit layers or without."""
+    bridge = open_bridge(
+        config.model.path,
+        dtype=torch.bfloat16,
+        transformer_engine=True,
+        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=True,
+        fp8=fp8,
+        fp8_recipe=config.megatron.fp8_recipe,
+    )
+    (model,) = build_chunks(bridge)
+    bridge.load_weights([model], config.model.path)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=tokens, position_ids=positions, attention_mask=None)
+    return logits[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+def _layer_states(chunks: Any) -> dict[str, str]:
+    """Returns a digest of each extra state that says something, by its key in a checkpoint, of all ranks."""
+    objects = split(model_state(chunks)).objects
+    states = {item.unique_key: item.data for item in objects if EXTRA_STATE in item.key}
+    mine = {
+        key: str({name: _plain(value) for name, value in layer_state_value(state, key).items()})
+        for key, state in states.items()
+        if isinstance(state, torch.Tensor) and state.numel()
+    }
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return {key: text for of_rank in found for key, text in of_rank.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -18,6 +18,7 @@ BENCHMARKS: Mapping[str, str] = {
     "quickstart": "the main job for three seeds: learning, agreement, seconds, memory",
     "gpu": "the main job on 2 or 4 GPUs, and a larger model's sync, steps, offload and saves, against plain ones",
     "comms": "communicators on 2 or 4 GPUs: memory and seconds of the bootstrap, against what others do",
+    "layers": "Transformer Engine's layers on 2 GPUs, bf16 and 8 bits: the main job, saves, a larger model's steps",
     "script": "a plain Megatron script on 2 GPUs: memory and steps with our functions, against the script alone",
     "suspend": "communicators that NCCL suspends for a rollout on 2 GPUs, against ones that are made again",
     "exits": "the end of ranks with every communicator alive, on 2 or 4 GPUs, against torch's own",
