@@ -216,31 +216,31 @@ class Trainer(Ranks):
         path = Path(os.environ[CHECKPOINT])
         self.worker.load_checkpoint(path, fingerprint=model_fingerprint(self.config.model.path), layout=self.layout)
         # Under another layout the weights come in another order.
-        self._digest_model()
-
-    def stock_digest(self) -> None:
-        """Loads the model of a checkpoint with megatron-core's own reader; digests as `digest`."""
-        self.start()
-        shards = str(Path(os.environ[CHECKPOINT]) / SHARDS)
-        loaded = dist_checkpointing.load(model_state(self.worker.chunks), shards)
-        for key, chunk in zip(chunk_keys(self.worker.chunks), self.worker.chunks, strict=True):
-            chunk.module.load_state_dict(loaded[key])
-        self._digest_model()
-
-    def _digest_model(self) -> None:
-        """Digests all HF weights, and what the extra states of all layers say."""
         digests = {name: _digest(tensor) for name, tensor in self.worker.export_hf_weights()}
-        self.values["digest"] = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
-        states = _layer_states(self.worker.chunks)
-        self.values["extra_states"] = len(states)
-        self.values["extra_digest"] = hashlib.sha256(json.dumps(states, sort_keys=True).encode()).hexdigest()
+        self.values["digest"] = _digest_of(digests)
 
-    def precision(self) -> None:
-        """Compares 8-bit layers with others of the same weights, in forwards of megatron-core alone."""
+    def layers(self) -> None:
+        """Digests a checkpoint that our loader and megatron-core's own have read; with 8-bit layers, what those cost."""
         self.start()
-        tokens = torch.tensor(_batch(self.rank).tokens, device=self.worker.device)
-        found = [_plain_logprobs(self.config, fp8, tokens) for fp8 in (self.config.megatron.fp8, None)]
-        self.values["plain_gap"] = float((found[0] - found[1]).abs().median())
+        fp8, path = self.config.megatron.fp8, Path(os.environ[CHECKPOINT])
+        if fp8:
+            tokens = torch.tensor(_batch(self.rank).tokens, device=self.worker.device)
+            found = [_plain_logprobs(self.config, each, tokens) for each in (fp8, None)]
+            self.values["plain_gap"] = float((found[0] - found[1]).abs().median())
+        self.worker.load_checkpoint(path, fingerprint=model_fingerprint(self.config.model.path), layout=self.layout)
+        self.values["ours"] = self._digests()
+        chunks = self.worker.chunks
+        _forget(chunks)
+        loaded = dist_checkpointing.load(model_state(chunks), str(path / SHARDS))
+        for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
+            chunk.module.load_state_dict(loaded[key])
+        self.values["stock"] = self._digests()
+
+    def _digests(self) -> dict[str, Any]:
+        """Returns digests of all HF weights, and of what the extra states of all layers say."""
+        weights = {name: _digest(tensor) for name, tensor in self.worker.export_hf_weights()}
+        states = _layer_states(self.worker.chunks)
+        return {"weights": _digest_of(weights), "extra_states": _digest_of(states), "count": len(states)}
 
     def blocks(self) -> None:
         """Times blocks of training steps, ours and those of a loop over Megatron alone, by turns."""
@@ -282,6 +282,16 @@ def _plain_logprobs(config: RunConfig, fp8: str | None, tokens: torch.Tensor) ->
     return logits[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
+@torch.no_grad()
+def _forget(chunks: Any) -> None:
+    """Sets all parameters, and the scales of all 8-bit layers, to zero."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        scaling = [getattr(module, "fp8_meta", {}).get(f"scaling_{way}") for way in ("fwd", "bwd")]
+        scales = [each for each in scaling if hasattr(each, "amax_history")]
+        for tensor in [*module.parameters(recurse=False), *(t for s in scales for t in (s.scale, s.amax_history))]:
+            tensor.zero_()
+
+
 def _layer_states(chunks: Any) -> dict[str, str]:
     """Returns a digest of each extra state that says something, by its key in a checkpoint, of all ranks."""
     objects = split(model_state(chunks)).objects
@@ -298,6 +308,10 @@ def _layer_states(chunks: Any) -> dict[str, str]:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _digest_of(digests: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(tensor: torch.Tensor) -> str:

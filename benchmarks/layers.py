@@ -21,11 +21,8 @@ from rl_safe_workers.models.layer_choice import why_no_transformer_engine
 
 GPUS = 2
 _TAKEN = ("megatron.transformer_impl=transformer_engine",)
-LAYERS = {
-    "": _TAKEN,
-    ", fp8 delayed": (*_TAKEN, "megatron.fp8=hybrid", "rollout.max_logprob_gap=1"),
-    ", fp8 tensorwise": (*_TAKEN, "megatron.fp8=hybrid", "megatron.fp8_recipe=tensorwise", "rollout.max_logprob_gap=1"),
-}
+_FP8 = (*_TAKEN, "megatron.fp8=hybrid", "rollout.max_logprob_gap=1", "trainer.total_training_steps=6")
+LAYERS = {"": _TAKEN, ", fp8 delayed": _FP8, ", fp8 tensorwise": (*_FP8, "megatron.fp8_recipe=tensorwise")}
 """Overrides that ask for each kind of layers."""
 COLOCATED = "2_GPUs_colocated"
 PARTS = os.environ.get("RL_SAFE_BENCH_PARTS", "main;fp8;step").split(";")
@@ -48,7 +45,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         if "main" in PARTS:
             for placement in placements(GPUS):
                 rows += main_job(_folder(folder, placement), placement, report, overrides=_TAKEN)
-            rows += _digests("", Path(folder) / COLOCATED / COLOCATED, report)
+            rows += _digests("", Path(folder) / COLOCATED / COLOCATED, report)[0]
         for layers in [name for name in LAYERS if name and "fp8" in PARTS]:
             of_layers = _folder(folder, layers.strip(", ").replace(" ", "_"))
             rows += _eight_bits(layers, of_layers, report)
@@ -67,36 +64,38 @@ def _eight_bits(layers: str, folder: Path, report: Callable[[str], None]) -> lis
     """The main job in 8 bits. Its gap is compared with the one that 8 bits cost in forwards of megatron-core alone."""
     run = folder / COLOCATED
     rows = main_job(folder, COLOCATED, report, layers=layers, overrides=LAYERS[layers])
-    overrides = [f"model.path={_model(run)}", *_ranks(tensor=1), *LAYERS[layers]]
-    plain = run_ranks("precision", overrides)["plain_gap"]
     first = json.loads(next(run.glob("outputs/*/metrics.jsonl")).read_text(encoding="utf-8").splitlines()[0])
     gap = first[LOGPROB_GAP_MEDIAN]
-    # Of the main job's rows these say something else in 8 bits.
-    kept = [row for row in rows if "logprob gap" not in row.name]
+    digests, plain = _digests(layers, run, report)
+    # The other rows of the main job say something else in 8 bits, or after a few steps.
+    kept = [row for row in rows if "late bytes" in row.name or "left" in row.name]
     return [
         *kept,
         gpu_row(f"logprob gap of the first step{layers}, against megatron-core's", "nat", gap, at_most(1.25), plain),
-        *_digests(layers, run, report),
+        *digests,
     ]
 
 
-def _digests(layers: str, run: Path, report: Callable[[str], None]) -> list[Row]:
-    """Loads the last checkpoint at EP2, at TP2 EP2, and with megatron-core's own reader."""
-    (checkpoint,) = run.rglob("global_step_20")
-    variables = {CHECKPOINT: str(checkpoint)}
-    ways = (("digest", 1), ("digest", 2), ("stock_digest", 1), ("stock_digest", 2))
+def _digests(layers: str, run: Path, report: Callable[[str], None]) -> tuple[list[Row], float]:
+    """Loads the last checkpoint at EP2 and at TP2 EP2, with our loader and with megatron-core's own reader.
+
+    Returns:
+        The rows, and the gap of 8-bit layers in forwards of megatron-core alone; 0 without such layers.
+    """
+    checkpoint = max(run.rglob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     found: list[dict[str, Any]] = []
-    for job, tensor in ways:
+    for tensor in (1, 2):
         overrides = [f"model.path={_model(run)}", *_ranks(tensor=tensor), *LAYERS[layers]]
-        found.append(run_ranks(job, overrides, variables=variables))
-        report(f"{job}, TP{tensor} EP2{layers}: {json.dumps(found[-1])}")
-    return [
-        gpu_row(f"saved at EP2{layers}; loaded so, at TP2 EP2, by megatron-core: {name}", "", len(values), at_most(1))
-        for name, values in (
-            ("digests of all parameters", {each["digest"] for each in found}),
-            ("digests of all extra states", {each["extra_digest"] for each in found}),
-        )
-    ] + [gpu_row(f"extra states with scales{layers}", "", found[0]["extra_states"], at_least(1 if layers else 0))]
+        found.append(run_ranks("layers", overrides, variables={CHECKPOINT: str(checkpoint)}))
+        report(f"loaded at TP{tensor} EP2{layers}: {json.dumps(found[-1])}")
+    loads = [each[way] for each in found for way in ("ours", "stock")]
+    name = f"saved at EP2{layers}; loaded so, at TP2 EP2, by megatron-core"
+    rows = [
+        gpu_row(f"{name}: digests of all parameters", "", len({load["weights"] for load in loads}), at_most(1)),
+        gpu_row(f"{name}: digests of all extra states", "", len({load["extra_states"] for load in loads}), at_most(1)),
+        gpu_row(f"extra states with scales{layers}", "", loads[0]["count"], at_least(1 if layers else 0)),
+    ]
+    return rows, found[0].get("plain_gap", 0.0)
 
 
 def _model(run: Path) -> Path:

@@ -98,9 +98,20 @@ class Features:
         return cls(
             moe_dispatcher=config.moe_token_dispatcher_type,
             optimizer_instances=config.num_distributed_optimizer_instances,
+            fp8=reduces_scales(config.fp8, config.fp8_recipe),
             virtual_pipeline=config.virtual_pipeline_model_parallel_size is not None,
             weights_over_world=colocated,
         )
+
+
+def reduces_scales(fp8: str | None, recipe: str | None) -> bool:
+    """Returns True if ranks agree on the scales of 8-bit tensors in every step.
+
+    Args:
+        fp8: Megatron's setting; None or empty without 8-bit layers.
+        recipe: Megatron's ``fp8_recipe``. Only delayed scaling reduces, and is the default, also for None.
+    """
+    return bool(fp8) and recipe in (None, "delayed")
 
 
 def dispatcher_of(setting: str | None) -> str:

@@ -298,3 +298,14 @@ def test_a_backend_that_lacks_an_op_class_is_refused(backend: str, complaint: st
 def test_without_a_budget_only_overrides_limit() -> None:
     plan = CommsPlan.of(layout(expert=2), ALLTOALL, {"ep_dp": 4}, budget=False)
     assert plan.limits == {"ep_dp": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, False), ({"fp8": "hybrid"}, True), ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, False)],
+)
+def test_only_delayed_scales_of_8_bit_layers_are_reduced(settings: dict[str, str], expected: bool) -> None:
+    features = Features.of(MegatronConfig(**settings))
+    assert features.fp8 is expected
+    found = classes("TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", layout(4), features)
+    assert found == ({REDUCE} if expected else set())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_safe_workers.topology.groups import Features, context_exchange, dispatcher_of
+from rl_safe_workers.topology.groups import Features, context_exchange, dispatcher_of, reduces_scales
 
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 """Fields that say that a model has Mamba layers, too."""
@@ -27,7 +27,7 @@ def features_of(megatron_cfg: Any) -> Features:
         variable_seq_lengths=getattr(model, "variable_seq_lengths", None),
         virtual_pipeline=getattr(model, "virtual_pipeline_model_parallel_size", None) is not None,
         distributed_optimizer=bool(getattr(ddp, "use_distributed_optimizer", True)),
-        fp8=bool(getattr(model, "fp8", None)),
+        fp8=reduces_scales(getattr(model, "fp8", None), getattr(model, "fp8_recipe", None)),
         expert_bias=bool(getattr(model, "moe_router_enable_expert_bias", False)),
         aux_loss=balancing not in (None, "none"),
         context_exchange=context_exchange(getattr(model, "cp_comm_type", None), is_hybrid=is_hybrid),

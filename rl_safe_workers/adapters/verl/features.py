@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_safe_workers.topology.groups import Features, context_exchange, dispatcher_of
+from rl_safe_workers.topology.groups import Features, context_exchange, dispatcher_of, reduces_scales
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Where HF configurations keep the number of experts."""
@@ -30,7 +30,7 @@ def features_of(hf_config: Any, engine_config: Any) -> Features:
         variable_seq_lengths=bool(overrides.get("variable_seq_lengths", True)),
         virtual_pipeline=engine_config.virtual_pipeline_model_parallel_size is not None,
         distributed_optimizer=engine_config.use_distributed_optimizer,
-        fp8=bool(overrides.get("fp8")),
+        fp8=reduces_scales(overrides.get("fp8"), overrides.get("fp8_recipe")),
         expert_bias=bool(overrides.get("moe_router_enable_expert_bias", getattr(text, "n_routed_experts", 0))),
         aux_loss=overrides.get("moe_router_load_balancing_type", "none") != "none",
         context_exchange=context_exchange(overrides.get("cp_comm_type"), is_hybrid=_is_hybrid(text)),
