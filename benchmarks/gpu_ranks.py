@@ -220,7 +220,7 @@ class Trainer(Ranks):
         self.values["digest"] = _digest_of(digests)
 
     def layers(self) -> None:
-        """Digests a checkpoint that our loader and megatron-core's own have read; with 8-bit layers, what those cost."""
+        """Digests a checkpoint as our loader and megatron-core's own have read it; and the gap of 8-bit layers."""
         self.start()
         fp8, path = self.config.megatron.fp8, Path(os.environ[CHECKPOINT])
         if fp8:

@@ -97,6 +97,22 @@ def test_a_layer_unpickles_the_state_that_was_saved(protocol: int) -> None:
     _assert_equal(pickle.loads(state.numpy().tobytes()), _state())
 
 
+def test_a_state_may_name_the_function_that_megatron_core_puts_in_the_place_of_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def safe_load_from_bytes(content: bytes) -> Any:
+        return load(content)
+
+    load, module = torch.storage._load_from_bytes, types.ModuleType("megatron.core.safe_globals")
+    safe_load_from_bytes.__module__, safe_load_from_bytes.__qualname__ = module.__name__, "safe_load_from_bytes"
+    vars(module)["safe_load_from_bytes"] = safe_load_from_bytes
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", safe_load_from_bytes)
+    state = _bytes(_state())
+    assert b"safe_load_from_bytes" in state.numpy().tobytes()
+    _assert_equal(layer_state_value(state, KEY), _state())
+
+
 @pytest.mark.parametrize("value", [None, torch.empty(0, dtype=torch.uint8), {"plain": 1}])
 def test_what_no_layer_unpickles_stays(value: Any) -> None:
     assert safe_layer_state(value, KEY) is value

@@ -130,13 +130,16 @@ LAYER_RECIPES: Names = {
 
 LAYER_FORMAT = "transformer_engine.common.recipe.Format"
 LAYER_FORMAT_VALUE = "transformer_engine.common.recipe._FormatHelper"
-STORED = "torch.storage._load_from_bytes"
-"""A tensor that is pickled without ``torch.save`` brings its storage as bytes, for this function."""
+STORED = frozenset({"torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes"})
+"""A tensor that is pickled without ``torch.save`` brings its storage as bytes, for one of these functions.
+
+megatron-core puts its own in torch's place since 0.19 (extensions/transformer_engine.py).
+"""
 
 LAYER_NAMES = frozenset(
     {
         *(f"{module}.{name}" for module, found in LAYER_RECIPES.items() for name in found),
-        *(LAYER_FORMAT, LAYER_FORMAT_VALUE, STORED),
+        *(LAYER_FORMAT, LAYER_FORMAT_VALUE, *STORED),
         *("builtins.getattr", "collections.OrderedDict", "torch._utils._rebuild_tensor_v2"),
     }
 )

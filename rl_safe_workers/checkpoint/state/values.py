@@ -226,7 +226,7 @@ class _Maker:
         _: Any = None,
     ) -> torch.Tensor:
         """A tensor within its storage, each element of which it has once."""
-        stored = self.stored if _of(storage, Call).name == STORED else self.storage
+        stored = self.stored if _of(storage, Call).name in STORED else self.storage
         data, of_storage = stored(*storage.args)
         wanted = of_storage if type(dtype) is not Name else _constant(dtype.text)
         sizes, strides = _sizes(self.make(shape)), _sizes(self.make(stride))
