@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from rl_safe_workers.checkpoint.state.chunk_state import ChunkLayout
 from rl_safe_workers.checkpoint.state.layer_states import EXTRA_STATE, extra_states
@@ -193,10 +193,12 @@ def restore_state(chunks: Sequence[Any], optimizer: Any, state: dict[str, Any]) 
 
 
 def _put(live: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Copies what was not loaded in place."""
+    """Copies tensors that were not loaded in place."""
     for name, shard in live.items():
         tensor = loaded.get(name)
-        if isinstance(tensor, torch.Tensor) and tensor.data_ptr() != shard.data.data_ptr():
+        if not isinstance(shard, ShardedTensor) or not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.data_ptr() != shard.data.data_ptr():
             shard.data.copy_(tensor)
 
 
