@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.comms import HOSTS
 from benchmarks.comms_limits import COLLECTIVES, LIMITS, MESSAGES_MIB, SCALAR, SIZES
 from rl_safe_workers.comms.kernels import loaded_kernels
 from rl_safe_workers.platforms.device_memory import outside_torch
@@ -27,6 +28,7 @@ MIB = 2**20
 WAIT = timedelta(seconds=60)
 _WHILE_S = 0.3
 _WARM, _SAMPLES, _SCALAR_CALLS = 3, 5, 200
+_CALLS, _LARGE_CALLS = (20, 6) if HOSTS == "one" else (5, 2)
 
 
 def collectives(group: dist.ProcessGroup, out: torch.Tensor, given: torch.Tensor) -> dict[str, Callable[[int], None]]:
@@ -62,7 +64,8 @@ def measure(rank: int, ranks: int) -> Iterator[dict[str, Any]]:
     """Yields a record for each collective of each group: bytes of its first call, or seconds of a message."""
     device = torch.device("cuda", torch.cuda.current_device())
     probe = outside_torch(device) or (lambda: 0)
-    elements = max(MESSAGES_MIB) * MIB // 2
+    largest = max(MESSAGES_MIB)
+    elements = largest * MIB // 2
     given, out = (torch.zeros(elements, dtype=torch.bfloat16, device=device) for _ in range(2))
     with loaded_kernels(device, probe, timeout=WAIT) as kernels:
         yield {"size": 1, "max_ctas": 1, "bytes": {"kernels": kernels.bytes}, "seconds": {}}
@@ -75,7 +78,7 @@ def measure(rank: int, ranks: int) -> Iterator[dict[str, Any]]:
             for name in COLLECTIVES:
                 for mib in MESSAGES_MIB:
                     call = partial(calls[name], mib * MIB // 2)
-                    seconds[f"{name} {mib} MiB"] = _seconds(call, calls=6 if mib == max(MESSAGES_MIB) else 20)
+                    seconds[f"{name} {mib} MiB"] = _seconds(call, calls=_LARGE_CALLS if mib == largest else _CALLS)
             seconds[SCALAR] = _seconds(partial(calls["all_reduce"], 1), calls=_SCALAR_CALLS)
             if not discarded:
                 yield {"size": size, "max_ctas": limit, "bytes": grown, "seconds": seconds}
