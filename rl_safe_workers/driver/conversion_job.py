@@ -37,7 +37,7 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.model_files import read_model_json
 from rl_safe_workers.models.hf_directory import read_hf_directory
-from rl_safe_workers.topology.layout import CONVERTIBLE_MODEL_TYPES, check_layout, check_model
+from rl_safe_workers.topology.layout import check_layout, check_model
 
 DTYPES: Sequence[Dtype] = get_args(Dtype)
 
@@ -132,7 +132,7 @@ def _for_model(config: RunConfig, path: Path, *, has_weights: bool) -> RunConfig
     Raises:
         UsageError: If the model cannot be read or does not divide over the layout.
     """
-    shape = read_hf_directory(path, model_types=CONVERTIBLE_MODEL_TYPES, has_weights=has_weights)
+    shape = read_hf_directory(path, has_weights=has_weights)
     layout = layout_of(config)
     check_layout(layout)
     check_model(layout, shape)

@@ -6,7 +6,7 @@ Imports no torch, so that a bad folder is refused before anything is started.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,11 @@ _EXPERT = re.compile(r"model\.layers\.\d+\.(?:mlp|block_sparse_moe)\.experts\.(\
 Weights = Mapping[str, TensorEntry]
 
 
-def read_hf_directory(path: Path, *, model_types: Sequence[str] | None = None, has_weights: bool = True) -> ModelShape:
+def read_hf_directory(path: Path, *, has_weights: bool = True) -> ModelShape:
     """Reads ``config.json`` and the headers of the weight files, and returns the shape of the model.
 
     Args:
         path: The directory.
-        model_types: The allowed model types; None for the types that a run can train.
         has_weights: True if the directory must hold weights.
 
     Raises:
@@ -44,7 +43,7 @@ def read_hf_directory(path: Path, *, model_types: Sequence[str] | None = None, h
     _check_entries(path)
     config = read_model_json(path / CONFIG)
     try:
-        shape = ModelShape.from_hf_config(config, model_types=model_types)
+        shape = ModelShape.from_hf_config(config)
     except ModelError as error:
         raise ModelError(f"model.path={path}: {error}") from error
     if has_weights:

@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ModelError
 from rl_safe_workers.models import bridge, megatron_bridge
 from rl_safe_workers.models.bridge import open_bridge
 from rl_safe_workers.models.hf_reader import HfReader
+from rl_safe_workers.models.seeded import Family, create_seeded_model
 
 
 def model_of_type(path: Path, model_type: str) -> str:
@@ -25,15 +27,29 @@ def model_of_type(path: Path, model_type: str) -> str:
     return str(path)
 
 
-def test_latent_attention_is_refused_without_transformer_engine(tmp_path: Path) -> None:
-    path = model_of_type(tmp_path / "m", "deepseek_v3")
-    with pytest.raises(ModelError, match="'deepseek_v3' needs Transformer Engine.*DotProductAttention"):
-        open_bridge(path, dtype=torch.float32)
-
-
-def test_a_model_without_mapping_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no installed bridge has a weight mapping for model type 'gpt2'"):
+def test_a_model_without_mapping_is_refused_with_those_that_have_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="weight mapping for model type 'gpt2'; mbridge has one for llama, qwen2, .*"):
         open_bridge(model_of_type(tmp_path / "m", "gpt2"), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        (Family.GLM4_MOE, {"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok=2"),
+        (Family.GLM4_MOE, {"num_experts_per_tok": 1}, "norm_topk_prob=True with num_experts_per_tok=1"),
+        (Family.DEEPSEEK_V3, {"n_group": 4, "topk_group": 2}, "num_experts_per_tok=2 with topk_group=2"),
+        (Family.DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=false is not supported"),
+    ],
+)
+def test_a_setting_that_megatron_would_compute_otherwise_is_refused(
+    family: Family, settings: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mbridge.core.parallel_states import ParallelStates
+
+    monkeypatch.setattr(ParallelStates, "get_parallel_state", classmethod(lambda cls: cls()))
+    create_seeded_model(tmp_path / "m", SeededModelConfig(num_hidden_layers=1), family=family, settings=settings)
+    with pytest.raises(ModelError, match=message):
+        open_bridge(str(tmp_path / "m"), dtype=torch.float32)
 
 
 class FakeAutoBridge:
