@@ -38,18 +38,7 @@ def _build_chunk(bridge: Any, vp_stage: int | None) -> torch.nn.Module:
     model.cuda(torch.cuda.current_device())
     if bridge.config.bf16 or bridge.config.fp16:
         model = Float16Module(bridge.config, model)
-        _keep_expert_biases(model)
     return model
-
-
-def _keep_expert_biases(model: torch.nn.Module) -> None:
-    """Makes the experts' biases float32 again, which Float16Module has rounded, before weights are read into them.
-
-    Megatron does so only at the first forward pass (transformer/moe/router.py:649), which is after the reading.
-    """
-    for name, buffer in model.named_buffers():
-        if name.endswith("expert_bias"):
-            buffer.data = buffer.data.float()
 
 
 def wrap_data_parallel(
