@@ -145,8 +145,8 @@ class ModelConfig(Section):
     """The HF model."""
 
     path: FilePath = ""
-    """Required. A local Qwen3 or Qwen3-MoE directory, with ``config.json``, safetensors and a tokenizer. Its own code
-    never runs."""
+    """Required. A local directory of a supported model type, with ``config.json``, safetensors and a tokenizer. Its own
+    code never runs."""
     create: SeededModelConfig | None = None
     """Set: make a seeded model at ``path`` if nothing is there."""
     dtype: Dtype = "float32"

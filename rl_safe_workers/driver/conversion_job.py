@@ -36,8 +36,8 @@ from rl_safe_workers.errors import (
     UsageError,
 )
 from rl_safe_workers.model_files import read_model_json
-from rl_safe_workers.models.hf_directory import read_hf_directory
-from rl_safe_workers.topology.layout import CONVERTIBLE_MODEL_TYPES, check_layout, check_model
+from rl_safe_workers.models.hf_directory import check_mtp_source, read_hf_directory
+from rl_safe_workers.topology.layout import check_layout, check_model
 
 DTYPES: Sequence[Dtype] = get_args(Dtype)
 
@@ -102,6 +102,7 @@ def convert_to_hf(config: RunConfig, place: Place) -> str:
     weights = find_megatron_weights(place.source)
     source = _hf_source(config, place.source)
     config = _for_model(config, source, has_weights=False)
+    check_mtp_source(source)
     _check_is_of(weights, place.source, source)
     check_export(place.target, overwrite=place.overwrite)
     config.model.dtype = _dtype(place.dtype or _converted_dtype(weights) or _dtype_of(source))
@@ -132,7 +133,7 @@ def _for_model(config: RunConfig, path: Path, *, has_weights: bool) -> RunConfig
     Raises:
         UsageError: If the model cannot be read or does not divide over the layout.
     """
-    shape = read_hf_directory(path, model_types=CONVERTIBLE_MODEL_TYPES, has_weights=has_weights)
+    shape = read_hf_directory(path, has_weights=has_weights)
     layout = layout_of(config)
     check_layout(layout)
     check_model(layout, shape)

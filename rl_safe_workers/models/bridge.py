@@ -14,12 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from rl_safe_workers.errors import ModelError
 from rl_safe_workers.models.own_weights import OwnWeight
-
-NEEDS_TRANSFORMER_ENGINE = {
-    # multi_latent_attention.py:155 passes k_channels, which only Transformer Engine's attention takes, as of 0.19.2.
-    "deepseek_v3": "megatron-core's own DotProductAttention cannot be built for latent attention",
-}
-"""Model types that are refused without Transformer Engine, with the reason for each."""
+from rl_safe_workers.topology.layout import SUPPORTED_MODEL_TYPES
 
 
 class WeightBridge(Protocol):
@@ -64,23 +59,16 @@ def open_bridge(hf_path: str, *, dtype: torch.dtype, transformer_engine: bool, *
         **settings: Fields of Megatron's TransformerConfig that override the bridge's own.
 
     Raises:
-        ModelError: If no installed bridge has a mapping for the model type, or if the local layers cannot make the
-            model.
+        ModelError: If no installed bridge has a mapping for the model type, or if the bridge refuses a setting.
     """
     hf_config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
-    model_type = hf_config.model_type
-    if model_type in NEEDS_TRANSFORMER_ENGINE and not transformer_engine:
-        raise ModelError(
-            f"{hf_path}: model type {model_type!r} needs Transformer Engine's layers, and Megatron's local ones are "
-            f"taken: {NEEDS_TRANSFORMER_ENGINE[model_type]}"
-        )
     for library in (_open_mbridge, _open_megatron_bridge):
         bridge = library(hf_path, hf_config, dtype, settings, transformer_engine)
         if bridge is not None:
             return bridge
     raise ModelError(
-        f"{hf_path}: no installed bridge has a weight mapping for model type {model_type!r}; "
-        "install mbridge or Megatron-Bridge in a version that has one"
+        f"{hf_path}: no installed bridge has a weight mapping for model type {hf_config.model_type!r}; mbridge has one "
+        f"for {', '.join(SUPPORTED_MODEL_TYPES)}"
     )
 
 

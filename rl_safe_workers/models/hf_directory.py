@@ -6,7 +6,7 @@ Imports no torch, so that a bad folder is refused before anything is started.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rl_safe_workers.model_files import (
     read_weight_map,
     stop_token_ids,
 )
-from rl_safe_workers.topology.layout import ModelShape
+from rl_safe_workers.topology.layout import LARGEST_SIZE, ModelShape
 
 PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth")
 TOKENIZER = "tokenizer.json"
@@ -30,12 +30,11 @@ _EXPERT = re.compile(r"model\.layers\.\d+\.(?:mlp|block_sparse_moe)\.experts\.(\
 Weights = Mapping[str, TensorEntry]
 
 
-def read_hf_directory(path: Path, *, model_types: Sequence[str] | None = None, has_weights: bool = True) -> ModelShape:
+def read_hf_directory(path: Path, *, has_weights: bool = True) -> ModelShape:
     """Reads ``config.json`` and the headers of the weight files, and returns the shape of the model.
 
     Args:
         path: The directory.
-        model_types: The allowed model types; None for the types that a run can train.
         has_weights: True if the directory must hold weights.
 
     Raises:
@@ -44,12 +43,37 @@ def read_hf_directory(path: Path, *, model_types: Sequence[str] | None = None, h
     _check_entries(path)
     config = read_model_json(path / CONFIG)
     try:
-        shape = ModelShape.from_hf_config(config, model_types=model_types)
+        shape = ModelShape.from_hf_config(config)
     except ModelError as error:
         raise ModelError(f"model.path={path}: {error}") from error
     if has_weights:
         _check_against_config(path, _read_headers(path), shape, config)
     return shape
+
+
+def mtp_layers(path: Path) -> range:
+    """Returns the numbers of the model's MTP layers, which follow its last layer.
+
+    MTP (multi-token prediction) layers guess tokens after the next one. They are neither built nor trained: a policy
+    does not use them.
+
+    Raises:
+        ModelError: If ``config.json`` cannot be read, or has no valid number of them.
+    """
+    return _mtp_layers(read_model_json(path / CONFIG))
+
+
+def check_mtp_source(path: Path) -> None:
+    """Refuses a folder as the source of an export if the model has MTP layers, and the folder has no weights.
+
+    Raises:
+        ModelError: If the folder is refused.
+    """
+    if mtp_layers(path) and not any(path.glob("*.safetensors")):
+        raise ModelError(
+            f"{path} has no weights, and the export needs those of the model's MTP layers, which are not trained: give "
+            "model.path=DIR, the HF directory that the model came from"
+        )
 
 
 def check_tokenizer(path: Path) -> None:
@@ -122,13 +146,28 @@ def _check_against_config(path: Path, weights: Weights, shape: ModelShape, confi
             )
     if "model.embed_tokens.weight" not in weights:
         raise ModelError(f"model.path={path} has no weight model.embed_tokens.weight; download the model again")
+    mtp = _mtp_layers(config)
     for what, pattern, count in (("layers", _LAYER, shape.num_layers), ("experts", _EXPERT, shape.num_experts)):
         numbers = {int(found.group(1)) for name in weights if (found := pattern.match(name))}
+        if what == "layers":
+            numbers -= {*mtp}
         if (numbers and numbers != set(range(max(numbers) + 1))) or (numbers and len(numbers) != count):
             raise ModelError(
                 f"model.path={path} has weights of {len(numbers)} {what}, but {CONFIG} asks for {count}; download the "
                 "model again"
             )
+
+
+def _mtp_layers(config: Mapping[str, Any]) -> range:
+    first, count = (_count(config, name) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
+    return range(first, first + count)
+
+
+def _count(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name) or 0
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST_SIZE:
+        raise ModelError(f"{CONFIG} has {name}={value!r:.80}: it must be a whole number of 0 to {LARGEST_SIZE}")
+    return value
 
 
 def _expected_shapes(shape: ModelShape, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from rl_safe_workers.errors import ModelError
 from rl_safe_workers.model_files import read_weight_map
+from rl_safe_workers.models.hf_directory import mtp_layers
 
 
 class HfReader:
@@ -50,6 +51,11 @@ class HfReader:
                 ) from error
         return self._files[file]
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all weights."""
+        return list(self._file_of)
+
     def load_one_hf_weight(self, name: str) -> torch.Tensor:
         """Returns one weight, on the CPU, in the file's dtype and shape. The method's name is mbridge's.
 
@@ -78,3 +84,19 @@ class HfReader:
         # A scalar cannot be sliced, so its value is read.
         found: torch.Tensor = part[:0] if part.get_shape() else file.get_tensor(name)
         return found.dtype
+
+
+def mtp_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the weights of an HF directory's MTP layers, on the CPU, in the order of their names.
+
+    Megatron-core can build such layers, but then its forward pass needs labels and adds a loss of its own
+    (models/gpt/gpt_model.py:612), while a policy asks for logits. So they are not built, and an export takes them from
+    the model's files as they are.
+
+    Raises:
+        ModelError: If the directory cannot be read.
+    """
+    prefixes = tuple(f"model.layers.{number}." for number in mtp_layers(directory))
+    reader = HfReader(directory)
+    for name in sorted(name for name in reader.names if name.startswith(prefixes)):
+        yield name, reader.load_one_hf_weight(name)

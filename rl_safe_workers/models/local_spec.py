@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -32,15 +35,40 @@ class SequenceParallelRMSNorm:
         return norm
 
 
-def _replace_norms(spec: Any) -> Any:
-    """Returns a copy of a layer spec in which every plain torch norm is replaced by `SequenceParallelRMSNorm`."""
-    if spec is WrappedTorchNorm:
-        return SequenceParallelRMSNorm
+class LatentDotProductAttention(DotProductAttention):
+    """Megatron's plain attention for latent attention, whose keys are wider than its values.
+
+    Latent attention passes both widths (transformer/multi_latent_attention.py:155). Megatron's plain attention refuses
+    them (transformer/dot_product_attention.py:46). It computes the right thing for any widths, and uses its own
+    ``kv_channels`` only for the shape of the result (transformer/dot_product_attention.py:249).
+    """
+
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        """Builds the attention.
+
+        Args:
+            *args: As for megatron's plain attention.
+            k_channels: Width of a head's query and key. It is unused, because the softmax scale is given with it.
+            v_channels: Width of a head's value; None for ``kv_channels``, in the instance that Attention builds and
+                latent attention replaces (transformer/attention.py:318).
+            **kwargs: As for megatron's plain attention.
+        """
+        super().__init__(*args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+def _replace(spec: Any, replacements: Mapping[type, type]) -> Any:
+    """Returns a copy of a layer spec with some modules replaced."""
+    if isinstance(spec, type):
+        return replacements.get(spec, spec)
     if isinstance(spec, list):
-        return [_replace_norms(item) for item in spec]
-    if isinstance(spec, ModuleSpec) or (dataclasses.is_dataclass(spec) and not isinstance(spec, type)):
+        return [_replace(item, replacements) for item in spec]
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         changes = {
-            f.name: _replace_norms(getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.name != "params"
+            f.name: _replace(getattr(spec, f.name), replacements)
+            for f in dataclasses.fields(spec)
+            if f.name != "params"
         }
         return dataclasses.replace(spec, **changes)
     return spec
@@ -51,15 +79,33 @@ def decoder_block_spec(config: TransformerConfig, *, vp_stage: int | None = None
     if not hasattr(moe_utils, "te_general_gemm"):
         # moe_utils.py:1192 reads this name, which stays undefined if the import of Transformer Engine fails.
         moe_utils.te_general_gemm = None
+    # multi_latent_attention.py:62 takes Transformer Engine for installed, because its names are imported as None.
+    multi_latent_attention.HAVE_TE = find_spec("transformer_engine") is not None
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
-    return _replace_norms(spec)
+    if not config.multi_latent_attention:
+        return _replace(spec, {WrappedTorchNorm: SequenceParallelRMSNorm})
+    spec = _replace(spec, {WrappedTorchNorm: SequenceParallelRMSNorm, DotProductAttention: LatentDotProductAttention})
+    for layer in spec.layer_specs:
+        # Whole on every tensor-parallel rank, as Transformer Engine has them. Megatron's own spec splits them, and then
+        # no rank has the whole gradient of the keys' rotary part: each knows that of its own heads, and the gather
+        # does not sum them (transformer/multi_latent_attention.py:607).
+        attention = layer.submodules.self_attention
+        attention.submodules.linear_q_down_proj = attention.submodules.linear_kv_down_proj = Linear
+    return spec
 
 
-_LOCAL_TO_FUSED = (
-    (re.compile(r"\.input_layernorm\.weight$"), r".self_attention.linear_qkv.layer_norm_weight"),
+_Renames = tuple[tuple[re.Pattern[str], str], ...]
+_EXPERTS: _Renames = (
     (re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$"), r".mlp.experts.\2.weight\1"),
 )
-_DENSE_LAYER_NORM = (re.compile(r"\.pre_mlp_layernorm\.weight$"), r".mlp.linear_fc1.layer_norm_weight")
+_DENSE_LAYER: _Renames = ((re.compile(r"\.pre_mlp_layernorm\.weight$"), r".mlp.linear_fc1.layer_norm_weight"),)
+_ATTENTION: _Renames = ((re.compile(r"\.input_layernorm\.weight$"), r".self_attention.linear_qkv.layer_norm_weight"),)
+_LATENT_ATTENTION: _Renames = (
+    (
+        re.compile(r"\.self_attention\.(q|kv)_layernorm\.weight$"),
+        r".self_attention.linear_\1_up_proj.layer_norm_weight",
+    ),
+)
 
 
 class FusedNameView(torch.nn.Module):
@@ -69,11 +115,13 @@ class FusedNameView(torch.nn.Module):
     shares every tensor with the model and adds none. Use a view for one load or export only.
     """
 
-    def __init__(self, model: torch.nn.Module, *, is_moe: bool) -> None:
+    def __init__(self, model: torch.nn.Module, config: TransformerConfig) -> None:
         super().__init__()
+        attention = _LATENT_ATTENTION if config.multi_latent_attention else _ATTENTION
         # Kept out of the module registry, so that the view owns no parameters of its own.
         self.__dict__["_viewed"] = model
-        self.__dict__["_renames"] = _LOCAL_TO_FUSED if is_moe else (*_LOCAL_TO_FUSED, _DENSE_LAYER_NORM)
+        # A model with experts may have dense layers, too. Bridges know the norm of those by its local name as well.
+        self.__dict__["_renames"] = (*attention, *(_EXPERTS if config.num_moe_experts else _DENSE_LAYER))
         if hasattr(model, "decoder"):
             self.__dict__["decoder"] = model.decoder
 

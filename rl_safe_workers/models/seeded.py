@@ -10,7 +10,7 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,16 +42,33 @@ CHAT_TEMPLATE = (
 )
 
 
-class Family(StrEnum):
-    """The architectures that can be made. With experts, the first two become Qwen3-MoE and Mixtral."""
+PUBLISHED_LATENT_SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""DeepSeek-V3's own sizes of latent attention, as ``settings``. Most of vLLM's kernels ask for them: a cache entry has
+512 + 64 numbers (vllm/v1/attention/backends/mla/cpu_mla.py:61, flashattn_mla.py:109)."""
+_FP32_BUFFER = "e_score_correction_bias"
+"""The experts' bias, which published models hold in float32 beside weights in bfloat16."""
 
+
+class Family(StrEnum):
+    """The architectures that can be made. With experts, the first three become Qwen2-MoE, Qwen3-MoE and Mixtral."""
+
+    QWEN2 = "qwen2"
     QWEN3 = "qwen3"
     LLAMA = "llama"
     DEEPSEEK_V3 = "deepseek_v3"
+    GLM4_MOE = "glm4_moe"
+    OLMOE = "olmoe"
+    GPT_OSS = "gpt_oss"
 
 
 def create_seeded_model(
-    path: Path, spec: SeededModelConfig, *, family: Family = Family.QWEN3, dtype: str = "float32", is_tied: bool = False
+    path: Path,
+    spec: SeededModelConfig,
+    *,
+    family: Family = Family.QWEN3,
+    dtype: str = "float32",
+    is_tied: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Makes an HF directory at ``path``: config, safetensors, tokenizer and generation config.
 
@@ -64,6 +81,8 @@ def create_seeded_model(
         family: The architecture.
         dtype: The dtype of every weight: ``"float32"`` or ``"bfloat16"``.
         is_tied: True if the output layer shares its weight with the embedding.
+        settings: Arguments of transformers' configuration class that replace the family's own, e.g.
+            `PUBLISHED_LATENT_SIZES` or ``{"rope_parameters": {...}}``.
 
     Raises:
         ModelError: If ``path`` cannot be written.
@@ -74,7 +93,7 @@ def create_seeded_model(
     except OSError as error:
         raise ModelError(f"cannot make a model at {path}: {error}; set model.path to a writable place") from error
     try:
-        _write_model(_hf_config(spec, family, is_tied=is_tied), spec.seed, dtype, staging)
+        _write_model(_hf_config(spec, family, is_tied=is_tied, settings=settings or {}), spec.seed, dtype, staging)
         build_tokenizer().save_pretrained(staging)
         _make_readable(staging)
         _publish(staging, path)
@@ -125,15 +144,29 @@ def _build_model(hf_config: PretrainedConfig, seed: int, dtype: str) -> PreTrain
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+        _draw_biases(model)
     if dtype != "float32":
+        kept = {name: buffer for name, buffer in model.named_buffers() if name.endswith(_FP32_BUFFER)}
         model = model.to(getattr(torch, dtype))
+        for name, buffer in kept.items():
+            owner, _, own_name = name.rpartition(".")
+            model.get_submodule(owner).register_buffer(own_name, buffer)
     model.generation_config = GenerationConfig(
         bos_token_id=None, eos_token_id=[SPECIAL_TOKENS.index("<|im_end|>"), 0], pad_token_id=0, do_sample=True
     )
     return model
 
 
-def _hf_config(spec: SeededModelConfig, family: Family, *, is_tied: bool) -> PretrainedConfig:
+def _draw_biases(model: PreTrainedModel) -> None:
+    """Draws every bias, because transformers starts them at zero, and a lost bias of zero would not be noticed."""
+    for name, bias in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("bias"):
+            bias.data.normal_(std=INITIALIZER_RANGE)
+
+
+def _hf_config(
+    spec: SeededModelConfig, family: Family, *, is_tied: bool, settings: Mapping[str, Any]
+) -> PretrainedConfig:
     import transformers
 
     common = {
@@ -153,30 +186,73 @@ def _hf_config(spec: SeededModelConfig, family: Family, *, is_tied: bool) -> Pre
         "pad_token_id": None,
     }
     name, own = _family_config(spec, family)
-    config: PretrainedConfig = getattr(transformers, name)(**{**common, **own})
+    config: PretrainedConfig = getattr(transformers, name)(**{**common, **own, **settings})
     return config
 
 
 def _family_config(spec: SeededModelConfig, family: Family) -> tuple[str, dict[str, Any]]:
     """Returns transformers' configuration class and the settings that only this family has."""
-    if family is Family.DEEPSEEK_V3:
-        return "DeepseekV3Config", _deepseek_settings(spec)
-    if family is Family.LLAMA and not spec.num_experts:
-        return "LlamaConfig", {"head_dim": spec.head_dim}
-    if family is Family.LLAMA:
-        experts = {"num_local_experts": spec.num_experts, "num_experts_per_tok": spec.num_experts_per_tok}
-        # No head_dim, because published Mixtrals have null. Experts are as wide as a dense layer would be.
-        return "MixtralConfig", {**experts, "intermediate_size": spec.moe_intermediate_size, "sliding_window": None}
-    if not spec.num_experts:
-        return "Qwen3Config", {"head_dim": spec.head_dim}
-    return "Qwen3MoeConfig", {
-        "head_dim": spec.head_dim,
+    match family:
+        case Family.DEEPSEEK_V3:
+            return "DeepseekV3Config", _deepseek_settings(spec)
+        case Family.GLM4_MOE:
+            return "Glm4MoeConfig", _glm_settings(spec)
+        case Family.LLAMA if not spec.num_experts:
+            return "LlamaConfig", {"head_dim": spec.head_dim}
+        case Family.LLAMA:
+            # No head_dim, because published Mixtrals have null.
+            return "MixtralConfig", {**_wide_experts(spec), "sliding_window": None}
+        case Family.GPT_OSS:
+            return "GptOssConfig", {**_wide_experts(spec), "head_dim": spec.head_dim}
+        case Family.OLMOE:
+            experts = {"num_experts": spec.num_experts, "num_experts_per_tok": spec.num_experts_per_tok}
+            return "OlmoeConfig", {**experts, "intermediate_size": spec.moe_intermediate_size}
+        case Family.QWEN2 if not spec.num_experts:
+            return "Qwen2Config", {}
+        case Family.QWEN2:
+            shared = {"shared_expert_intermediate_size": spec.intermediate_size, "norm_topk_prob": False}
+            return "Qwen2MoeConfig", {**_qwen_experts(spec), **shared}
+        case _ if not spec.num_experts:
+            return "Qwen3Config", {"head_dim": spec.head_dim}
+        case _:
+            return "Qwen3MoeConfig", {**_qwen_experts(spec), "head_dim": spec.head_dim, "norm_topk_prob": True}
+
+
+def _qwen_experts(spec: SeededModelConfig) -> dict[str, Any]:
+    return {
         "moe_intermediate_size": spec.moe_intermediate_size,
         "num_experts": spec.num_experts,
         "num_experts_per_tok": spec.num_experts_per_tok,
-        "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    }
+
+
+def _wide_experts(spec: SeededModelConfig) -> dict[str, Any]:
+    """Returns the settings of a family whose experts have the width that a dense layer would have."""
+    return {
+        "num_local_experts": spec.num_experts,
+        "num_experts_per_tok": spec.num_experts_per_tok,
+        "intermediate_size": spec.moe_intermediate_size,
+    }
+
+
+def _glm_settings(spec: SeededModelConfig) -> dict[str, Any]:
+    """Returns settings for one dense layer, and then layers with routed and shared experts."""
+    return {
+        "head_dim": spec.head_dim,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "moe_intermediate_size": spec.moe_intermediate_size,
+        "n_routed_experts": spec.num_experts,
+        "num_experts_per_tok": spec.num_experts_per_tok,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
     }
 
 
@@ -197,6 +273,9 @@ def _deepseek_settings(spec: SeededModelConfig) -> dict[str, Any]:
         "topk_group": 1,
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
+        # Only other readers than transformers need these two: vllm/model_executor/models/deepseek_v2.py:327, 387.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
     }
 
 

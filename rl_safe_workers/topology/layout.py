@@ -6,7 +6,7 @@ Pure Python, so that a layout can be checked or planned on a machine without tor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -132,21 +132,19 @@ class ModelShape:
     tie_word_embeddings: bool
 
     @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any], *, model_types: Sequence[str] | None = None) -> ModelShape:
+    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """Reads the contents of a ``config.json``.
 
         Args:
             config: The contents.
-            model_types: The allowed model types; None for the types that a run can train.
 
         Raises:
-            ModelError: If the model type is not allowed, if the model is a variant that the conversion does not know,
+            ModelError: If the model type is not supported, if the model is a variant that the conversion does not know,
                 or if a size is missing or malformed.
         """
         model_type: Any = config.get("model_type")
-        allowed = model_types or SUPPORTED_MODEL_TYPES
-        if model_type not in allowed:
-            raise ModelError(f"model type {model_type!r:.80} is not supported: use {_either(allowed)}")
+        if model_type not in SUPPORTED_MODEL_TYPES:
+            raise ModelError(f"model type {model_type!r:.80} is not supported: use {_either(SUPPORTED_MODEL_TYPES)}")
         _refuse_variants(config)
         _check_optional(config)
         is_moe = model_type in MOE_MODEL_TYPES
@@ -156,7 +154,7 @@ class ModelShape:
             num_attention_heads=_size(config, "num_attention_heads"),
             num_key_value_heads=_size(config, "num_key_value_heads"),
             # transformers 5 writes num_local_experts, transformers 4 num_experts.
-            num_experts=_size(config, "num_local_experts", "num_experts") if is_moe else 0,
+            num_experts=_size(config, "num_local_experts", "n_routed_experts", "num_experts") if is_moe else 0,
             vocab_size=_size(config, "vocab_size"),
             hidden_size=_size(config, "hidden_size"),
             max_position_embeddings=_size(config, "max_position_embeddings"),
@@ -164,10 +162,8 @@ class ModelShape:
         )
 
 
-SUPPORTED_MODEL_TYPES = ("qwen3", "qwen3_moe")
-CONVERTIBLE_MODEL_TYPES = (*SUPPORTED_MODEL_TYPES, "llama", "mixtral")
-"""Model types that `rl-safe convert` accepts. It converts weights only; rollouts may not support the type."""
-MOE_MODEL_TYPES = ("qwen3_moe", "mixtral")
+MOE_MODEL_TYPES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", *MOE_MODEL_TYPES)
 PLAIN_SETTINGS: Mapping[str, Any] = {
     "attention_bias": False,
     "decoder_sparse_step": 1,
@@ -180,6 +176,8 @@ PLAIN_SETTINGS: Mapping[str, Any] = {
 """The only supported values of some settings. Other values change the arithmetic, and the conversion ignores them."""
 
 
+LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+"""Values of Llama 3.1 and later. Megatron-core has them as constants (common/embeddings/rotary_pos_embedding.py:92)."""
 LARGEST_SIZE = 2**31 - 1
 """Largest accepted value of a size in a model's configuration."""
 _LARGEST_NUMBER = 1e30
@@ -220,6 +218,23 @@ def check_model(layout: ParallelLayout, shape: ModelShape) -> None:
             raise LayoutError(
                 f"{count} {what} do not divide by {SETTINGS[axis]}={layout.size(axis)}: set it to {_either(fitting)}"
             )
+
+
+def check_rope(model_type: str, rope: Mapping[str, Any]) -> None:
+    """Raises ModelError unless megatron-core computes these rotary embeddings.
+
+    Args:
+        model_type: The model's type.
+        rope: What ``config.json`` has as ``rope_parameters``, or as ``rope_scaling`` in transformers 4.
+    """
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    known = ("default", "yarn") if model_type == "deepseek_v3" else ("default", "llama3")
+    if kind not in known:
+        raise ModelError(f"RoPE of type {kind!r:.80} is not supported for {model_type}: use {_either(known)}")
+    if kind == "llama3":
+        for key, value in LLAMA3_ROPE.items():
+            if rope.get(key) != value:
+                raise ModelError(f"RoPE of type 'llama3' has {key}={rope.get(key)!r:.80}: only {value} is supported")
 
 
 def check_trainable(layout: ParallelLayout, shape: ModelShape) -> None:
@@ -273,14 +288,16 @@ def _remedies(layout: ParallelLayout, axes: Iterable[str]) -> Iterable[str]:
 
 def _refuse_variants(config: Mapping[str, Any]) -> None:
     for key, plain in PLAIN_SETTINGS.items():
+        if key == "attention_bias" and config.get("model_type") == "glm4_moe":
+            continue  # there it means Q, K and V alone, which is what Megatron has; elsewhere also the projection back
         if (value := config.get(key)) not in (None, plain):
             shown = type(value).__name__ if isinstance(value, dict) else f"{value!r:.80}"
             raise ModelError(f"config.json has {key}={shown}, which is not supported: only {plain!r} is")
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
-        if kind != "default":
-            raise ModelError(f"config.json has {key} of type {kind!r:.80}, which is not supported: only 'default' is")
+        if not isinstance(rope, Mapping):
+            raise ModelError(f"config.json has {key}={rope!r:.80}: it must be an object")
+        check_rope(str(config.get("model_type")), rope)
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:

@@ -86,7 +86,9 @@ class MegatronPolicy:
             **(_layer_settings(megatron) if transformer_engine else {}),
             moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
             variable_seq_lengths=sends_shapes(megatron),
+            # Nothing but the policy's gradient moves the experts' load.
             moe_aux_loss_coeff=0.0,
+            moe_router_bias_update_rate=0.0,
             # Sums of token losses, divided by the token count of the whole mini-batch once, at the end.
             calculate_per_token_loss=True,
             moe_enable_routing_replay=self.config.rollout.enable_rollout_routing_replay,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +37,8 @@ from rl_safe_workers.checkpoint.save.writer import WrittenFile, file_records
 from rl_safe_workers.checkpoint.state.model_state import model_state
 from rl_safe_workers.checkpoint.state.state import CONTENT_METADATA
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.models.hf_reader import HfReader
+from rl_safe_workers.models.hf_directory import check_mtp_source
+from rl_safe_workers.models.hf_reader import HfReader, mtp_weights
 from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.worlds.training_rank import MegatronHost, Part, TrainingRank
 
@@ -111,7 +113,8 @@ class Conversions(Part):
 
         Args:
             out_dir: The directory to make; training rank 0 sees it.
-            source: The HF directory that the model came from, whose configuration and tokenizer are copied.
+            source: The HF directory that the model came from. Its configuration and tokenizer are copied, and the
+                weights of its MTP layers, which are not trained.
             dtype: Of all weights; None: of each weight as in ``source``, or the model's where ``source`` has none.
             max_shard_bytes: Bytes of weights in a file at most.
             overwrite: Whether ``out_dir`` may replace something.
@@ -122,6 +125,7 @@ class Conversions(Part):
         Raises:
             CheckpointMismatchError: On every rank, if something is there.
             CheckpointError: On every rank, if it cannot be written; nothing is left under its name.
+            ModelError: On every rank, if the model has MTP layers, and ``source`` has no weights.
             PhaseTimeoutError: If a trainer does not arrive in time; names it.
         """
         final, source = Path(out_dir).absolute(), Path(source)
@@ -132,7 +136,7 @@ class Conversions(Part):
                 if self.rank.training_rank == 0:
                     write_hf_directory(
                         final,
-                        weights,
+                        chain(weights, mtp_weights(source)),
                         source=source,
                         dtypes={name: getattr(torch, of_file) for name, of_file in dtypes.items()},
                         dtype=dtype,
@@ -217,4 +221,5 @@ class Conversions(Part):
 def _prepare_export(final: Path, source: Path, *, overwrite: bool) -> dict[str, str]:
     """Refuses a place that is taken; returns the name of the dtype of every weight in the source."""
     check_export(final, overwrite=overwrite)
+    check_mtp_source(source)
     return {name: str(dtype).removeprefix("torch.") for name, dtype in HfReader(source).dtypes().items()}

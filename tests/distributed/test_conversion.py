@@ -35,6 +35,7 @@ from rl_safe_workers.models.seeded import Family, create_seeded_model
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed import reference
+from tests.distributed.families import make
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.recording import is_connected
 from tests.distributed.worker import Worker, run_config, served_store
@@ -48,6 +49,9 @@ MODELS = {
     "llama_tied": {"num_experts": 0, "family": Family.LLAMA, "is_tied": True},
     "mixtral": {"family": Family.LLAMA},
 }
+FAMILIES = ("qwen2", "qwen2_tied", "qwen2_moe", "llama3", "glm4_moe", "deepseek_v3")
+"""Kinds of `families`. They have what those above lack: biases, shared experts and their gate, dense layers before the
+experts, latent attention, MTP layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +72,20 @@ TRIPS = {
     "mixtral": (Layout(ep=2, etp=2), Layout(tp=2, ep=4)),
     "mixtral_etp_alone": (Layout(tp=2, etp=1), Layout(etp=2, pp=2)),
     "qwen3_moe_etp_above_tp": (Layout(etp=4), Layout(tp=2, etp=2, ep=2)),
+    "qwen2": (Layout(tp=2, pp=2), Layout()),
+    "qwen2_tied": (Layout(pp=2), Layout(tp=2)),
+    "qwen2_moe": (Layout(ep=2), Layout(tp=2, ep=2)),
+    "llama3": (Layout(tp=2), Layout(pp=2)),
+    "glm4_moe": (Layout(tp=2, ep=2), Layout(pp=2, ep=2)),
+    "glm4_moe_etp2": (Layout(etp=2, ep=2), Layout(ep=2)),
+    "deepseek_v3": (Layout(pp=2), Layout(tp=2, ep=2)),
+    "deepseek_v3_from_tp2": (Layout(tp=2, ep=2), Layout(ep=2)),
 }
 """From the first layout to the second."""
 
 
 def model_of(trip: str) -> str:
-    return max((name for name in MODELS if trip.startswith(name)), key=len)
+    return max((name for name in (*MODELS, *FAMILIES) if trip.startswith(name)), key=len)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +104,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 for key, value in sorted(load_file(file).items())
             }
             save_file(weights, file, metadata={"format": "pt"})
+    for name in FAMILIES:
+        for dtype in DTYPES:
+            make(root / f"{name}-{dtype}", name, dtype=dtype)
     return root
 
 
@@ -120,8 +135,8 @@ def regroup(made: Worker) -> None:
 def scramble(made: Worker) -> None:
     with torch.no_grad():
         for chunk in made.chunks:
-            for parameter in chunk.parameters():
-                parameter.fill_(7.0)
+            for tensor in (*chunk.parameters(), *chunk.buffers()):
+                tensor.fill_(7.0)
 
 
 def _started(rank: int, address: StoreAddress, model: Path, layout: Layout, size: int = SIZE) -> Worker:

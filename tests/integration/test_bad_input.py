@@ -16,7 +16,7 @@ BAD_INPUT = {
     "unknown key": (["trainer.sed=1"], "unknown key trainer.sed; the nearest known key is trainer.seed"),
     "sizes that do not factor": (["megatron.tensor_model_parallel_size=3"], "4 trainers do not divide by tensor 3"),
     "missing model": (["model.path=nowhere", "model.create=null"], "model.path=nowhere does not exist"),
-    "unsupported model": (["model.path=llama"], "model.path=llama: "),
+    "unsupported model": (["model.path=gpt2"], "model.path=gpt2: "),
     "experts over EP": (["model.create.num_experts=6", "megatron.expert_model_parallel_size=4"], "6 experts"),
     "too few CPUs": (["cluster.cpus_per_trainer=4096"], "4 trainers x 4096 CPUs"),
     "missing reward": (["reward.function=nowhere:f"], "reward.function: importing 'nowhere'"),
@@ -44,8 +44,8 @@ def assert_refused(outcome: Outcome, message: str) -> None:
 def folder(tmp_path: Path) -> Path:
     """A working directory with a model of another family and a file that is no parquet."""
     (tmp_path / "bad.parquet").write_text("data_source,prompt")
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     return tmp_path
 
 

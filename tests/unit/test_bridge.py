@@ -13,10 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ModelError
 from rl_safe_workers.models import bridge, megatron_bridge
 from rl_safe_workers.models.bridge import open_bridge
-from rl_safe_workers.models.hf_reader import HfReader
+from rl_safe_workers.models.hf_directory import check_mtp_source
+from rl_safe_workers.models.hf_reader import HfReader, mtp_weights
+from rl_safe_workers.models.seeded import Family, create_seeded_model
 
 
 def model_of_type(path: Path, model_type: str) -> str:
@@ -25,15 +28,29 @@ def model_of_type(path: Path, model_type: str) -> str:
     return str(path)
 
 
-def test_latent_attention_is_refused_without_transformer_engine(tmp_path: Path) -> None:
-    path = model_of_type(tmp_path / "m", "deepseek_v3")
-    with pytest.raises(ModelError, match="'deepseek_v3' needs Transformer Engine.*DotProductAttention"):
-        open_bridge(path, dtype=torch.float32, transformer_engine=False)
-
-
-def test_a_model_without_mapping_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no installed bridge has a weight mapping for model type 'gpt2'"):
+def test_a_model_without_mapping_is_refused_with_those_that_have_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="weight mapping for model type 'gpt2'; mbridge has one for llama, qwen2, .*"):
         open_bridge(model_of_type(tmp_path / "m", "gpt2"), dtype=torch.float32, transformer_engine=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        (Family.GLM4_MOE, {"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok=2"),
+        (Family.GLM4_MOE, {"num_experts_per_tok": 1}, "norm_topk_prob=True with num_experts_per_tok=1"),
+        (Family.DEEPSEEK_V3, {"n_group": 4, "topk_group": 2}, "num_experts_per_tok=2 with topk_group=2"),
+        (Family.DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=false is not supported"),
+    ],
+)
+def test_a_setting_that_megatron_would_compute_otherwise_is_refused(
+    family: Family, settings: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mbridge.core.parallel_states import ParallelStates
+
+    monkeypatch.setattr(ParallelStates, "get_parallel_state", classmethod(lambda cls: cls()))
+    create_seeded_model(tmp_path / "m", SeededModelConfig(num_hidden_layers=1), family=family, settings=settings)
+    with pytest.raises(ModelError, match=message):
+        open_bridge(str(tmp_path / "m"), dtype=torch.float32, transformer_engine=False)
 
 
 class FakeAutoBridge:
@@ -108,6 +125,42 @@ def test_weights_are_found_with_and_without_an_index(tmp_path: Path) -> None:
         assert torch.equal(reader.load_some_hf_weight(["a"])["a"], torch.ones(2))
         assert reader.dtypes() == {"a": torch.float32, "b": torch.bfloat16}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def mtp_model(path: Path, **settings: Any) -> Path:
+    """A directory with two layers and whatever follows them."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, **settings}))
+    names = ("model.layers.1.a", "model.layers.2.b", "model.layers.2.shared_head.norm", "model.layers.20.c", "lm_head")
+    save_file({name: torch.full((2,), float(i)) for i, name in enumerate(names)}, path / "model.safetensors")
+    return path
+
+
+def test_the_layers_after_the_last_are_mtp_layers(tmp_path: Path) -> None:
+    path = mtp_model(tmp_path / "m", num_nextn_predict_layers=1)
+    found = {name: weight.tolist() for name, weight in mtp_weights(path)}
+    assert found == {"model.layers.2.b": [1.0, 1.0], "model.layers.2.shared_head.norm": [2.0, 2.0]}
+    check_mtp_source(path)
+
+
+def test_a_model_without_mtp_layers_has_no_such_weights(tmp_path: Path) -> None:
+    path = mtp_model(tmp_path / "m")
+    assert list(mtp_weights(path)) == []
+    (path / "model.safetensors").unlink()
+    check_mtp_source(path)
+
+
+def test_an_export_that_would_lose_the_mtp_layers_is_refused(tmp_path: Path) -> None:
+    path = mtp_model(tmp_path / "m", num_nextn_predict_layers=1)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="m has no weights, and the export needs those of the model's MTP layers"):
+        check_mtp_source(path)
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "1", True])
+def test_a_malformed_number_of_mtp_layers_is_refused(count: object, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="config.json has num_nextn_predict_layers="):
+        check_mtp_source(mtp_model(tmp_path / "m", num_nextn_predict_layers=count))
 
 
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:

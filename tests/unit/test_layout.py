@@ -32,6 +32,13 @@ QWEN3_MOE: dict[str, Any] = {
     "mlp_only_layers": [],
 }
 SHAPE = ModelShape.from_hf_config(QWEN3_MOE)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 DENSE = replace(SHAPE, model_type="qwen3", num_experts=0)
 
 
@@ -150,12 +157,6 @@ def test_divisors_of_a_square_come_once() -> None:
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
 
 
-def test_both_spellings_of_the_number_of_experts_are_read() -> None:
-    renamed = {k.replace("num_experts", "num_local_experts"): v for k, v in QWEN3_MOE.items()}
-    assert ModelShape.from_hf_config(renamed) == SHAPE
-    assert SHAPE.num_experts == 8
-
-
 def test_a_dense_model_has_no_experts() -> None:
     assert ModelShape.from_hf_config({**QWEN3_MOE, "model_type": "qwen3"}) == DENSE
 
@@ -163,20 +164,41 @@ def test_a_dense_model_has_no_experts() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "model type 'llama' is not supported: use qwen3 or qwen3_moe"),
+        ({"model_type": "gpt2"}, "model type 'gpt2' is not supported: use llama, qwen2, .* or qwen3_moe"),
         ({"model_type": None}, "model type None is not supported"),
         ({"num_hidden_layers": None}, "num_hidden_layers=None: it must be a whole number of 1"),
         ({"num_experts": 0}, "num_experts=0: it must be a whole number of 1"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\], which is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=dict, which is not supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling of type 'yarn', which is not supported"),
-        ({"rope_scaling": "yarn"}, "rope_scaling of type 'yarn', which is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn', which is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "type 'yarn' is not supported for qwen3_moe"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn': it must be an object"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "type 'yarn' is not supported for qwen3_moe"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 2.0}}, "high_freq_factor=2.0: only 4 is supported"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias=True, which is not supported"),
+        ({"model_type": "deepseek_v3", "rope_parameters": LLAMA3}, "type 'llama3' is not supported for deepseek_v3"),
     ],
 )
 def test_an_unsupported_model_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         ModelShape.from_hf_config({**QWEN3_MOE, **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "glm4_moe", "attention_bias": True},
+        {"model_type": "llama", "rope_scaling": LLAMA3},
+        {"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 40}},
+    ],
+)
+def test_what_a_family_is_published_with_is_accepted(change: dict[str, Any]) -> None:
+    assert ModelShape.from_hf_config({**QWEN3_MOE, **change}).model_type == change["model_type"]
+
+
+@pytest.mark.parametrize("name", ["num_local_experts", "n_routed_experts", "num_experts"])
+def test_every_spelling_of_the_number_of_experts_is_read(name: str) -> None:
+    renamed = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"} | {name: 8}
+    assert ModelShape.from_hf_config(renamed) == SHAPE
 
 
 @pytest.mark.parametrize(
