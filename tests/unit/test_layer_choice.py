@@ -38,7 +38,7 @@ def test_it_is_taken_where_it_imports_and_that_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _install(monkeypatch)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger=layer_choice.__name__)
     assert takes_transformer_engine(MegatronConfig())
     assert takes_transformer_engine(MegatronConfig(fp8="hybrid"))
     assert not takes_transformer_engine(MegatronConfig(transformer_impl="local"))
@@ -61,7 +61,7 @@ def test_without_it_the_local_layers_are_taken_unless_a_setting_needs_it(
 ) -> None:
     if state is not None:
         _install(monkeypatch, **state)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger=layer_choice.__name__)
     assert not takes_transformer_engine(MegatronConfig())
     assert [record.getMessage() for record in caplog.records] == [f"layers: Megatron's local ones: {reason}"]
     for needed in ({"transformer_impl": "transformer_engine"}, {"fp8": "e4m3"}, {"moe_grouped_gemm": True}):
