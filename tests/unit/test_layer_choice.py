@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +22,14 @@ def asked_anew() -> Iterator[None]:
     why_no_transformer_engine.cache_clear()
 
 
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The messages, whatever other tests have done to the loggers of this process."""
+    found: list[str] = []
+    monkeypatch.setattr(layer_choice.logger, "info", lambda text, *args: found.append(text % args))
+    return found
+
+
 def _install(monkeypatch: pytest.MonkeyPatch, *, gpu: bool = True, broken: bool = False) -> None:
     def imported(name: str) -> Any:
         if broken:
@@ -34,15 +41,12 @@ def _install(monkeypatch: pytest.MonkeyPatch, *, gpu: bool = True, broken: bool 
     monkeypatch.setattr(layer_choice.torch.cuda, "is_available", lambda: gpu)
 
 
-def test_it_is_taken_where_it_imports_and_that_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_is_taken_where_it_imports_and_that_is_logged(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
     _install(monkeypatch)
-    caplog.set_level(logging.INFO, logger=layer_choice.__name__)
     assert takes_transformer_engine(MegatronConfig())
     assert takes_transformer_engine(MegatronConfig(fp8="hybrid"))
     assert not takes_transformer_engine(MegatronConfig(transformer_impl="local"))
-    assert [record.getMessage() for record in caplog.records] == [
+    assert logged == [
         *["layers: those of Transformer Engine 2.12.0"] * 2,
         "layers: Megatron's local ones: transformer_impl is local",
     ]
@@ -57,13 +61,12 @@ def test_it_is_taken_where_it_imports_and_that_is_logged(
     ],
 )
 def test_without_it_the_local_layers_are_taken_unless_a_setting_needs_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, state: dict[str, bool] | None, reason: str
+    monkeypatch: pytest.MonkeyPatch, logged: list[str], state: dict[str, bool] | None, reason: str
 ) -> None:
     if state is not None:
         _install(monkeypatch, **state)
-    caplog.set_level(logging.INFO, logger=layer_choice.__name__)
     assert not takes_transformer_engine(MegatronConfig())
-    assert [record.getMessage() for record in caplog.records] == [f"layers: Megatron's local ones: {reason}"]
+    assert logged == [f"layers: Megatron's local ones: {reason}"]
     for needed in ({"transformer_impl": "transformer_engine"}, {"fp8": "e4m3"}, {"moe_grouped_gemm": True}):
         with pytest.raises(ModelError, match=f"need Transformer Engine's layers: {reason}"):
             takes_transformer_engine(MegatronConfig(**needed))
