@@ -237,22 +237,29 @@ def _wide_experts(spec: SeededModelConfig) -> dict[str, Any]:
     }
 
 
-def _glm_settings(spec: SeededModelConfig) -> dict[str, Any]:
-    """Returns settings for one dense layer, and then layers with routed and shared experts."""
+def _grouped_experts(spec: SeededModelConfig) -> dict[str, Any]:
+    """Returns the settings of one dense layer, and then layers with routed experts in a group, and a shared expert."""
     return {
-        "head_dim": spec.head_dim,
-        "attention_bias": True,
-        "use_qk_norm": True,
         "moe_intermediate_size": spec.moe_intermediate_size,
         "n_routed_experts": spec.num_experts,
         "num_experts_per_tok": spec.num_experts_per_tok,
         "n_shared_experts": 1,
         "n_group": 1,
         "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
+    }
+
+
+def _glm_settings(spec: SeededModelConfig) -> dict[str, Any]:
+    """Returns settings for one dense layer, and then layers with routed and shared experts."""
+    return {
+        "head_dim": spec.head_dim,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        **_grouped_experts(spec),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
     }
 
 
@@ -265,14 +272,7 @@ def _deepseek_settings(spec: SeededModelConfig) -> dict[str, Any]:
         "qk_nope_head_dim": spec.head_dim,
         "qk_rope_head_dim": spec.head_dim // 2,
         "v_head_dim": spec.head_dim,
-        "moe_intermediate_size": spec.moe_intermediate_size,
-        "n_routed_experts": spec.num_experts,
-        "num_experts_per_tok": spec.num_experts_per_tok,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 0,
+        **_grouped_experts(spec),
         # Only other readers than transformers need these two: vllm/model_executor/models/deepseek_v2.py:327, 387.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
