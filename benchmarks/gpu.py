@@ -100,20 +100,10 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def main_job(
-    folder: Path, placement: str, report: Callable[[str], None], *, layers: str = "", overrides: Sequence[str] = ()
-) -> list[Row]:
-    """The recipe in one placement, in a folder of that name under ``folder``.
-
-    Args:
-        folder: An empty one for each kind of layers.
-        placement: One of `PLACEMENTS`.
-        report: Takes a line of progress.
-        layers: Names the layers in the rows.
-        overrides: Of the recipe, that ask for these layers.
-    """
+def main_job(folder: Path, placement: str, report: Callable[[str], None], overrides: Sequence[str] = ()) -> list[Row]:
+    """The recipe in one placement, with more overrides, in a folder of the placement's name under ``folder``."""
     found = run_recipe(folder / placement, [*PLACEMENTS[placement], *overrides])
-    report(f"{placement} {layers}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())}")
+    report(f"{placement}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())}")
     figures = [
         ("reward gain", "", "gain", at_least(2)),
         ("logprob gap, median of the worst step", "nat", "median_gap", at_most(0.005)),
@@ -125,7 +115,7 @@ def main_job(
         ("free before rollout, of what should be", "", "free_share", at_least(0.97)),
     ]
     return [
-        gpu_row(f"{placement.replace('_', ' ')}{layers}: {name}", unit, found[key], goal)
+        gpu_row(f"{placement.replace('_', ' ')}: {name}", unit, found[key], goal)
         for name, unit, key, goal in figures
         if key in found
     ]

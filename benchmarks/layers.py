@@ -12,17 +12,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import CHECKPOINT, LARGE, count_gpus, gpu_row, main_job, make_model, placements, run_ranks
+from benchmarks.gpu import (
+    CHECKPOINT,
+    LARGE,
+    PLACEMENTS,
+    count_gpus,
+    gpu_row,
+    main_job,
+    make_model,
+    placements,
+    run_ranks,
+    run_recipe,
+)
 from benchmarks.script import median_with_bounds
 from benchmarks.table import Row, at_least, at_most
-from rl_safe_workers.driver.outputs.metrics import LOGPROB_GAP_MEDIAN
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.models.layer_choice import why_no_transformer_engine
 
 GPUS = 2
 _TAKEN = ("megatron.transformer_impl=transformer_engine",)
 _FP8 = (*_TAKEN, "megatron.fp8=hybrid", "rollout.max_logprob_gap=1", "trainer.total_training_steps=6")
-LAYERS = {"": _TAKEN, ", fp8 delayed": _FP8, ", fp8 tensorwise": (*_FP8, "megatron.fp8_recipe=tensorwise")}
+FP8_LAYERS = {", fp8 delayed": _FP8, ", fp8 tensorwise": (*_FP8, "megatron.fp8_recipe=tensorwise")}
+LAYERS = {"": _TAKEN, **FP8_LAYERS}
 """Overrides that ask for each kind of layers."""
 COLOCATED = "2_GPUs_colocated"
 PARTS = os.environ.get("RL_SAFE_BENCH_PARTS", "main;fp8;step").split(";")
@@ -41,36 +52,30 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     if reason := why_no_transformer_engine():
         raise ResourceError(f"bench layers: {reason}")
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
+    with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as name:
+        folder = Path(name)
         if "main" in PARTS:
             for placement in placements(GPUS):
-                rows += main_job(_folder(folder, placement), placement, report, overrides=_TAKEN)
-            rows += _digests("", Path(folder) / COLOCATED / COLOCATED, report)[0]
-        for layers in [name for name in LAYERS if name and "fp8" in PARTS]:
-            of_layers = _folder(folder, layers.strip(", ").replace(" ", "_"))
-            rows += _eight_bits(layers, of_layers, report)
+                rows += main_job(folder, placement, report, _TAKEN)
+            rows += _digests("", folder / COLOCATED, report)[0]
+        if "fp8" in PARTS:
+            for layers in FP8_LAYERS:
+                rows += _eight_bits(layers, folder / layers.strip(", ").replace(" ", "_"), report)
         if "step" in PARTS:
-            rows += _steps(Path(folder), report)
+            rows += _steps(folder, report)
     return rows
-
-
-def _folder(parent: str, name: str) -> Path:
-    folder = Path(parent) / name
-    folder.mkdir()
-    return folder
 
 
 def _eight_bits(layers: str, folder: Path, report: Callable[[str], None]) -> list[Row]:
     """The main job in 8 bits. Its gap is compared with the one that 8 bits cost in forwards of megatron-core alone."""
-    run = folder / COLOCATED
-    rows = main_job(folder, COLOCATED, report, layers=layers, overrides=LAYERS[layers])
-    first = json.loads(next(run.glob("outputs/*/metrics.jsonl")).read_text(encoding="utf-8").splitlines()[0])
-    gap = first[LOGPROB_GAP_MEDIAN]
-    digests, plain = _digests(layers, run, report)
-    # The other rows of the main job say something else in 8 bits, or after a few steps.
-    kept = [row for row in rows if "late bytes" in row.name or "left" in row.name]
+    found = run_recipe(folder, [*PLACEMENTS[COLOCATED], *LAYERS[layers]])
+    report(f"{COLOCATED}{layers}: {json.dumps(found)}")
+    digests, plain = _digests(layers, folder, report)
+    gap = found["first_gap"]
     return [
-        *kept,
+        gpu_row(f"2 GPUs colocated{layers}: late bytes of communicators", "B", found["late_bytes"], at_most(0)),
+        gpu_row(f"2 GPUs colocated{layers}: processes left", "", found["processes"], at_most(0)),
+        gpu_row(f"2 GPUs colocated{layers}: GPU memory left", "MiB", found["gpu_mib"], at_most(0)),
         gpu_row(f"logprob gap of the first step{layers}, against megatron-core's", "nat", gap, at_most(1.25), plain),
         *digests,
     ]
