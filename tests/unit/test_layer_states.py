@@ -8,7 +8,7 @@ import pickle
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.control.seal import new_secret
 from rl_safe_workers.errors import CheckpointError, UnsafeCheckpointError
 from rl_safe_workers.ranks import trainer_ids
+from tests.hostile.pickles import Runs
 
 TIMEOUT = timedelta(seconds=60)
 KEY = "decoder.layers.0.mlp.linear_fc1._extra_state"
@@ -116,16 +117,6 @@ def test_a_state_may_name_the_function_that_megatron_core_puts_in_the_place_of_t
 @pytest.mark.parametrize("value", [None, torch.empty(0, dtype=torch.uint8), {"plain": 1}])
 def test_what_no_layer_unpickles_stays(value: Any) -> None:
     assert safe_layer_state(value, KEY) is value
-
-
-class Runs:
-    """Pickles as a call."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self.call = function, args
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self.call
 
 
 def _hostile(place: str, ran: Path) -> Any:

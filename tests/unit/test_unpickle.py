@@ -10,7 +10,7 @@ import os
 import pickle
 import struct
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,8 @@ from rl_safe_workers.checkpoint.format.index import read_index
 from rl_safe_workers.checkpoint.format.unpickle import METADATA_NAMES, EnumMember, Record, read_metadata_record
 from rl_safe_workers.checkpoint.load.loader import Blobs
 from rl_safe_workers.errors import CheckpointError, UnsafeCheckpointError
+from tests.hostile.pickles import Runs
 from tests.torch_dist import grid, write_checkpoint
-
-
-class Runs:
-    """Pickles as a call."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self.call = function, args
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self.call
 
 
 def _text(value: str) -> bytes:
