@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from functools import cache
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
 
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.errors import ModelError, first_line
+from rl_safe_workers.versions import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def takes_transformer_engine(config: MegatronConfig) -> bool:
     """
     reason = "transformer_impl is local" if config.transformer_impl == "local" else why_no_transformer_engine()
     if not reason:
-        logger.info("layers: those of Transformer Engine %s", version("transformer_engine"))
+        logger.info("layers: those of Transformer Engine %s", version_of("transformer_engine"))
         return True
     if config.needs_transformer_engine:
         raise ModelError(

@@ -37,7 +37,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, *, gpu: bool = True, broken: bool 
 
     monkeypatch.setattr(layer_choice, "find_spec", lambda name: object())
     monkeypatch.setattr(layer_choice, "import_module", imported)
-    monkeypatch.setattr(layer_choice, "version", lambda name: "2.12.0")
+    monkeypatch.setattr(layer_choice, "version_of", lambda name: "2.12.0")
     monkeypatch.setattr(layer_choice.torch.cuda, "is_available", lambda: gpu)
 
 

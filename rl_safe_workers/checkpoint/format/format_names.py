@@ -133,7 +133,7 @@ LAYER_FORMAT_VALUE = "transformer_engine.common.recipe._FormatHelper"
 STORED = frozenset({"torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes"})
 """A tensor that is pickled without ``torch.save`` brings its storage as bytes, for one of these functions.
 
-megatron-core puts its own in torch's place since 0.19 (extensions/transformer_engine.py).
+megatron-core puts its own in torch's place since 0.19 (megatron/core/__init__.py:58).
 """
 
 LAYER_NAMES = frozenset(
