@@ -34,8 +34,8 @@ def _features_of_model(model: ModelConfig) -> dict[str, Any]:
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     return {
         "moe": any(config.get(key) for key in experts),
-        # Routers that choose groups of experts have biases: those of DeepSeek-V3 and GLM-4-MoE.
-        "expert_bias": bool(config.get("n_group")),
+        # As in verl's adapter: the routers of DeepSeek-V3 and GLM-4-MoE have biases.
+        "expert_bias": bool(config.get("n_routed_experts")),
         "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
     }
 
