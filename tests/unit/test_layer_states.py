@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import io
 import os
 import pickle
 import sys
@@ -230,3 +231,14 @@ def test_layers_of_another_kind_load_what_the_others_saved(control: ControlPlane
     another = KEY.replace("layers.0", "layers.1")
     loaded = Loader(control).load(lambda: _described(None, another), tmp_path / SHARDS, timeout=TIMEOUT)
     assert loaded["model"] == {another: None}
+
+
+@pytest.mark.parametrize("state", [None, {"scale_fwd": torch.ones(2)}], ids=["none", "scales"])
+def test_a_state_from_before_version_2_comes_back(state: Any, control: ControlPlane, tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    loaded = _saved(control, stream, tmp_path / SHARDS)
+    if state is None:
+        assert loaded is None
+    else:
+        _assert_equal(pickle.loads(loaded.numpy().tobytes()), state)

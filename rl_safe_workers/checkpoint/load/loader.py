@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 import torch
@@ -199,8 +200,10 @@ def _read_shards(state: dict[str, Any], index: CheckpointIndex, blobs: Blobs) ->
 def _layer_state(value: Any, key: str) -> Any:
     """Returns the extra state of a layer, which runs nothing when the layer unpickles it."""
     if isinstance(value, io.BytesIO):  # of Transformer Engine before 2.0
-        size = value.getbuffer().nbytes
-        return pickled(load_value(Archive(value, 0, size, source=key))) if size else None
+        with TemporaryFile() as file:  # an archive is read by the descriptor of its file
+            size = file.write(value.getbuffer())
+            file.flush()
+            return pickled(load_value(Archive(file, 0, size, source=key))) if size else None
     return safe_layer_state(value, key)
 
 
