@@ -81,6 +81,8 @@ def decoder_block_spec(config: TransformerConfig, *, vp_stage: int | None = None
         moe_utils.te_general_gemm = None
     # multi_latent_attention.py:62 takes Transformer Engine for installed, because its names are imported as None.
     multi_latent_attention.HAVE_TE = find_spec("transformer_engine") is not None
+    # multi_latent_attention.py:69 of megatron-core 0.19 knows this layer only beside Transformer Engine's.
+    multi_latent_attention.Linear = Linear
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     if not config.multi_latent_attention:
         return _replace(spec, {WrappedTorchNorm: SequenceParallelRMSNorm})
