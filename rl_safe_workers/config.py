@@ -70,6 +70,7 @@ Cpus = Annotated[float, Field(gt=0, le=4096)]
 Ctas = Annotated[int, Field(ge=1, le=NCCL_MAXIMUM)]
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
+BridgeLibrary = Literal["auto", "mbridge", "megatron_bridge"]
 FilePath = Annotated[str, AfterValidator(_checked_path)]
 """A path that a file can have: no control character, no name of more than 255 bytes."""
 
@@ -152,6 +153,8 @@ class ModelConfig(Section):
     dtype: Dtype = "float32"
     """The parameters' type, for trainer and rollout. ``bfloat16`` trains on GPUs only, with optimizer state in
     float32."""
+    bridge: BridgeLibrary = "auto"
+    """The library that maps HF weights to Megatron's. ``auto``: mbridge, or Megatron-Bridge if mbridge has no mapping."""
 
 
 class DataConfig(Section):

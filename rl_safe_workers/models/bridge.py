@@ -1,20 +1,25 @@
 """Loads HF weights into a Megatron model and exports them, behind one small interface.
 
-The weight mapping comes from mbridge; from Megatron-Bridge if mbridge has no mapping and Megatron-Bridge is installed.
+The weight mapping comes from mbridge or from Megatron-Bridge, as ``model.bridge`` says.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from rl_safe_workers.config import BridgeLibrary
 from rl_safe_workers.errors import ModelError
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.topology.layout import SUPPORTED_MODEL_TYPES
+from rl_safe_workers.versions import version_of
+
+logger = logging.getLogger(__name__)
 
 
 class WeightBridge(Protocol):
@@ -49,26 +54,41 @@ class WeightBridge(Protocol):
         ...
 
 
-def open_bridge(hf_path: str, *, dtype: torch.dtype, transformer_engine: bool, **settings: Any) -> WeightBridge:
-    """Returns a bridge for a local HF directory. Needs Megatron's groups; not collective.
+def open_bridge(
+    hf_path: str,
+    *,
+    dtype: torch.dtype,
+    transformer_engine: bool,
+    library: BridgeLibrary = "auto",
+    **settings: Any,
+) -> WeightBridge:
+    """Returns a bridge for a local HF directory, and logs which one and why. Needs Megatron's groups; not collective.
 
     Args:
         hf_path: Local directory with ``config.json`` and safetensors. Remote code is never run.
         dtype: Parameter dtype of the Megatron model.
         transformer_engine: True for Transformer Engine's layers, False for Megatron's local ones.
+        library: As `config.ModelConfig.bridge`.
         **settings: Fields of Megatron's TransformerConfig that override the bridge's own.
 
     Raises:
-        ModelError: If no installed bridge has a mapping for the model type, or if the bridge refuses a setting.
+        ModelError: If no bridge has a mapping for the model type, or if the bridge refuses a setting.
     """
     hf_config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
-    for library in (_open_mbridge, _open_megatron_bridge):
-        bridge = library(hf_path, hf_config, dtype, settings, transformer_engine)
-        if bridge is not None:
-            return bridge
+    options: dict[str, Any] = {"dtype": dtype, "settings": settings, "transformer_engine": transformer_engine}
+    reasons = [] if library == "auto" else [f"model.bridge is {library}"]
+    for name, open_with in _LIBRARIES.items():
+        if library not in ("auto", name):
+            continue
+        opened = open_with(hf_path, hf_config, options)
+        if not isinstance(opened, str):
+            why = "; ".join(reasons) or f"it has a mapping for {hf_config.model_type}"
+            logger.info("bridge: %s %s: %s", name, version_of(name.replace("_", "-")), why)
+            return opened
+        reasons.append(opened)
     raise ModelError(
-        f"{hf_path}: no installed bridge has a weight mapping for model type {hf_config.model_type!r}; mbridge has one "
-        f"for {', '.join(SUPPORTED_MODEL_TYPES)}"
+        f"{hf_path}: no bridge for model type {hf_config.model_type!r}: {'; '.join(reasons)}; "
+        f"the supported ones are {', '.join(SUPPORTED_MODEL_TYPES)}"
     )
 
 
@@ -80,21 +100,28 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _open_mbridge(
-    hf_path: str, hf_config: PretrainedConfig, dtype: torch.dtype, settings: dict[str, Any], transformer_engine: bool
-) -> WeightBridge | None:
+def _with_mbridge(hf_path: str, hf_config: PretrainedConfig, options: dict[str, Any]) -> WeightBridge | str:
+    """Returns mbridge's bridge, or the reason why there is none."""
     if not _is_installed("mbridge"):
-        return None
+        return "mbridge is not installed"
     from rl_safe_workers.models.mbridge_bridge import open_mbridge
 
-    return open_mbridge(hf_config, dtype=dtype, settings=settings, transformer_engine=transformer_engine)
+    bridge: WeightBridge | None = open_mbridge(hf_config, **options)
+    return bridge or f"mbridge has no mapping for {hf_config.model_type}"
 
 
-def _open_megatron_bridge(
-    hf_path: str, hf_config: PretrainedConfig, dtype: torch.dtype, settings: dict[str, Any], transformer_engine: bool
-) -> WeightBridge | None:
+def _with_megatron_bridge(hf_path: str, hf_config: PretrainedConfig, options: dict[str, Any]) -> WeightBridge | str:
+    """Returns Megatron-Bridge's bridge, or the reason why there is none."""
     if not _is_installed("megatron.bridge"):
-        return None
-    from rl_safe_workers.models.megatron_bridge import open_megatron_bridge
+        return "Megatron-Bridge is not installed"
+    from rl_safe_workers.models.megatron_bridge import open_megatron_bridge, why_no_mapping
 
-    return open_megatron_bridge(hf_path, dtype=dtype, settings=settings)
+    reason = why_no_mapping(hf_config)
+    return f"Megatron-Bridge: {reason}" if reason else open_megatron_bridge(hf_path, hf_config, **options)
+
+
+_LIBRARIES: dict[str, Callable[[str, PretrainedConfig, dict[str, Any]], WeightBridge | str]] = {
+    "mbridge": _with_mbridge,
+    "megatron_bridge": _with_megatron_bridge,
+}
+"""In the order in which ``auto`` asks them. mbridge is first, because loading with it needs no collective."""

@@ -5,17 +5,34 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+LOCAL_LAYER_SETTINGS: dict[str, Any] = {
+    "persist_layer_norm": False,  # transformer/torch_norm.py:30 refuses it
+    "moe_grouped_gemm": False,  # needs the grouped_gemm package or Transformer Engine
+    "masked_softmax_fusion": False,  # needs Megatron's compiled kernels
+    "bias_activation_fusion": False,  # compiled by torch.compile at its first call
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "moe_permute_fusion": False,
+}
+"""Settings that bridges turn on and Megatron's local layers do not support."""
 
 
 class SequenceParallelRMSNorm:
@@ -58,10 +75,46 @@ class LatentDotProductAttention(DotProductAttention):
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention with the norms and projections that the spec names.
+
+    megatron-core 0.19 wants a norm fused into the query's projection if that has no low rank
+    (transformer/mla_qk_norm_config.py:254). Only Transformer Engine has such a layer, and DeepSeek-V3 no such norm.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) or IdentityOp for name in names}
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """Megatron's row-parallel layer, for models whose experts have biases.
+
+    Megatron adds an expert's bias in place (transformer/mlp.py:354), which autograd refuses for what its own layer
+    returns. With sequence parallelism it sums the gradients of these biases over the tensor-parallel ranks
+    (tensor_parallel/layers.py:1410), which have other experts.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Builds the layer as Megatron does."""
+        super().__init__(*args, **kwargs)
+        if self.is_expert:
+            self.bias.sequence_parallel = False
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns a copy of the output, and the bias."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 def _replace(spec: Any, replacements: Mapping[type, type]) -> Any:
     """Returns a copy of a layer spec with some modules replaced."""
     if isinstance(spec, type):
         return replacements.get(spec, spec)
+    if isinstance(spec, partial):  # megatron-core 0.19 has some modules so
+        return partial(
+            spec.func, *spec.args, **{key: _replace(value, replacements) for key, value in spec.keywords.items()}
+        )
     if isinstance(spec, list):
         return [_replace(item, replacements) for item in spec]
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
@@ -74,8 +127,16 @@ def _replace(spec: Any, replacements: Mapping[type, type]) -> Any:
     return spec
 
 
-def decoder_block_spec(config: TransformerConfig, *, vp_stage: int | None = None) -> Any:
-    """Returns Megatron's local block spec for this pipeline stage, with norms that allow sequence parallelism."""
+def decoder_block_spec(
+    config: TransformerConfig, *, vp_stage: int | None = None, self_attention: type = SelfAttention
+) -> Any:
+    """Returns Megatron's local block spec for this pipeline stage, with norms that allow sequence parallelism.
+
+    Args:
+        config: The model's configuration.
+        vp_stage: The virtual pipeline stage, or None.
+        self_attention: The class of self-attention, for a model that has its own.
+    """
     if not hasattr(moe_utils, "te_general_gemm"):
         # moe_utils.py:1192 reads this name, which stays undefined if the import of Transformer Engine fails.
         moe_utils.te_general_gemm = None
@@ -84,9 +145,13 @@ def decoder_block_spec(config: TransformerConfig, *, vp_stage: int | None = None
     # multi_latent_attention.py:69 of megatron-core 0.19 knows this layer only beside Transformer Engine's.
     multi_latent_attention.Linear = Linear
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    replacements: dict[type, type] = {WrappedTorchNorm: SequenceParallelRMSNorm, SelfAttention: self_attention}
+    if config.num_moe_experts and config.add_bias_linear:
+        replacements[RowParallelLinear] = BiasedRowParallelLinear
     if not config.multi_latent_attention:
-        return _replace(spec, {WrappedTorchNorm: SequenceParallelRMSNorm})
-    spec = _replace(spec, {WrappedTorchNorm: SequenceParallelRMSNorm, DotProductAttention: LatentDotProductAttention})
+        return _replace(spec, replacements)
+    replacements |= {DotProductAttention: LatentDotProductAttention, MLASelfAttention: LatentAttention}
+    spec = _replace(spec, replacements)
     for layer in spec.layer_specs:
         # Whole on every tensor-parallel rank, as Transformer Engine has them. Megatron's own spec splits them, and then
         # no rank has the whole gradient of the keys' rotary part: each knows that of its own heads, and the gather

@@ -14,27 +14,14 @@ from typing import Any
 import torch
 from mbridge.core.bridge import _MODEL_REGISTRY
 from mbridge.core.util import unwrap_model
-from megatron.core.transformer.enums import AttnBackend
 from transformers import PretrainedConfig
 
-from rl_safe_workers.errors import ModelError
+from rl_safe_workers.models.family_settings import family_settings
 from rl_safe_workers.models.gathering import EXPERT_WEIGHT, export_shards
 from rl_safe_workers.models.hf_reader import HfReader
-from rl_safe_workers.models.local_spec import FusedNameView, decoder_block_spec
+from rl_safe_workers.models.local_spec import LOCAL_LAYER_SETTINGS, FusedNameView, decoder_block_spec
 from rl_safe_workers.models.own_weights import OwnWeight, own_weights
 from rl_safe_workers.topology.layout import check_rope
-
-LOCAL_LAYER_SETTINGS: dict[str, Any] = {
-    "persist_layer_norm": False,  # transformer/torch_norm.py:30 refuses it
-    "moe_grouped_gemm": False,  # needs the grouped_gemm package or Transformer Engine
-    "masked_softmax_fusion": False,  # needs Megatron's compiled kernels
-    "bias_activation_fusion": False,  # compiled by torch.compile at its first call
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "moe_permute_fusion": False,
-}
-"""Settings that mbridge's model configs turn on and Megatron's local layers do not support."""
 
 
 class _LocalLayers:
@@ -198,114 +185,49 @@ class _NewerLibraries:
         return {**args, "rope_scaling": True, "rope_scaling_factor": parameters["factor"]}
 
 
-class _SoftmaxRouter:
-    """A mixin for mbridge's Mixtral and Qwen MoE: normalises the chosen experts' probabilities as the model says.
-
-    mbridge never normalises Mixtral's and Qwen2-MoE's, and always Qwen3-MoE's (models/mixtral.py:92,
-    models/qwen2moe.py:82, models/qwen3moe.py:28).
-    """
+class _FamilySettings:
+    """A mixin for an mbridge bridge class: sets what mbridge leaves out, or gets wrong, for a family."""
 
     hf_config: Any
 
     def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
-        merged = {**kwargs, "moe_router_pre_softmax": not getattr(self.hf_config, "norm_topk_prob", True)}
+        merged = {**kwargs, **family_settings(self.hf_config)}
+        if "original_max_position_embeddings" in merged:
+            merged.pop("max_position_embeddings", None)  # models/deepseek_v3.py:162 means the same by it
         return super()._build_base_config(text_config_key, **merged)  # type: ignore[misc]
 
 
-class _Qwen2Moe(_SoftmaxRouter):
+class _Qwen2Moe:
     """A mixin for mbridge's Qwen2-MoE: builds the gate of the shared expert, which mbridge maps but never builds.
 
     models/qwen2moe.py:53 maps ``gate_weight``, but the config of models/qwen2moe.py:65 leaves it out.
     """
 
+    hf_config: Any
+
     def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
         merged = {**kwargs, "moe_shared_expert_gate": True, "add_qkv_bias": self.hf_config.qkv_bias}
-        return super()._build_base_config(text_config_key, **merged)
+        return super()._build_base_config(text_config_key, **merged)  # type: ignore[misc]
 
 
-class _SigmoidRouter:
-    """A mixin for mbridge's DeepSeek-V3 and GLM-4-MoE: routes within groups of experts, and builds no MTP layers.
-
-    mbridge ignores the groups, and counts one shared expert in GLM-4-MoE (models/deepseek_v3.py:119,
-    models/glm4moe.py:118, 149). With a number of MTP layers, even 0 (models/deepseek_v3.py:115), megatron-core's
-    forward pass needs labels. See `hf_reader.mtp_weights`.
-    """
+class _Glm4Moe:
+    """A mixin for mbridge's GLM-4-MoE: has biases of Q, K and V only if the model has (models/glm4moe.py:147)."""
 
     hf_config: Any
 
     def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
-        hf = self.hf_config
-        if not hf.norm_topk_prob or hf.num_experts_per_tok < 2:
-            # moe/moe_utils.py:724 normalises the probabilities of two experts or more, and of one never.
-            raise ModelError(
-                f"norm_topk_prob={hf.norm_topk_prob} with num_experts_per_tok={hf.num_experts_per_tok} is not supported"
-                f" for {hf.model_type}: only norm_topk_prob=true with two experts or more is"
-            )
-        merged = {
-            **kwargs,
-            "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts or None,
-            "mtp_num_layers": None,
-        }
-        if hf.n_group > 1:
-            if hf.num_experts_per_tok != 2 * hf.topk_group:
-                # moe/moe_utils.py:554 judges a group by its best topk // group_topk experts, the model by its best two.
-                raise ModelError(
-                    f"num_experts_per_tok={hf.num_experts_per_tok} with topk_group={hf.topk_group} is not supported: "
-                    "megatron-core needs two experts of each chosen group"
-                )
-            merged |= {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
+        merged = {**kwargs, "add_qkv_bias": self.hf_config.attention_bias}
         return super()._build_base_config(text_config_key, **merged)  # type: ignore[misc]
 
 
-class _Glm4Moe(_SigmoidRouter):
-    """A mixin for mbridge's GLM-4-MoE: has biases of Q, K and V only if the model has (models/glm4moe.py:147)."""
-
-    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
-        merged = {**kwargs, "add_qkv_bias": self.hf_config.attention_bias}
-        return super()._build_base_config(text_config_key, **merged)
-
-
-class _DeepseekV3(_SigmoidRouter):
-    """A mixin for mbridge's DeepSeek-V3: reads YaRN's settings where transformers 5 has them.
-
-    mbridge looks for ``rope_scaling`` (models/deepseek_v3.py:105), which a configuration of transformers 5 does not
-    contain. Its default of ``mscale_all_dim`` is not that of transformers.
-    """
-
-    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
-        rope = self.hf_config.rope_parameters
-        check_rope("deepseek_v3", rope)
-        if not self.hf_config.rope_interleave:
-            # common/embeddings/rope_utils.py:118 always takes the pairs apart.
-            raise ModelError("rope_interleave=false is not supported: only true is")
-        # models/deepseek_v3.py:122 asks for fused attention, which megatron-core makes the choice of the whole process
-        # (models/common/language_module/language_module.py:115). Another model or the user may have chosen.
-        merged = {**kwargs, "attention_backend": AttnBackend.auto}
-        if rope.get("rope_type") == "yarn":
-            merged |= {
-                "rope_type": "yarn",
-                "rotary_scaling_factor": rope["factor"],
-                "original_max_position_embeddings": rope["original_max_position_embeddings"],
-                "beta_fast": rope.get("beta_fast", 32),
-                "beta_slow": rope.get("beta_slow", 1),
-                "mscale": rope.get("mscale", 1.0),
-                "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
-            }
-            del merged["max_position_embeddings"]
-        return super()._build_base_config(text_config_key, **merged)
+class _DeepseekV3:
+    """A mixin for mbridge's DeepSeek-V3: gives the model no rotary embeddings, because latent attention has its own."""
 
     def _rope_args(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Returns only the base, because latent attention has rotary embeddings of its own."""
         return {"rotary_base": parameters["rope_theta"]}
 
 
-_OWN_MIXINS: Mapping[str, type] = {
-    "deepseek_v3": _DeepseekV3,
-    "glm4_moe": _Glm4Moe,
-    "mixtral": _SoftmaxRouter,
-    "qwen2_moe": _Qwen2Moe,
-    "qwen3_moe": _SoftmaxRouter,
-}
+_OWN_MIXINS: Mapping[str, type] = {"deepseek_v3": _DeepseekV3, "glm4_moe": _Glm4Moe, "qwen2_moe": _Qwen2Moe}
 """Corrections for a single model type."""
 
 
@@ -323,7 +245,7 @@ def open_mbridge(
     base = _MODEL_REGISTRY.get(hf_config.model_type)
     if base is None:
         return None
-    mixins: list[type] = [_AnyLayout, _NewerLibraries]
+    mixins: list[type] = [_FamilySettings, _AnyLayout, _NewerLibraries]
     if (own := _OWN_MIXINS.get(hf_config.model_type)) is not None:
         mixins.insert(0, own)
     if not transformer_engine:

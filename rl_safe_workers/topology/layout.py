@@ -162,10 +162,11 @@ class ModelShape:
         )
 
 
-MOE_MODEL_TYPES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
+MOE_MODEL_TYPES = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", *MOE_MODEL_TYPES)
 PLAIN_SETTINGS: Mapping[str, Any] = {
     "attention_bias": False,
+    "clip_qkv": None,
     "decoder_sparse_step": 1,
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -228,7 +229,7 @@ def check_rope(model_type: str, rope: Mapping[str, Any]) -> None:
         rope: What ``config.json`` has as ``rope_parameters``, or as ``rope_scaling`` in transformers 4.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
-    known = ("default", "yarn") if model_type == "deepseek_v3" else ("default", "llama3")
+    known = ("default", "yarn") if model_type in ("deepseek_v3", "gpt_oss") else ("default", "llama3")
     if kind not in known:
         raise ModelError(f"RoPE of type {kind!r:.80} is not supported for {model_type}: use {_either(known)}")
     if kind == "llama3":
@@ -288,8 +289,8 @@ def _remedies(layout: ParallelLayout, axes: Iterable[str]) -> Iterable[str]:
 
 def _refuse_variants(config: Mapping[str, Any]) -> None:
     for key, plain in PLAIN_SETTINGS.items():
-        if key == "attention_bias" and config.get("model_type") == "glm4_moe":
-            continue  # there it means Q, K and V alone, which is what Megatron has; elsewhere also the projection back
+        if key == "attention_bias" and config.get("model_type") in ("glm4_moe", "gpt_oss"):
+            continue  # with glm4_moe it means Q, K and V alone, which is what Megatron has; gpt_oss has all in Megatron
         if (value := config.get(key)) not in (None, plain):
             shown = type(value).__name__ if isinstance(value, dict) else f"{value!r:.80}"
             raise ModelError(f"config.json has {key}={shown}, which is not supported: only {plain!r} is")

@@ -83,6 +83,7 @@ class MegatronPolicy:
             self.config.model.path,
             dtype=DTYPES[self.config.model.dtype],
             transformer_engine=transformer_engine,
+            library=self.config.model.bridge,
             **(_layer_settings(megatron) if transformer_engine else {}),
             moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
             variable_seq_lengths=sends_shapes(megatron),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,32 @@ KINDS = {
         experts=8,
         settings={**GROUPS, **PREDICTS, "rope_parameters": YARN, "max_position_embeddings": 2560},
     ),
+    "olmoe": Kind(family=Family.OLMOE, experts=8, settings={"num_key_value_heads": 4}),
+    "olmoe_normalised": Kind(
+        family=Family.OLMOE, experts=8, settings={"num_key_value_heads": 4, "norm_topk_prob": True}
+    ),
+    "gpt_oss": Kind(family=Family.GPT_OSS, experts=8, settings={"intermediate_size": 96, "sliding_window": 8}),
     "deepseek_v3_plain": Kind(family=Family.DEEPSEEK_V3, experts=8, settings={"q_lora_rank": None}),
 }
+
+
+def _has(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+LIBRARIES = [
+    name for name, module in {"mbridge": "mbridge", "megatron_bridge": "megatron.bridge"}.items() if _has(module)
+]
+"""The bridges in this environment."""
+_UNMAPPED = {"mbridge": ("olmoe", "gpt_oss"), "megatron_bridge": ("qwen2_moe", "mixtral")}
+
+
+def maps(library: str, kind: str) -> bool:
+    """Returns True if a library has a mapping for the model of this name."""
+    return not kind.startswith(_UNMAPPED[library])
 
 
 def make(path: Path, name: str, *, dtype: str = "float32") -> Path:

@@ -35,7 +35,7 @@ from rl_safe_workers.models.seeded import Family, create_seeded_model
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed import reference
-from tests.distributed.families import make
+from tests.distributed.families import LIBRARIES, make, maps
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.recording import is_connected
 from tests.distributed.worker import Worker, run_config, served_store
@@ -49,7 +49,7 @@ MODELS = {
     "llama_tied": {"num_experts": 0, "family": Family.LLAMA, "is_tied": True},
     "mixtral": {"family": Family.LLAMA},
 }
-FAMILIES = ("qwen2", "qwen2_tied", "qwen2_moe", "llama3", "glm4_moe", "deepseek_v3")
+FAMILIES = ("qwen2", "qwen2_tied", "qwen2_moe", "llama3", "glm4_moe", "deepseek_v3", "olmoe", "gpt_oss")
 """Kinds of `families`. They have what those above lack: biases, shared experts and their gate, dense layers before the
 experts, latent attention, MTP layers."""
 
@@ -80,8 +80,11 @@ TRIPS = {
     "glm4_moe_etp2": (Layout(etp=2, ep=2), Layout(ep=2)),
     "deepseek_v3": (Layout(pp=2), Layout(tp=2, ep=2)),
     "deepseek_v3_from_tp2": (Layout(tp=2, ep=2), Layout(ep=2)),
+    "olmoe": (Layout(ep=2), Layout(pp=2, ep=2)),
+    "gpt_oss": (Layout(tp=2, ep=2), Layout(pp=2, ep=2)),
 }
 """From the first layout to the second."""
+CASES = [(library, trip) for library in LIBRARIES for trip in TRIPS if maps(library, trip)]
 
 
 def model_of(trip: str) -> str:
@@ -149,16 +152,17 @@ def _started(rank: int, address: StoreAddress, model: Path, layout: Layout, size
 def _round_trips(rank: int, address: StoreAddress, models: Path, root: Path) -> None:
     made = worker(rank, models / "llama-float32", "float32", Layout())
     made.start(address)
-    for trip, layouts in TRIPS.items():
-        for layout, move in zip(layouts, (_there, _back), strict=True):
+    for library, trip in CASES:
+        for layout, move in zip(TRIPS[trip], (_there, _back), strict=True):
             for dtype in DTYPES:
                 model = models / f"{model_of(trip)}-{dtype}"
                 made = rebuilt(made, layout, model, dtype)
+                made.config.model.bridge = library
                 if dtype == DTYPES[0]:
                     regroup(made)
                 made.build_model()
                 scramble(made)
-                move(made, model, root / f"{trip}-{dtype}")
+                move(made, model, root / f"{library}-{trip}-{dtype}")
 
 
 def _there(made: Worker, model: Path, out: Path) -> None:
@@ -179,10 +183,10 @@ def converted(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("trip", TRIPS)
-def test_a_round_trip_brings_every_bit_back(trip: str, dtype: str, models: Path, converted: Path) -> None:
+@pytest.mark.parametrize(("library", "trip"), CASES)
+def test_a_round_trip_brings_every_bit_back(library: str, trip: str, dtype: str, models: Path, converted: Path) -> None:
     expected = load_file(models / f"{model_of(trip)}-{dtype}" / "model.safetensors")
-    got = load_file(converted / f"{trip}-{dtype}-hf" / "model.safetensors")
+    got = load_file(converted / f"{library}-{trip}-{dtype}-hf" / "model.safetensors")
     assert got.keys() == expected.keys()
     assert {name: weight.dtype for name, weight in got.items()} == {name: w.dtype for name, w in expected.items()}
     assert [name for name, weight in got.items() if not torch.equal(weight, expected[name])] == []
@@ -190,7 +194,7 @@ def test_a_round_trip_brings_every_bit_back(trip: str, dtype: str, models: Path,
 
 @pytest.mark.parametrize("trip", ["qwen3", "mixtral"])
 def test_the_manifest_says_what_was_converted_and_how(trip: str, models: Path, converted: Path) -> None:
-    manifest = read_manifest(converted / f"{trip}-bfloat16")
+    manifest = read_manifest(converted / f"mbridge-{trip}-bfloat16")
     layout = TRIPS[trip][0]
     assert manifest.model_fingerprint == model_fingerprint(models / f"{trip}-bfloat16")
     assert manifest.driver_state == {"conversion": {"dtype": "bfloat16"}}
@@ -198,7 +202,8 @@ def test_the_manifest_says_what_was_converted_and_how(trip: str, models: Path, c
 
 
 def test_nothing_is_left_beside_the_conversions(converted: Path) -> None:
-    names = {f"{trip}-{dtype}{suffix}" for trip in TRIPS for dtype in DTYPES for suffix in ("", "-hf")}
+    cases = [f"{library}-{trip}-{dtype}" for library, trip in CASES for dtype in DTYPES]
+    names = {f"{case}{suffix}" for case in cases for suffix in ("", "-hf")}
     assert {path.name for path in converted.iterdir()} == names
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed import reference
-from tests.distributed.families import KINDS, make
+from tests.distributed.families import KINDS, LIBRARIES, make, maps
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.worker import Worker, run_config, served_store
 
@@ -23,44 +23,57 @@ LAYOUTS: dict[str, dict[str, int]] = {"dp4": {}, "ep2": {"ep": 2}, "tp2_ep2": {"
 
 
 def layouts_of(kind: str) -> dict[str, dict[str, int]]:
+    if kind.startswith("olmoe"):
+        return {name: sizes for name, sizes in LAYOUTS.items() if "tp" not in sizes}
     if KINDS[kind].experts:
         return LAYOUTS
     return {"dp4": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
 
 
+CASES = [
+    (library, kind, layout)
+    for library in LIBRARIES
+    for kind in KINDS
+    if maps(library, kind)
+    for layout in layouts_of(kind)
+]
+USED = {kind for _, kind, _ in CASES}
+
+
 def _rank(rank: int, address: StoreAddress, root: Path, olds: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Goes through all families and layouts in one world."""
+    """Goes through all libraries, families and layouts in one world."""
     seen, batch, first = {}, reference.random_batch(rows=ROWS), None
-    for kind in olds:
-        for layout, sizes in layouts_of(kind).items():
-            made = Worker(run_config(root / kind, **sizes), rank=rank, size=SIZE)
-            if first is None:
-                made.start(address)
-            else:
-                safe = made.safe
-                safe.store, safe.world, safe._control = first.safe.store, first.safe.world, first.safe.control
-                safe.lifecycle.__dict__.update(first.safe.lifecycle.__dict__)
-                parallel_state.destroy_model_parallel()
-                made.init_groups(seed=0)
-                made.bootstrap()
-            first = made
-            made.build()
-            mine = made.shard(batch.with_logprobs(old=olds[kind]))
-            logprobs = made.compute_logprobs(mine)
-            (metrics,) = made.update_policy(mine, mini_batch_size=len(mine))
-            updated = {name: tensor.numpy().copy() for name, tensor in made.export_hf_weights()}
-            seen[f"{kind}-{layout}"] = {
-                "logprobs": None if logprobs is None else (parallel_state.get_data_parallel_rank(), logprobs),
-                "updated": updated if rank == 0 else None,
-                "grad_norm": metrics["grad_norm"],
-            }
+    for library, kind, layout in CASES:
+        config = run_config(root / kind, **layouts_of(kind)[layout])
+        config.model.bridge = library
+        made = Worker(config, rank=rank, size=SIZE)
+        if first is None:
+            made.start(address)
+        else:
+            safe = made.safe
+            safe.store, safe.world, safe._control = first.safe.store, first.safe.world, first.safe.control
+            safe.lifecycle.__dict__.update(first.safe.lifecycle.__dict__)
+            parallel_state.destroy_model_parallel()
+            made.init_groups(seed=0)
+            made.bootstrap()
+        first = made
+        made.build()
+        mine = made.shard(batch.with_logprobs(old=olds[kind]))
+        logprobs = made.compute_logprobs(mine)
+        (metrics,) = made.update_policy(mine, mini_batch_size=len(mine))
+        updated = {name: tensor.numpy().copy() for name, tensor in made.export_hf_weights()}
+        seen[f"{library}-{kind}-{layout}"] = {
+            "logprobs": None if logprobs is None else (parallel_state.get_data_parallel_rank(), logprobs),
+            "updated": updated if rank == 0 else None,
+            "grad_norm": metrics["grad_norm"],
+        }
     return seen
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("families")
-    for kind in KINDS:
+    for kind in USED:
         make(root / kind, kind)
     return root
 
@@ -72,17 +85,17 @@ def _expected(model: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def seen(models: Path) -> list[dict[str, Any]]:
-    olds = {kind: _expected(models / kind) for kind in KINDS}
+    olds = {kind: _expected(models / kind) for kind in USED}
     with served_store() as address:
         return values(run_ranks(_rank, SIZE, address, models, olds, timeout_s=280))
 
 
-CASES = [(kind, layout) for kind in KINDS for layout in layouts_of(kind)]
-
-
-@pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_logprobs_equal_those_of_transformers(kind: str, layout: str, models: Path, seen: list[dict[str, Any]]) -> None:
-    by_rank = dict(rank[f"{kind}-{layout}"]["logprobs"] for rank in seen if rank[f"{kind}-{layout}"]["logprobs"])
+@pytest.mark.parametrize(("library", "kind", "layout"), CASES)
+def test_logprobs_equal_those_of_transformers(
+    library: str, kind: str, layout: str, models: Path, seen: list[dict[str, Any]]
+) -> None:
+    found = [rank[f"{library}-{kind}-{layout}"]["logprobs"] for rank in seen]
+    by_rank = dict(pair for pair in found if pair)
     got = np.concatenate([by_rank[rank] for rank in sorted(by_rank)])
     expected = _expected(models / kind)
     assert got.shape == expected.shape
@@ -93,25 +106,27 @@ def test_logprobs_equal_those_of_transformers(kind: str, layout: str, models: Pa
 def steps(models: Path) -> dict[str, tuple[dict[str, torch.Tensor], float]]:
     """The weights after a step of one transformers process, and the norm of its gradient, by kind."""
     made = {}
-    for kind in KINDS:
+    for kind in USED:
         hf, batch = reference.load(models / kind), reference.random_batch(rows=ROWS)
         norm = reference.grpo_step(hf, batch, run_config(models / kind).actor)
         made[kind] = reference.hf_weights(hf), norm
     return made
 
 
-@pytest.mark.parametrize(("kind", "layout"), CASES)
+@pytest.mark.parametrize(("library", "kind", "layout"), CASES)
 def test_a_step_equals_the_step_of_one_process(
+    library: str,
     kind: str,
     layout: str,
     models: Path,
     seen: list[dict[str, Any]],
     steps: dict[str, tuple[dict[str, torch.Tensor], float]],
 ) -> None:
-    (expected, norm), got = steps[kind], seen[0][f"{kind}-{layout}"]["updated"]
+    case = f"{library}-{kind}-{layout}"
+    (expected, norm), got = steps[kind], seen[0][case]["updated"]
     before = load_file(models / kind / "model.safetensors")
     assert got.keys() == expected.keys()
     moved = {name for name in expected if np.abs(got[name] - before[name].numpy()).max() > 0}
     assert {name for name in expected if name not in moved} == {n for n in expected if n.endswith(EXPERT_BIAS)}
     assert max(np.abs(got[name] - expected[name].numpy()).max() for name in expected) <= 1e-6
-    assert all(abs(rank[f"{kind}-{layout}"]["grad_norm"] - norm) <= 1e-4 * norm for rank in seen)
+    assert all(abs(rank[case]["grad_norm"] - norm) <= 1e-4 * norm for rank in seen)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ from safetensors.torch import save_file
 
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ModelError
-from rl_safe_workers.models import bridge, megatron_bridge
+from rl_safe_workers.models import bridge
 from rl_safe_workers.models.bridge import open_bridge
 from rl_safe_workers.models.hf_directory import check_mtp_source
 from rl_safe_workers.models.hf_reader import HfReader, mtp_weights
@@ -29,7 +26,8 @@ def model_of_type(path: Path, model_type: str) -> str:
 
 
 def test_a_model_without_mapping_is_refused_with_those_that_have_one(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="weight mapping for model type 'gpt2'; mbridge has one for llama, qwen2, .*"):
+    message = "model type 'gpt2': mbridge has no mapping for gpt2; Megatron-Bridge .*; the supported ones are llama, "
+    with pytest.raises(ModelError, match=message):
         open_bridge(model_of_type(tmp_path / "m", "gpt2"), dtype=torch.float32, transformer_engine=False)
 
 
@@ -53,67 +51,37 @@ def test_a_setting_that_megatron_would_compute_otherwise_is_refused(
         open_bridge(str(tmp_path / "m"), dtype=torch.float32, transformer_engine=False)
 
 
-class FakeAutoBridge:
-    """The used part of Megatron-Bridge's AutoBridge, with its signatures."""
-
-    events: list[Any]
-
-    @staticmethod
-    def can_handle(path: str, trust_remote_code: bool = False) -> bool:
-        return not path.endswith("unknown")
-
-    @classmethod
-    def from_hf_pretrained(cls, path: str, **options: Any) -> FakeAutoBridge:
-        made = cls()
-        made.events = [("open", path, options)]
-        return made
-
-    def to_megatron_provider(self, load_weights: bool = True) -> Any:
-        return SimpleNamespace(
-            load_weights=load_weights,
-            provide=lambda **stage: ("chunk", stage),
-            finalize=lambda: self.events.append("finalize"),
-        )
-
-    def load_hf_weights(self, model: list[Any], hf_path: str | None = None) -> None:
-        self.events.append(("load", model, hf_path))
-
-    def export_hf_weights(self, model: list[Any], cpu: bool, show_progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "w", torch.ones(1)
+def without(library: str) -> Any:
+    return lambda *_: f"{library} is not there"
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-Bridge as the only bridge there is."""
-    module = ModuleType("megatron.bridge")
-    module.AutoBridge = FakeAutoBridge  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron.bridge", module)
-    monkeypatch.setattr(bridge, "_is_installed", lambda name: name == "megatron.bridge")
-    monkeypatch.setattr(megatron_bridge, "parallel_settings", lambda: {"tensor_model_parallel_size": 2})
+@pytest.mark.parametrize("library", ["mbridge", "megatron_bridge"])
+def test_the_chosen_library_alone_is_asked(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = object()
+    libraries = {name: without(name) for name in ("mbridge", "megatron_bridge")}
+    monkeypatch.setattr(bridge, "_LIBRARIES", {**libraries, library: lambda *_: opened})
+    path, options = model_of_type(tmp_path / "m", "llama"), {"dtype": torch.float32, "transformer_engine": False}
+    with caplog.at_level("INFO"):
+        assert open_bridge(path, library=library, **options) is opened  # type: ignore[arg-type]
+    assert [record.message.split(": ")[2] for record in caplog.records] == [f"model.bridge is {library}"]
+    (other,) = libraries.keys() - {library}
+    with pytest.raises(ModelError, match=f"'llama': model.bridge is {other}; {other} is not there; the supported ones"):
+        open_bridge(path, library=other, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("installed")
-def test_megatron_bridge_is_used_where_it_is_installed(tmp_path: Path) -> None:
-    path = model_of_type(tmp_path / "m", "llama")
-    opened: Any = open_bridge(path, dtype=torch.bfloat16, transformer_engine=True, moe_aux_loss_coeff=0.0)
-    provider = opened.config
-    assert (provider.tensor_model_parallel_size, provider.bf16, provider.moe_aux_loss_coeff) == (2, True, 0.0)
-    assert not provider.load_weights
-    assert opened._model_provider([])(pre_process=True, post_process=False) == (
-        "chunk",
-        {"pre_process": True, "post_process": False},
-    )
-    chunk = torch.nn.Linear(1, 1)
-    opened.load_weights((chunk,), "elsewhere")
-    assert [(name, tensor.item()) for name, tensor in opened.export_weights([chunk])] == [("w", 1.0)]
-    events = opened._auto_bridge.events
-    assert events == [("open", path, {"trust_remote_code": False}), "finalize", ("load", [chunk], "elsewhere")]
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_model_that_megatron_bridge_cannot_handle_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no installed bridge"):
-        open_bridge(model_of_type(tmp_path / "unknown", "llama"), dtype=torch.float32, transformer_engine=False)
+def test_megatron_bridge_is_taken_where_mbridge_has_no_mapping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = object()
+    monkeypatch.setitem(bridge._LIBRARIES, "megatron_bridge", lambda *_: opened)
+    path = model_of_type(tmp_path / "m", "olmoe")
+    with caplog.at_level("INFO"):
+        assert open_bridge(path, dtype=torch.float32, transformer_engine=False) is opened
+    (record,) = caplog.records
+    assert record.message.startswith("bridge: megatron_bridge ")
+    assert record.message.endswith(": mbridge has no mapping for olmoe")
 
 
 def test_weights_are_found_with_and_without_an_index(tmp_path: Path) -> None:
