@@ -154,7 +154,7 @@ class ModelConfig(Section):
     """The parameters' type, for trainer and rollout. ``bfloat16`` trains on GPUs only, with optimizer state in
     float32."""
     bridge: BridgeLibrary = "auto"
-    """The library that maps HF weights to Megatron's. ``auto`` takes mbridge, or Megatron-Bridge if mbridge has no mapping
+    """The library that maps HF weights to Megatron's. ``auto`` takes mbridge, or Megatron-Bridge if mbridge has none
     for the model."""
 
 
