@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ModelError
@@ -117,6 +118,21 @@ def _incomplete(rank: int, address: StoreAddress, model: Path) -> list[str]:
             convert()
         messages.append(str(caught.value))
     return messages
+
+
+def _sinks_in_the_norm(rank: int, address: StoreAddress, model: Path) -> list[bool]:
+    made = Worker(run_config(model, tp=2, ep=2), rank=rank, size=2)
+    made.start(address)
+    made.build()
+    names = dict(made.chunks[0].named_parameters())
+    return [param_is_not_tensor_parallel_duplicate(names[name]) for name in names if name.endswith(".softmax_offset")]
+
+
+def test_the_norm_of_the_gradient_has_the_sinks_of_every_rank(tmp_path: Path) -> None:
+    """Their part is too small for the tolerance of `test_families`."""
+    model = make(tmp_path / "m", "gpt_oss")
+    with served_store() as address:
+        assert values(run_ranks(_sinks_in_the_norm, 2, address, model)) == [[True, True], [True, True]]
 
 
 def test_a_weight_that_the_library_would_leave_out_is_named(tmp_path: Path) -> None:

@@ -33,6 +33,16 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }
+YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "rope_theta": 20000.0,
+    "factor": 8.0,
+    "beta_fast": 24.0,
+    "beta_slow": 2.0,
+    "truncate": True,
+    "original_max_position_embeddings": 64,
+}
+"""Unlike the published models in every value, as are the layers of its kind."""
 GROUPS = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 PREDICTS = {"num_nextn_predict_layers": 1}
 
@@ -52,6 +62,7 @@ KINDS = {
     "qwen2_tied": Kind(family=Family.QWEN2, is_tied=True),
     "qwen2_moe": Kind(family=Family.QWEN2, experts=8),
     "qwen2_moe_normalised": Kind(family=Family.QWEN2, experts=8, settings={"norm_topk_prob": True}),
+    "qwen3": Kind(family=Family.QWEN3),
     "qwen3_moe_not_normalised": Kind(family=Family.QWEN3, experts=8, settings={"norm_topk_prob": False}),
     "llama3": Kind(family=Family.LLAMA, settings={"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 65536}),
     "mixtral": Kind(family=Family.LLAMA, experts=8),
@@ -65,7 +76,16 @@ KINDS = {
     "olmoe_normalised": Kind(
         family=Family.OLMOE, experts=8, settings={"num_key_value_heads": 4, "norm_topk_prob": True}
     ),
-    "gpt_oss": Kind(family=Family.GPT_OSS, experts=8, settings={"intermediate_size": 96, "sliding_window": 8}),
+    "gpt_oss": Kind(
+        family=Family.GPT_OSS,
+        experts=8,
+        settings={
+            "intermediate_size": 96,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": YARN_OF_GPT_OSS,
+        },
+    ),
     "deepseek_v3_plain": Kind(family=Family.DEEPSEEK_V3, experts=8, settings={"q_lora_rank": None}),
 }
 
