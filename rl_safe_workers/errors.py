@@ -121,12 +121,12 @@ class LifecycleError(RunError):
 
 
 def first_line(error: BaseException) -> str:
-    r"""Returns the first line of an error's message, without the traces that torch and Ray append.
+    r"""Returns the first line of an error's message that is not empty, without the traces that torch and Ray append.
 
-    >>> first_line(ValueError("no\nTraceback")), first_line(ValueError())
+    >>> first_line(ValueError("\nno\nTraceback")), first_line(ValueError())
     ('no', '')
     """
-    return (str(error).splitlines() or [""])[0]
+    return next(filter(None, str(error).splitlines()), "")
 
 
 def in_one_line(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from transformers import PretrainedConfig
 
-from rl_safe_workers.errors import ModelError
+from rl_safe_workers.errors import ModelError, first_line
 from rl_safe_workers.models.family_settings import family_settings
 from rl_safe_workers.models.local_spec import LOCAL_LAYER_SETTINGS, BiasedRowParallelLinear, decoder_block_spec
 
@@ -176,7 +176,7 @@ def why_no_mapping(hf_config: PretrainedConfig) -> str:
     try:
         AutoBridge.from_hf_config(hf_config)
     except ValueError as error:
-        return str(error).strip().removeprefix("✗ ").partition("\n")[0]
+        return first_line(error)
     return ""
 
 

@@ -47,7 +47,7 @@ def test_the_import_leaves_no_placeholder_and_no_handler() -> None:
 def test_a_model_that_no_bridge_has_is_refused_with_the_library_s_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
     message = (
-        "mbridge has no mapping for gpt2; Megatron-Bridge: Model architecture not supported by AutoBridge; the supp"
+        "mbridge has no mapping for gpt2; Megatron-Bridge: ✗ Model architecture not supported by AutoBridge; the s"
     )
     with pytest.raises(ModelError, match=message):
         open_bridge(str(tmp_path), **MADE)
