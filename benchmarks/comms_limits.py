@@ -1,7 +1,8 @@
 """Measures the bandwidth and the memory that a limit of CTAs costs each kind of collective: the budget's reasons.
 
 Needs four GPUs, or two for groups of two. Groups of two and of four ranks, each rank in one; the figures are of rank 0.
-With ``RL_SAFE_BENCH_HOSTS=apart``, NCCL believes that each rank is on a host of its own, reached over sockets.
+With ``RL_SAFE_BENCH_HOSTS=apart``, NCCL believes that each rank is on a host of its own, reached over sockets. Ranks
+may then share a GPU, so one is enough.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comms import HOSTS, run_processes
-from benchmarks.gpu import count_gpus, gpu_row
+from benchmarks.comms import run_processes
+from benchmarks.gpu import HOSTS, count_gpus, gpu_row
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.topology.budget import LIMITS as BUDGET
@@ -38,13 +39,14 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     """Runs every limit on groups of two and of four; takes a minute and a half.
 
     Raises:
-        ResourceError: If there are fewer than two GPUs.
+        ResourceError: If there are fewer than two GPUs; with ranks on hosts of their own, if there is none.
         RunError: If a rank fails.
     """
     gpus = count_gpus()
-    if gpus < min(SIZES):
+    most = max(SIZES) if HOSTS == "apart" and gpus else gpus
+    if most < min(SIZES):
         raise ResourceError(f"bench comms_limits: needs 4 GPUs, or 2 for groups of two only; there are {gpus}")
-    ranks = max(size for size in SIZES if size <= gpus)
+    ranks = max(size for size in SIZES if size <= most)
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
         _, address, _ = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
         arguments = [str(ranks), str(address.port), folder]

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.comms import HOSTS
 from benchmarks.comms_limits import COLLECTIVES, LIMITS, MESSAGES_MIB, SCALAR, SIZES
+from benchmarks.gpu import HOSTS
 from rl_safe_workers.comms.kernels import loaded_kernels
 from rl_safe_workers.platforms.device_memory import outside_torch
 
