@@ -76,6 +76,13 @@ def test_what_a_group_carries_follows_from_what_it_is_for(description, features,
 
 
 @pytest.mark.parametrize(
+    ("features", "expected"), [(Features(expert_bias=True), {REDUCE}), (Features(aux_loss=True, fp8=True), set())]
+)
+def test_one_rank_reduces_its_experts_biases_but_no_losses_and_scales(features: Features, expected: set) -> None:
+    assert classes("TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", layout(1), features) == expected
+
+
+@pytest.mark.parametrize(
     ("batched", "shapes", "expected"),
     [
         (True, False, {OpClass.BATCHED_P2P}),
