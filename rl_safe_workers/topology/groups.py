@@ -264,7 +264,11 @@ KINDS: Mapping[str, GroupKind] = {
         classes=_if(lambda f: not f.distributed_optimizer, OpClass.REDUCE),
     ),
     "TENSOR_MODEL_PARALLEL_GROUP": GroupKind(
-        key="tp", size=lambda s, f: s.tensor, classes=_always(*_BOTH), fires_alone=_whenever_used, first_phase=Phase.LOGPROB
+        key="tp",
+        size=lambda s, f: s.tensor,
+        classes=_always(*_BOTH),
+        fires_alone=_whenever_used,
+        first_phase=Phase.LOGPROB,
     ),
     "PIPELINE_MODEL_PARALLEL_GROUP": GroupKind(
         key="pp",
