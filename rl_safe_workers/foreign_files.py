@@ -149,8 +149,8 @@ def read_json(path: Path, *, limit_bytes: int, within: Path | None = None, uid: 
 
     Raises:
         OSError: As `read_foreign`.
-        ValueError: If the file is not JSON in UTF-8, or is nested deeper than 50 levels. The error quotes nothing of the
-            file.
+        ValueError: If the file is not JSON in UTF-8, or is nested deeper than 50 levels. The error quotes nothing of
+            the file.
     """
     data = read_foreign(path, limit_bytes=limit_bytes, within=within, uid=uid)
     try:
