@@ -60,9 +60,9 @@ MATRIX = (
 )
 """The README's table; a test compares the two."""
 WRITTEN_FOR: Mapping[str, tuple[str, str]] = {
-    PYTHON: ("3.11", "3.12"),
+    PYTHON: ("3.11", "3.13"),
     "torch": ("2.11", "2.15"),
-    "megatron-core": ("0.16", "0.19"),
+    "megatron-core": ("0.16", "0.20"),
 }
 """First and last minor version that the code looks out for."""
 NEEDED = ("torch", "megatron-core", VLLM, "ray", "transformers", "mbridge")
