@@ -52,7 +52,7 @@ class Cell:
 
 MATRIX = (
     Cell(device="cpu", python="3.11", torch="2.13.0", megatron="0.16.1", vllm="0.32.0", ray="2.60.0", was_run=True),
-    Cell(device="cpu", python="3.12", torch="2.13.0", megatron="0.16.1", vllm="0.32.0", ray="2.60.0", was_run=False),
+    Cell(device="cpu", python="3.12", torch="2.13.0", megatron="0.16.1", vllm="0.32.0", ray="2.60.0", was_run=True),
     Cell(device="cpu", python="3.13", torch="2.13.0", megatron="0.16.1", vllm="0.32.0", ray="2.60.0", was_run=True),
     Cell(device="cpu", python="3.11", torch="2.13.0", megatron="0.17.1", vllm=None, ray=None, was_run=True),
     Cell(device="cpu", python="3.11", torch="2.13.0", megatron="0.18.2", vllm=None, ray=None, was_run=True),
