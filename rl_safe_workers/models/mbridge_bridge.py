@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from mbridge.core.bridge import _MODEL_REGISTRY
-from mbridge.core.util import unwrap_model
+from mbridge.core import bridge as mbridge_core
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils import unwrap_model
 from transformers import PretrainedConfig
 
 from rl_safe_workers.errors import ModelError
@@ -23,6 +23,10 @@ from rl_safe_workers.models.hf_reader import HfReader
 from rl_safe_workers.models.local_spec import FusedNameView, decoder_block_spec
 from rl_safe_workers.models.own_weights import OwnWeight, own_weights
 from rl_safe_workers.topology.layout import check_rope
+
+# mbridge's own function fails from megatron-core 0.20 on: it asks for instances of FullyShardedDataParallel, which has
+# become a function (core/util.py:262; distributed/fsdp/mcore_fsdp_adapter.py:706).
+mbridge_core.unwrap_model = unwrap_model
 
 LOCAL_LAYER_SETTINGS: dict[str, Any] = {
     "persist_layer_norm": False,  # transformer/torch_norm.py:30 refuses it
@@ -320,7 +324,7 @@ def open_mbridge(
         settings: Fields of Megatron's TransformerConfig that override the bridge's own.
         transformer_engine: True for Transformer Engine's layers, False for Megatron's local ones.
     """
-    base = _MODEL_REGISTRY.get(hf_config.model_type)
+    base = mbridge_core._MODEL_REGISTRY.get(hf_config.model_type)
     if base is None:
         return None
     mixins: list[type] = [_AnyLayout, _NewerLibraries]

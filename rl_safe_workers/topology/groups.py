@@ -1,7 +1,7 @@
 """Describes Megatron's process groups: their names, their sizes, the collectives they carry and their first phase.
 
 Pure Python, because a plan needs it on machines without torch. The table is for ``parallel_state.py`` of megatron-core
-0.16 to 0.19. The collectives of each group come from traces of real training steps (``comms.trace``).
+0.16 to 0.20. The collectives of each group come from traces of real training steps (``comms.trace``).
 """
 
 from __future__ import annotations
@@ -261,7 +261,9 @@ KINDS: Mapping[str, GroupKind] = {
         key="mp",
         size=lambda s, f: s.tensor * s.pipeline,
         traffic=_control,
+        # A plain optimizer reduces its norm and its search for inf without a look at the size (clip_grads.py:130).
         classes=_if(lambda f: not f.distributed_optimizer, OpClass.REDUCE),
+        fires_alone=True,
     ),
     "TENSOR_MODEL_PARALLEL_GROUP": GroupKind(
         key="tp",

@@ -124,6 +124,11 @@ def test_without_a_distributed_optimizer_the_norms_go_over_other_groups() -> Non
         assert classes(description, of, features) == {REDUCE}
 
 
+def test_a_plain_optimizer_reduces_its_norm_over_a_model_parallel_group_of_one_rank_too() -> None:
+    assert classes("MODEL_PARALLEL_GROUP", layout(), Features(distributed_optimizer=False)) == {REDUCE}
+    assert classes("MODEL_PARALLEL_GROUP", layout(), Features()) == set()
+
+
 def test_a_dense_model_has_nothing_to_connect_on_expert_groups_of_one_rank() -> None:
     for description in ("EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_PARALLEL_GROUP"):
         assert classes(description, layout(tensor=2), Features(moe=True)) == set()
