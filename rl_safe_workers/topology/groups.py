@@ -263,7 +263,7 @@ KINDS: Mapping[str, GroupKind] = {
         traffic=_control,
         # A plain optimizer reduces its norm and its search for inf without a look at the size (clip_grads.py:130).
         classes=_if(lambda f: not f.distributed_optimizer, OpClass.REDUCE),
-        fires_alone=True,
+        fires_alone=_whenever_used,
     ),
     "TENSOR_MODEL_PARALLEL_GROUP": GroupKind(
         key="tp",
