@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import rl_safe_workers
-from benchmarks.gpu import count_gpus, gpu_row, make_model
+from benchmarks.gpu import count_gpus, gpu_row, gpu_variables, make_model
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers import env
 from rl_safe_workers.config import SeededModelConfig
@@ -48,8 +48,6 @@ JOB_S = 120.0
 _FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Megatron asks for CUDA on import. Asked without NVML, CUDA works in no child of that process."""
 MODULE = "benchmarks.comms_ranks"
-HOSTS = os.environ.get("RL_SAFE_BENCH_HOSTS", "one")
-"""The hosts that NCCL sees in some benchmarks: ``one``, ``two`` of two ranks each, or one for each rank (``apart``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,16 +200,8 @@ def run_jobs(
     ]
 
 
-def _on_host(number: int) -> dict[str, str]:
-    """Returns variables with which NCCL believes that a process is on a host of its own, reached over sockets."""
-    return {"NCCL_HOSTID": f"host{number}", "NCCL_SOCKET_IFNAME": "lo"}
-
-
 def run_processes(module: str, arguments: Sequence[str], out: Path, *, ranks: int, what: str, timeout_s: float) -> None:
-    """Runs a module on every rank, with a GPU for each: ``python -m MODULE RANK ARGUMENTS...``.
-
-    If there are fewer GPUs than ranks, ranks share GPUs, and NCCL believes that those of one GPU are on different
-    hosts: ranks 0 and 1 on one, and 2 and 3 on another, for two GPUs. See `HOSTS`, too.
+    """Runs a module on every rank, on its GPU (`gpu_variables`): ``python -m MODULE RANK ARGUMENTS...``.
 
     Args:
         module: Its name.
@@ -224,8 +214,6 @@ def run_processes(module: str, arguments: Sequence[str], out: Path, *, ranks: in
     Raises:
         RunError: If a rank fails, or does not end in time.
     """
-    gpus = count_gpus() or ranks
-    ranks_of_host = 1 if HOSTS == "apart" else gpus
     processes = [
         subprocess.Popen(
             module_command(module, str(rank), *arguments),
@@ -234,8 +222,7 @@ def run_processes(module: str, arguments: Sequence[str], out: Path, *, ranks: in
                 **env.actor_env("trainer", out.name, 1.0),
                 **env.DETERMINISTIC,
                 **_FORKS,
-                **(_on_host(rank // ranks_of_host) if ranks_of_host < ranks else {}),
-                env.CUDA_VISIBLE_DEVICES: str(rank % gpus),
+                **gpu_variables(rank, ranks),
             },
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

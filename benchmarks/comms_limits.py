@@ -1,7 +1,8 @@
 """Measures the bandwidth and the memory that a limit of CTAs costs each kind of collective: the budget's reasons.
 
 Needs four GPUs, or two for groups of two. Groups of two and of four ranks, each rank in one; the figures are of rank 0.
-With ``RL_SAFE_BENCH_HOSTS=apart``, NCCL believes that each rank is on a host of its own, reached over sockets.
+With ``RL_SAFE_BENCH_HOSTS=apart``, NCCL believes that each of two ranks is on a host of its own, reached over sockets.
+Both may then share a GPU, so one is enough.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comms import HOSTS, run_processes
-from benchmarks.gpu import count_gpus, gpu_row
+from benchmarks.comms import run_processes
+from benchmarks.gpu import HOSTS, count_gpus, gpu_row
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.topology.budget import LIMITS as BUDGET
@@ -22,10 +23,10 @@ from rl_safe_workers.topology.groups import OpClass, Traffic
 from rl_safe_workers.topology.memory import KERNEL_BYTES, Links, costs
 from rl_safe_workers.worlds.store import serve_store
 
-SIZES = (2, 4)
+SIZES = (2, 4) if HOSTS == "one" else (2,)
 LIMITS = (None, 20, 16, 12, 9, 8, 4, 1) if HOSTS == "one" else (None, 8, 4, 2, 1)
 MESSAGES_MIB = (8, 32, 256) if HOSTS == "one" else (2, 8, 32)
-"""Sockets carry some 2 GiB/s, a hundredth of NVLink."""
+"""Sockets carry some 2 GiB/s, a hundredth of NVLink. Four ranks that share a GPU take ten times as long as two."""
 CLASSES = (OpClass.REDUCE, OpClass.GATHER_SCATTER, OpClass.ALL_TO_ALL, OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "batched_p2p", "unbatched_p2p")
 """In the order in which a group connects them: those of `CLASSES`."""
@@ -38,13 +39,14 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     """Runs every limit on groups of two and of four; takes a minute and a half.
 
     Raises:
-        ResourceError: If there are fewer than two GPUs.
+        ResourceError: If there are fewer than two GPUs; with ranks on hosts of their own, if there is none.
         RunError: If a rank fails.
     """
     gpus = count_gpus()
-    if gpus < min(SIZES):
+    most = max(SIZES) if HOSTS == "apart" and gpus else gpus  # which ranks may share
+    if most < min(SIZES):
         raise ResourceError(f"bench comms_limits: needs 4 GPUs, or 2 for groups of two only; there are {gpus}")
-    ranks = max(size for size in SIZES if size <= gpus)
+    ranks = max(size for size in SIZES if size <= most)
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
         _, address, _ = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
         arguments = [str(ranks), str(address.port), folder]

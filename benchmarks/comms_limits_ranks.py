@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.comms import HOSTS
 from benchmarks.comms_limits import COLLECTIVES, LIMITS, MESSAGES_MIB, SCALAR, SIZES
+from benchmarks.gpu import HOSTS
 from rl_safe_workers.comms.kernels import loaded_kernels
 from rl_safe_workers.platforms.device_memory import outside_torch
 
@@ -136,8 +136,11 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=WAIT)
     # The barriers of the default group go over gloo: they touch no device.
     dist.init_process_group("gloo", store=dist.PrefixStore("limits", store), rank=rank, world_size=ranks)
+    records = []
     try:
-        (out / f"{rank}.json").write_text(json.dumps(list(measure(rank, ranks))), encoding="utf-8")
+        for record in measure(rank, ranks):
+            records.append(record)
+            (out / f"{rank}.json").write_text(json.dumps(records), encoding="utf-8")
     except BaseException:
         (out / f"{rank}.error").write_text(traceback.format_exc(), encoding="utf-8")
         raise

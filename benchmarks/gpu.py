@@ -1,6 +1,6 @@
 """The main job on GPUs, and what a larger model costs: sync, offload, steps, saves, memory, against plain ones.
 
-Uses two or four GPUs of this machine: all that there are, at most four.
+Uses all GPUs of this machine, four at most. A single GPU runs the main job alone, with trainer and vLLM on it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,14 @@ from rl_safe_workers.worlds.store import serve_store
 RECIPE = Path(rl_safe_workers.__file__).parents[1] / "recipes" / "quickstart_gpu.yaml"
 _SPLIT = ("cluster.num_trainers=2", "cluster.num_rollouts=2", "megatron.expert_model_parallel_size=2")
 PLACEMENTS: Mapping[str, Sequence[str]] = {
+    "1_GPU_colocated": ("cluster.colocated=true",),
     "2_GPUs": (),
     "2_GPUs_colocated": ("cluster.colocated=true", *_SPLIT),
     "4_GPUs": _SPLIT,
 }
 """Overrides of the recipe, by name; the first character is the number of GPUs."""
+HOSTS = os.environ.get("RL_SAFE_BENCH_HOSTS", "one")
+"""The hosts that NCCL sees in some benchmarks: ``one``, ``two`` of two ranks each, or one for each rank (``apart``)."""
 LARGE = SeededModelConfig(
     num_hidden_layers=10,
     hidden_size=2048,
@@ -75,22 +78,36 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         report: Takes a line of progress after each part.
 
     Raises:
-        ResourceError: If there are fewer than two GPUs.
+        ResourceError: If there is no GPU.
         RunError: If a part fails.
     """
     gpus = count_gpus()
-    if gpus < 2:
-        raise ResourceError(f"bench gpu: needs 2 or 4 GPUs, there are {gpus}")
+    if gpus < 1:
+        raise ResourceError("bench gpu: needs a GPU; there is none")
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
         rows = [row for placement in placements(gpus) for row in main_job(Path(folder), placement, report)]
         if gpus >= 4:
             rows.append(resume(Path(folder), report))
-        return rows + larger_model(Path(folder), gpus, report)
+        return rows + (larger_model(Path(folder), gpus, report) if gpus >= 2 else [])
 
 
 def placements(gpus: int) -> list[str]:
-    """Returns those of `PLACEMENTS` that fit the number of GPUs."""
-    return [name for name in PLACEMENTS if int(name[0]) <= gpus]
+    """Returns those of `PLACEMENTS` that fit the number of GPUs. The one for one GPU fits a single GPU only."""
+    return [name for name in PLACEMENTS if min(gpus, 2) <= int(name[0]) <= gpus]
+
+
+def gpu_variables(rank: int, ranks: int) -> dict[str, str]:
+    """Returns the environment variables that give a rank its GPU.
+
+    If there are fewer GPUs than ranks, ranks share GPUs. NCCL then believes that those of one GPU are on different
+    hosts, which sockets connect: with two GPUs, ranks 0 and 1 are on one host, 2 and 3 on another. See `HOSTS`, too.
+    """
+    gpus = count_gpus() or ranks
+    ranks_of_host = 1 if HOSTS == "apart" else gpus
+    variables = {env.CUDA_VISIBLE_DEVICES: str(rank % gpus)}
+    if ranks_of_host < ranks:
+        variables |= {"NCCL_HOSTID": f"host{rank // ranks_of_host}", "NCCL_SOCKET_IFNAME": "lo"}
+    return variables
 
 
 def count_gpus() -> int:
@@ -270,7 +287,7 @@ def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list
 def run_ranks(
     job: str, overrides: Sequence[str], *, rollouts: int = 0, variables: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Runs a job of ``gpu_ranks`` with a GPU for each rank, trainers first; returns what training rank 0 found.
+    """Runs a job of ``gpu_ranks`` on GPUs (`gpu_variables`), trainers first; returns what training rank 0 found.
 
     Args:
         job: Name of a method of `gpu_ranks.Trainer`.
@@ -285,8 +302,8 @@ def run_ranks(
     roles += [("rollout", rank) for rank in range(rollouts)]
     store, address, _ = serve_store("127.0.0.1", timeout=timedelta(minutes=5))
     processes = []
-    for gpu, (role, rank) in enumerate(roles):
-        own = env.actor_env(role, run_id, config.rollout.kv_cache_gib) | {env.CUDA_VISIBLE_DEVICES: str(gpu)}
+    for number, (role, rank) in enumerate(roles):
+        own = env.actor_env(role, run_id, config.rollout.kv_cache_gib) | gpu_variables(number, len(roles))
         command = module_command(RANKS, role, str(rank), str(address.port), job, text)
         environment = {**os.environ, **own, **(variables or {})}
         pipe = subprocess.PIPE

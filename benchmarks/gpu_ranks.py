@@ -223,7 +223,8 @@ class Trainer(Ranks):
         """Digests a checkpoint as our loader and megatron-core's own have read it; and the gap of 8-bit layers."""
         self.start()
         fp8, path = self.config.megatron.fp8, Path(os.environ[CHECKPOINT])
-        if fp8:
+        # The logits must not be split.
+        if fp8 and self.config.megatron.tensor_model_parallel_size == 1:
             tokens = torch.tensor(_batch(self.rank).tokens, device=self.worker.device)
             found = [_plain_logprobs(self.config, each, tokens) for each in (fp8, None)]
             self.values["plain_gap"] = float((found[0] - found[1]).abs().median())

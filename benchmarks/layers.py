@@ -1,6 +1,7 @@
 """Transformer Engine's layers in the main job, in bf16 and in 8 bits, and a larger model's step with them.
 
-Needs two GPUs and Transformer Engine.
+Needs a GPU and Transformer Engine. On one GPU, the ranks that load a checkpoint share it as hosts of their own, and the
+larger model trains on one rank.
 """
 
 from __future__ import annotations
@@ -26,56 +27,88 @@ from benchmarks.gpu import (
 )
 from benchmarks.script import median_with_bounds
 from benchmarks.table import Row, at_least, at_most
+from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.models.layer_choice import why_no_transformer_engine
+from rl_safe_workers.models.seeded import PUBLISHED_LATENT_SIZES, Family, create_seeded_model
 
-GPUS = 2
 _TAKEN = ("megatron.transformer_impl=transformer_engine",)
 _FP8 = (*_TAKEN, "megatron.fp8=hybrid", "rollout.max_logprob_gap=1", "trainer.total_training_steps=6")
 FP8_LAYERS = {", fp8 delayed": _FP8, ", fp8 tensorwise": (*_FP8, "megatron.fp8_recipe=tensorwise")}
 LAYERS = {"": _TAKEN, **FP8_LAYERS}
 """Overrides that ask for each kind of layers."""
-COLOCATED = "2_GPUs_colocated"
-PARTS = os.environ.get("RL_SAFE_BENCH_PARTS", "main;fp8;step").split(";")
+FAMILIES: dict[str, tuple[Family, int, dict[str, Any]]] = {
+    "qwen2": (Family.QWEN2, 0, {}),
+    "qwen3_moe": (Family.QWEN3, 8, {}),
+    "glm4_moe": (Family.GLM4_MOE, 8, {}),
+    "deepseek_v3": (Family.DEEPSEEK_V3, 8, PUBLISHED_LATENT_SIZES),
+}
+"""Family, number of experts, and settings of the models that vLLM serves, by ``model_type``."""
+FAMILY_STEPS = 5
+PARTS = os.environ.get("RL_SAFE_BENCH_PARTS", "main;fp8;families;step").split(";")
 """The parts to run."""
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Runs the main job with each kind of layers, and steps of a model of 3 B parameters; takes some twelve minutes.
+    """Runs the main job with each kind of layers and each family, and steps of a model of 3 B parameters.
+
+    Takes some fifteen minutes.
 
     Raises:
-        ResourceError: If there are fewer than two GPUs, or Transformer Engine cannot be used.
+        ResourceError: If there is no GPU, or Transformer Engine cannot be used.
         RunError: If a part fails.
     """
-    if (gpus := count_gpus()) < GPUS:
-        raise ResourceError(f"bench layers: needs {GPUS} GPUs; there are {gpus}")
+    gpus = min(count_gpus(), 2)
+    if not gpus:
+        raise ResourceError("bench layers: needs a GPU; there is none")
     if reason := why_no_transformer_engine():
         raise ResourceError(f"bench layers: {reason}")
+    colocated = next(name for name in placements(gpus) if name.endswith("colocated"))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as name:
         folder = Path(name)
         if "main" in PARTS:
-            for placement in placements(GPUS):
+            for placement in placements(gpus):
                 rows += main_job(folder, placement, report, _TAKEN)
-            rows += _digests("", folder / COLOCATED, report)[0]
+            rows += _digests("", folder / colocated, report)[0]
         if "fp8" in PARTS:
             for layers in FP8_LAYERS:
-                rows += _eight_bits(layers, folder / layers.strip(", ").replace(" ", "_"), report)
+                rows += _eight_bits(layers, colocated, folder / layers.strip(", ").replace(" ", "_"), report)
+        if "families" in PARTS:
+            for family in FAMILIES:
+                rows += _family(family, colocated, folder, report)
         if "step" in PARTS:
-            rows += _steps(folder, report)
+            rows += _steps(folder, gpus, report)
     return rows
 
 
-def _eight_bits(layers: str, folder: Path, report: Callable[[str], None]) -> list[Row]:
+def _family(name: str, placement: str, folder: Path, report: Callable[[str], None]) -> list[Row]:
+    """Some steps of the main job with a model of another family, without replay of the experts' choice."""
+    family, experts, settings = FAMILIES[name]
+    spec, model = SeededModelConfig(num_experts=experts), folder / "models" / name
+    create_seeded_model(model, spec, family=family, dtype="bfloat16", settings=settings)
+    overrides = [f"model.path={model}", "model.create=null", "rollout.enable_rollout_routing_replay=false"]
+    overrides += [f"trainer.total_training_steps={FAMILY_STEPS}", f"trainer.save_freq={FAMILY_STEPS}"]
+    found = run_recipe(folder / name, [*PLACEMENTS[placement], *overrides, *_TAKEN])
+    report(f"{name}: {json.dumps(found)}")
+    return [
+        gpu_row(f"{name}: logprob gap, median of the worst step", "nat", found["median_gap"], at_most(0.005)),
+        gpu_row(f"{name}: logprob gap, largest of all steps", "nat", found["largest_gap"], at_most(0.25)),
+        gpu_row(f"{name}: late bytes of communicators", "B", found["late_bytes"], at_most(0)),
+    ]
+
+
+def _eight_bits(layers: str, placement: str, folder: Path, report: Callable[[str], None]) -> list[Row]:
     """The main job in 8 bits. Its gap is compared with the one that 8 bits cost in forwards of megatron-core alone."""
-    found = run_recipe(folder, [*PLACEMENTS[COLOCATED], *LAYERS[layers]])
-    report(f"{COLOCATED}{layers}: {json.dumps(found)}")
+    found = run_recipe(folder, [*PLACEMENTS[placement], *LAYERS[layers]])
+    report(f"{placement}{layers}: {json.dumps(found)}")
     digests, plain = _digests(layers, folder, report)
     gap = found["first_gap"]
+    name = f"{placement.replace('_', ' ')}{layers}"
     return [
-        gpu_row(f"2 GPUs colocated{layers}: late bytes of communicators", "B", found["late_bytes"], at_most(0)),
-        gpu_row(f"2 GPUs colocated{layers}: processes left", "", found["processes"], at_most(0)),
-        gpu_row(f"2 GPUs colocated{layers}: GPU memory left", "MiB", found["gpu_mib"], at_most(0)),
+        gpu_row(f"{name}: late bytes of communicators", "B", found["late_bytes"], at_most(0)),
+        gpu_row(f"{name}: processes left", "", found["processes"], at_most(0)),
+        gpu_row(f"{name}: GPU memory left", "MiB", found["gpu_mib"], at_most(0)),
         gpu_row(f"logprob gap of the first step{layers}, against megatron-core's", "nat", gap, at_most(1.25), plain),
         *digests,
     ]
@@ -90,11 +123,11 @@ def _digests(layers: str, run: Path, report: Callable[[str], None]) -> tuple[lis
     checkpoint = max(run.rglob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     found: list[dict[str, Any]] = []
     for tensor in (1, 2):
-        overrides = [f"model.path={_model(run)}", *_ranks(tensor=tensor), *LAYERS[layers]]
+        overrides = [f"model.path={_model(run)}", *_ranks(2, tensor=tensor), *LAYERS[layers]]
         found.append(run_ranks("layers", overrides, variables={CHECKPOINT: str(checkpoint)}))
         report(f"loaded at TP{tensor} EP2{layers}: {json.dumps(found[-1])}")
     loads = [each[way] for each in found for way in ("ours", "stock")]
-    name = f"saved at EP2{layers}; loaded so, at TP2 EP2, by megatron-core"
+    name = f"saved{layers}; loaded at EP2 and TP2 EP2, also by megatron-core"
     rows = [
         gpu_row(f"{name}: digests of all parameters", "", len({load["weights"] for load in loads}), at_most(1)),
         gpu_row(f"{name}: digests of all extra states", "", len({load["extra_states"] for load in loads}), at_most(1)),
@@ -107,20 +140,20 @@ def _model(run: Path) -> Path:
     return next(run.glob("models/*"))
 
 
-def _ranks(*, tensor: int) -> Sequence[str]:
+def _ranks(ranks: int, *, tensor: int = 1) -> Sequence[str]:
     return (
-        "cluster.num_trainers=2",
-        "megatron.expert_model_parallel_size=2",
+        f"cluster.num_trainers={ranks}",
+        f"megatron.expert_model_parallel_size={ranks}",
         f"megatron.tensor_model_parallel_size={tensor}",
     )
 
 
-def _steps(folder: Path, report: Callable[[str], None]) -> list[Row]:
+def _steps(folder: Path, ranks: int, report: Callable[[str], None]) -> list[Row]:
     """Steps of a model of 3 B parameters, against a loop over Megatron alone with the same layers."""
     model = folder / "large"
     make_model(model, LARGE)
     batch = ("actor.ppo_micro_batch_size_per_gpu=2", "data.max_response_length=448")
-    found = run_ranks("blocks", [f"model.path={model}", *_ranks(tensor=1), *batch, *_TAKEN])
+    found = run_ranks("blocks", [f"model.path={model}", *_ranks(ranks), *batch, *_TAKEN])
     report(f"large model: {json.dumps(found)}")
     ratio = median_with_bounds(found["ratios"])
     name = "3 B: training step against the bare loop's"

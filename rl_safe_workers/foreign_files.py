@@ -30,6 +30,10 @@ HOLE_BYTES = 64 * 2**20
 """Largest total size of the holes in a file that is read whole. A hole takes no disk space but memory to read."""
 _MOST_DEPTH = 32
 """Deepest nesting of folders in a checkpoint or a model."""
+_MOST_JSON_DEPTH = 50
+"""Deepest nesting of JSON that is read. Python's own limit is about 1,000 in 3.11 and 10,000 in 3.13, where functions
+that recurse over a value still end at 1,000."""
+_TOO_DEEP = "not JSON that can be read: nested too deeply"
 _LONGEST_NAME = 255
 """Largest size in bytes of a file name; all Linux file systems allow this much."""
 _LONGEST_PATH = 3_000
@@ -145,18 +149,30 @@ def read_json(path: Path, *, limit_bytes: int, within: Path | None = None, uid: 
 
     Raises:
         OSError: As `read_foreign`.
-        ValueError: If the file is not JSON in UTF-8, or is nested too deeply for Python. The error quotes nothing of
+        ValueError: If the file is not JSON in UTF-8, or is nested deeper than 50 levels. The error quotes nothing of
             the file.
     """
     data = read_foreign(path, limit_bytes=limit_bytes, within=within, uid=uid)
     try:
-        return json.loads(data.decode("utf-8"))
+        value = json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text at byte {error.start}") from error
     except RecursionError as error:
-        raise ValueError("not JSON that can be read: nested too deeply") from error
+        raise ValueError(_TOO_DEEP) from error
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
+    if _is_deeper(value, _MOST_JSON_DEPTH):
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Returns True if lists and dictionaries are nested deeper than that many levels."""
+    layer = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        children = (child for one in layer for child in (one.values() if isinstance(one, dict) else one))
+        layer = [child for child in children if isinstance(child, dict | list)]
+    return bool(layer)
 
 
 def entries_below(folder: Path) -> Iterator[os.DirEntry[str]]:
@@ -168,13 +184,26 @@ def entries_below(folder: Path) -> Iterator[os.DirEntry[str]]:
     pending = [(os.fspath(folder), 0)]
     while pending:
         at, depth = pending.pop()
-        if depth > _MOST_DEPTH:
-            raise OSError(errno.ELOOP, f"more than {_MOST_DEPTH} folders inside each other", str(folder))
+        check_depth(depth, folder)
         with os.scandir(at) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     pending.append((entry.path, depth + 1))
                 yield entry
+
+
+def check_depth(depth: int, folder: Path) -> None:
+    """Refuses a folder in a checkpoint or a model that is nested too deep.
+
+    Args:
+        depth: Number of folders between the checkpoint or model and its own content.
+        folder: The checkpoint or model.
+
+    Raises:
+        OSError: If ``depth`` is more than 32.
+    """
+    if depth > _MOST_DEPTH:
+        raise OSError(errno.ELOOP, f"more than {_MOST_DEPTH} folders inside each other", str(folder))
 
 
 def data_extents(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, int]]:

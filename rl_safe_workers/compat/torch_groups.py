@@ -1,6 +1,7 @@
 """The process's registry of groups: torch's, and Megatron's list of its own.
 
-Both are private. Seen in torch 2.11 and 2.13, and in megatron-core 0.16.1 and 0.19.2. No function is collective.
+Both are private. Seen in torch 2.11 and 2.13, and in megatron-core 0.16.1, 0.19.2 and 0.20.0. No function is
+collective.
 """
 
 from __future__ import annotations

@@ -52,17 +52,20 @@ class Cell:
 
 MATRIX = (
     Cell(device="cpu", python="3.11", torch="2.13.0", megatron="0.16.1", vllm="0.32.0", ray="2.60.0", was_run=True),
-    Cell(device="cpu", python="3.12", torch="2.13.0", megatron="0.16.1", vllm="0.32.0", ray="2.60.0", was_run=False),
+    Cell(device="cpu", python="3.12", torch="2.13.0", megatron="0.16.1", vllm="0.32.0", ray="2.60.0", was_run=True),
+    Cell(device="cpu", python="3.13", torch="2.13.0", megatron="0.16.1", vllm="0.32.0", ray="2.60.0", was_run=True),
     Cell(device="cpu", python="3.11", torch="2.13.0", megatron="0.17.1", vllm=None, ray=None, was_run=True),
     Cell(device="cpu", python="3.11", torch="2.13.0", megatron="0.18.2", vllm=None, ray=None, was_run=True),
     Cell(device="cpu", python="3.11", torch="2.13.0", megatron="0.19.2", vllm=None, ray=None, was_run=True),
+    Cell(device="cpu", python="3.11", torch="2.13.0", megatron="0.20.0", vllm=None, ray=None, was_run=True),
+    Cell(device="cpu", python="3.13", torch="2.13.0", megatron="0.20.0", vllm=None, ray=None, was_run=True),
     Cell(device="cuda", python="3.12", torch="2.11.0", megatron="0.19.2", vllm="0.25.1", ray="2.60.0", was_run=True),
 )
 """The README's table; a test compares the two."""
 WRITTEN_FOR: Mapping[str, tuple[str, str]] = {
-    PYTHON: ("3.11", "3.12"),
+    PYTHON: ("3.11", "3.13"),
     "torch": ("2.11", "2.15"),
-    "megatron-core": ("0.16", "0.19"),
+    "megatron-core": ("0.16", "0.20"),
 }
 """First and last minor version that the code looks out for."""
 NEEDED = ("torch", "megatron-core", VLLM, "ray", "transformers", "mbridge")

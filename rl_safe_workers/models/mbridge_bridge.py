@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from mbridge.core.bridge import _MODEL_REGISTRY
-from mbridge.core.util import unwrap_model
+from mbridge.core import bridge as mbridge_core
+from megatron.core.utils import unwrap_model
 from transformers import PretrainedConfig
 
 from rl_safe_workers.models.family_settings import family_settings
@@ -22,6 +22,10 @@ from rl_safe_workers.models.hf_reader import HfReader
 from rl_safe_workers.models.local_spec import LOCAL_LAYER_SETTINGS, FusedNameView, decoder_block_spec
 from rl_safe_workers.models.own_weights import OwnWeight, own_weights
 from rl_safe_workers.topology.layout import check_rope
+
+# mbridge's own function fails from megatron-core 0.20 on: it asks for instances of FullyShardedDataParallel, which has
+# become a function (core/util.py:262; distributed/fsdp/mcore_fsdp_adapter.py:706).
+mbridge_core.unwrap_model = unwrap_model
 
 
 class _LocalLayers:
@@ -242,7 +246,7 @@ def open_mbridge(
         settings: Fields of Megatron's TransformerConfig that override the bridge's own.
         transformer_engine: True for Transformer Engine's layers, False for Megatron's local ones.
     """
-    base = _MODEL_REGISTRY.get(hf_config.model_type)
+    base = mbridge_core._MODEL_REGISTRY.get(hf_config.model_type)
     if base is None:
         return None
     mixins: list[type] = [_FamilySettings, _AnyLayout, _NewerLibraries]

@@ -16,7 +16,7 @@ from functools import cached_property
 from rl_safe_workers.topology.groups import KINDS, WORLD, GroupKind
 from rl_safe_workers.topology.layout import ParallelLayout
 
-RULES = ("0.16", "0.17", "0.18", "0.19")
+RULES = ("0.16", "0.17", "0.18", "0.19", "0.20")
 """Versions of megatron-core whose rules are known."""
 _REMAT = "0.19"
 

@@ -1,7 +1,7 @@
 """Describes Megatron's process groups: their names, their sizes, the collectives they carry and their first phase.
 
 Pure Python, because a plan needs it on machines without torch. The table is for ``parallel_state.py`` of megatron-core
-0.16 to 0.19. The collectives of each group come from traces of real training steps (``comms.trace``).
+0.16 to 0.20. The collectives of each group come from traces of real training steps (``comms.trace``).
 """
 
 from __future__ import annotations
@@ -155,14 +155,18 @@ class GroupKind:
     """Op classes that it carries; none if Megatron creates the group but does not use it."""
     traffic: Callable[[ParallelLayout, Features], Traffic] = lambda layout, features: Traffic.BANDWIDTH
     """Kind of messages that it carries."""
-    fires_alone: bool = False
-    """True if Megatron issues its collectives even on a group of one rank."""
+    fires_alone: Callable[[Features], bool] = lambda features: False
+    """Returns True if Megatron issues its collectives even on a group of one rank."""
     first_phase: Phase = Phase.TRAIN
     """The phase that issues the first collective on it."""
 
 
 def _always(*classes: OpClass) -> Callable[[ParallelLayout, Features], Classes]:
     return lambda layout, features: classes
+
+
+def _whenever_used(features: Features) -> bool:
+    return True
 
 
 def _control(layout: ParallelLayout, features: Features) -> Traffic:
@@ -241,13 +245,13 @@ KINDS: Mapping[str, GroupKind] = {
         size=lambda s, f: s.data * s.context,
         classes=_always(*_BOTH),
         traffic=_whole_data_traffic,
-        fires_alone=True,
+        fires_alone=_whenever_used,
     ),
     "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": GroupKind(
         key="intra_dp_cp",
         size=lambda s, f: s.data * s.context // f.optimizer_instances,
         classes=_always(*_BOTH),
-        fires_alone=True,
+        fires_alone=_whenever_used,
     ),
     "DATA_PARALLEL_GROUP": GroupKind(key="dp", size=lambda s, f: s.data, traffic=_control),
     "CONTEXT_PARALLEL_GROUP": GroupKind(
@@ -257,16 +261,22 @@ KINDS: Mapping[str, GroupKind] = {
         key="mp",
         size=lambda s, f: s.tensor * s.pipeline,
         traffic=_control,
+        # A plain optimizer reduces its norm and its search for inf without a look at the size (clip_grads.py:130).
         classes=_if(lambda f: not f.distributed_optimizer, OpClass.REDUCE),
+        fires_alone=_whenever_used,
     ),
     "TENSOR_MODEL_PARALLEL_GROUP": GroupKind(
-        key="tp", size=lambda s, f: s.tensor, classes=_always(*_BOTH), fires_alone=True, first_phase=Phase.LOGPROB
+        key="tp",
+        size=lambda s, f: s.tensor,
+        classes=_always(*_BOTH),
+        fires_alone=_whenever_used,
+        first_phase=Phase.LOGPROB,
     ),
     "PIPELINE_MODEL_PARALLEL_GROUP": GroupKind(
         key="pp",
         size=lambda s, f: s.pipeline,
         classes=_pipeline,
-        fires_alone=True,
+        fires_alone=_whenever_used,
         first_phase=Phase.LOGPROB,
         traffic=lambda s, f: Traffic.STAGES,
     ),
@@ -279,6 +289,8 @@ KINDS: Mapping[str, GroupKind] = {
         size=lambda s, f: s.tensor * s.data * s.context,
         traffic=_control,
         classes=_if(lambda f: f.expert_bias or f.aux_loss or f.fp8, OpClass.REDUCE),
+        # get_updated_expert_bias (moe_utils.py) does not look at the group's size.
+        fires_alone=lambda f: f.expert_bias,
     ),
     "TENSOR_AND_DATA_PARALLEL_GROUP": GroupKind(key="tp_dp", size=lambda s, f: s.tensor * s.data, traffic=_control),
     "TENSOR_AND_CONTEXT_PARALLEL_GROUP": GroupKind(
@@ -314,18 +326,18 @@ KINDS: Mapping[str, GroupKind] = {
         size=lambda s, f: s.expert_data,
         classes=_of_expert_parameters,
         traffic=_whole_data_traffic,
-        fires_alone=True,
+        fires_alone=_whenever_used,
     ),
     "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0": GroupKind(
         key="intra_ep_dp",
         size=lambda s, f: s.expert_data // f.optimizer_instances,
         classes=_of_expert_parameters,
-        fires_alone=True,
+        fires_alone=_whenever_used,
     ),
     "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1": GroupKind(
         key="inter_ep_dp",
         size=lambda s, f: f.optimizer_instances,
-        fires_alone=True,
+        fires_alone=_whenever_used,
         classes=_if(lambda f: f.optimizer_instances > 1, *_BOTH),
     ),
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": GroupKind(
@@ -333,7 +345,7 @@ KINDS: Mapping[str, GroupKind] = {
         size=lambda s, f: s.world_size // f.optimizer_instances,
         traffic=_control,
         classes=_always(OpClass.REDUCE),
-        fires_alone=True,
+        fires_alone=_whenever_used,
     ),
 }
 """The kinds of groups, by Megatron's ``group_desc``. A run need not have a group of every kind."""
@@ -377,4 +389,4 @@ def connected_classes(kind: GroupKind, size: int, layout: ParallelLayout, featur
     classes = kind.classes(layout, features)
     if size > 1 or not classes:
         return classes
-    return (OpClass.REDUCE,) if kind.fires_alone else _NOTHING
+    return (OpClass.REDUCE,) if kind.fires_alone(features) else _NOTHING

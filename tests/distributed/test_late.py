@@ -15,8 +15,9 @@ import torch.distributed as dist
 from rl_safe_workers.comms.bootstrap import Bootstrap
 from rl_safe_workers.comms.late import NOTICED_BYTES, LateWatch
 from rl_safe_workers.comms.trace import op_class
-from rl_safe_workers.config import RunConfig
+from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.models.seeded import Family, create_seeded_model
 from rl_safe_workers.recipe import load_recipe
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.trainer.trainer_worker import TrainerWorker
@@ -161,6 +162,14 @@ def test_the_built_in_trainer_says_how_its_stages_send(address: StoreAddress, se
         # Shapes in batches, activations one by one.
         ways = {op_class for group, op_class in found["connected"] if group == "PIPELINE_MODEL_PARALLEL_GROUP"}
         assert ways == {REDUCE, OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P}
+
+
+def test_one_trainer_of_a_model_with_expert_biases_connects_their_group(address: StoreAddress, tmp_path: Path) -> None:
+    create_seeded_model(tmp_path / "glm", SeededModelConfig(), family=Family.GLM4_MOE)
+    overrides = [f"model.path={tmp_path / 'glm'}", "cluster.num_trainers=1", "megatron.expert_model_parallel_size=1"]
+    (found,) = values(run_ranks(_train, 1, address, overrides))
+    assert found["late"] == []
+    assert ("TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", REDUCE) in found["connected"]
 
 
 def test_nobody_looks_if_no_step_is_to_be_watched(address, seeded_models) -> None:

@@ -175,7 +175,7 @@ def _begin_with_room(rank: int, address: StoreAddress, mib: int, features: Featu
     return ""
 
 
-@pytest.mark.parametrize(("features", "mib"), [(Features(), 4194), (None, 5162)], ids=["features", "no features"])
+@pytest.mark.parametrize(("features", "mib"), [(Features(), 4194), (None, 5550)], ids=["features", "no features"])
 def test_a_rank_without_room_for_groups_that_no_budget_limits_refuses_the_bootstrap_on_all(
     features, mib, address
 ) -> None:

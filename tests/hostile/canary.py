@@ -26,7 +26,9 @@ VARIABLE = "RL_SAFE_CANARY"
 """An environment variable that a payload sets."""
 REPOSITORY = Path(__file__).parents[2]
 
-_RUNS = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn", "webbrowser.open", "socket.bind"}
+_RUNS = {"os.system", "os.exec", "os.spawn", "pty.spawn", "webbrowser.open", "socket.bind"}
+_STARTS = {"subprocess.Popen", "os.posix_spawn"}
+"""Audit events of a program and its arguments. subprocess raises both since Python 3.13."""
 _CHANGES = {
     "os.chmod": 1,
     "os.chown": 1,
@@ -90,8 +92,8 @@ class Witness:
             self._busy = False
 
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        spawned = event == "subprocess.Popen" and not _is_ours(arguments)
-        if event in _RUNS or spawned or (event == "os.kill" and not _is_child(arguments[0])):
+        started = event in _STARTS and not _is_ours(arguments)
+        if event in _RUNS or started or (event == "os.kill" and not _is_child(arguments[0])):
             _add(self.ran, f"{event}{arguments!r:.200}")
         elif event == "open" and not isinstance(arguments[0], int):
             path = _real(arguments[0])

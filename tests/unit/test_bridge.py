@@ -51,6 +51,24 @@ def test_a_setting_that_megatron_would_compute_otherwise_is_refused(
         open_bridge(str(tmp_path / "m"), dtype=torch.float32, transformer_engine=False)
 
 
+@pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # of a default of megatron-core's
+def test_names_are_mapped_even_if_mbridge_asks_for_instances_of_a_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with megatron-core 0.20, whose FullyShardedDataParallel is a function."""
+    from mbridge.core import util
+    from mbridge.core.parallel_states import ParallelStates
+
+    monkeypatch.setattr(ParallelStates, "get_parallel_state", classmethod(lambda cls: cls()))
+    monkeypatch.setattr(util.unwrap_model, "__defaults__", ((lambda: None),))
+    create_seeded_model(tmp_path / "m", SeededModelConfig(num_hidden_layers=1))
+    opened: Any = open_bridge(str(tmp_path / "m"), dtype=torch.float32, transformer_engine=False)
+    model = torch.nn.Module()
+    model.output_layer = torch.nn.Linear(1, 1, bias=False)
+    assert opened._weight_name_mapping_mcore_local_to_global(model) == {"output_layer.weight": "output_layer.weight"}
+    assert opened._views([model])[0].state_dict().keys() == {"output_layer.weight"}
+
+
 def without(library: str) -> Any:
     return lambda *_: f"{library} is not there"
 

@@ -124,13 +124,13 @@ def test_what_was_run_on_cpus_was_not_on_gpus() -> None:
 @pytest.mark.parametrize(
     ("change", "code", "severity"),
     [
-        ({"Python": "3.12.1"}, "versions-not-run", RISKS),
+        ({"ray": "2.56.1"}, "versions-not-run", RISKS),
         ({"torch": "2.12.0"}, "versions-not-run", RISKS),
         ({"torch": "2.10.0"}, "version-unsupported", RISKS),
         ({"torch": "2.16.0"}, "version-unsupported", RISKS),
         ({"megatron-core": "0.15.3"}, "version-unsupported", RISKS),
-        ({"megatron-core": "0.20.0"}, "version-unsupported", RISKS),
-        ({"Python": "3.13.0"}, "version-unsupported", RISKS),
+        ({"megatron-core": "0.21.0"}, "version-unsupported", RISKS),
+        ({"Python": "3.14.0"}, "version-unsupported", RISKS),
     ],
 )
 def test_other_versions_are_named(change: dict[str, str], code: str, severity: Severity) -> None:

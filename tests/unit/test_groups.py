@@ -76,6 +76,13 @@ def test_what_a_group_carries_follows_from_what_it_is_for(description, features,
 
 
 @pytest.mark.parametrize(
+    ("features", "expected"), [(Features(expert_bias=True), {REDUCE}), (Features(aux_loss=True, fp8=True), set())]
+)
+def test_one_rank_reduces_its_experts_biases_but_no_losses_and_scales(features: Features, expected: set) -> None:
+    assert classes("TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", layout(1), features) == expected
+
+
+@pytest.mark.parametrize(
     ("batched", "shapes", "expected"),
     [
         (True, False, {OpClass.BATCHED_P2P}),
@@ -115,6 +122,11 @@ def test_without_a_distributed_optimizer_the_norms_go_over_other_groups() -> Non
     for description in ("MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"):
         assert classes(description, of) == set()
         assert classes(description, of, features) == {REDUCE}
+
+
+def test_a_plain_optimizer_reduces_its_norm_over_a_model_parallel_group_of_one_rank_too() -> None:
+    assert classes("MODEL_PARALLEL_GROUP", layout(), Features(distributed_optimizer=False)) == {REDUCE}
+    assert classes("MODEL_PARALLEL_GROUP", layout(), Features()) == set()
 
 
 def test_a_dense_model_has_nothing_to_connect_on_expert_groups_of_one_rank() -> None:

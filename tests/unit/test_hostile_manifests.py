@@ -120,7 +120,7 @@ def test_a_checkpoint_of_folders_without_end_is_passed_over(
     assert [str(error).partition(str(root))[2] for error in found.damaged] == [
         "/global_step_20 cannot be read: more than 32 folders inside each other"
     ]
-    assert why_foreign(root / "global_step_20") is not None
+    assert why_foreign(root / "global_step_20") == "cannot be read (more than 32 folders inside each other)"
     hf_files = root / "global_step_30" / "huggingface"
     hf_files.mkdir()
     (hf_files / "config.json").write_text("{}")

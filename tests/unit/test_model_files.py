@@ -92,6 +92,7 @@ def test_a_hostile_configuration_is_refused(model: Path, change: dict[str, Any])
         "NaN",
         '"' + "x" * 2**20 + '"',
         "[" * 10**5,
+        '{"a":' * 51 + "1" + "}" * 51,
         '{"a":' * 1_000 + "1" + "}" * 1_000,
         '{"num_experts": ' + "9" * 5_000 + "}",
         "\ufeff{}",

@@ -67,6 +67,13 @@ def test_groups_for_weights_of_other_ranks_are_made_since_megatron_0_19() -> Non
     assert families(LAYOUT, rules="0.16").keys() == old.keys()
 
 
+def test_megatron_0_20_makes_the_groups_of_0_19_in_the_same_order() -> None:
+    """Its parallel_state.py is that of 0.19.2, byte for byte."""
+    for instances in (1, 2):
+        old, new = (list(families(LAYOUT, rules=rules, instances=instances).values()) for rules in ("0.19", "0.20"))
+        assert new == old
+
+
 def test_gloo_twins_have_the_ranks_of_their_groups_and_can_be_left_out() -> None:
     found = families(LAYOUT, instances=2)
     twins = {name: family for name, family in found.items() if family.backend == "gloo"}

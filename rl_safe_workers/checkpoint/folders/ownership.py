@@ -31,7 +31,7 @@ from typing import Any
 from rl_safe_workers.checkpoint.folders.durable import fsync, temporary_path, write_new
 from rl_safe_workers.checkpoint.folders.manifest_facts import MANIFEST, read_manifest_facts
 from rl_safe_workers.errors import CheckpointError
-from rl_safe_workers.foreign_files import MALFORMED, SMALL_BYTES, printable, read_foreign
+from rl_safe_workers.foreign_files import MALFORMED, SMALL_BYTES, check_depth, printable, read_foreign
 
 MARKER = ".rl_safe.json"
 INCOMPLETE = ".incomplete"
@@ -99,8 +99,6 @@ def why_foreign(folder: Path) -> str | None:
         return str(error.strerror)
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-    except RecursionError:
-        return "cannot be read (too many folders inside each other)"
 
 
 def check_ours(folder: Path, *, advice: str) -> None:
@@ -154,6 +152,7 @@ def _look_through(folder: Path) -> _Contents:
 
     for at, folder_names, file_names, descriptor in os.fwalk(folder, onerror=fail, follow_symlinks=False):
         prefix = Path(at).relative_to(folder)
+        check_depth(len(prefix.parts), folder)
         for name in (*folder_names, *file_names):
             mode = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode
             kind = folders if stat.S_ISDIR(mode) else files if stat.S_ISREG(mode) else others

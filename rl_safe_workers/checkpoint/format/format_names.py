@@ -1,4 +1,4 @@
-"""The names that a torch_dist checkpoint may hold: what torch 2.11-2.13 and megatron-core 0.15-0.19 write."""
+"""The names that a torch_dist checkpoint may hold: what torch 2.11-2.13 and megatron-core 0.15-0.20 write."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     index = read_index(Path("checkpoints/global_step_10"))
     index.tensors["decoder.final_layernorm.weight"].chunks[0].place     ByteRange(file='__0_0.distcp', ...)
 
-It reads what we, verl, NeMo RL and Megatron-LM write through megatron-core 0.15 to 0.19, without torch. The pickle is
+It reads what we, verl, NeMo RL and Megatron-LM write through megatron-core 0.15 to 0.20, without torch. The pickle is
 read in a bounded child, which hands back plain JSON; what is made of that is checked field by field.
 
 Pure Python: starts in milliseconds.
