@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from verl.utils.megatron_utils import (
@@ -87,7 +87,19 @@ class SafeEngineMixin:
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights that a sync sends; not before communicators are connected."""
         self.process.trainer.comms.require("weight sync")
-        return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
+        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
+        return self._gathered(weights), peft_config
+
+    def _gathered(self, weights: Iterable[Any]) -> Iterator[Any]:
+        """Yields the weights, and notes when this rank is in a gather of theirs, with other training ranks."""
+        remaining, end = iter(weights), object()
+        while True:
+            self.process.is_gathering = True
+            weight = next(remaining, end)
+            self.process.is_gathering = False
+            if weight is end:
+                return
+            yield weight
 
     def save_checkpoint(
         self,

@@ -60,12 +60,21 @@ class VerlComms(HostComms):
 
 
 class TrainerProcess(HostedTrainer):
-    """The trainer that the engines of one process share: phases with deadlines, bootstrap, pending saves, teardown."""
+    """The trainer that the engines of one process share: phases with deadlines, bootstrap, pending saves, teardown.
+
+    Attributes:
+        settings: The adapter's settings.
+        save_seconds: Seconds that saves have taken since the metrics were last asked for.
+        is_gathering: Whether this rank takes part in a gather of weights for a sync.
+        tracker: Names a step once every engine has saved it.
+        saves: The saves in the background.
+    """
 
     def __init__(self, settings: VerlSettings) -> None:
         """Takes the default group as the training world. Not collective."""
         self.settings = settings
         self.save_seconds = 0.0
+        self.is_gathering = False
         self.tracker = StepTracker()
         self._bootstrapped: set[Features] = set()
         self._engines = 0

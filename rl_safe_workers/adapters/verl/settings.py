@@ -32,6 +32,9 @@ class VerlTimeouts(PhaseTimeouts):
     """Seconds that each phase may take under verl."""
 
     load: Seconds = 1800.0
+    sync: Seconds = 600.0
+    rollout: Seconds = 3600.0
+    """How long no response may end; starts anew with each response."""
 
 
 class VerlSettings(HostSettings):

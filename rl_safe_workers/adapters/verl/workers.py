@@ -1,11 +1,12 @@
-"""verl's workers with the timeout that its configuration names, and with calls for metrics and an agreed end.
+"""verl's workers with the timeout that its configuration names, a phase for weight syncs, metrics and an agreed end.
 
 A call exists for verl's driver only if its method carries verl's ``register``: an override without it loses its binding
-without a word. None here overrides one that verl has registered.
+without a word.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -15,8 +16,9 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from rl_safe_workers.adapters.verl import environment
-from rl_safe_workers.adapters.verl.process import existing_process
+from rl_safe_workers.adapters.verl.process import existing_process, trainer_process
 from rl_safe_workers.adapters.verl.settings import STRATEGY
+from rl_safe_workers.adapters.verl.weight_update import RolloutCalls, WeightUpdate
 from rl_safe_workers.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -66,14 +68,35 @@ class SafeTrainingWorker(_Calls, TrainingWorker):
             )
 
 
-class SafeActorRolloutRefWorker(_Calls, ActorRolloutRefWorker):
+class _Syncs(_Calls):
+    """The calls of a worker that also sends weights to the rollout."""
+
+    rollout: Any
+    checkpoint_engine: Any
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
+        """Sends weights as verl does, as phase ``sync``. Collective over: the training world.
+
+        Raises:
+            PhaseTimeoutError: If it does not end in time; names the ranks or the rollout engine that it waits for.
+        """
+        stock = functools.partial(super().update_weights, global_steps=global_steps, mode=mode)  # type: ignore[misc]
+        return await WeightUpdate(trainer_process(), stock, calls=self._rollout_calls).run()
+
+    @functools.cached_property
+    def _rollout_calls(self) -> RolloutCalls:
+        return RolloutCalls([self.rollout, self.checkpoint_engine])
+
+
+class SafeActorRolloutRefWorker(_Syncs, ActorRolloutRefWorker):
     """verl's actor, rollout and reference worker over our training workers."""
 
     actor_worker_cls = SafeTrainingWorker
     ref_worker_cls = SafeTrainingWorker
 
 
-class SafeDetachActorWorker(_Calls, DetachActorWorker):
+class SafeDetachActorWorker(_Syncs, DetachActorWorker):
     """The same for trainers that keep copies of the actor's weights."""
 
     actor_worker_cls = SafeTrainingWorker
