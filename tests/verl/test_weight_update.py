@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from rl_safe_workers.lifecycle import Phase
-from tests.verl.host import show, training_worker
+from tests.verl.host import show, syncing_worker, training_worker
 from tests.verl.ranks import Outcome, run_verl_ranks, values
 
 SIZE, VICTIM = 2, 1
@@ -77,15 +76,8 @@ MISDEEDS = {
 
 
 def _worker(model: Path, rollout: _Rollout) -> Any:
-    from rl_safe_workers.adapters.verl.workers import SafeActorRolloutRefWorker
-
     os.environ["RL_SAFE_VERL"] = json.dumps({"timeouts": {"sync": TIMEOUT_S}})
-    worker = SafeActorRolloutRefWorker.__new__(SafeActorRolloutRefWorker)
-    worker.actor, worker.rollout, worker.checkpoint_engine = training_worker(model), rollout, None
-    worker.layered_summon, worker.peft_merge, worker.base_sync_done = False, False, True
-    settings = {"name": "vllm", "free_cache_engine": True, "checkpoint_engine": {"backend": "naive"}}
-    worker.config = OmegaConf.create({"rollout": settings})
-    return worker
+    return syncing_worker(training_worker(model), rollout)
 
 
 def _timed_update(worker: Any) -> None:

@@ -68,6 +68,16 @@ class SafeEngineMixin:
         )
         self.checkpoint_mananager = SafeCheckpointManager.take_over(self.checkpoint_mananager, self.process, name)
 
+    def train_mode(self, **settings: Any) -> Any:
+        """As verl's, with the communicators' memory back: verl gathers token counts before it calls `train_batch`."""
+        self.process.given.take_back()
+        return super().train_mode(**settings)  # type: ignore[misc]
+
+    def eval_mode(self, **settings: Any) -> Any:
+        """As verl's, with the communicators' memory back: what the engine moves to the device now leaves no room."""
+        self.process.given.take_back()
+        return super().eval_mode(**settings)  # type: ignore[misc]
+
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """One update, as a phase: it begins once every rank has come, and names who has not."""
         with self.process.trainer.phase(Phase.TRAIN):

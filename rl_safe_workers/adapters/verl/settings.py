@@ -43,6 +43,8 @@ class VerlSettings(HostSettings):
     enabled: bool = False
     """True if Megatron engines are ours."""
     timeouts: VerlTimeouts = Field(default_factory=VerlTimeouts)
+    release_comms: bool = False
+    """True if communicators give their memory to the rollout engines on the same GPUs while these are awake."""
     nccl_timeout: Seconds = 600.0
     """Seconds of one collective outside of these phases; see `TAKEN`."""
     delta_weights: bool = False

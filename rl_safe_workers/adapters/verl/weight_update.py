@@ -27,6 +27,8 @@ _HEARD = timedelta(seconds=2)
 """How long the ranks listen to each other once the deadline has passed, or one of them has failed."""
 _CALLS = ("resume", "release", "update_weights", "send_weights")
 """Coroutines of a rollout or a checkpoint engine of verl's, in which a rank waits for rollout engines."""
+_CACHE = "kv_cache"
+"""The tag with which verl has an engine allocate its KV cache."""
 _THREAD = CallFrame("adapters/verl/weight_update.py", "_on_this_thread")
 
 
@@ -37,13 +39,15 @@ class RolloutCalls:
         awaited: The rollout that this rank is in a call of; None if it is in none.
     """
 
-    def __init__(self, rollout: Sequence[Any]) -> None:
+    def __init__(self, rollout: Sequence[Any], *, before_cache: Callable[[], object]) -> None:
         """Notes each call of some objects from now on.
 
         Args:
             rollout: The objects through which this rank reaches the rollout; None among them is passed over.
+            before_cache: Called before a call that makes an engine allocate its KV cache.
         """
         self.awaited: str | None = None
+        self._before_cache = before_cache
         for one in rollout:
             for name in _CALLS:
                 if hasattr(one, name):
@@ -55,6 +59,8 @@ class RolloutCalls:
 
         @wraps(stock)
         async def call(*args: Any, **kwargs: Any) -> Any:
+            if any(_CACHE in value for value in (*args, *kwargs.values()) if isinstance(value, list)):
+                self._before_cache()
             self.awaited = name
             try:
                 return await stock(*args, **kwargs)

@@ -16,6 +16,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from rl_safe_workers.adapters.verl import environment
+from rl_safe_workers.adapters.verl.given_comms import world_backend
 from rl_safe_workers.adapters.verl.process import existing_process, trainer_process
 from rl_safe_workers.adapters.verl.settings import STRATEGY
 from rl_safe_workers.adapters.verl.weight_update import RolloutCalls, WeightUpdate
@@ -56,9 +57,13 @@ class SafeTrainingWorker(_Calls, TrainingWorker):
         Raises:
             ConfigError: If verl has chosen an engine of its own.
         """
-        # verl passes none (engine_workers.py:89) and returns early where there is a group.
-        timeout_s = environment.settings().nccl_timeout
-        initialize_global_process_group_ray(timeout_s, backend="gloo" if environment.is_cpu() else None)
+        settings, is_cpu = environment.settings(), environment.is_cpu()
+        backend = "gloo" if is_cpu else None
+        if settings.release_comms:
+            stages = getattr(config.engine_config, "pipeline_model_parallel_size", 2)
+            backend = world_backend(is_cpu=is_cpu, sends_unbatched=stages > 1)
+        # verl passes no timeout (engine_workers.py:89) and returns early where there is a group.
+        initialize_global_process_group_ray(settings.nccl_timeout, backend=backend)
         super().__init__(config)
         if self.engine_config.strategy == STRATEGY and not hasattr(self.engine, "process"):
             raise ConfigError(
@@ -86,7 +91,8 @@ class _Syncs(_Calls):
 
     @functools.cached_property
     def _rollout_calls(self) -> RolloutCalls:
-        return RolloutCalls([self.rollout, self.checkpoint_engine])
+        before_cache = trainer_process().given.give
+        return RolloutCalls([self.rollout, self.checkpoint_engine], before_cache=before_cache)
 
 
 class SafeActorRolloutRefWorker(_Syncs, ActorRolloutRefWorker):
