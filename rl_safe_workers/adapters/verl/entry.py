@@ -19,8 +19,8 @@ def check_run(config: DictConfig) -> VerlSettings | None:
     """Returns the run's settings; None if our engines are not asked for, and verl is to run as it is.
 
     Raises:
-        ConfigError: If the node has an unknown key or wrong value, verl's version is not supported, or the run is of a
-            kind that the adapter has nothing for.
+        ConfigError: If the node has an unknown key or wrong value, verl lacks a name that the adapter relies on, or the
+            run is of a kind that the adapter has nothing for.
     """
     settings = read_settings(config)
     environment.check_loadable()
