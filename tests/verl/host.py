@@ -113,12 +113,12 @@ def batch(seed: int) -> TensorDict:
     )
 
 
-def train(worker: Any, seed: int) -> float:
-    """One update; returns the mean loss over all data-parallel ranks, as verl reports it."""
+def train(worker: Any, seed: int) -> tuple[float, float]:
+    """One update; returns the mean loss over all data-parallel ranks and the gradient norm, as verl reports them."""
     from verl.utils import tensordict_utils as tu
 
-    output = worker.train_batch(batch(seed))
-    return float(tu.get(output, "metrics")["loss"])
+    metrics = tu.get(worker.train_batch(batch(seed)), "metrics")
+    return float(metrics["loss"]), float(metrics["grad_norm"])
 
 
 def state_of(worker: Any) -> dict[str, str]:
