@@ -118,6 +118,10 @@ NAMES: tuple[HostName, ...] = (
     *_named("verl/trainer/ppo/v1/trainer_sync.py", "derived from", "PPOTrainerSync"),
     *_named("verl/trainer/ppo/v1/trainer_colocate_async.py", "derived from", "PPOTrainerColocateAsync"),
     *_named(_SEPARATE, "derived from", "PPOTrainerSeparateAsync"),
+    *_named(
+        "verl/trainer/sft_trainer.py", "run by our entry", "SFTTrainer.__init__(self, config)", "SFTTrainer.fit(self)"
+    ),
+    *_named("verl/utils/distributed.py", "called", "initialize_global_process_group(timeout_second)"),
     *_named(_MAIN, "called", "run_ppo(config, task_runner_class)"),
     *_named(_MAIN, "overridden", "TaskRunnerV1.run(self, config)"),
 )
