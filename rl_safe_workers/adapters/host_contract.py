@@ -1,4 +1,4 @@
-"""What an adapter relies on in its host's source, and what a copy of the source lacks of it. Imports nothing of it."""
+"""The names that an adapter relies on in its host's source, and those that a copy lacks. Imports nothing of it."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from rl_safe_workers.adapters.host_contract import HostName, HostText, lacks_name, lacks_text
 from rl_safe_workers.adapters.verl.checkpoint import SafeCheckpointManager
 from rl_safe_workers.adapters.verl.compatibility import check_verl
-from rl_safe_workers.adapters.verl.contract import NAMES, TEXTS
 from rl_safe_workers.adapters.verl.engine import SafeEngineMixin
 from rl_safe_workers.adapters.verl.trainers import SafeTrainerMixin
+from rl_safe_workers.adapters.verl.verl_contract import NAMES, TEXTS
 from rl_safe_workers.adapters.verl.workers import (
     SafeActorRolloutRefWorker,
     SafeDetachActorWorker,

@@ -15,10 +15,10 @@ from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from rl_safe_workers.adapters.verl.contract import NAMES
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.adapters.verl.main_ppo import beside_verls
 from rl_safe_workers.adapters.verl.settings import TAKEN, VerlSettings, read_settings
+from rl_safe_workers.adapters.verl.verl_contract import NAMES
 from rl_safe_workers.errors import ConfigError, first_line
 from rl_safe_workers.topology.layout import ParallelLayout
 from tests.integration.runs import REPOSITORY

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.adapters.verl.contract import NAMES
+from rl_safe_workers.adapters.verl.verl_contract import NAMES
 from tests.nemo_rl.source import write_source
 
 PLUGIN = "rl_safe_workers.adapters.verl.plugin"

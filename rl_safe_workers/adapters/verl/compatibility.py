@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rl_safe_workers.adapters.host_contract import HostName, HostText, lacking
-from rl_safe_workers.adapters.verl.contract import NAMES, REGISTRY, RELEASES, TEXTS
+from rl_safe_workers.adapters.verl.verl_contract import NAMES, REGISTRY, RELEASES, TEXTS
 from rl_safe_workers.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ REGISTRY: tuple[HostName, ...] = (
     *_named(_ENGINE_BASE, "takes our engines", "EngineRegistry.register(cls, model_type, backend, device, vendor)"),
     *_named(_ENGINE_BASE, "chooses our engines", "EngineRegistry.get_engine_cls(cls, model_type, backend)"),
 )
-"""What the plugin needs at once, in every process of a job. These names are in one small file."""
+"""The names that the plugin needs at once, in every process of a job. They are in one small file."""
 
 NAMES: tuple[HostName, ...] = (
     *REGISTRY,
