@@ -57,7 +57,7 @@ class Phase(StrEnum):
     TRAIN = "train"
     """Policy loss and optimizer step."""
     SYNC = "sync"
-    """Sending weights to the rollout ranks over the joint group."""
+    """Sending weights to the rollout ranks: over the joint group, or in a host framework's way."""
     SAVE = "save"
     """Saving a checkpoint, on the training world alone."""
     TEARDOWN = "teardown"
@@ -81,7 +81,7 @@ REQUIRES: Mapping[Role, Mapping[Phase, frozenset[Phase]]] = {
         Phase.ONLOAD: frozenset({Phase.OFFLOAD}),
         Phase.LOGPROB: frozenset({Phase.BOOTSTRAP}),
         Phase.TRAIN: frozenset({Phase.BOOTSTRAP}),
-        Phase.SYNC: frozenset({Phase.BOOTSTRAP, Phase.JOINT}),
+        Phase.SYNC: frozenset({Phase.BOOTSTRAP}),
         Phase.SAVE: frozenset({Phase.BOOTSTRAP}),
         Phase.TEARDOWN: frozenset(),
     },
@@ -95,7 +95,8 @@ REQUIRES: Mapping[Role, Mapping[Phase, frozenset[Phase]]] = {
 }
 """The transition table: a phase may be entered once every phase that it requires has completed at least once.
 
-No phase requires CONVERT: a host framework may build its model in its own way.
+No phase requires CONVERT, and no phase of a trainer requires JOINT: a host framework may build its model, and send its
+weights, in its own way.
 """
 
 

@@ -39,7 +39,9 @@ class HostedTrainer:
             raise LifecycleError("there is no training world yet: the host has not made its default group")
         return self._trainer
 
-    def take_world(self, rl_safe: RlSafeConfig, *, comms: HostComms, outside_timeout: timedelta) -> None:
+    def take_world(
+        self, rl_safe: RlSafeConfig, *, comms: HostComms, outside_timeout: timedelta, releases_comms: bool = False
+    ) -> None:
         """Takes the host's default group, which holds trainers alone, as the training world.
 
         Collective over: the host's default group, through its store.
@@ -48,6 +50,7 @@ class HostedTrainer:
             rl_safe: Our settings.
             comms: What the host adds to Megatron's communication.
             outside_timeout: Longest wait of one collective outside of phases.
+            releases_comms: Whether the communicators' memory is given to the rollout.
 
         Raises:
             PhaseTimeoutError: If a rank does not come within the timeout of phase ``world``; names it.
@@ -59,6 +62,7 @@ class HostedTrainer:
             megatron=MegatronConfig(),
             device=device_of_world(),
             host_comms=comms,
+            releases_comms=releases_comms,
             outside_timeout=outside_timeout,
         )
         self._trainer.entry.adopt_world()

@@ -45,11 +45,12 @@ class Suspension:
         self._planned: list[LiveGroup] = []
         self._suspended: set[str] = set()
 
-    def prove(self, *, timeout: timedelta) -> bool:
+    def prove(self, *, timeout: timedelta, phase: Phase = Phase.OFFLOAD) -> bool:
         """Suspends and resumes the default group alone, between two equal sums. Collective over: the training world.
 
         Args:
             timeout: Longest time for all of it.
+            phase: The phase that this is part of, for errors.
 
         Returns:
             False if NCCL refused on some rank. Then the communicators are as before.
@@ -59,39 +60,42 @@ class Suspension:
             PhaseTimeoutError: On every rank, if one does not come in time; names it.
         """
         world = live_groups()[0]
-        before = self._sum(world, "sum before suspend", timeout)
+        before = self._sum(world, "sum before suspend", timeout, phase)
         try:
-            self.suspend(lambda group: group.group is world.group, timeout=timeout)
+            self.suspend(lambda group: group.group is world.group, timeout=timeout, phase=phase)
             refusal = None
         except PhaseTimeoutError:
             raise
         except CommunicatorError as error:
             refusal = error
-        self.resume(timeout=timeout)
-        if not torch.equal(self._sum(world, "sum after resume", timeout), before):
+        self.resume(timeout=timeout, phase=phase)
+        if not torch.equal(self._sum(world, "sum after resume", timeout, phase), before):
             raise CommunicatorError(f"{world}: an all_reduce after suspend and resume gave another sum")
         if refusal is not None:
             logger.warning("communicators keep their memory: NCCL does not suspend them: %s", refusal)
         return refusal is None
 
-    def _sum(self, world: LiveGroup, name: str, timeout: timedelta) -> torch.Tensor:
+    def _sum(self, world: LiveGroup, name: str, timeout: timedelta, phase: Phase) -> torch.Tensor:
         values = torch.arange(_PROOF_ELEMENTS, dtype=torch.float32, device=self._device) / (1 + self._control.rank)
 
         def reduce() -> torch.Tensor:
             dist.all_reduce(values, group=world.group)
             return values.cpu()
 
-        work = Supervision(self._control, name, phase=Phase.OFFLOAD, timeout=timeout)
+        work = Supervision(self._control, name, phase=phase, timeout=timeout)
         found: torch.Tensor = work.part(f"{world} {name}", world.ranks, reduce)
         work.finish()
         return found
 
-    def suspend(self, connected: Callable[[LiveGroup], bool], *, timeout: timedelta) -> float:
+    def suspend(
+        self, connected: Callable[[LiveGroup], bool], *, timeout: timedelta, phase: Phase = Phase.OFFLOAD
+    ) -> float:
         """Suspends groups. Collective over: the training world. Idempotent.
 
         Args:
             connected: Whether a group has a communicator: NCCL knows no other.
             timeout: Longest time for all of them.
+            phase: The phase that this is part of, for errors.
 
         Returns:
             Seconds.
@@ -103,11 +107,11 @@ class Suspension:
         if self._planned:
             return 0.0
         self._planned = [group for group in live_groups() if connected(group)]
-        return self._do("suspend", Phase.OFFLOAD, timeout)
+        return self._do("suspend", phase, timeout)
 
-    def resume(self, *, timeout: timedelta) -> float:
+    def resume(self, *, timeout: timedelta, phase: Phase = Phase.ONLOAD) -> float:
         """Resumes what was suspended, be it on some ranks only; returns seconds. As `suspend`."""
-        seconds = self._do("resume", Phase.ONLOAD, timeout)
+        seconds = self._do("resume", phase, timeout)
         self._planned = []
         return seconds
 

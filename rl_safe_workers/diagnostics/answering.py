@@ -111,6 +111,15 @@ def _note_places(file: Path, call_frame: CallFrame | None) -> None:
         pause.wait(PLACE_EVERY_S)
 
 
+def place_of_call(call_frame: CallFrame) -> str | None:
+    """Returns the line of code that a host's call in this process is at, e.g. ``"train.py:12 (step)"``, or None."""
+    scratch = os.memfd_create("stacks")
+    try:
+        return _place_now(call_frame, scratch)
+    finally:
+        os.close(scratch)
+
+
 def _place_now(call_frame: CallFrame | None, scratch: int) -> str | None:
     """Returns where the host's call is; without a call frame, where the main thread is.
 

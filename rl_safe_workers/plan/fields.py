@@ -303,7 +303,12 @@ FIELDS = (
         help="whether groups that carry little get few channels",
         recipe="rl_safe.bootstrap.budget",
     ),
-    Field(name="release_comms", kind=bool, help="whether communicators' memory is given to the rollout"),
+    Field(
+        name="release_comms",
+        kind=bool,
+        help="whether communicators' memory is given to the rollout",
+        verl="actor_rollout_ref.rl_safe.release_comms",
+    ),
     Field(name="timeout_s", kind=float, help="timeout of the default group, seconds", most=1e9),
     Field(
         name="unread_timeout_s",

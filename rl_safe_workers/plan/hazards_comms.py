@@ -190,7 +190,7 @@ HAZARDS = (
         text="communicators keep their memory while vLLM generates on the same GPU",
         since="every version of NCCL",
         evidence=("verl 6266", "slime 153"),
-        avoid="rollout.release_comms=auto",
+        avoid="rollout.release_comms=auto; under verl actor_rollout_ref.rl_safe.release_comms=true",
         find=_kept,
     ),
     Hazard(

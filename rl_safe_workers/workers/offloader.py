@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_safe_workers.comms.nccl_suspend import can_suspend
-from rl_safe_workers.comms.release import rebuild, release
+from rl_safe_workers.comms.release import rebuild, releasable_groups, release
 from rl_safe_workers.comms.suspend import Suspension
 from rl_safe_workers.errors import LifecycleError
 from rl_safe_workers.lifecycle import Phase
@@ -116,12 +116,16 @@ class Offloader(Part):
         self._host_optimizer: _HostCopy | None = None
         self._suspension: Suspension | None = None
         self._given_up_bytes = 0
-        """Device memory that the communicators gave up in the last offload."""
+        """Device memory that the communicators gave up last."""
 
     @property
     def suspends_comms(self) -> bool:
         """True if an offload suspends communicators. If it releases them otherwise, their backend must be ours."""
-        return self.releases_comms and can_suspend(self.rank.device, sends_unbatched=self._comms.plan().sends_unbatched)
+        return (
+            self.releases_comms
+            and not releasable_groups()
+            and can_suspend(self.rank.device, sends_unbatched=self._comms.plan().sends_unbatched)
+        )
 
     def before(self, phase: Phase) -> None:
         """Refuses phases that use what is offloaded.
@@ -151,13 +155,16 @@ class Offloader(Part):
             if self.is_offloaded:
                 return 0
             freed = self._offload()
-            self._given_up_bytes = self.release_comms() if self.releases_comms else 0
-            return freed + self._given_up_bytes
+            return freed + (self.release_comms() if self.releases_comms else 0)
 
-    def release_comms(self) -> int:
+    def release_comms(self, *, phase: Phase = Phase.OFFLOAD, missing_call: str = "onload()") -> int:
         """Gives up the communicators of groups whose backend can make them again. Collective over: the training world.
 
-        Part of `offload`, within its phase.
+        Part of `offload`, within its phase; or of a host's own offload.
+
+        Args:
+            phase: The phase that this is part of.
+            missing_call: What makes the groups usable again, for the error of a caller that uses one before.
 
         Returns:
             Bytes of device memory freed on this rank.
@@ -167,29 +174,35 @@ class Offloader(Part):
             PhaseTimeoutError: If one does not come in time; names it.
         """
         if self.suspends_comms:
-            return self._suspend_comms()
+            self._given_up_bytes = self._suspend_comms(phase)
+            return self._given_up_bytes
         report = release(
             control=self.rank.control,
             timeout=self.rank.remaining(),
-            missing_call="onload()",
+            phase=phase,
+            missing_call=missing_call,
             used_bytes=outside_torch(self.rank.device),
         )
+        self._given_up_bytes = report.freed_bytes
         return report.freed_bytes
 
-    def _suspend_comms(self) -> int:
+    def _suspend_comms(self, phase: Phase) -> int:
         if self._suspension is None:
             self._suspension = Suspension(self.rank.control, device=self.rank.device)
-            if not self._suspension.prove(timeout=self.rank.remaining()):
+            if not self._suspension.prove(timeout=self.rank.remaining(), phase=phase):
                 self.releases_comms = False
         if not self.releases_comms:
             return 0
         probe = outside_torch(self.rank.device)
         before = probe() if probe is not None else 0
-        self._suspension.suspend(self._comms.is_connected, timeout=self.rank.remaining())
+        self._suspension.suspend(self._comms.is_connected, timeout=self.rank.remaining(), phase=phase)
         return before - probe() if probe is not None else 0
 
-    def rebuild_comms(self) -> None:
+    def rebuild_comms(self, *, phase: Phase = Phase.ONLOAD) -> None:
         """Makes and connects them again. Collective over: the training world. Part of `onload`, within its phase.
+
+        Args:
+            phase: The phase that this is part of.
 
         Raises:
             CommunicatorError: As `release_comms`.
@@ -197,13 +210,14 @@ class Offloader(Part):
         """
         make_room(self.rank.device, self._given_up_bytes, "the communicators")
         if self._suspension is not None:
-            self._suspension.resume(timeout=self.rank.remaining())
+            self._suspension.resume(timeout=self.rank.remaining(), phase=phase)
             return
         rebuild(
             control=self.rank.control,
             timeout=self.rank.remaining(),
+            phase=phase,
             bootstrap=lambda patience: self._comms.connect_all(
-                outside_torch(self.rank.device), phase=Phase.ONLOAD, timeout=patience
+                outside_torch(self.rank.device), phase=phase, timeout=patience
             ),
             used_bytes=outside_torch(self.rank.device),
         )

@@ -93,6 +93,6 @@ def _refusals(rank: int, address: StoreAddress, config: RunConfig) -> None:
     with pytest.raises(LifecycleError, match="the bootstrap has not run"), worker.phase(Phase.SYNC):
         pass
     worker.bootstrap()
-    with pytest.raises(LifecycleError, match="before phase joint"), worker.phase(Phase.SYNC):
+    with pytest.raises(LifecycleError, match="before phase offload"), worker.phase(Phase.ONLOAD):
         pass
     worker.teardown()

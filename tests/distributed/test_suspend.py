@@ -15,6 +15,7 @@ from rl_safe_workers.comms.live_groups import LiveGroup, live_groups
 from rl_safe_workers.comms.suspend import Suspension
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.worker import Worker, run_config
@@ -131,9 +132,9 @@ def _prove(rank: int, address: StoreAddress, config: RunConfig, refusing: int | 
     sums = []
     whole = suspension._sum
 
-    def spoilt(world: LiveGroup, name: str, timeout: timedelta) -> torch.Tensor:
+    def spoilt(world: LiveGroup, name: str, timeout: timedelta, phase: Phase) -> torch.Tensor:
         sums.append(name)
-        return whole(world, name, timeout) + (off if len(sums) > 1 else 0)
+        return whole(world, name, timeout, phase) + (off if len(sums) > 1 else 0)
 
     suspension._sum = spoilt  # type: ignore[method-assign]
     try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.adapters.nemo_rl.contract import NAMES, HostName
+from rl_safe_workers.adapters.host_contract import HostName
+from rl_safe_workers.adapters.nemo_rl.contract import NAMES
 
 SOURCES = [path for path in os.environ.get("NEMO_RL_SRC", "").split(os.pathsep) if path]
 SOURCE = SOURCES[0] if SOURCES else ""
@@ -17,15 +19,16 @@ needs_source = pytest.mark.skipif(
 each_source = pytest.mark.parametrize("root", SOURCES or [""], ids=lambda path: Path(path).name)
 
 
-def write_source(root: Path, *, without: str = "") -> Path:
-    """Writes a checkout that has the contract's names, and nothing else.
+def write_source(root: Path, *, without: str = "", names: Sequence[HostName] = NAMES) -> Path:
+    """Writes a checkout that has a contract's names, and nothing else.
 
     Args:
         root: Where.
         without: A name that is left out, with what is inside of it.
+        names: The contract's.
     """
     files: dict[str, list[HostName]] = {}
-    for expected in NAMES:
+    for expected in names:
         if expected.name != without and not expected.name.startswith(f"{without}."):
             files.setdefault(expected.file, []).append(expected)
     for file, names in files.items():

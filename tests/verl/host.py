@@ -21,7 +21,8 @@ def training_worker(model: Path, *, model_type: str = "language_model", **settin
     Args:
         model: A HF directory.
         model_type: verl's: ``language_model`` or ``value_model``.
-        **settings: Of verl's engine; ``checkpoint`` is verl's checkpoint node, and ``shards`` saves weights in shards.
+        **settings: Of verl's engine; ``checkpoint`` is verl's checkpoint node, ``shards`` saves weights in shards, and
+            ``ours`` takes our worker, which makes the default group itself.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.utils.distributed import initialize_global_process_group_ray
@@ -32,11 +33,15 @@ def training_worker(model: Path, *, model_type: str = "language_model", **settin
 
     cpu_platform.apply()
     local_layers.apply()
-    initialize_global_process_group_ray(60, backend="gloo")
+    cls: Any = TrainingWorker
+    if settings.pop("ours", False):
+        from rl_safe_workers.adapters.verl.workers import SafeTrainingWorker as cls  # noqa: N813
+    else:
+        initialize_global_process_group_ray(60, backend="gloo")
     checkpoint = CheckpointConfig(**settings.pop("checkpoint", {}))
     shards = settings.pop("shards", False)
     engine = {"expert_model_parallel_size": 2, **settings}
-    worker = TrainingWorker(
+    worker = cls(
         TrainingWorkerConfig(
             model_type=model_type,
             model_config=HFModelConfig(path=str(model), use_remove_padding=False),
@@ -55,6 +60,25 @@ def training_worker(model: Path, *, model_type: str = "language_model", **settin
     # verl's use_dist_checkpointing would ask for the first weights in shards, too.
     worker.engine.checkpoint_mananager.use_dist_checkpointing = shards
     worker.set_loss_fn(partial(loss, None))
+    return worker
+
+
+def syncing_worker(trained: Any, rollout: Any) -> Any:
+    """Our worker that sends weights, as far as a sync needs it.
+
+    Args:
+        trained: Result of `training_worker`.
+        rollout: Stands for verl's adapter of the rollout engines.
+    """
+    from omegaconf import OmegaConf
+
+    from rl_safe_workers.adapters.verl.workers import SafeActorRolloutRefWorker
+
+    worker: Any = SafeActorRolloutRefWorker.__new__(SafeActorRolloutRefWorker)
+    worker.actor, worker.rollout, worker.checkpoint_engine = trained, rollout, None
+    worker.layered_summon, worker.peft_merge, worker.base_sync_done = False, False, True
+    settings = {"name": "vllm", "free_cache_engine": True, "checkpoint_engine": {"backend": "naive"}}
+    worker.config = OmegaConf.create({"rollout": settings})
     return worker
 
 
@@ -89,12 +113,12 @@ def batch(seed: int) -> TensorDict:
     )
 
 
-def train(worker: Any, seed: int) -> float:
-    """One update; returns the mean loss over all data-parallel ranks, as verl reports it."""
+def train(worker: Any, seed: int) -> tuple[float, float]:
+    """One update; returns the mean loss over all data-parallel ranks and the gradient norm, as verl reports them."""
     from verl.utils import tensordict_utils as tu
 
-    output = worker.train_batch(batch(seed))
-    return float(tu.get(output, "metrics")["loss"])
+    metrics = tu.get(worker.train_batch(batch(seed)), "metrics")
+    return float(metrics["loss"]), float(metrics["grad_norm"])
 
 
 def state_of(worker: Any) -> dict[str, str]:

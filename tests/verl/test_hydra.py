@@ -18,9 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.adapters.verl.main_ppo import beside_verls
 from rl_safe_workers.adapters.verl.settings import TAKEN, VerlSettings, read_settings
+from rl_safe_workers.adapters.verl.verl_contract import NAMES
 from rl_safe_workers.errors import ConfigError, first_line
 from rl_safe_workers.topology.layout import ParallelLayout
 from tests.integration.runs import REPOSITORY
+from tests.nemo_rl.source import write_source
 from tests.verl.examples import arguments_of, command_lines
 
 MODEL = ("model_engine=megatron", "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=/models/moe")
@@ -258,9 +260,13 @@ def test_the_vendor_alone_is_refused(variables, overrides, message, monkeypatch)
         check_run(config)
 
 
-def test_an_unsupported_version_is_refused_with_the_range(monkeypatch) -> None:
-    monkeypatch.setattr("rl_safe_workers.adapters.verl.compatibility.version", lambda name: "0.8.0")
-    with pytest.raises(ConfigError, match=r"verl 0.8.0 is not supported: the adapter supports verl >=0.9.0,<0.10"):
+def test_a_verl_without_a_name_that_we_need_is_refused_by_the_name(monkeypatch, tmp_path) -> None:
+    source = write_source(tmp_path, names=NAMES, without="BaseEngine.infer_batch")
+    (source / "verl/version").mkdir(parents=True)
+    (source / "verl/version/version").write_text("0.8.0\n")
+    monkeypatch.setattr("rl_safe_workers.adapters.verl.compatibility._installed", lambda: source)
+    lacking = r"verl 0\.8\.0 in .* lacks BaseEngine\.infer_batch \(verl/workers/engine/base\.py\)"
+    with pytest.raises(ConfigError, match=lacking + r", which .* use 0\.9\.0 or 0\.9\.1"):
         check_run(composed(*ON))
 
 

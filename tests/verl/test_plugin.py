@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from rl_safe_workers.adapters.verl.verl_contract import NAMES
+from tests.nemo_rl.source import write_source
+
 PLUGIN = "rl_safe_workers.adapters.verl.plugin"
 RESOLVE = """
 import json, sys, warnings
@@ -65,16 +68,17 @@ def test_a_plugin_that_cannot_load_ends_the_process_and_says_why(how) -> None:
     assert "rl_safe: VERL_ENGINE_VENDOR=rl_safe is set, but RL_SAFE_VERL is not JSON" in result.stderr
 
 
-def test_an_unsupported_version_of_verl_ends_the_process_and_names_the_range() -> None:
-    code = """
-import importlib.metadata as m
-real = m.version
-m.version = lambda name: "0.11.0" if name == "verl" else real(name)
+def test_a_verl_whose_registry_knows_no_vendor_ends_the_process_and_names_what_is_lacking(tmp_path) -> None:
+    source = write_source(tmp_path, names=NAMES, without="EngineRegistry.register")
+    code = f"""
+from pathlib import Path
+from rl_safe_workers.adapters.verl import compatibility
+compatibility._installed = lambda: Path({str(source)!r})
 import verl
 """
     result = run_python(code, VERL_ENGINE_VENDOR="rl_safe", VERL_USE_EXTERNAL_MODULES=PLUGIN)
     assert result.returncode != 0
-    assert "verl 0.11.0 is not supported: the adapter supports verl >=0.9.0,<0.10" in result.stderr
+    assert "lacks EngineRegistry.register (verl/workers/engine/base.py)" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ JOB = {
     "VERL_PLATFORM": "rl_safe_cpu",
     "VERL_ENGINE_VENDOR": "rl_safe",
     "VERL_USE_EXTERNAL_MODULES": "rl_safe_workers.adapters.verl.plugin",
-    "RL_SAFE_VERL": '{"timeouts": {"teardown": 30}, "nccl_timeout": 77}',
+    "RL_SAFE_VERL": '{"timeouts": {"teardown": 30}, "nccl_timeout": 77, "release_comms": true}',
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -181,6 +181,7 @@ def test_an_actors_references_and_a_critics_group_answer_every_call(tiny_moe, tm
     ray.get(group.update_weights(global_steps=1))
     again = _one(group.received())
     assert (sent[1], again[1]) == (SYNC, SYNC * 2)
+    assert all(found["timing_s/rl_safe_release"] > 0 for found in group.rl_safe_metrics())
     assert sent[0].keys() == again[0].keys()
     assert len(sent[0]) > 50
     assert sent[0] != again[0], "what was trained is sent"

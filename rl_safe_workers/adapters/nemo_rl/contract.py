@@ -1,12 +1,12 @@
 """Every name of NeMo RL's and Megatron-Bridge's that the adapter relies on, with the parameters that it relies on.
 
-Pure data: nothing is imported. `host_source` compares it with a checkout: for users before a worker starts, and in
-``tests/nemo_rl/test_contract.py``.
+Pure data: nothing of either is imported. `host_source` compares it with a checkout: for users before a worker starts,
+and in ``tests/nemo_rl/test_contract.py``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from rl_safe_workers.adapters.host_contract import HostName, HostText
 
 SINCE = "f00e1006b (2026-03-12)"
 """The first commit of NeMo RL's main branch that fits: before it, the worker cannot be derived from."""
@@ -18,40 +18,6 @@ _BASE = "nemo_rl/models/policy/workers/base_policy_worker.py"
 _GENERATION = "nemo_rl/models/generation/megatron/megatron_worker.py"
 _SETUP = "nemo_rl/models/megatron/setup.py"
 _POLICY = "nemo_rl/models/policy/lm_policy.py"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostName:
-    """One function, method or class of the host's.
-
-    Example: ``HostName(file="nemo_rl/a.py", name="Worker.shutdown", parameters=("self",), why="overridden")``
-    """
-
-    file: str
-    """Path in the host's repository."""
-    name: str
-    """Dotted from the module, e.g. ``"Worker.shutdown"``."""
-    parameters: tuple[str, ...]
-    """Required parameters, in this order; others may follow or stand between. Empty for a class."""
-    why: str
-    """How it is used."""
-    optional: bool = False
-    """True if older commits lack it, in which nobody calls it either."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostText:
-    """Something that a function of the host's must do, as an expression in its source.
-
-    Example: ``HostText(file="nemo_rl/a.py", within="setup", text="setup_distributed()", why="patched")``
-    """
-
-    file: str
-    within: str
-    """Dotted name of the function or class; empty for the module."""
-    text: str
-    """Code as ``ast.unparse`` writes it."""
-    why: str
 
 
 _CLASS = "MegatronPolicyWorkerImpl"

@@ -54,8 +54,8 @@ class SafeCheckpointManager(MegatronCheckpointManager):
     _savers: dict[str, Saver]
     _step_folder: Path
     """verl's folder of the step that was saved last."""
-    _uploads = False
-    """True if verl's rank 0 uploads that step, too: at the end of a save, with no deadline but the save's."""
+    _ends_at_once = False
+    """True if a save has to be complete when its call ends: verl's rank 0 uploads it, or names it then."""
 
     @classmethod
     def take_over(cls, manager: MegatronCheckpointManager, process: TrainerProcess, name: str) -> SafeCheckpointManager:
@@ -72,7 +72,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         Not where verl's driver names the step right after the actor's, and not with an upload: nothing would bound it
         later, and the other ranks would wait for rank 0 in the next phase.
         """
-        return bool(self.checkpoint_config.async_save) and self.process.tracker.is_ours and not self._uploads
+        return bool(self.checkpoint_config.async_save) and self.process.tracker.is_ours and not self._ends_at_once
 
     def _build_optimizer_state_dict(
         self, model_sharded_state_dict: dict[str, Any], metadata: dict[str, Any], is_loading: bool = False
@@ -120,8 +120,10 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             CheckpointError: On every rank, if one cannot write.
             PhaseTimeoutError: If a rank does not arrive, or has not written or uploaded, in time; names it.
         """
+        self._step_folder = _step_folder(local_path)
         self._notice_upload(hdfs_path)
-        self._step_folder = Path(local_path).absolute().parent
+        # verl's trainer for supervised fine-tuning names a step right after its save.
+        self._ends_at_once = hdfs_path is not None or self._step_folder == Path(local_path).absolute()
         self.process.saves.finish_before(self.name, self._step_folder)
         self.process.tracker.begin(self.name, self._step_folder, global_step)
         started_s = time.monotonic()
@@ -144,7 +146,6 @@ class SafeCheckpointManager(MegatronCheckpointManager):
                 hdfs_path,
                 self.process.trainer.timeout(Phase.SAVE).total_seconds(),
             )
-        self._uploads = hdfs_path is not None
 
     def _uncommit(self, local_path: str) -> None:
         """Makes half of a new checkpoint no whole one: a run that resumed may save a step again."""
@@ -213,7 +214,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         """As verl's, which calls it once a save is complete; older ones go when the step has been named."""
         register = functools.partial(super().register_checkpoint, new_path, max_ckpt_to_keep)
         if self.process.tracker.is_ours:
-            self.process.tracker.saved(self.name, Path(new_path).absolute().parent, register)
+            self.process.tracker.saved(self.name, _step_folder(new_path), register)
         else:
             register()
 
@@ -293,6 +294,12 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     def _put_extra(self, loaded: dict[str, Any]) -> None:
         self.load_rng_states(loaded["rng_state"])
+
+
+def _step_folder(local_path: str) -> Path:
+    """Returns verl's folder of a step: that of a role is inside; one model alone has no other (sft_trainer.py:89)."""
+    path = Path(local_path).absolute()
+    return path if path.name.startswith("global_step_") else path.parent
 
 
 def _make_durable(directory: Path, files: Mapping[str, WrittenFile], notes: Sequence[str]) -> str:

@@ -1,28 +1,64 @@
-"""The versions of verl that the adapter was written for."""
+"""Refuses a verl that the adapter does not fit, by the name that it lacks. Imports nothing of it."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
-from packaging.version import Version
-
+from rl_safe_workers.adapters.host_contract import HostName, HostText, lacking
+from rl_safe_workers.adapters.verl.verl_contract import NAMES, REGISTRY, RELEASES, TEXTS
 from rl_safe_workers.errors import ConfigError
 
-FIRST, BELOW = "0.9.0", "0.10"
-SUPPORTED = f"verl >={FIRST},<{BELOW}"
+logger = logging.getLogger(__name__)
 
 
-def check_verl(found: str | None = None) -> str:
-    """Checks the installed version of verl, or a given one, and returns it.
+def check_verl(root: Path | None = None) -> None:
+    """Checks that verl has every name that the adapter relies on.
+
+    Args:
+        root: The folder that holds its package; None: the installed one.
 
     Raises:
-        ConfigError: If it is none that the adapter was written for; names the range.
+        ConfigError: If it is not installed, or lacks a name; names it.
     """
-    if found is None:
-        try:
-            found = version("verl")
-        except PackageNotFoundError:
-            raise ConfigError(f"verl is not installed: the adapter supports {SUPPORTED}") from None
-    if not Version(FIRST) <= Version(found) < Version(BELOW):
-        raise ConfigError(f"verl {found} is not supported: the adapter supports {SUPPORTED}")
-    return found
+    root = root or _installed()
+    _check(root, NAMES, TEXTS)
+    if (found := _version(root)) not in RELEASES:
+        logger.warning("verl %s has every name that rl_safe_workers needs, but was not read by its authors", found)
+
+
+def check_registry() -> None:
+    """Checks as much of the installed verl as takes no time: the registry that takes our engines.
+
+    Raises:
+        ConfigError: As `check_verl`.
+    """
+    _check(_installed(), REGISTRY, ())
+
+
+def _installed() -> Path:
+    spec = find_spec("verl")  # imports nothing
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"verl is not installed: use {' or '.join(RELEASES)}")
+    return Path(spec.submodule_search_locations[0]).parent
+
+
+def _check(root: Path, names: Iterable[HostName], texts: Iterable[HostText]) -> None:
+    if lacks := lacking(root, names, texts):
+        raise ConfigError(
+            f"verl {_version(root)} in {root} lacks {lacks}, which rl_safe_workers needs: use {' or '.join(RELEASES)}"
+        )
+
+
+def _version(root: Path) -> str:
+    """Returns the version that the package itself states; verl reads it from the same file."""
+    stated = root / "verl" / "version" / "version"
+    if stated.is_file():
+        return stated.read_text(encoding="utf-8").strip()[:40]
+    try:
+        return version("verl")
+    except PackageNotFoundError:
+        return "of unknown version"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from verl.utils.megatron_utils import (
@@ -68,6 +68,16 @@ class SafeEngineMixin:
         )
         self.checkpoint_mananager = SafeCheckpointManager.take_over(self.checkpoint_mananager, self.process, name)
 
+    def train_mode(self, **settings: Any) -> Any:
+        """As verl's, with the communicators' memory back: verl gathers token counts before it calls `train_batch`."""
+        self.process.given.take_back()
+        return super().train_mode(**settings)  # type: ignore[misc]
+
+    def eval_mode(self, **settings: Any) -> Any:
+        """As verl's, with the communicators' memory back: what the engine moves to the device now leaves no room."""
+        self.process.given.take_back()
+        return super().eval_mode(**settings)  # type: ignore[misc]
+
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """One update, as a phase: it begins once every rank has come, and names who has not."""
         with self.process.trainer.phase(Phase.TRAIN):
@@ -87,7 +97,19 @@ class SafeEngineMixin:
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights that a sync sends; not before communicators are connected."""
         self.process.trainer.comms.require("weight sync")
-        return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
+        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
+        return self._gathered(weights), peft_config
+
+    def _gathered(self, weights: Iterable[Any]) -> Iterator[Any]:
+        """Yields the weights, and notes when this rank is in a gather of theirs, with other training ranks."""
+        remaining, end = iter(weights), object()
+        while True:
+            self.process.is_gathering = True
+            weight = next(remaining, end)
+            self.process.is_gathering = False
+            if weight is end:
+                return
+            yield weight
 
     def save_checkpoint(
         self,

@@ -9,9 +9,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rl_safe_workers import env
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.compatibility import check_verl
-from rl_safe_workers.adapters.verl.settings import NODE, STRATEGY, VerlSettings, engine_nodes, read_settings
+from rl_safe_workers.adapters.verl.settings import (
+    NODE,
+    STRATEGY,
+    VerlSettings,
+    engine_nodes,
+    read_settings,
+    read_sft_settings,
+)
 from rl_safe_workers.errors import ConfigError
 
+MEGATRON_ENGINE = "verl.workers.config.McoreEngineConfig"
 MODES = ("sync", "colocate_async", "separate_async")
 
 
@@ -19,8 +27,8 @@ def check_run(config: DictConfig) -> VerlSettings | None:
     """Returns the run's settings; None if our engines are not asked for, and verl is to run as it is.
 
     Raises:
-        ConfigError: If the node has an unknown key or wrong value, verl's version is not supported, or the run is of a
-            kind that the adapter has nothing for.
+        ConfigError: If the node has an unknown key or wrong value, verl lacks a name that the adapter relies on, or the
+            run is of a kind that the adapter has nothing for.
     """
     settings = read_settings(config)
     environment.check_loadable()
@@ -44,6 +52,32 @@ def check_run(config: DictConfig) -> VerlSettings | None:
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
     if mode not in MODES:
         raise ConfigError(f"{NODE}.enabled=true with trainer.v1.trainer_mode={mode}: use {' or '.join(MODES)}")
+    return settings
+
+
+def check_sft(config: DictConfig) -> VerlSettings | None:
+    """As `check_run`, of verl's trainer for supervised fine-tuning.
+
+    Raises:
+        ConfigError: As `check_run`.
+    """
+    settings = read_sft_settings(config)
+    if not settings.enabled:
+        return None
+    check_verl()
+    # verl's node of Megatron's engine has no strategy: the class of the settings has it.
+    target = OmegaConf.select(config, "engine._target_")
+    strategy = OmegaConf.select(config, "engine.strategy") or (STRATEGY if target == MEGATRON_ENGINE else target)
+    if strategy != STRATEGY:
+        raise ConfigError(
+            f"{NODE}.enabled=true with engine.strategy={strategy}: it must be {STRATEGY}; set engine={STRATEGY} "
+            f"optim={STRATEGY}"
+        )
+    if OmegaConf.select(config, "checkpoint.async_save"):
+        raise ConfigError(
+            f"{NODE}.enabled=true with checkpoint.async_save=true: verl's trainer names a step before such a save is "
+            "complete; set it to false"
+        )
     return settings
 
 

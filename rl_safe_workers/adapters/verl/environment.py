@@ -79,6 +79,11 @@ def job_variables(wanted: VerlSettings, environ: Mapping[str, str] | None = None
     return {name: value for name, value in needed.items() if name not in submitted}
 
 
+def use_engines(wanted: VerlSettings) -> None:
+    """Has this process use our engines, and its children: what a launcher such as torchrun starts runs our entry."""
+    os.environ.update({EXTERNAL_MODULES: PLUGIN, ENGINE_VENDOR: VENDOR, SETTINGS: wanted.to_json()})
+
+
 def check_loadable(environ: Mapping[str, str] | None = None) -> None:
     """Checks that ``import verl`` loads the plugin wherever this environment is inherited.
 

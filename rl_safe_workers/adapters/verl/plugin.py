@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_safe_workers.adapters.verl import environment
-from rl_safe_workers.adapters.verl.compatibility import check_verl
+from rl_safe_workers.adapters.verl.compatibility import check_registry, check_verl
 from rl_safe_workers.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _register() -> None:
+    check_verl()
     from rl_safe_workers.adapters.verl.engine import register
 
     register()
@@ -79,7 +80,7 @@ def activate() -> None:
     """Prepares this process, if it is told to use our engines. Idempotent.
 
     Raises:
-        ConfigError: If the version of verl is not supported, or the settings cannot be read.
+        ConfigError: If verl lacks a name that the adapter relies on, or the settings cannot be read.
     """
     if environment.is_cpu():
         from rl_safe_workers.adapters.verl.cpu_platform import register_platform
@@ -87,7 +88,7 @@ def activate() -> None:
         register_platform()
     if not environment.is_wanted() or is_active():
         return
-    check_verl()
+    check_registry()
     environment.settings()
     if ENGINES in sys.modules:
         _register()

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 
 from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.verl import environment
+from rl_safe_workers.adapters.verl.given_comms import GivenComms
 from rl_safe_workers.adapters.verl.host_groups import DELTA_KEYS, verl_groups
 from rl_safe_workers.adapters.verl.pending_saves import PendingSaves
 from rl_safe_workers.adapters.verl.settings import NODE, VerlSettings
@@ -60,19 +61,35 @@ class VerlComms(HostComms):
 
 
 class TrainerProcess(HostedTrainer):
-    """The trainer that the engines of one process share: phases with deadlines, bootstrap, pending saves, teardown."""
+    """The trainer that the engines of one process share: phases with deadlines, bootstrap, pending saves, teardown.
+
+    Attributes:
+        settings: The adapter's settings.
+        save_seconds: Seconds that saves have taken since the metrics were last asked for.
+        is_gathering: Whether this rank takes part in a gather of weights for a sync.
+        tracker: Names a step once every engine has saved it.
+        saves: The saves in the background.
+        given: The communicators, whose memory goes to the rollout if the settings say so.
+    """
 
     def __init__(self, settings: VerlSettings) -> None:
         """Takes the default group as the training world. Not collective."""
         self.settings = settings
         self.save_seconds = 0.0
+        self.is_gathering = False
         self.tracker = StepTracker()
         self._bootstrapped: set[Features] = set()
         self._engines = 0
         timeout = timedelta(seconds=settings.nccl_timeout)
-        self.take_world(settings.rl_safe(), comms=VerlComms(settings), outside_timeout=timeout)
-        self.saves = PendingSaves(self.trainer, self.tracker)
+        self.take_world(
+            settings.rl_safe(),
+            comms=VerlComms(settings),
+            outside_timeout=timeout,
+            releases_comms=settings.release_comms,
+        )
+        self.saves, self.given = PendingSaves(self.trainer, self.tracker), GivenComms(self.trainer)
         self.trainer.add_part(self.saves)
+        self.trainer.add_part(self.given)
 
     def add_engine(self, *, is_critic: bool, background: bool) -> str:
         """Names an engine of this process that saves, alike on every rank.
@@ -139,6 +156,7 @@ class TrainerProcess(HostedTrainer):
         self.trainer.comms.plan().check_backend(dist.get_backend_config())
         self.trainer.comms.bootstrap()
         self._bootstrapped.add(features)
+        self.given.check()
 
     def _check_limits(self) -> None:
         """Warns of groups with fewer channels than this engine would give them: an engine before it has made them."""
@@ -163,9 +181,12 @@ class TrainerProcess(HostedTrainer):
             found["rl_safe/bootstrap_mib"] = (comms.report.bytes or 0) / 2**20
             found["rl_safe/late_allocations"] = float(len(comms.late_allocations()))
             found["timing_s/rl_safe_bootstrap"] = comms.report.seconds
+        # Told once, though worker groups of one process ask in turn: the trainer takes the largest answer.
         if self.save_seconds:
-            # Told once, though worker groups of one process ask in turn: the trainer takes the largest answer.
             found["timing_s/rl_safe_save"], self.save_seconds = self.save_seconds, 0.0
+        if self.given.seconds:
+            found["rl_safe/released_mib"] = self.given.freed_bytes / 2**20
+            found["timing_s/rl_safe_release"], self.given.seconds = self.given.seconds, 0.0
         return found
 
 

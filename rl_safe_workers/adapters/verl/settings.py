@@ -32,6 +32,9 @@ class VerlTimeouts(PhaseTimeouts):
     """Seconds that each phase may take under verl."""
 
     load: Seconds = 1800.0
+    sync: Seconds = 600.0
+    rollout: Seconds = 3600.0
+    """How long no response may end; starts anew with each response."""
 
 
 class VerlSettings(HostSettings):
@@ -40,6 +43,8 @@ class VerlSettings(HostSettings):
     enabled: bool = False
     """True if Megatron engines are ours."""
     timeouts: VerlTimeouts = Field(default_factory=VerlTimeouts)
+    release_comms: bool = False
+    """True if communicators give their memory to the rollout engines on the same GPUs while these are awake."""
     nccl_timeout: Seconds = 600.0
     """Seconds of one collective outside of these phases; see `TAKEN`."""
     delta_weights: bool = False
@@ -58,6 +63,23 @@ def read_settings(config: DictConfig) -> VerlSettings:
     Raises:
         ConfigError: If the node has an unknown key or a wrong value.
     """
+    return _read(config, _taken(config))
+
+
+def read_sft_settings(config: DictConfig) -> VerlSettings:
+    """Reads the configuration of verl's trainer for supervised fine-tuning.
+
+    A collective outside of phases may take as long as a save: the other ranks wait in one for rank 0's upload.
+
+    Raises:
+        ConfigError: As `read_settings`.
+    """
+    overrides = OmegaConf.select(config, "engine.override_transformer_config") or {}
+    settings = _read(config, {"dispatchers": [dispatcher_of(overrides.get("moe_token_dispatcher_type"))]})
+    return settings.model_copy(update={"nccl_timeout": settings.timeouts.save})
+
+
+def _read(config: DictConfig, taken: dict[str, Any]) -> VerlSettings:
     node = OmegaConf.select(config, NODE)
     given = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node or {}
     if not isinstance(given, dict):
@@ -65,7 +87,7 @@ def read_settings(config: DictConfig) -> VerlSettings:
     for key, place in TAKEN.items():
         if key in given:
             raise ConfigError(f"unknown key {NODE}.{key}: set {place}")
-    return VerlSettings.read({**given, **_taken(config)}, source=NODE)
+    return VerlSettings.read({**given, **taken}, source=NODE)
 
 
 def engine_nodes(config: DictConfig) -> list[str]:

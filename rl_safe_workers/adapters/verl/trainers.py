@@ -3,31 +3,92 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import ray
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-from rl_safe_workers.adapters.verl.settings import read_settings
+from rl_safe_workers.adapters.verl.driver_waits import (
+    DriverWaits,
+    Party,
+    guarded_agents,
+    guarded_samples,
+    guarded_transfer,
+)
+from rl_safe_workers.adapters.verl.settings import VerlSettings, read_settings
 from rl_safe_workers.adapters.verl.workers import safe_worker
 from rl_safe_workers.errors import RunError, in_one_line
-from rl_safe_workers.ranks import format_ranks
+from rl_safe_workers.ranks import RankId, Role, format_ranks, trainer_id
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 15.0
 """Seconds that a worker may take longer than its own deadline."""
+_AFTER_FAILURE_S = 4.0
+"""Seconds that workers get to abort their groups after a failure: one that waits for another does not answer."""
 _GROUPS = ("actor_rollout_wg", "critic_wg", "ref_policy_wg")
+_TRANSFERS = ("checkpoint_manager", "standalone_checkpoint_manager")
+
+
+class _Guarded:
+    """An attribute of a trainer in which verl waits. What verl sets is guarded, and handed out so."""
+
+    def __init__(self, guard: Callable[[Any, DriverWaits], Any]) -> None:
+        self._guard = guard
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        try:
+            return vars(trainer)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        vars(trainer)[self._name] = self._guard(value, trainer.rl_safe_waits)
 
 
 class SafeTrainerMixin:
-    """Mixed over one of verl's trainers; every method but the first two is one that verl calls."""
+    """Mixed over one of verl's trainers; guarded attributes and methods without ``rl_safe`` or ``_`` are verl's."""
 
     config: Any
     role_worker_mapping: dict[Any, Any]
+    checkpoint_manager = _Guarded(guarded_transfer)
+    standalone_checkpoint_manager = _Guarded(guarded_transfer)
+    agent_loop_manager = _Guarded(guarded_agents)
+    replay_buffer = _Guarded(guarded_samples)
+
+    @cached_property
+    def rl_safe_settings(self) -> VerlSettings:
+        """The settings of the adapter."""
+        return read_settings(self.config)
+
+    @cached_property
+    def rl_safe_waits(self) -> DriverWaits:
+        """The deadlines of this trainer's waits."""
+        return DriverWaits(self.rl_safe_settings.timeouts, self._parties)
+
+    def _parties(self) -> list[Party]:
+        """Lists the processes that this trainer waits for, as far as there are any."""
+        found = {}
+        for group in self._worker_groups():
+            for rank, worker in enumerate(group.workers):
+                found[worker] = Party(f"training rank {rank}", trainer_id(rank), worker.__ray_ready__.remote)
+        for name in _TRANSFERS:
+            for replica in getattr(getattr(self, name, None), "replicas", ()):
+                rank_id = RankId(Role.ROLLOUT, replica.replica_rank)
+                for server in replica.servers:
+                    # A question that its engine has to answer, too. The job is over, so nothing is lost with the cache.
+                    ask = server.clear_kv_cache.remote
+                    found[server] = Party(f"rollout replica {replica.replica_rank}", rank_id, ask)
+        for number, worker in enumerate(getattr(getattr(self, "agent_loop_manager", None), "agent_loop_workers", ())):
+            found[worker] = Party(f"agent loop worker {number}", None, worker.__ray_ready__.remote)
+        return list(found.values())
 
     def _worker_groups(self) -> list[Any]:
         """The worker groups that exist, each once."""
@@ -40,7 +101,10 @@ class SafeTrainerMixin:
             yield
         except BaseException as error:
             # The workers are told, and the error goes on whatever they answer.
-            self.end_groups(f"{when}: {in_one_line(error)}")
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            failure = f"{when}: {in_one_line(cause)}"
+            logger.error("%s", failure)
+            self.end_groups(failure)
             raise
 
     def _init_resource_pool_mgr(self) -> None:
@@ -83,9 +147,9 @@ class SafeTrainerMixin:
         Returns:
             What went wrong, one line for each worker group.
         """
-        timeouts = read_settings(self.config).timeouts
+        timeouts = self.rl_safe_settings.timeouts
         # Saves in the background are finished first, if all is well.
-        patience_s = timeouts.teardown + _GRACE_S + (timeouts.save if failure is None else 0.0)
+        patience_s = timeouts.teardown + timeouts.save + _GRACE_S if failure is None else _AFTER_FAILURE_S
         found = []
         for group in self._worker_groups():
             answers = _gather(group.teardown_groups(failure), patience_s)

@@ -1,11 +1,12 @@
-"""verl's workers with the timeout that its configuration names, and with calls for metrics and an agreed end.
+"""verl's workers with the timeout that its configuration names, a phase for weight syncs, metrics and an agreed end.
 
 A call exists for verl's driver only if its method carries verl's ``register``: an override without it loses its binding
-without a word. None here overrides one that verl has registered.
+without a word.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -15,8 +16,10 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from rl_safe_workers.adapters.verl import environment
-from rl_safe_workers.adapters.verl.process import existing_process
+from rl_safe_workers.adapters.verl.given_comms import world_backend
+from rl_safe_workers.adapters.verl.process import existing_process, trainer_process
 from rl_safe_workers.adapters.verl.settings import STRATEGY
+from rl_safe_workers.adapters.verl.weight_update import RolloutCalls, WeightUpdate
 from rl_safe_workers.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -54,9 +57,13 @@ class SafeTrainingWorker(_Calls, TrainingWorker):
         Raises:
             ConfigError: If verl has chosen an engine of its own.
         """
-        # verl passes none (engine_workers.py:89) and returns early where there is a group.
-        timeout_s = environment.settings().nccl_timeout
-        initialize_global_process_group_ray(timeout_s, backend="gloo" if environment.is_cpu() else None)
+        settings, is_cpu = environment.settings(), environment.is_cpu()
+        backend = "gloo" if is_cpu else None
+        if settings.release_comms:
+            stages = getattr(config.engine_config, "pipeline_model_parallel_size", 2)
+            backend = world_backend(is_cpu=is_cpu, sends_unbatched=stages > 1)
+        # verl passes no timeout (engine_workers.py:89) and returns early where there is a group.
+        initialize_global_process_group_ray(settings.nccl_timeout, backend=backend)
         super().__init__(config)
         if self.engine_config.strategy == STRATEGY and not hasattr(self.engine, "process"):
             raise ConfigError(
@@ -66,14 +73,36 @@ class SafeTrainingWorker(_Calls, TrainingWorker):
             )
 
 
-class SafeActorRolloutRefWorker(_Calls, ActorRolloutRefWorker):
+class _Syncs(_Calls):
+    """The calls of a worker that also sends weights to the rollout."""
+
+    rollout: Any
+    checkpoint_engine: Any
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
+        """Sends weights as verl does, as phase ``sync``. Collective over: the training world.
+
+        Raises:
+            PhaseTimeoutError: If it does not end in time; names the ranks or the rollout engine that it waits for.
+        """
+        stock = functools.partial(super().update_weights, global_steps=global_steps, mode=mode)  # type: ignore[misc]
+        return await WeightUpdate(trainer_process(), stock, calls=self._rollout_calls).run()
+
+    @functools.cached_property
+    def _rollout_calls(self) -> RolloutCalls:
+        before_cache = trainer_process().given.give
+        return RolloutCalls([self.rollout, self.checkpoint_engine], before_cache=before_cache)
+
+
+class SafeActorRolloutRefWorker(_Syncs, ActorRolloutRefWorker):
     """verl's actor, rollout and reference worker over our training workers."""
 
     actor_worker_cls = SafeTrainingWorker
     ref_worker_cls = SafeTrainingWorker
 
 
-class SafeDetachActorWorker(_Calls, DetachActorWorker):
+class SafeDetachActorWorker(_Syncs, DetachActorWorker):
     """The same for trainers that keep copies of the actor's weights."""
 
     actor_worker_cls = SafeTrainingWorker

@@ -1,0 +1,103 @@
+"""The names that an adapter relies on in its host's source, and those that a copy lacks. Imports nothing of it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostName:
+    """One function, method or class of the host's.
+
+    Example: ``HostName(file="nemo_rl/a.py", name="Worker.shutdown", parameters=("self",), why="overridden")``
+    """
+
+    file: str
+    """Path in the host's repository."""
+    name: str
+    """Dotted from the module, e.g. ``"Worker.shutdown"``."""
+    parameters: tuple[str, ...]
+    """Required parameters, in this order; others may follow or stand between. Empty for a class."""
+    why: str
+    """How it is used."""
+    optional: bool = False
+    """True if older commits lack it, in which nobody calls it either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostText:
+    """Something that a function of the host's must do, as an expression in its source.
+
+    Example: ``HostText(file="nemo_rl/a.py", within="setup", text="setup_distributed()", why="patched")``
+    """
+
+    file: str
+    within: str
+    """Dotted name of the function or class; empty for the module."""
+    text: str
+    """Code as ``ast.unparse`` writes it."""
+    why: str
+
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def find(root: Path, file: str, name: str) -> ast.Module | Definition | None:
+    """Returns a definition by its dotted name, the module for an empty name, None if it or its file is not there."""
+    path = root / file
+    found: ast.Module | Definition | None = _parse(path) if path.is_file() else None
+    for part in filter(None, name.split(".")):
+        inside = [] if found is None else [n for n in found.body if isinstance(n, Definition) and n.name == part]
+        found = inside[-1] if inside else None
+    return found
+
+
+@cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def parameters(node: ast.AST | None) -> list[str]:
+    """The names of a function's parameters; none for anything else."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return []
+    return [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+
+
+def lacks_name(root: Path, expected: HostName) -> str | None:
+    """Says what a checkout lacks of a name; None if it has it, or need not have it."""
+    node = find(root, expected.file, expected.name)
+    if node is None:
+        return None if expected.optional else f"{expected.name} ({expected.file})"
+    given = iter(parameters(node))
+    # In this order, whatever stands between them.
+    if all(name in given for name in expected.parameters):
+        return None
+    return f"{expected.name}({', '.join(expected.parameters)}) ({expected.file})"
+
+
+def lacks_text(root: Path, expected: HostText) -> str | None:
+    """Says what a checkout lacks of an expression; None if it has it."""
+    node = find(root, expected.file, expected.within)
+    if node is not None and expected.text in ast.unparse(node):
+        return None
+    return f"{expected.text!r} in {expected.within or 'the module'} ({expected.file})"
+
+
+def lacking(root: Path, names: Iterable[HostName], texts: Iterable[HostText] = ()) -> str:
+    """Says what a copy of the source lacks: the first name or text, and how many others; empty if nothing.
+
+    Args:
+        root: The copy, a checkout or the folder that holds the host's package.
+        names: The names that it must have.
+        texts: The expressions that it must have. They are looked for only if no name is lacking.
+    """
+    found = [lack for expected in names if (lack := lacks_name(root, expected)) is not None]
+    found = found or [lack for expected in texts if (lack := lacks_text(root, expected)) is not None]
+    if not found:
+        return ""
+    return found[0] + (f" and {len(found) - 1} other names" if len(found) > 1 else "")

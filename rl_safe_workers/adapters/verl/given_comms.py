@@ -1,0 +1,109 @@
+"""The trainers' communicators, whose memory goes to the rollout engines on the same GPUs while these are awake.
+
+verl's order of a step, in which the trainers have nothing to tell each other between the second line and the last::
+
+    update_weights    the bridge gathers weights, parameters go to the host
+                      given away here, before the KV cache is allocated (engine_workers.py:823)
+    generation
+    sleep_replicas    the engines free their memory (trainer_sync.py:41)
+    infer_batch ...   taken back here, before parameters come to the device
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+import torch.distributed as dist
+
+from rl_safe_workers.comms.nccl_suspend import can_suspend
+from rl_safe_workers.comms.releasable import register_backend
+from rl_safe_workers.comms.release import releasable_groups
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.workers.offloader import USES_STATE
+from rl_safe_workers.workers.safe_trainer import SafeTrainer
+from rl_safe_workers.worlds.training_rank import Part
+
+logger = logging.getLogger(__name__)
+
+_TAKEN_BACK_BY = "train_mode() or eval_mode() of an engine"
+
+
+def world_backend(*, is_cpu: bool, sends_unbatched: bool) -> str | None:
+    """Returns the backend of a default group whose communicators can give their memory away; None for verl's own.
+
+    verl's own does where NCCL suspends communicators. Every later group inherits the backend, Megatron's and verl's.
+
+    Args:
+        is_cpu: Whether the trainers are on CPUs.
+        sends_unbatched: Whether some group may carry unbatched sends.
+    """
+    if is_cpu:
+        return register_backend("gloo")
+    if can_suspend(torch.device("cuda"), sends_unbatched=sends_unbatched):
+        return None
+    return register_backend("nccl")
+
+
+class GivenComms(Part):
+    """Gives the memory away and takes it back, on one training rank.
+
+    Attributes:
+        are_away: Whether the memory is given away.
+        freed_bytes: Device memory that was given away last.
+        seconds: Seconds that giving and taking have taken since the metrics were last asked for.
+    """
+
+    def __init__(self, rank: SafeTrainer) -> None:
+        super().__init__(rank)
+        self._offloader = rank.offloader
+        self.are_away, self.freed_bytes, self.seconds = False, 0, 0.0
+
+    def check(self) -> None:
+        """Keeps the memory, with a warning, if these groups cannot give it away. Not collective."""
+        offloader = self._offloader
+        if offloader.releases_comms and not offloader.suspends_comms and not releasable_groups():
+            offloader.releases_comms = False
+            logger.warning(
+                "training rank %d: communicators keep their memory, whatever release_comms says: the default group's "
+                "backend is %s, and NCCL does not suspend its communicators; start the job with "
+                "rl_safe_workers.adapters.verl.main_ppo",
+                self.rank.training_rank,
+                dist.get_backend_config(),
+            )
+
+    def give(self) -> None:
+        """Gives the memory away. Collective over: the training world. Part of phase ``sync``. Idempotent.
+
+        Raises:
+            CommunicatorError: On every rank, if one failed; names it.
+            PhaseTimeoutError: If one does not come in time; names it.
+        """
+        if self.are_away or not self._offloader.releases_comms:
+            return
+        started_s = time.monotonic()
+        self.freed_bytes = self._offloader.release_comms(phase=Phase.SYNC, missing_call=_TAKEN_BACK_BY)
+        # A release that NCCL refuses turns itself off.
+        self.are_away = self._offloader.releases_comms
+        self.seconds += time.monotonic() - started_s
+
+    def take_back(self) -> None:
+        """Takes the memory back, as phase ``bootstrap``. Collective over: the training world. Idempotent.
+
+        Raises:
+            CommunicatorError: As `give`.
+            PhaseTimeoutError: As `give`.
+        """
+        if not self.are_away:
+            return
+        started_s = time.monotonic()
+        with self.rank.phase(Phase.BOOTSTRAP):
+            self._offloader.rebuild_comms(phase=Phase.BOOTSTRAP)
+        self.are_away = False
+        self.seconds += time.monotonic() - started_s
+
+    def before(self, phase: Phase) -> None:
+        """Takes the memory back before a phase with collectives. verl has some before its phases, see the engine."""
+        if phase in USES_STATE:
+            self.take_back()

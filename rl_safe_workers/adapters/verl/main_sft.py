@@ -1,0 +1,109 @@
+"""verl's trainer for supervised fine-tuning with our engines, under torchrun.
+
+``torchrun ... -m rl_safe_workers.adapters.verl.main_sft engine=megatron optim=megatron +rl_safe=enabled OVERRIDE ...``
+takes all of the command line of ``verl.trainer.sft_trainer``. Without ``+rl_safe=enabled`` it is verl's own trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch.distributed as dist
+from hydra.core.plugins import Plugins
+from omegaconf import DictConfig
+
+from rl_safe_workers.adapters.verl import environment
+from rl_safe_workers.adapters.verl.entry import check_sft
+from rl_safe_workers.adapters.verl.main_ppo import beside_verls
+from rl_safe_workers.adapters.verl.plugin import activate
+from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
+from rl_safe_workers.checkpoint.folders.claim import claimed
+from rl_safe_workers.errors import ConfigError, RlSafeError, RunError, in_one_line
+
+
+def run(config: DictConfig) -> None:
+    """Checks the configuration and trains on this rank. Collective over: all ranks of the launcher.
+
+    Raises:
+        ConfigError: If the configuration cannot be used, or verl has chosen an engine of its own.
+        RunError: If this rank was well, and another was not; names it.
+    """
+    settings = check_sft(config)  # before verl's trainer is imported, which takes seconds
+    if settings is not None:
+        environment.use_engines(settings)
+        activate()
+    from verl.trainer import sft_trainer as stock
+
+    if settings is None:
+        stock.main.__wrapped__(config)
+        return
+    stock.auto_set_device(config)
+    folder = {"trainer.default_local_dir": Path(config.trainer.default_local_dir).absolute()}
+    with claimed(folder) if os.environ.get("RANK", "0") == "0" else nullcontext():
+        _make_world(timedelta(seconds=settings.nccl_timeout))
+        with _ended():
+            trainer = stock.SFTTrainer(config=config)
+            if not hasattr(trainer.engine, "process"):
+                raise ConfigError(f"verl has chosen {type(trainer.engine).__name__}, which is not ours")
+            trainer.fit()
+
+
+def _make_world(timeout: timedelta) -> None:
+    """Makes the default group as verl does (distributed.py:63), but with a timeout of ours: verl's is ten hours."""
+    from verl.utils.distributed import initialize_global_process_group
+
+    if environment.is_cpu():
+        dist.init_process_group("gloo", timeout=timeout)
+    else:
+        initialize_global_process_group(timeout.total_seconds())
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    """Ends the groups together if all ranks are well, and without waiting if one is not.
+
+    Raises:
+        RunError: If this rank was well, and another was not.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _end(in_one_line(error))
+        raise
+    if failed := _end(None):
+        raise RunError("; ".join(f"training rank {rank}: {text}" for rank, text in failed.items()))
+
+
+def _end(failure: str | None) -> dict[int, str]:
+    from rl_safe_workers.adapters.verl.process import existing_process
+
+    process = existing_process()
+    return {} if process is None else process.trainer.teardown(failure)
+
+
+@hydra.main(config_path="pkg://verl.trainer.config", config_name="sft_trainer_engine", version_base=None)
+def _main(config: DictConfig) -> Any:
+    try:
+        run(config)
+    except RlSafeError as error:
+        # Hydra would show a traceback of its own and exit with 1.
+        sys.stderr.write(f"rl_safe: {error}\n")
+        sys.exit(error.exit_code)
+
+
+def main() -> None:
+    """The command."""
+    Plugins.instance().register(SafeSearchPath)
+    sys.argv[1:] = beside_verls(sys.argv[1:])
+    _main()
+
+
+if __name__ == "__main__":
+    main()

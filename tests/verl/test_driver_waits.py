@@ -1,0 +1,226 @@
+"""The driver's waits: they end in time, and name the processes that do not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from omegaconf import OmegaConf
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.workers.config import CheckpointEngineConfig
+from verl.workers.rollout.replica import RolloutReplica
+
+from rl_safe_workers.adapters.verl import driver_waits, trainers
+from rl_safe_workers.adapters.verl.driver_waits import DriverWaits, guarded_samples
+from rl_safe_workers.adapters.verl.settings import VerlTimeouts
+from rl_safe_workers.adapters.verl.trainers import SafeTrainerMixin
+from rl_safe_workers.errors import PhaseTimeoutError, RunError
+from rl_safe_workers.ranks import RankId, Role, trainer_id
+from tests.verl.test_hydra import ON, composed
+
+TIMEOUTS = VerlTimeouts(sync=2.0, rollout=1.0)
+LIMIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def _cluster() -> Iterator[None]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@ray.remote(num_cpus=0)
+class _Server:
+    """A rollout server, some of whose calls may have no answer."""
+
+    def __init__(self, silent: str = "") -> None:
+        self._silent = silent
+
+    async def sleep(self) -> None:
+        self._answer("sleep")
+
+    async def clear_kv_cache(self) -> None:
+        self._answer("clear_kv_cache")
+
+    def _answer(self, call: str) -> None:
+        if self._silent == call:
+            time.sleep(60)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+@ray.remote(num_cpus=0)
+class _Rank:
+    """A training rank whose sync fails, or never ends."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    def update_weights(self) -> None:
+        if self._error is not None:
+            raise self._error
+        time.sleep(60)
+
+
+class _Replica(RolloutReplica):
+    def __init__(self, replica_rank: int, server: Any) -> None:
+        self.replica_rank, self.servers = replica_rank, [server]
+
+    async def launch_servers(self) -> None:
+        raise NotImplementedError
+
+    def get_ray_class_with_init_args(self) -> Any:
+        raise NotImplementedError
+
+
+class _Group:
+    def __init__(self, *workers: Any) -> None:
+        self.workers = list(workers)
+
+    def update_weights(self, **_: Any) -> list[Any]:
+        return [worker.update_weights.remote() for worker in self.workers]
+
+
+def _trainer(*servers: Any, ranks: tuple[Any, ...] = ()) -> Any:
+    trainer: Any = SafeTrainerMixin()
+    trainer.config = composed(*ON, *(f"+actor_rollout_ref.rl_safe.timeouts.{k}={v}" for k, v in _short().items()))
+    trainer.actor_rollout_wg = _Group(*ranks)
+    trainer.checkpoint_manager = CheckpointEngineManager(
+        config=CheckpointEngineConfig(backend="naive"),
+        actor_wg=trainer.actor_rollout_wg,
+        replicas=[_Replica(rank, server) for rank, server in enumerate(servers)],
+    )
+    return trainer
+
+
+def _short() -> dict[str, float]:
+    return {"sync": TIMEOUTS.sync, "rollout": TIMEOUTS.rollout}
+
+
+def _late(call: Any) -> tuple[PhaseTimeoutError, float]:
+    started_s = time.monotonic()
+    with pytest.raises(PhaseTimeoutError) as caught:
+        call()
+    return caught.value, time.monotonic() - started_s
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_a_replica_that_does_not_fall_asleep_is_named() -> None:
+    trainer = _trainer(_Server.remote(), _Server.remote(silent="sleep"))
+    error, waited_s = _late(trainer.checkpoint_manager.sleep_replicas)
+    assert (error.phase, error.missing) == ("sync", {RankId(Role.ROLLOUT, 1)})
+    assert "rollout replica 1 does not answer" in str(error)
+    assert str(error).endswith("to wait longer raise rl_safe.timeouts.sync")
+    assert waited_s < TIMEOUTS.sync + LIMIT_S
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_a_training_rank_that_is_stopped_is_named() -> None:
+    rank = _Rank.remote(None)
+    trainer = _trainer(_Server.remote(), ranks=(rank,))
+    error, waited_s = _late(trainer.checkpoint_manager.update_weights)
+    assert error.missing == {trainer_id(0)}
+    assert "training rank 0 does not answer" in str(error)
+    assert waited_s < TIMEOUTS.sync + LIMIT_S
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_a_failed_sync_names_a_rollout_process_that_has_died() -> None:
+    server = _Server.remote()
+    os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
+    trainer = _trainer(server, ranks=(_Rank.remote(ValueError("connection lost")),))
+    with pytest.raises(RunError, match=r"rollout replica 0 has died; .*ValueError: connection lost") as caught:
+        trainer.checkpoint_manager.update_weights()
+    assert caught.value.culprit == RankId(Role.ROLLOUT, 0)
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_a_timeout_that_a_rank_has_told_of_goes_on_as_it_is() -> None:
+    told = PhaseTimeoutError(
+        phase="sync", awaited=driver_waits.Awaited("rollout replica 3"), waited_s=2.0, setting="rl_safe.timeouts.sync"
+    )
+    trainer = _trainer(_Server.remote(silent="clear_kv_cache"), ranks=(_Rank.remote(told),))
+    started_s = time.monotonic()
+    with pytest.raises(ray.exceptions.RayTaskError) as caught:
+        trainer.checkpoint_manager.update_weights()
+    assert str(caught.value.cause) == str(told)
+    assert time.monotonic() - started_s < TIMEOUTS.sync, "nobody else is asked"
+
+
+def test_other_attributes_of_a_guarded_object_are_its_own() -> None:
+    trainer = _trainer()
+    assert trainer.checkpoint_manager.backend == "naive"
+    assert not hasattr(trainer, "standalone_checkpoint_manager")
+    with pytest.raises(AttributeError):
+        trainer.checkpoint_manager.no_such_call()
+
+
+class _Buffer(ReplayBuffer):
+    """verl's buffer, whose prompts end as the test says, by the number of the poll."""
+
+    def __init__(self, ends: dict[int, str], prompts: int = 3) -> None:
+        nothing = OmegaConf.create({})
+        super().__init__("sync", nothing, None, "drop", nothing, poll_interval=0.25)
+        self._ends, self._polls, self._running = ends, 0, {f"prompt{i}" for i in range(prompts)}
+        self._done: set[str] = set()
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        self._polls += 1
+        if ended := self._ends.get(self._polls):
+            self._running.discard(ended)
+            self._done.add(ended)
+        self.running_keys["train"], self.finished_keys["train"] = set(self._running), set(self._done)
+        self.partitions["train"] = {f"{key}_0_0": {} for key in self._done}
+
+    def _materialize_batch(self, partition_id: str, selected: list[str], snapshot: Any) -> Any:
+        return selected
+
+
+def _waits(*names: str) -> DriverWaits:
+    return DriverWaits(TIMEOUTS, list)
+
+
+def test_generation_without_any_response_ends_at_the_timeout() -> None:
+    buffer = guarded_samples(_Buffer({2: "prompt1"}), _waits())
+    error, waited_s = _late(lambda: buffer.sample(1, "train", 3))
+    assert error.phase == "rollout"
+    assert "no response has ended for that long; prompts: 0 pending, 2 running, 1 finished, 0 failed" in str(error)
+    assert str(error).endswith("to wait longer raise rl_safe.timeouts.rollout")
+    assert TIMEOUTS.rollout <= error.waited_s < waited_s < TIMEOUTS.rollout + LIMIT_S
+
+
+def test_generation_may_take_longer_than_the_timeout_if_responses_end() -> None:
+    buffer = guarded_samples(_Buffer({3: "prompt0", 6: "prompt2", 9: "prompt1"}), _waits())
+    started_s = time.monotonic()
+    batch, _ = buffer.sample(1, "train", 3)
+    assert sorted(batch) == ["prompt0", "prompt1", "prompt2"]
+    assert time.monotonic() - started_s > 1.5 * TIMEOUTS.rollout
+
+
+def test_training_between_two_samples_does_not_count() -> None:
+    buffer = guarded_samples(_Buffer({2: "prompt0", 4: "prompt1"}, prompts=2), _waits())
+    buffer.sample(1, "train", 1)
+    time.sleep(1.2 * TIMEOUTS.rollout)
+    buffer._done.clear()
+    assert buffer.sample(2, "train", 1)[0] == ["prompt1"]
+
+
+def test_a_sampler_with_polls_of_its_own_is_bound_as_a_whole(monkeypatch) -> None:
+    monkeypatch.setattr(driver_waits, "_WORKERS_FIRST_S", 0.0)
+    sampler = guarded_samples(SimpleNamespace(sample=lambda: time.sleep(30), poll_interval=2.0), _waits())
+    error, _ = _late(sampler.sample)
+    assert (error.phase, sampler.poll_interval) == ("rollout", 2.0)
+
+
+def test_every_attribute_that_verl_waits_in_is_guarded() -> None:
+    guarded = {name for name, value in vars(SafeTrainerMixin).items() if isinstance(value, trainers._Guarded)}
+    assert guarded == {"checkpoint_manager", "standalone_checkpoint_manager", "agent_loop_manager", "replay_buffer"}
