@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.adapters.nemo_rl.contract import NAMES, HostName
+from rl_safe_workers.adapters.host_source import HostName
+from rl_safe_workers.adapters.nemo_rl.contract import NAMES
 
 SOURCES = [path for path in os.environ.get("NEMO_RL_SRC", "").split(os.pathsep) if path]
 SOURCE = SOURCES[0] if SOURCES else ""

@@ -1,12 +1,16 @@
 """Every name of NeMo RL's and Megatron-Bridge's that the adapter relies on, with the parameters that it relies on.
 
-Pure data: nothing is imported. `host_source` compares it with a checkout: for users before a worker starts, and in
+Nothing of them is imported. `check_host` compares it with a checkout: for users before a worker starts, and in
 ``tests/nemo_rl/test_contract.py``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from pathlib import Path
+
+from rl_safe_workers.adapters.host_source import HostName, HostText, lacking
+from rl_safe_workers.errors import ConfigError
 
 SINCE = "f00e1006b (2026-03-12)"
 """The first commit of NeMo RL's main branch that fits: before it, the worker cannot be derived from."""
@@ -18,40 +22,6 @@ _BASE = "nemo_rl/models/policy/workers/base_policy_worker.py"
 _GENERATION = "nemo_rl/models/generation/megatron/megatron_worker.py"
 _SETUP = "nemo_rl/models/megatron/setup.py"
 _POLICY = "nemo_rl/models/policy/lm_policy.py"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostName:
-    """One function, method or class of the host's.
-
-    Example: ``HostName(file="nemo_rl/a.py", name="Worker.shutdown", parameters=("self",), why="overridden")``
-    """
-
-    file: str
-    """Path in the host's repository."""
-    name: str
-    """Dotted from the module, e.g. ``"Worker.shutdown"``."""
-    parameters: tuple[str, ...]
-    """Required parameters, in this order; others may follow or stand between. Empty for a class."""
-    why: str
-    """How it is used."""
-    optional: bool = False
-    """True if older commits lack it, in which nobody calls it either."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostText:
-    """Something that a function of the host's must do, as an expression in its source.
-
-    Example: ``HostText(file="nemo_rl/a.py", within="setup", text="setup_distributed()", why="patched")``
-    """
-
-    file: str
-    within: str
-    """Dotted name of the function or class; empty for the module."""
-    text: str
-    """Code as ``ast.unparse`` writes it."""
-    why: str
 
 
 _CLASS = "MegatronPolicyWorkerImpl"
@@ -256,3 +226,21 @@ BRIDGE_TEXTS: tuple[HostText, ...] = (
         why="patched: likewise",
     ),
 )
+
+
+def check_host(root: Path, names: Iterable[HostName] = NAMES, texts: Iterable[HostText] = ()) -> None:
+    """Refuses a NeMo RL that this adapter does not fit.
+
+    Args:
+        root: Its checkout, or the folder that holds its package.
+        names: What it must have.
+        texts: What it must do.
+
+    Raises:
+        ConfigError: Naming what it lacks.
+    """
+    if (lack := lacking(root, names, texts)) is not None:
+        raise ConfigError(
+            f"the NeMo RL in {root} lacks {lack}, which rl_safe_workers needs: use one from commit "
+            f"{SINCE} to {UNTIL}, such as v0.6.0 or v0.7.0 (docs/nemo_rl.md), or run its own examples/run_grpo.py"
+        )

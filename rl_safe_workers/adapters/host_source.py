@@ -1,14 +1,47 @@
-"""Reads a checkout of NeMo RL or of Megatron-Bridge and says what of the contract it lacks. Imports nothing of it."""
+"""Reads the source of a host framework and says what of an adapter's contract it lacks. Imports nothing of it."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from rl_safe_workers.adapters.nemo_rl.contract import NAMES, SINCE, UNTIL, HostName, HostText
-from rl_safe_workers.errors import ConfigError
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostName:
+    """One function, method or class of the host's.
+
+    Example: ``HostName(file="nemo_rl/a.py", name="Worker.shutdown", parameters=("self",), why="overridden")``
+    """
+
+    file: str
+    """Path in the host's repository."""
+    name: str
+    """Dotted from the module, e.g. ``"Worker.shutdown"``."""
+    parameters: tuple[str, ...]
+    """Required parameters, in this order; others may follow or stand between. Empty for a class."""
+    why: str
+    """How it is used."""
+    optional: bool = False
+    """True if older commits lack it, in which nobody calls it either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostText:
+    """Something that a function of the host's must do, as an expression in its source.
+
+    Example: ``HostText(file="nemo_rl/a.py", within="setup", text="setup_distributed()", why="patched")``
+    """
+
+    file: str
+    within: str
+    """Dotted name of the function or class; empty for the module."""
+    text: str
+    """Code as ``ast.unparse`` writes it."""
+    why: str
+
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -55,22 +88,16 @@ def lacks_text(root: Path, expected: HostText) -> str | None:
     return f"{expected.text!r} in {expected.within or 'the module'} ({expected.file})"
 
 
-def check_host(root: Path, names: Iterable[HostName] = NAMES, texts: Iterable[HostText] = ()) -> None:
-    """Refuses a NeMo RL that this adapter does not fit.
+def lacking(root: Path, names: Iterable[HostName], texts: Iterable[HostText]) -> str | None:
+    """Says what a checkout lacks of a contract; None if it has everything. Texts count only if no name is missing.
 
     Args:
-        root: Its checkout, or the folder that holds its package.
+        root: The checkout, or the folder that holds the package.
         names: What it must have.
         texts: What it must do.
-
-    Raises:
-        ConfigError: Naming what it lacks.
     """
-    lacking = [lack for expected in names if (lack := lacks_name(root, expected)) is not None]
-    lacking = lacking or [lack for expected in texts if (lack := lacks_text(root, expected)) is not None]
-    if lacking:
-        more = f" and {len(lacking) - 1} other names" if len(lacking) > 1 else ""
-        raise ConfigError(
-            f"the NeMo RL in {root} lacks {lacking[0]}{more}, which rl_safe_workers needs: use one from commit "
-            f"{SINCE} to {UNTIL}, such as v0.6.0 or v0.7.0 (docs/nemo_rl.md), or run its own examples/run_grpo.py"
-        )
+    found = [lack for expected in names if (lack := lacks_name(root, expected)) is not None]
+    found = found or [lack for expected in texts if (lack := lacks_text(root, expected)) is not None]
+    if not found:
+        return None
+    return found[0] + (f" and {len(found) - 1} other names" if len(found) > 1 else "")
