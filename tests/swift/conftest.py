@@ -27,20 +27,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a Qwen3-MoE of 0.5 M parameters, and 64 short conversations."""
+    return write_inputs(tmp_path_factory.mktemp("inputs"), experts=8)
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `inputs`, with a dense model in the place of the Qwen3-MoE."""
+    return write_inputs(tmp_path_factory.mktemp("dense"), experts=0)
+
+
+def write_inputs(folder: Path, *, experts: int) -> Path:
     from rl_safe_workers.config import SeededModelConfig
     from rl_safe_workers.models.seeded import create_seeded_model
 
-    folder = tmp_path_factory.mktemp("inputs")
-    create_seeded_model(folder / "tiny-moe", SeededModelConfig(), dtype="bfloat16")
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{i} plus {i + 1}"},
-                {"role": "assistant", "content": f"{2 * i + 1}"},
-            ]
-        }
-        for i in range(64)
-    ]
+    create_seeded_model(folder / "model", SeededModelConfig(num_experts=experts), dtype="bfloat16")
+    turns = [(f"{i} + {i}", f"{2 * i}") for i in range(64)]
+    rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 

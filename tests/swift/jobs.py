@@ -86,6 +86,10 @@ class Job:
         record: dict[str, Any] = json.loads((self.folder / f"record{rank}.json").read_text())
         return record
 
+    def collectives_of_saves(self, rank: int) -> list[tuple[int, int]]:
+        """The collectives of each save, on the default group and on any."""
+        return [(save["world"], save["all"]) for save in self.record(rank)["saves"]]
+
     def check(self) -> Self:
         """Fails with the end of a rank's output, unless every rank has ended with status 0."""
         for rank, status in enumerate(self.statuses):
@@ -172,5 +176,5 @@ class Forge:
 
     def train(self, folder: Path, inputs: Path, *more: str, **options: Any) -> Job:
         """Runs ``megatron sft`` of the tiny model."""
-        args = ["--model", str(inputs / "tiny-moe"), "--dataset", str(inputs / "data.jsonl"), *TRAINING, *more]
+        args = ["--model", str(inputs / "model"), "--dataset", str(inputs / "data.jsonl"), *TRAINING, *more]
         return self.run(folder, "sft", args, **options)

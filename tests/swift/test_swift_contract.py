@@ -26,10 +26,12 @@ CHECKOUTS = [path for path in os.environ.get("SWIFT_SRC", "").split(os.pathsep) 
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the source of each version, from the package index."""
     folder = tmp_path_factory.mktemp("ms-swift")
+    # scripts/test turns name servers off.
+    environment = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
     for version in (*SUPPORTED, *TOO_OLD):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
         command += ["--only-binary", ":all:", "--dest", str(folder), f"ms-swift=={version}"]
-        subprocess.run(command, check=True, timeout=120)
+        subprocess.run(command, check=True, timeout=120, env=environment)
         with zipfile.ZipFile(next(folder.glob(f"ms_swift-{version}-*.whl"))) as wheel:
             wheel.extractall(folder / version)
     return folder

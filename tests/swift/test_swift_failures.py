@@ -20,7 +20,7 @@ from rl_safe_workers.adapters.swift.__main__ import PLUGIN
 from tests.swift.jobs import BREAK, CPU, ON_CPU, PLAIN, TRAINING, Forge, environment, free_port
 
 TIMEOUT_S = 15.0
-"""Of every phase but the teardown."""
+"""Seconds of every phase but the teardown."""
 SETTINGS = {
     "timeouts": {"world": 60, "bootstrap": 60, "teardown": 5}
     | dict.fromkeys(("outside", "convert", "train", "logprob", "save"), TIMEOUT_S)
@@ -66,7 +66,7 @@ def processes_of(folder: Path) -> list[int]:
 
 def run(folder: Path, inputs: Path, place: str, way: str, *, ours: bool) -> End:
     folder.mkdir()
-    model = ["--model", str(inputs / "tiny-moe")]
+    model = ["--model", str(inputs / "model")]
     if place == "export":
         command = [
             "export",

@@ -30,10 +30,33 @@ def test_a_save_in_the_background_is_named_when_it_is_complete(forge: Forge, inp
         folder = own.output / f"checkpoint-{step}"
         assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(step)
         assert (folder / f"iter_000000{step}" / "metadata.json").is_file()
-    assert own.record(0)["saves"] == [{"world": 0, "all": 0}] * 2
+    assert own.collectives_of_saves(0) == [(0, 0)] * 2
     checkpoint = str(own.output / "checkpoint-2")
     resumed = forge.train(tmp_path / "resumed", inputs, *EP2, "--mcore_model", checkpoint, "--finetune", "false")
     assert resumed.check().losses == own.losses[2:]
+
+
+def test_lora_and_a_plugin_of_the_users_pass_through(forge: Forge, inputs: Path, tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin" / "users_plugin.py"
+    plugin.parent.mkdir()
+    plugin.write_text("import pathlib, os\npathlib.Path('imported' + os.environ['RANK']).touch()\n")
+    lora = ("--tuner_type", "lora", "--target_modules", "all-linear", "--lora_rank", "4")
+    jobs = [
+        forge.train(tmp_path / name, inputs, *EP2, *lora, ours=ours, plugins=[plugin]).check()
+        for name, ours in (("own", True), ("stock", False))
+    ]
+    assert jobs[0].losses == jobs[1].losses
+    assert jobs[0].collectives_of_saves(0) == [(0, 0)] * 2
+    assert (jobs[0].folder / "imported1").exists()
+
+
+def test_a_dense_model_passes_through(forge: Forge, dense: Path, tmp_path: Path) -> None:
+    jobs = [
+        forge.train(tmp_path / name, dense, "--model_type", "qwen3", ours=ours).check()
+        for name, ours in (("own", True), ("stock", False))
+    ]
+    assert jobs[0].losses == jobs[1].losses
+    assert jobs[0].record(0)["phases"]["save"] == 2
 
 
 def test_an_unknown_key_is_refused_before_any_group(forge: Forge, inputs: Path, tmp_path: Path) -> None:
@@ -44,7 +67,7 @@ def test_an_unknown_key_is_refused_before_any_group(forge: Forge, inputs: Path, 
 
 
 def test_what_is_not_supported_yet_is_refused_by_name(forge: Forge, inputs: Path, tmp_path: Path) -> None:
-    args = ["--rlhf_type", "grpo", "--model", str(inputs / "tiny-moe"), "--dataset", str(inputs / "data.jsonl")]
+    args = ["--rlhf_type", "grpo", "--model", str(inputs / "model"), "--dataset", str(inputs / "data.jsonl")]
     job = forge.run(tmp_path, "rlhf", [*args, *EP2, "--vllm_mode", "colocate", "--use_vllm", "true"])
     assert job.statuses == [1, 1]
     assert "ConfigError: --rlhf_type grpo is not supported yet" in job.log(0)

@@ -73,8 +73,8 @@ def test_the_bootstrap_and_the_phases_have_really_run(jobs: dict[str, Job]) -> N
 
 def test_a_save_issues_no_collective_and_stocks_does(jobs: dict[str, Job]) -> None:
     for rank in range(len(jobs["own"].statuses)):
-        assert jobs["own"].record(rank)["saves"] == [{"world": 0, "all": 0}] * 2
-        assert all(save["world"] > 0 for save in jobs["stock"].record(rank)["saves"])
+        assert jobs["own"].collectives_of_saves(rank) == [(0, 0)] * 2
+        assert all(on_world > 0 for on_world, _ in jobs["stock"].collectives_of_saves(rank))
 
 
 def test_what_steps_issue_was_connected_before(jobs: dict[str, Job], layout: str) -> None:

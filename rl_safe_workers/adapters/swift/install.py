@@ -51,8 +51,6 @@ def install() -> None:
     _job = SwiftJob(settings)
     _replace(_job)
     _see_failures(_job)
-    # A warning, because nothing less of other packages is shown.
-    logger.warning("rl_safe: active in process %d", os.getpid())
 
 
 def package_root(name: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 import logging
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ OUTSIDE = "outside"
 """Stands for the phase in waits outside of phases; the setting is ``timeouts.outside``."""
 _FOLDERS = 1
 """How many folders ms-swift makes above the shards: ``checkpoint-4/iter_0000004``."""
-_HEARD = timedelta(seconds=5)
+_HEARD = timedelta(seconds=3)
 """How long a rank that fails listens for the failures of others."""
 _ON_POLICY = ("grpo", "gkd")
 
@@ -79,14 +80,17 @@ class SwiftJob(HostedTrainer):
 
         @functools.wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            kwargs["timeout"] = timedelta(seconds=self.settings.timeouts.world)
-            original(*args, **kwargs)
+            given = inspect.signature(original).bind(*args, **kwargs)
+            given.arguments["timeout"] = timedelta(seconds=self.settings.timeouts.world)
+            original(*given.args, **given.kwargs)
             if not self.has_world:
                 outside = timedelta(seconds=self.settings.timeouts.outside)
                 self.take_world(self.settings.rl_safe(), comms=SwiftComms(), outside_timeout=outside)
                 self.saves = PendingShards(self.trainer)
                 self.trainer.add_part(self.saves)
                 self._writer = ShardWriter(self.trainer.control, folders=_FOLDERS, pending=self.saves)
+                # A warning, because nothing less of other packages is shown.
+                logger.warning("rl_safe active: training rank %d of %d", dist.get_rank(), dist.get_world_size())
 
         return init_process_group
 

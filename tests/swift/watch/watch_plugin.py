@@ -24,13 +24,15 @@ found: dict[str, Any] = {"saves": [], "issued": []}
 
 def watched_save(save: Any) -> Any:
     def save_mcore_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        started_s = time.monotonic()
         with recorded_collectives() as collectives:
             try:
                 return save(*args, **kwargs)
             finally:
                 world = tuple(range(dist.get_world_size()))
                 on_world = [c.op for c in collectives if c.group == dist.group.WORLD.group_desc and c.ranks == world]
-                found["saves"].append({"world": len(on_world), "all": len(collectives)})
+                seconds = time.monotonic() - started_s
+                found["saves"].append({"world": len(on_world), "all": len(collectives), "seconds": seconds})
 
     return save_mcore_checkpoint
 

@@ -103,6 +103,7 @@ class LayerNormLinear(_Base):
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, **_known(kwargs))
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
         self.layer_norm_weight = _gamma(in_features, zero_centered_gamma, **self._made)
         if normalization != "RMSNorm":
             self.layer_norm_bias = _empty(in_features, **self._made)
@@ -121,7 +122,9 @@ class LayerNormLinear(_Base):
             zero_centered=self.zero_centered_gamma,
         )
         bias = self.bias if self.use_bias else None
-        return self._result(functional.linear(normed, self.weight, None if self.return_bias else bias), bias)
+        out = functional.linear(normed, self.weight, None if self.return_bias else bias)
+        parts = (out, *((bias,) if self.return_bias else ()), *((normed,) if self.return_layernorm_output else ()))
+        return out if len(parts) == 1 else parts
 
 
 class GroupedLinear(_Base):

@@ -1,0 +1,24 @@
+"""Has each save write 18,720 sharded tensors a rank in place of the model: a plugin for --external_plugins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from swift.megatron.utils import megatron_lm_utils
+
+from benchmarks.inventory import MoeInventory
+
+EP, EXPERT_DP = 2, 2
+generate = megatron_lm_utils._generate_state_dict
+
+
+def with_inventory(*args: Any, **kwargs: Any) -> Any:
+    state = generate(*args, **kwargs)
+    state.pop("optimizer", None)
+    state["model"] = MoeInventory().shards(dist.get_rank(), ep=EP, expert_dp=EXPERT_DP)
+    assert len(state["model"]) == 18_720
+    return state
+
+
+megatron_lm_utils._generate_state_dict = with_inventory
