@@ -1,4 +1,4 @@
-"""What the arguments of a job say about its collectives, and the settings."""
+"""The collectives that follow from the arguments of a job, and the settings."""
 
 from __future__ import annotations
 

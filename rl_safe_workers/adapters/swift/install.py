@@ -83,6 +83,7 @@ def _replace(job: Any) -> None:
     megatron_lm_utils._async_calls_queue = SaveQueue(job)
     megatron_callbacks_map["default_flow"] = safe_flow(megatron_callbacks_map["default_flow"], job)
     BaseMegatronTrainer.__init__ = job.building(BaseMegatronTrainer.__init__)
+    BaseMegatronTrainer.train = job.looping(BaseMegatronTrainer.train)
     BaseMegatronTrainer.save_checkpoint = job.saving_checkpoint(BaseMegatronTrainer.save_checkpoint)
     MegatronSft.run = job.training(MegatronSft.run)
     MegatronExport.run = job.exporting(MegatronExport.run)

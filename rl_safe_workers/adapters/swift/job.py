@@ -214,6 +214,19 @@ class SwiftJob(HostedTrainer):
 
         return run
 
+    def looping(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wraps the trainer's ``train``: a failure is told at once, before ms-swift draws its images."""
+
+        @functools.wraps(original)
+        def train(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                original(trainer, *args, **kwargs)
+            except BaseException as error:
+                self.fail_with(error)
+                raise
+
+        return train
+
     def leave(self) -> None:
         """Ends the job in order, after all went well on this rank. Collective over: the training world.
 

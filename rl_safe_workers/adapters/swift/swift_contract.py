@@ -40,6 +40,12 @@ NAMES: tuple[HostName, ...] = (
         why="asks our queue in every step",
     ),
     HostName(file=_BASE, name=f"{_TRAINER}.__init__", parameters=("self", "args", "template"), why="phase convert"),
+    HostName(
+        file=_BASE,
+        name=f"{_TRAINER}.train",
+        parameters=("self", "train_dataset", "val_dataset"),
+        why="replaced: a failure is told at once",
+    ),
     HostName(file=_BASE, name=f"{_TRAINER}.save_checkpoint", parameters=("self",), why="phase save"),
     HostName(
         file=_BASE,
