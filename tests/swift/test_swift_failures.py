@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ CASES = [
     for way in WAYS
 ]
 EXITS = 50
+GRACE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +115,14 @@ def run(folder: Path, inputs: Path, place: str, way: str, *, ours: bool) -> End:
             status: int | None = process.wait(CUT_S - (time.time() - struck))
         except subprocess.TimeoutExpired:
             status = None
-        seconds, left = time.time() - struck, processes_of(folder)
+        seconds = time.time() - struck
+        # The kernel may take a moment to take the last one away.
+        gone_by_s = time.monotonic() + GRACE_S
+        while (left := processes_of(folder)) and status is not None and time.monotonic() < gone_by_s:
+            time.sleep(0.05)
         for pid in left:
-            os.kill(pid, 9)
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
     output = (folder / "output").read_text()
     root_cause = output.rpartition("Root Cause")[2] if "Root Cause" in output else ""
     return End(

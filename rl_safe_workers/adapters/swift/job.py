@@ -40,7 +40,7 @@ OUTSIDE = "outside"
 """Stands for the phase in waits outside of phases; the setting is ``timeouts.outside``."""
 _FOLDERS = 1
 """How many folders ms-swift makes above the shards: ``checkpoint-4/iter_0000004``."""
-_HEARD = timedelta(seconds=3)
+_HEARD = timedelta(seconds=2)
 """How long a rank that fails listens for the failures of others."""
 _ON_POLICY = ("grpo", "gkd")
 
