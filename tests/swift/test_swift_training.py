@@ -81,6 +81,8 @@ def test_what_steps_issue_was_connected_before(jobs: dict[str, Job], layout: str
     for rank in range(len(jobs["own"].statuses)):
         record = jobs["own"].record(rank)
         assert record["unknown"] == []
+        # mcore-bridge's, which it would create with the model.
+        assert any("EP-PP-GROUP" in one for one in record["connected"])
         assert len(record["issued"]) > 4
         # A group of one rank has one connection for everything.
         issued = {one for one in record["issued"] if len(json.loads(one)[1]) > 1}
