@@ -161,6 +161,12 @@ class Lifecycle:
         """The phase being run, or None between phases."""
         return self._current
 
+    @property
+    def last_failed(self) -> Phase | None:
+        """The phase that was run last, if it raised; None if it completed, or there was none since `drain_events`."""
+        last = self._events[-1] if self._events else None
+        return None if last is None or last.ok else last.phase
+
     def has_completed(self, phase: Phase) -> bool:
         """Returns True if the phase has completed at least once."""
         return phase in self._completed

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from rl_safe_workers.adapters.shards import ShardWriter
+from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
-from rl_safe_workers.errors import CheckpointError, LifecycleError, PhaseTimeoutError
+from rl_safe_workers.errors import CheckpointError, LifecycleError, PhaseTimeoutError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.workers.communicators import HostComms
 from rl_safe_workers.workers.safe_trainer import SafeTrainer
@@ -22,6 +27,8 @@ class HostedTrainer:
     """A host's trainer process. It holds a `SafeTrainer`, once the host has made the default group."""
 
     _trainer: SafeTrainer | None = None
+    _writer: ShardWriter | None = None
+    """Writes what the host would have written; None if the host's saves do not go through it."""
 
     @property
     def has_world(self) -> bool:
@@ -67,6 +74,87 @@ class HostedTrainer:
         )
         self._trainer.entry.adopt_world()
 
+    def create_groups(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Has the host create Megatron's groups with our limits and timeouts, and connects them.
+
+        Collective over: the training world. The device holds no model yet.
+
+        Args:
+            original: Megatron's ``initialize_model_parallel``.
+            *args: The host's arguments of it.
+            **kwargs: Likewise.
+        """
+        trainer, comms = self.trainer, self.trainer.comms
+        asked = inspect.signature(original).bind(*args, **kwargs).arguments
+        with trainer.phase(Phase.GROUPS):
+            trainer.megatron = _asked(asked)
+            given = asked.get("nccl_communicator_config_path")
+            comms.limits = comms.wanted_limits() if comms.has_nccl and given is None else {}
+            with nccl_config(comms.limits) if comms.limits else nullcontext() as path:
+                if path is not None:
+                    asked["nccl_communicator_config_path"] = path
+                asked["distributed_timeout_minutes"] = self.timeout_minutes()
+                original(**asked)
+            trainer.megatron = sizes_of_groups()
+            self.create_own_groups()
+            comms.check_memory()
+        comms.plan().check_backend(dist.get_backend_config())
+        comms.bootstrap()
+
+    def create_own_groups(self) -> None:
+        """Creates groups that the host would create after the bootstrap. Adapters override it."""
+
+    def timeout_minutes(self, *, in_phase: bool = False) -> float:
+        """Returns Megatron's ``distributed_timeout_minutes``: what is left of the phase, or the time outside of one.
+
+        Annotated as an int there; Megatron makes a timedelta of it, which takes a fraction.
+
+        Args:
+            in_phase: Whether this is part of something with a deadline that is no phase of the lifecycle.
+        """
+        outside = self.trainer.outside_timeout
+        if outside is None or in_phase or self.trainer.lifecycle.current is not None:
+            outside = self.trainer.remaining()
+        return outside.total_seconds() / 60
+
+    @contextmanager
+    def outermost(self, phase: Phase) -> Iterator[None]:
+        """As `SafeTrainer.phase`, for what the host also calls inside of another phase: nothing there."""
+        with nullcontext() if self.trainer.lifecycle.current is not None else self.trainer.phase(phase):
+            yield
+
+    @contextmanager
+    def saving(self, *, optimizer_replicated: bool) -> Iterator[None]:
+        """Phase ``save``, with what megatron-core would write written by us. Collective over: the training world."""
+        with (
+            self.trainer.phase(Phase.SAVE),
+            self.written("training", optimizer_replicated=optimizer_replicated),
+            self.told(Phase.SAVE),
+        ):
+            yield
+
+    @contextmanager
+    def written(self, kind: str, *, optimizer_replicated: bool) -> Iterator[None]:
+        """Has what megatron-core would write in the body written by us.
+
+        Args:
+            kind: Names the saver, e.g. ``"training"``.
+            optimizer_replicated: Whether there is no distributed optimizer.
+        """
+        assert self._writer is not None, "made with the world"
+        with self._writer.saving(kind, remaining=self.trainer.remaining, optimizer_replicated=optimizer_replicated):
+            yield
+
+    @contextmanager
+    def told(self, phase: Phase) -> Iterator[None]:
+        """Tells the others of a failure of the body on this rank alone, which has an agreement with them ahead."""
+        try:
+            yield
+        except RlSafeError:
+            raise  # every rank's
+        except Exception as error:
+            self.fail(phase, error)
+
     def fail(self, phase: Phase, error: Exception) -> NoReturn:
         """Tells the others of a failure of this rank alone, which has an agreement with them ahead; raises it.
 
@@ -83,8 +171,28 @@ class HostedTrainer:
         raise AssertionError("an agreement with a failure raises")
 
     def tell_failure(self, error: Exception) -> None:
-        """Tells those who wait for this rank before the phase's next agreement. Adapters override it; may raise.
+        """Tells those who wait for this rank before the phase's next agreement: those who save. May raise.
 
         Args:
             error: What this rank alone has failed with.
         """
+        if self._writer is not None:
+            self._writer.fail(error, self.trainer.remaining())
+
+    def end(self, failure: str | None = None) -> dict[int, str]:
+        """As `SafeTrainer.teardown`; nothing where there is no world yet."""
+        return self.trainer.teardown(failure) if self.has_world else {}
+
+
+def _asked(arguments: Mapping[str, Any]) -> MegatronConfig:
+    """Returns the sizes that a host asks Megatron for."""
+    tensor = arguments.get("tensor_model_parallel_size") or 1
+    return MegatronConfig(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=arguments.get("pipeline_model_parallel_size") or 1,
+        virtual_pipeline_model_parallel_size=arguments.get("virtual_pipeline_model_parallel_size"),
+        expert_model_parallel_size=arguments.get("expert_model_parallel_size") or 1,
+        expert_tensor_parallel_size=arguments.get("expert_tensor_parallel_size") or tensor,
+        context_parallel_size=arguments.get("context_parallel_size") or 1,
+        num_distributed_optimizer_instances=arguments.get("num_distributed_optimizer_instances") or 1,
+    )

@@ -106,6 +106,19 @@ def _batched_p2p(group: dist.ProcessGroup, size: int, device: torch.device, *, r
             work.wait()
 
 
+def _batched_p2p_over_world(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
+    """As `_batched_p2p` between the members of a pipeline group, over the default group and the pipeline group."""
+    ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
+    for step in (1, -1):
+        ops = [
+            dist.P2POp(dist.isend, torch.zeros(1, device=device), ranks[(own + step) % size]),
+            dist.P2POp(dist.irecv, torch.zeros(1, device=device), ranks[(own - step) % size]),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+    _batched_p2p(group, size, device, ring=ring)
+
+
 def _unbatched_p2p(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
     """Passes a message down the pipeline and back; each pair of neighbours connects on its own, and each direction."""
     # At two stages Megatron sends what goes back over the default group (p2p_communication.py:67).
@@ -137,13 +150,17 @@ def plan_digest(steps: Sequence[BootstrapStep]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _connected(steps: Sequence[BootstrapStep]) -> dict[str, frozenset[OpClass]]:
+def _connected(steps: Sequence[BootstrapStep], features: Features) -> dict[str, frozenset[OpClass]]:
     found = {step.group.group.group_name: frozenset(step.classes) for step in steps}
-    for step in steps:
-        if step.group.description == PIPELINE and step.group.size == 2 and OpClass.UNBATCHED_P2P in step.classes:
-            # One of its directions.
-            name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-            found[name] = found.get(name, frozenset()) | {OpClass.UNBATCHED_P2P}
+    world: set[OpClass] = set()
+    for step in (step for step in steps if step.group.description == PIPELINE):
+        if step.group.size == 2 and OpClass.UNBATCHED_P2P in step.classes:
+            world.add(OpClass.UNBATCHED_P2P)  # one of its directions
+        if features.p2p_over_world and OpClass.BATCHED_P2P in step.classes:
+            world.add(OpClass.BATCHED_P2P)
+    if world:
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        found[name] = found.get(name, frozenset()) | world
     return found
 
 
@@ -212,7 +229,7 @@ class Bootstrap:
         ):
             entries = [entry for step in steps for entry in self._connect(step, work)]
             work.finish()
-        self.connected = _connected(steps)
+        self.connected = _connected(steps, self._features)
         report = BootstrapReport(
             entries=tuple(entries),
             skipped=len(groups) - len(steps),
@@ -288,7 +305,10 @@ class Bootstrap:
         started_s = time.monotonic()
         # Context parallelism passes blocks around, and the last virtual stage sends to the first.
         ring = group.description != PIPELINE or self._features.virtual_pipeline
-        _COLLECTIVES[op_class](group.group, group.size, self._device, ring=ring)
+        issue = _COLLECTIVES[op_class]
+        if self._features.p2p_over_world and group.description == PIPELINE and op_class is OpClass.BATCHED_P2P:
+            issue = _batched_p2p_over_world
+        issue(group.group, group.size, self._device, ring=ring)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds = time.monotonic() - started_s

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.errors import CommunicatorError
-from rl_safe_workers.topology.groups import KINDS, UNUSED, WORLD, GroupKind
+from rl_safe_workers.topology.groups import HOST_KINDS, KINDS, UNUSED, WORLD, GroupKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,13 @@ class LiveGroup:
         """True if the table of groups says what it carries, be it nothing."""
         # Megatron's twins for CPU tensors carry what a host sends over them.
         unused = self.description in UNUSED or self.description.endswith("_GLOO")
-        return self.is_megatrons and (self.description in KINDS or unused)
+        return self.kind is not None or (self.is_megatrons and unused)
 
     @property
     def kind(self) -> GroupKind | None:
         """The kind of the group; None if it carries nothing, or nothing is known of it."""
-        return KINDS.get(self.description) if self.is_megatrons else None
+        known = KINDS.get(self.description) if self.is_megatrons else None
+        return known or HOST_KINDS.get(self.description)
 
     def __str__(self) -> str:
         return f"{self.description} {list(self.ranks)}"

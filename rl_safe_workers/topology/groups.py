@@ -89,6 +89,8 @@ class Features:
     background_saves: bool = False
     """True if Megatron itself saves in the background (``async_save``): the ranks then gather and scatter the plan over
     the default group (dist_checkpointing/strategies/state_dict_saver.py:141, 152)."""
+    p2p_over_world: bool = False
+    """True if stages send their batches over the default group, as ms-swift has it. Shapes stay on the pipeline's."""
     weights_over_world: bool = False
     """True if weight syncs use the default group, as with colocated trainers."""
 
@@ -196,6 +198,8 @@ def _world_traffic(layout: ParallelLayout, features: Features) -> Traffic:
     # The bootstrap of the pipeline group connects it.
     if features.weights_over_world:
         return Traffic.BANDWIDTH
+    if features.p2p_over_world and layout.pipeline > 1 and features.batched_p2p is not False:
+        return Traffic.STAGES
     return Traffic.STAGES if layout.pipeline == 2 and features.batched_p2p is not True else Traffic.CONTROL
 
 
@@ -349,6 +353,24 @@ KINDS: Mapping[str, GroupKind] = {
     ),
 }
 """The kinds of groups, by Megatron's ``group_desc``. A run need not have a group of every kind."""
+
+HOST_KINDS: Mapping[str, GroupKind] = {
+    # all_reduce and broadcast of experts' weights in exports and saves (mcore_bridge/bridge/gpt_bridge.py:440-473).
+    "EP-PP-GROUP": GroupKind(
+        key="ep_pp",
+        size=lambda s, f: s.expert * s.pipeline,
+        classes=_always(OpClass.REDUCE),
+        first_phase=Phase.CONVERT,
+    ),
+    # all_gather_object of samples (swift/megatron/trainers/grpo_trainer.py:270).
+    "ROLLOUT_GROUP": GroupKind(
+        key="rollout",
+        size=lambda s, f: s.tensor * s.pipeline * s.context,
+        classes=_always(OpClass.GATHER_SCATTER),
+        first_phase=Phase.ROLLOUT,
+    ),
+}
+"""The kinds of groups that a host framework creates beside Megatron's, by their ``group_desc``: those of ms-swift."""
 
 _ONLY_WITH_INSTANCES = ("intra_dp_cp", "intra_ep_dp", "inter_ep_dp")
 

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from rl_safe_workers.adapters.host_contract import HostName, HostText, find, lacks_name, lacks_text, parameters
-from rl_safe_workers.adapters.nemo_rl.contract import BRIDGE_NAMES, BRIDGE_TEXTS, NAMES, TEXTS
-from rl_safe_workers.adapters.nemo_rl.host_source import check_host
+from rl_safe_workers.adapters.nemo_rl.contract import (
+    BRIDGE_NAMES,
+    BRIDGE_TEXTS,
+    NAMES,
+    TEXTS,
+    check_host,
+)
 from rl_safe_workers.adapters.nemo_rl.launch import FACTORY, HOST_WORKER, KEY
 from rl_safe_workers.adapters.nemo_rl.mixin import SafePolicyMixin
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import HOST_SHUTDOWN_S

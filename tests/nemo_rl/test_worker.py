@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 from rl_safe_workers.adapters.nemo_rl.contract import NAMES
 from rl_safe_workers.adapters.nemo_rl.mixin import SafePolicyMixin
-from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
+from rl_safe_workers.adapters.shards import ShardWriter
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.control.seal import new_secret
 from rl_safe_workers.ranks import trainer_ids
@@ -92,7 +92,8 @@ def test_a_save_in_the_background_is_megatrons_own_with_both_flags_off(tmp_path:
 
     monkeypatch.setattr(dist_checkpointing, "save", save)
     writer = ShardWriter(
-        ControlPlane(HashStore(), world="training world", rank=0, members=trainer_ids([0]), secret=new_secret())
+        ControlPlane(HashStore(), world="training world", rank=0, members=trainer_ids([0]), secret=new_secret()),
+        folders=3,
     )
     bare = TorchDistSaveShardedStrategy("torch_dist", 1)
     with writer.saving("training", remaining=lambda: timedelta(seconds=1), optimizer_replicated=False):

@@ -1,12 +1,16 @@
 """Every name of NeMo RL's and Megatron-Bridge's that the adapter relies on, with the parameters that it relies on.
 
-Pure data: nothing of either is imported. `host_source` compares it with a checkout: for users before a worker starts,
-and in ``tests/nemo_rl/test_contract.py``.
+Nothing of them is imported. `check_host` compares it with a checkout: for users before a worker starts, and in
+``tests/nemo_rl/test_contract.py``.
 """
 
 from __future__ import annotations
 
-from rl_safe_workers.adapters.host_contract import HostName, HostText
+from collections.abc import Iterable
+from pathlib import Path
+
+from rl_safe_workers.adapters.host_contract import HostName, HostText, lacking
+from rl_safe_workers.errors import ConfigError
 
 SINCE = "f00e1006b (2026-03-12)"
 """The first commit of NeMo RL's main branch that fits: before it, the worker cannot be derived from."""
@@ -222,3 +226,21 @@ BRIDGE_TEXTS: tuple[HostText, ...] = (
         why="patched: likewise",
     ),
 )
+
+
+def check_host(root: Path, names: Iterable[HostName] = NAMES, texts: Iterable[HostText] = ()) -> None:
+    """Refuses a NeMo RL that this adapter does not fit.
+
+    Args:
+        root: Its checkout, or the folder that holds its package.
+        names: What it must have.
+        texts: What it must do.
+
+    Raises:
+        ConfigError: Naming what it lacks.
+    """
+    if lack := lacking(root, names, texts):
+        raise ConfigError(
+            f"the NeMo RL in {root} lacks {lack}, which rl_safe_workers needs: use one from commit "
+            f"{SINCE} to {UNTIL}, such as v0.6.0 or v0.7.0 (docs/nemo_rl.md), or run its own examples/run_grpo.py"
+        )

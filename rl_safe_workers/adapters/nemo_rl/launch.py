@@ -15,10 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import rl_safe_workers
-from rl_safe_workers.adapters.nemo_rl.contract import NAMES, TEXTS
-from rl_safe_workers.adapters.nemo_rl.host_source import check_host
+from rl_safe_workers.adapters.nemo_rl.contract import NAMES, TEXTS, check_host
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings
-from rl_safe_workers.adapters.nemo_rl.patches import replaced
+from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.checkpoint.folders.claim import claimed
 from rl_safe_workers.errors import ConfigError
 

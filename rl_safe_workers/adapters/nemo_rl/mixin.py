@@ -93,7 +93,7 @@ class SafePolicyMixin:
             CheckpointError: On every rank, if one cannot write.
             PhaseTimeoutError: If a rank does not arrive, or has not written, in time; names it.
         """
-        with self.safe.saving():
+        with self.safe.saving(optimizer_replicated=not self.safe.distributed_optimizer):
             super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -23,13 +23,11 @@ from rl_safe_workers.adapters.nemo_rl.bridge_features import features_of
 from rl_safe_workers.adapters.nemo_rl.conversion import convert, is_from_hf
 from rl_safe_workers.adapters.nemo_rl.import_groups import end_groups_since, groups_now
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlSettings
-from rl_safe_workers.adapters.nemo_rl.patches import replaced
-from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
+from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.adapters.shards import ShardWriter
 from rl_safe_workers.comms.bootstrap import HostGroups
-from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups
-from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.control.bounded import within
-from rl_safe_workers.errors import CommunicatorError, RlSafeError, in_one_line
+from rl_safe_workers.errors import CommunicatorError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.communicators import HostComms
@@ -61,6 +59,7 @@ class PolicyProcess(HostedTrainer):
 
     Attributes:
         import_groups: How many groups an import has made, which were ended.
+        distributed_optimizer: Whether the optimizer's state is shared out.
     """
 
     def __init__(self, settings: NemoRlSettings) -> None:
@@ -68,8 +67,7 @@ class PolicyProcess(HostedTrainer):
         self.settings = settings
         self.import_groups = 0
         self._importing = False
-        self._distributed_optimizer = True
-        self._writer: ShardWriter | None = None
+        self.distributed_optimizer = True
 
     @contextmanager
     def setting_up(self, host: Any, config: Mapping[str, Any], *, workers: int | None) -> Iterator[None]:
@@ -118,7 +116,7 @@ class PolicyProcess(HostedTrainer):
                 "saves and Megatron's groups would wait; this adapter supports NeMo RL's separate worlds alone"
             )
         self.take_world(self.settings.rl_safe(), comms=NemoRlComms(), outside_timeout=self._outside_timeout)
-        self._writer = ShardWriter(self.trainer.control)
+        self._writer = ShardWriter(self.trainer.control, folders=3)
 
     def _importing_model(self, original: Callable[..., None]) -> Callable[..., None]:
         def handle_model_import(
@@ -150,7 +148,7 @@ class PolicyProcess(HostedTrainer):
         self.trainer.meet(Phase.CONVERT)
         before, self._importing = groups_now(), True
         try:
-            with self._written("conversion", optimizer_replicated=True):
+            with self.written("conversion", optimizer_replicated=True):
                 yield
             self.import_groups = end_groups_since(before, timeout=self.trainer.remaining())
         finally:
@@ -161,7 +159,7 @@ class PolicyProcess(HostedTrainer):
         def setup_model_and_optimizer(policy_cfg: Any, megatron_cfg: Any, *args: Any, **kwargs: Any) -> Any:
             if self.trainer.features is None:
                 self.trainer.features = features_of(megatron_cfg)
-                self._distributed_optimizer = self.trainer.features.distributed_optimizer
+                self.distributed_optimizer = self.trainer.features.distributed_optimizer
             # So that its logs say what is done; what is done, `ShardWriter` decides.
             megatron_cfg.checkpoint.fully_parallel_save = False
             _refuse_stale_saves(megatron_cfg.checkpoint)
@@ -175,63 +173,17 @@ class PolicyProcess(HostedTrainer):
         @functools.wraps(original)  # Bridge looks at its signature (training/initialize.py:794)
         def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
             if self._importing or self.trainer.lifecycle.has_completed(Phase.BOOTSTRAP):
-                kwargs["distributed_timeout_minutes"] = self._minutes()
+                kwargs["distributed_timeout_minutes"] = self.timeout_minutes(in_phase=self._importing)
                 original(*args, **kwargs)
                 return
-            self._create_groups(original, *args, **kwargs)
+            self.create_groups(original, *args, **kwargs)
 
         return initialize_model_parallel
-
-    def _create_groups(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Creates the groups of training and connects them: the device holds no model yet."""
-        trainer, comms = self.trainer, self.trainer.comms
-        with trainer.phase(Phase.GROUPS):
-            trainer.megatron = _asked(kwargs)
-            given = kwargs.get("nccl_communicator_config_path")
-            comms.limits = comms.wanted_limits() if comms.has_nccl and given is None else {}
-            with nccl_config(comms.limits) if comms.limits else nullcontext() as path:
-                if path is not None:
-                    kwargs["nccl_communicator_config_path"] = path
-                kwargs["distributed_timeout_minutes"] = self._minutes()
-                original(*args, **kwargs)
-            trainer.megatron = sizes_of_groups()
-            comms.check_memory()
-        comms.plan().check_backend(dist.get_backend_config())
-        comms.bootstrap()
 
     @property
     def _outside_timeout(self) -> timedelta:
         """Longest wait of one collective outside of phases."""
         return timedelta(seconds=self.settings.timeouts.world)
-
-    def _minutes(self) -> float:
-        # Annotated as an int; Megatron makes a timedelta of it, which takes a fraction.
-        inside = self._importing or self.trainer.lifecycle.current is not None
-        return (self.trainer.remaining() if inside else self._outside_timeout).total_seconds() / 60
-
-    @contextmanager
-    def outermost(self, phase: Phase) -> Iterator[None]:
-        """As `phase`, for a method that the host also calls inside of another phase: nothing there."""
-        with nullcontext() if self.trainer.lifecycle.current is not None else self.trainer.phase(phase):
-            yield
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Phase ``save``, with what megatron-core would write written by us. Collective over: the training world."""
-        replicated = not self._distributed_optimizer
-        with self.trainer.phase(Phase.SAVE), self._written("training", optimizer_replicated=replicated):
-            try:
-                yield
-            except RlSafeError:
-                raise  # every rank's
-            except Exception as error:
-                self.fail(Phase.SAVE, error)
-
-    @contextmanager
-    def _written(self, kind: str, *, optimizer_replicated: bool) -> Iterator[None]:
-        assert self._writer is not None, "made with the world"
-        with self._writer.saving(kind, remaining=self.trainer.remaining, optimizer_replicated=optimizer_replicated):
-            yield
 
     def join_host(self, join: Callable[[], object]) -> None:
         """Joins the host's communicator with the rollout ranks, which waits for them without end, in time.
@@ -251,29 +203,6 @@ class PolicyProcess(HostedTrainer):
                 joint = groups_now() - before
                 world = self.trainer.world
                 self.trainer.world = replace(world, host_groups=world.host_groups | joint)
-
-    def tell_failure(self, error: Exception) -> None:
-        """As `HostedTrainer.tell_failure`: the ranks that save wait for this rank's shards."""
-        if self._writer is not None:
-            self._writer.fail(error, self.trainer.remaining())
-
-    def end(self, failure: str | None = None) -> dict[int, str]:
-        """As `SafeTrainer.teardown`; nothing where there is no world yet."""
-        return self.trainer.teardown(failure) if self.has_world else {}
-
-
-def _asked(kwargs: Mapping[str, Any]) -> MegatronConfig:
-    """The sizes that Bridge asks Megatron for."""
-    tensor = kwargs.get("tensor_model_parallel_size") or 1
-    return MegatronConfig(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=kwargs.get("pipeline_model_parallel_size") or 1,
-        virtual_pipeline_model_parallel_size=kwargs.get("virtual_pipeline_model_parallel_size"),
-        expert_model_parallel_size=kwargs.get("expert_model_parallel_size") or 1,
-        expert_tensor_parallel_size=kwargs.get("expert_tensor_parallel_size") or tensor,
-        context_parallel_size=kwargs.get("context_parallel_size") or 1,
-        num_distributed_optimizer_instances=kwargs.get("num_distributed_optimizer_instances") or 1,
-    )
 
 
 def _refuse_stale_saves(checkpoint: Any) -> None:

@@ -1,0 +1,257 @@
+"""Stands in for megatron-core's ``dist_checkpointing.save`` while a host saves: Megatron's format, no collectives.
+
+Hosts decide by themselves about megatron-core's two flags. Megatron-Bridge has both on in a conversion whatever NeMo RL
+says, and ``ckpt_assume_constant_structure`` turns the validation off from the second save on only. ms-swift has both on
+always. All of their saves end in this one function, which they call through the package (NeMo RL:
+training/checkpointing.py:1381 of Bridge; ms-swift: megatron/utils/megatron_lm_utils.py:360).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.checkpoint.folders.durable import fsync
+from rl_safe_workers.checkpoint.folders.shard_folder import clear_shards
+from rl_safe_workers.checkpoint.save.save_plan import Replicas
+from rl_safe_workers.checkpoint.save.saver import Saver
+from rl_safe_workers.checkpoint.save.writer import WrittenFile
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.errors import RlSafeError
+from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase
+from rl_safe_workers.worlds.training_rank import Part, TrainingRank
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundSave:
+    """A save that goes on while the host trains. To the host it is megatron-core's ``AsyncRequest``."""
+
+    def __init__(self, saver: Saver) -> None:
+        """Follows the save that a saver has begun."""
+        self.saver = saver
+        self._then: list[Callable[[], None]] = []
+
+    def add_finalize_fn(self, then: Callable[[], None]) -> None:
+        """Has something done by this rank once the save is complete."""
+        self._then.append(then)
+
+    def finalise(self) -> None:
+        """Does it."""
+        for then in self._then:
+            then()
+
+
+class PendingShards(Part):
+    """The save in the background, of which there is one at a time."""
+
+    def __init__(self, rank: TrainingRank) -> None:
+        """Follows no save yet."""
+        super().__init__(rank)
+        self._save: BackgroundSave | None = None
+
+    def __len__(self) -> int:
+        return 0 if self._save is None else 1
+
+    @property
+    def current(self) -> BackgroundSave | None:
+        """The save, if there is one."""
+        return self._save
+
+    def follow(self, saver: Saver) -> BackgroundSave:
+        """Sees to the end of a save in the background."""
+        self._save = BackgroundSave(saver)
+        return self._save
+
+    def before(self, phase: Phase) -> None:
+        """Finishes a save in the background before a phase that it must not reach into; else moves it on."""
+        if phase in SAVE_ENDS_BEFORE:
+            self.finish()
+        else:
+            self.poll()
+
+    def abort(self, reason: str) -> None:
+        """Gives a save in the background up, so that the others need not wait for this rank."""
+        save, self._save = self._save, None
+        if save is not None:
+            save.saver.abandon(reason)
+
+    def poll(self) -> None:
+        """Finalises a save in the background once it is complete. Not collective; does not wait."""
+        # A failure is raised by `finish`, on every rank.
+        if self._save is not None and not self._save.saver.poll() and not self._save.saver.in_flight:
+            self._finalise()
+
+    def finish(self) -> None:
+        """Waits for a save in the background and finalises it. Collective over: the training world, by the store.
+
+        Raises:
+            CheckpointError: On every rank, if one has failed.
+            PhaseTimeoutError: Naming the ranks that have not written in time.
+        """
+        if self._save is None:
+            return
+        try:
+            self._save.saver.finish(self.rank.timeout(Phase.SAVE))
+        except RlSafeError:
+            self._save = None
+            raise
+        self._finalise()
+
+    def _finalise(self) -> None:
+        save, self._save = self._save, None
+        if save is not None:
+            save.finalise()
+
+
+class ShardWriter:
+    """Writes what the host would have written, one saver for each kind of save: they plan once."""
+
+    def __init__(self, control: ControlPlane, *, folders: int, pending: PendingShards | None = None) -> None:
+        """Writes nothing yet.
+
+        Args:
+            control: This rank's place in the training world.
+            folders: How many folders the host makes for a save, one in the other, above that of the shards.
+            pending: Sees to the end of saves in the background; None: megatron-core writes those itself.
+        """
+        self._control, self._folders, self._pending = control, folders, pending
+        self._savers: dict[str, Saver] = {}
+        self._is_writing = False
+        self._awaits: Callable[[], Saver] | None = None
+        """The saver that other ranks may wait in, until this rank has come to it."""
+
+    @contextmanager
+    def saving(self, kind: str, *, remaining: Callable[[], timedelta], optimizer_replicated: bool) -> Iterator[None]:
+        """Has saves of the body written by us, or by megatron-core with both flags off.
+
+        Args:
+            kind: Names the saver, e.g. ``"training"``.
+            remaining: Time left of the phase.
+            optimizer_replicated: Whether there is no distributed optimizer.
+        """
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            return partial(
+                self._save, original, kind=kind, remaining=remaining, optimizer_replicated=optimizer_replicated
+            )
+
+        with replaced(dist_checkpointing, "save", make):
+            self._awaits = partial(self._saver, kind, optimizer_replicated=optimizer_replicated)
+            try:
+                yield
+            finally:
+                self._awaits = None
+
+    def fail(self, error: Exception, timeout: timedelta) -> None:
+        """Tells ranks that wait for this one in a save that it has failed; returns if none can.
+
+        Raises:
+            CheckpointError: On every rank, if they were told.
+            PhaseTimeoutError: Naming the ranks that did not report in time.
+        """
+        if self._awaits is not None and parallel_state.model_parallel_is_initialized():
+            self._awaits().fail(error, timeout)
+
+    def _save(
+        self,
+        original: Callable[..., Any],
+        *args: Any,
+        kind: str,
+        remaining: Callable[[], timedelta],
+        optimizer_replicated: bool,
+        **kwargs: Any,
+    ) -> Any:
+        if self._is_writing:
+            # The saver has megatron-core store what all ranks hold alike.
+            return original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs)
+        directory = Path(given.arguments["checkpoint_dir"]).absolute()
+        self._awaits = None
+        background = bool(given.arguments.get("async_sharded_save"))
+        if self._control.rank == 0:
+            logger.info(
+                "%s save to %s on the %d training ranks alone: fully_parallel_save=False, "
+                "validate_access_integrity=False, written by %s",
+                kind,
+                directory,
+                self._control.size,
+                "megatron-core in the background" if self._is_cores(background) else "rl_safe",
+            )
+        if self._is_cores(background):
+            given.arguments["sharded_strategy"] = bare_strategy(given.arguments.get("sharded_strategy"))
+            given.arguments["validate_access_integrity"] = False
+            return original(*given.args, **given.kwargs)
+        saver = self._saver(kind, optimizer_replicated=optimizer_replicated)
+        self._is_writing = True
+        try:
+            self._begin(saver, given.arguments, directory, remaining=remaining, background=background)
+        finally:
+            self._is_writing = False
+        if background and self._pending is not None:
+            return self._pending.follow(saver)
+        saver.finish(remaining())
+        return None
+
+    def _begin(
+        self,
+        saver: Saver,
+        given: Mapping[str, Any],
+        directory: Path,
+        *,
+        remaining: Callable[[], timedelta],
+        background: bool,
+    ) -> None:
+        saver.begin(
+            given["sharded_state_dict"],
+            directory,
+            content_metadata=dict(given.get("content_metadata") or {}),
+            prepare=partial(clear_shards, directory, below=self._host_folder(directory)),
+            commit=partial(_make_durable, directory),
+            timeout=remaining(),
+            background=background,
+        )
+
+    def _is_cores(self, background: bool) -> bool:
+        return background and self._pending is None
+
+    def _host_folder(self, directory: Path) -> Path:
+        """Returns the folder above all that the host makes for a save, such as ``tmp_step_5/policy/weights/iter_5``."""
+        return directory.parents[min(self._folders, len(directory.parents) - 1)]
+
+    def _saver(self, kind: str, *, optimizer_replicated: bool) -> Saver:
+        if kind not in self._savers:
+            replicas = Replicas(
+                dense=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+                expert=parallel_state.get_expert_data_parallel_world_size(),
+                optimizer=optimizer_replicated,
+            )
+            self._savers[kind] = Saver(self._control.scope(f"shards/{kind}"), replicas=replicas)
+        return self._savers[kind]
+
+
+def bare_strategy(strategy: Any) -> Any:
+    """Megatron-core's strategy without the wrapper that is ``fully_parallel_save``."""
+    while isinstance(strategy, FullyParallelSaveStrategyWrapper):
+        strategy = strategy.base_strategy
+    return strategy
+
+
+def _make_durable(directory: Path, files: Mapping[str, WrittenFile], notes: Sequence[str]) -> str:
+    """Syncs what the ranks have not: the metadata, and the directories."""
+    for path in directory.iterdir():
+        if path.name not in files and path.is_file():
+            fsync(path)
+    for folder in (directory, directory.parent):
+        fsync(folder)
+    return str(directory)

@@ -1,0 +1,12 @@
+"""Prints the path of the plugin, for ms-swift's ``--external_plugins``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Alone in its folder: ms-swift puts that first on the path of imports.
+PLUGIN = Path(__file__).parent / "plugin" / "rl_safe_swift_plugin.py"
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{PLUGIN}\n")

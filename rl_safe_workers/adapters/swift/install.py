@@ -1,0 +1,106 @@
+"""Puts our parts into this process's ms-swift, before any group exists."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import logging
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rl_safe_workers.adapters.swift.swift_contract import check_swift
+from rl_safe_workers.adapters.swift.swift_settings import job_settings
+from rl_safe_workers.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_job: Any = None
+
+
+def job() -> Any:
+    """Returns this process's `SwiftJob`; None if nothing is installed."""
+    return _job
+
+
+def install() -> None:
+    """Replaces what `swift_contract` lists. Idempotent; nothing in a worker of a data loader, or without Megatron.
+
+    Raises:
+        ConfigError: If the settings cannot be used, or ms-swift lacks something that we rely on; names it.
+    """
+    global _job
+    if _job is not None or multiprocessing.parent_process() is not None:
+        return
+    if "swift.megatron" not in sys.modules:
+        logger.warning("rl_safe: this is none of ms-swift's Megatron pipelines, so nothing is done")
+        return
+    settings = job_settings()
+    if not settings.enabled:
+        logger.warning("rl_safe: off, by RL_SAFE_SWIFT")
+        return
+    if "swift.ray.megatron" in sys.modules:
+        raise ConfigError("ms-swift's Ray mode is not supported yet: leave our plugin out")
+    check_swift(package_root("swift"), package_root("mcore_bridge"))
+
+    from rl_safe_workers.adapters.swift.job import SwiftJob
+
+    _job = SwiftJob(settings)
+    _replace(_job)
+    _see_failures(_job)
+
+
+def package_root(name: str) -> Path:
+    """Returns the folder that holds a package, without importing it.
+
+    Raises:
+        ConfigError: If it is not installed.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"{name} is not installed")
+    return Path(spec.origin).parents[1]
+
+
+def _replace(job: Any) -> None:
+    import torch.distributed as dist
+    from swift.megatron.callbacks import megatron_callbacks_map
+    from swift.megatron.pipelines.export.export import MegatronExport
+    from swift.megatron.pipelines.train.sft import MegatronSft
+    from swift.megatron.trainers.base import BaseMegatronTrainer
+    from swift.megatron.utils import megatron_lm_utils
+
+    from rl_safe_workers.adapters.swift.flow_callback import safe_flow
+    from rl_safe_workers.adapters.swift.save_queue import SaveQueue
+
+    dist.init_process_group = job.creating_world(dist.init_process_group)
+    dist.barrier = job.waiting(dist.barrier)
+    megatron_lm_utils._initialize_mpu = job.creating_groups(megatron_lm_utils._initialize_mpu)
+    megatron_lm_utils.AsyncCallsQueue = lambda *args, **kwargs: SaveQueue(job)
+    megatron_lm_utils._async_calls_queue = SaveQueue(job)
+    megatron_callbacks_map["default_flow"] = safe_flow(megatron_callbacks_map["default_flow"], job)
+    BaseMegatronTrainer.__init__ = job.building(BaseMegatronTrainer.__init__)
+    BaseMegatronTrainer.train = job.looping(BaseMegatronTrainer.train)
+    BaseMegatronTrainer.save_checkpoint = job.saving_checkpoint(BaseMegatronTrainer.save_checkpoint)
+    MegatronSft.run = job.training(MegatronSft.run)
+    MegatronExport.run = job.exporting(MegatronExport.run)
+
+
+def _see_failures(job: Any) -> None:
+    """Has failures told to the other ranks wherever they happen: the plugin is imported within a constructor."""
+    host_hook, process = sys.excepthook, os.getpid()
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        host_hook(kind, error, trace)
+        if os.getpid() == process:
+            job.fail_with(error)
+
+    def leave_early() -> None:
+        if os.getpid() == process:
+            job.fail_with(SystemExit("ended before the end of the job"))
+
+    sys.excepthook = excepthook
+    atexit.register(leave_early)

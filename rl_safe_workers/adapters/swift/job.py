@@ -1,0 +1,310 @@
+"""One rank of an ms-swift job: its place in the training world, from the default group to the exit."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from rl_safe_workers.adapters.hosting import HostedTrainer
+from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.adapters.shards import PendingShards, ShardWriter
+from rl_safe_workers.adapters.swift.args_features import features_of
+from rl_safe_workers.adapters.swift.bridge_groups import create_ep_pp_groups
+from rl_safe_workers.adapters.swift.export import exported
+from rl_safe_workers.adapters.swift.swift_settings import SwiftSettings
+from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER, write_tracker
+from rl_safe_workers.comms.bootstrap import HostGroups
+from rl_safe_workers.control.bounded import within
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.errors import CommunicatorError, ConfigError, RlSafeError, RunError, first_line, in_one_line
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import RankId, trainer_ids
+from rl_safe_workers.root_cause import root_cause
+from rl_safe_workers.topology.groups import OpClass
+from rl_safe_workers.workers.communicators import HostComms
+
+logger = logging.getLogger(__name__)
+
+OUTSIDE = "outside"
+"""Stands for the phase in waits outside of phases; the setting is ``timeouts.outside``."""
+_FOLDERS = 1
+"""How many folders ms-swift makes above the shards: ``checkpoint-4/iter_0000004``."""
+_HEARD = timedelta(seconds=2)
+"""How long a rank that fails listens for the failures of others."""
+_ON_POLICY = ("grpo", "gkd")
+
+
+class SwiftComms(HostComms):
+    """The collectives that ms-swift issues on groups besides Megatron's own."""
+
+    missing_groups = "ms-swift has not made Megatron's groups by initialize_model_parallel()"
+    makes_groups = True
+
+    def groups(self) -> HostGroups:
+        """Returns the groups that ms-swift itself issues collectives on, with what Megatron does not issue there."""
+        return [
+            # Metrics: megatron/trainers/base.py:600.
+            (parallel_state.get_data_parallel_group(), "dp", (OpClass.REDUCE,)),
+            # Was an update successful, and its gradient norm: megatron/utils/parallel_utils.py:14, 24.
+            (parallel_state.get_model_parallel_group(), "mp", (OpClass.REDUCE,)),
+            # broadcast_object_list of shapes of weights: mcore_bridge/bridge/gpt_bridge.py:328.
+            (parallel_state.get_pipeline_model_parallel_group(), "pp", (OpClass.REDUCE,)),
+        ]
+
+
+class SwiftJob(HostedTrainer):
+    """The trainer behind ms-swift's pipelines: the world, groups, bootstrap, phases with deadlines, saves, the exit."""
+
+    def __init__(self, settings: SwiftSettings) -> None:
+        """Records the settings. Touches nothing."""
+        self.settings = settings
+        self.saves: PendingShards | None = None
+        self._step = ExitStack()
+        """The phase that a callback has entered."""
+        self._optimizer_replicated = False
+        self._has_ended = False
+
+    def creating_world(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wraps ``init_process_group``, to which ms-swift gives a timeout of 208 days."""
+
+        @functools.wraps(original)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            given = inspect.signature(original).bind(*args, **kwargs)
+            given.arguments["timeout"] = timedelta(seconds=self.settings.timeouts.world)
+            original(*given.args, **given.kwargs)
+            if not self.has_world:
+                outside = timedelta(seconds=self.settings.timeouts.outside)
+                self.take_world(self.settings.rl_safe(), comms=SwiftComms(), outside_timeout=outside)
+                self.saves = PendingShards(self.trainer)
+                self.trainer.add_part(self.saves)
+                self._writer = ShardWriter(self.trainer.control, folders=_FOLDERS, pending=self.saves)
+                # A warning, because nothing less of other packages is shown.
+                logger.warning("rl_safe active: training rank %d of %d", dist.get_rank(), dist.get_world_size())
+
+        return init_process_group
+
+    def waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps ``barrier``: over the default group it becomes one over the store, which names the missing ranks."""
+
+        @functools.wraps(original)
+        def barrier(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
+            is_worlds = group is None or group is dist.group.WORLD
+            if not is_worlds or async_op or not self.has_world or self._has_ended:
+                return original(group, async_op, *args, **kwargs)
+            trainer = self.trainer
+            if trainer.device.type == "cuda":
+                torch.cuda.current_stream(trainer.device).synchronize()  # as NCCL's does
+            phase = trainer.lifecycle.current
+            deadline = trainer.deadline if phase else Deadline.after(timedelta(seconds=self.settings.timeouts.outside))
+            trainer.control.barrier(phase or OUTSIDE, deadline)
+            return None
+
+        return barrier
+
+    def creating_groups(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Wraps ms-swift's ``_initialize_mpu``, which creates Megatron's groups."""
+
+        @functools.wraps(original)
+        def _initialize_mpu(args: Any) -> None:
+            if getattr(args, "rlhf_type", None) in _ON_POLICY:
+                raise ConfigError(f"--rlhf_type {args.rlhf_type} is not supported yet: leave our plugin out")
+            self._optimizer_replicated = not args.use_distributed_optimizer
+
+            def initialize(create: Callable[..., None]) -> Callable[..., None]:
+                def initialize_model_parallel(*sizes: Any, **more: Any) -> None:
+                    self.trainer.features = features_of(args)
+                    self.create_groups(create, *sizes, **more)
+
+                return initialize_model_parallel
+
+            with replaced(parallel_state, "initialize_model_parallel", initialize):
+                original(args)
+
+        return _initialize_mpu
+
+    def create_own_groups(self) -> None:
+        """As `HostedTrainer.create_own_groups`: mcore-bridge's, which it creates with the first model."""
+        from mcore_bridge.bridge import gpt_bridge
+
+        create_ep_pp_groups(gpt_bridge, timeout=self.trainer.remaining())
+
+    def building(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wraps the constructor of ms-swift's trainer, which builds the model and reads its weights."""
+
+        @functools.wraps(original)
+        def build(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            with self.outermost(Phase.CONVERT):
+                original(trainer, *args, **kwargs)
+
+        return build
+
+    def begin(self, phase: Phase) -> None:
+        """Enters a phase that `finish_phase` leaves. Collective over: the training world."""
+        self._step.enter_context(self.trainer.phase(phase))
+
+    def finish_phase(self) -> None:
+        """Leaves the phase that `begin` has entered."""
+        self._step.close()
+
+    def saving_checkpoint(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Wraps the trainer's ``save_checkpoint``."""
+
+        @functools.wraps(original)
+        def save_checkpoint(trainer: Any) -> None:
+            with self.saving(optimizer_replicated=self._optimizer_replicated), self._tracker_last():
+                original(trainer)
+
+        return save_checkpoint
+
+    @contextmanager
+    def _tracker_last(self) -> Iterator[None]:
+        """Has the tracker of a save written durably, and only once the save is complete.
+
+        ms-swift writes it as soon as the save has begun (megatron_lm_utils.py:378-384).
+        """
+        from megatron.core import msc_utils
+
+        def deferring(original: Callable[..., Any]) -> Callable[..., Any]:
+            def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+                if Path(path).name != TRACKER or mode != "w":
+                    return original(path, mode, *args, **kwargs)
+                return _Tracker(Path(path).parent, self.saves)
+
+            return open_file
+
+        with replaced(msc_utils, "open_file", deferring):
+            yield
+
+    def exporting(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Wraps ``MegatronExport.run``: phase ``convert``, whole or absent, and the exit."""
+
+        @functools.wraps(original)
+        def run(pipeline: Any) -> None:
+            with (
+                self.trainer.phase(Phase.CONVERT),
+                self.written("export", optimizer_replicated=True),
+                self._tracker_last(),
+                exported(self, pipeline.args),
+            ):
+                original(pipeline)
+            self.leave()
+
+        return run
+
+    def training(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wraps ``MegatronSft.run``, which ends by destroying the groups without an agreement."""
+
+        @functools.wraps(original)
+        def run(pipeline: Any) -> Any:
+            with replaced(dist, "destroy_process_group", _leaving_the_world):
+                result = original(pipeline)
+            self.leave()
+            return result
+
+        return run
+
+    def looping(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wraps the trainer's ``train``: a failure is told at once, before ms-swift draws its images."""
+
+        @functools.wraps(original)
+        def train(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                original(trainer, *args, **kwargs)
+            except BaseException as error:
+                self.fail_with(error)
+                raise
+
+        return train
+
+    def leave(self) -> None:
+        """Ends the job in order, after all went well on this rank. Collective over: the training world.
+
+        Raises:
+            CommunicatorError: If another rank has failed, which is named; or as `SafeTrainer.teardown`.
+            PhaseTimeoutError: If a rank that was well does not come in time; names it.
+        """
+        if failed := self.end():
+            self._has_ended = True
+            reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in failed.items())
+            raise CommunicatorError(f"this rank is well, and the job has failed: {reasons}")
+        self._has_ended = True
+
+    def fail_with(self, error: BaseException) -> None:
+        """Ends this rank's part of the job after a failure: tells the others, and says where the failure began.
+
+        Not collective, and never raises. It takes `_HEARD` at most, and the time to abort the groups.
+        """
+        if self._has_ended or not self.has_world:
+            return
+        self._has_ended = True
+        trainer = self.trainer
+        phase = trainer.lifecycle.current or trainer.lifecycle.last_failed or OUTSIDE
+        with suppress(Exception):
+            self._step.__exit__(type(error), error, error.__traceback__)
+        seconds = min(trainer.rl_safe.timeouts.teardown, _HEARD.total_seconds())
+        timeouts = trainer.rl_safe.timeouts.model_copy(update={"teardown": seconds})
+        trainer.rl_safe = trainer.rl_safe.model_copy(update={"timeouts": timeouts})
+        text = first_line(error) if isinstance(error, RlSafeError) else in_one_line(error)
+        try:
+            reported = error if isinstance(error, Exception) else RuntimeError(text)
+            within(lambda: trainer.control.report_failure(reported, phase=phase), _HEARD, what="reporting the failure")
+            failed = self.end(text)
+            silent = [rank for rank, reason in failed.items() if reason == GAVE_NONE]
+            self._blame(silent)
+        except RlSafeError as lost:
+            logger.error("training rank %d: %s", trainer.training_rank, lost)
+
+    def _blame(self, silent: list[int]) -> None:
+        """Says which rank the failure began with, as far as this rank can know."""
+        trainer = self.trainer
+        reports: dict[RankId, RunError] = {}
+        within(lambda: reports.update(trainer.control.reported_failures()), _HEARD, what="reading the failures")
+        cause = root_cause(reports, pending=trainer_ids(silent))
+        culprits = ", ".join(str(rank.rank) for rank in sorted(cause.culprits)) or "?"
+        what = first_line(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"
+        logger.error(
+            "training rank %d: the job has failed on training rank %s: %s", trainer.training_rank, culprits, what
+        )
+
+
+GAVE_NONE = "gave no verdict"
+"""The reason that `ControlPlane.exchange_verdicts` gives for a rank that has said nothing."""
+
+
+def _leaving_the_world(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns ``destroy_process_group`` that leaves the default group alone: `SwiftJob.leave` ends it."""
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group is not None:
+            original(group)
+
+    return destroy_process_group
+
+
+class _Tracker(io.StringIO):
+    """The file that ms-swift writes a step's number to. It becomes the tracker file when the save is complete."""
+
+    def __init__(self, folder: Path, saves: PendingShards | None) -> None:
+        super().__init__()
+        self._folder, self._saves = folder, saves
+
+    def close(self) -> None:
+        if not self.closed:
+            step = int(self.getvalue())
+            pending = None if self._saves is None else self._saves.current
+            if pending is None:
+                write_tracker(self._folder, step)
+            else:
+                pending.add_finalize_fn(functools.partial(write_tracker, self._folder, step))
+        super().close()

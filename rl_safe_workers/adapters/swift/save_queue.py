@@ -1,0 +1,38 @@
+"""Stands in for megatron-core's queue of saves in the background, which asks all ranks in every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_safe_workers.adapters.swift.job import SwiftJob
+
+
+class SaveQueue:
+    """The names that ms-swift calls, over `PendingShards`: no collective, and no process for a save."""
+
+    def __init__(self, job: SwiftJob) -> None:
+        """Holds this rank's job."""
+        self._job = job
+
+    def schedule_async_request(self, request: Any) -> None:
+        """Does nothing: the save has begun, and its end is seen to."""
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> None:
+        """Moves the save in the background on, or waits for its end. Waiting is collective over: the training world.
+
+        Raises:
+            CheckpointError: On every rank, if the save has failed and this waits.
+        """
+        saves = self._job.saves
+        if saves is not None:
+            if blocking:
+                saves.finish()
+            else:
+                saves.poll()
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Returns how many saves are in the background."""
+        return len(self._job.saves or ())
+
+    def close(self, abort: bool = False) -> None:
+        """Does nothing: there is no process to end."""

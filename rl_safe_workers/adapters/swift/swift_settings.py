@@ -1,0 +1,45 @@
+"""The settings of ms-swift's users: the variable ``RL_SAFE_SWIFT``, which the node ``ENV`` of a YAML can carry."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from rl_safe_workers.adapters.host_settings import HostSettings
+from rl_safe_workers.config import PhaseTimeouts, RlSafeConfig, Seconds, TimeoutsConfig
+
+VARIABLE = "RL_SAFE_SWIFT"
+"""The settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
+
+
+class SwiftTimeouts(PhaseTimeouts):
+    """Seconds that each phase may take under ms-swift."""
+
+    world: Seconds = 600.0
+    """To create the default group."""
+    outside: Seconds = 7200.0
+    """For each wait outside of phases: ranks wait in one while a rank prepares the dataset."""
+    convert: Seconds = 3600.0
+    """To build the model and read its weights, and for an export."""
+
+
+class SwiftSettings(HostSettings):
+    """The variable's keys. With ``enabled`` false the plugin does nothing."""
+
+    timeouts: SwiftTimeouts = Field(default_factory=SwiftTimeouts)
+
+    def rl_safe(self, **timeouts: float) -> RlSafeConfig:
+        """As `HostSettings.rl_safe`; ``outside`` is no phase."""
+        seconds = {"groups": self.timeouts.bootstrap, **self.timeouts.model_dump(exclude={"outside"}), **timeouts}
+        return RlSafeConfig(timeouts=TimeoutsConfig(**seconds), bootstrap=self.bootstrap)
+
+
+def job_settings(environ: Mapping[str, str] | None = None) -> SwiftSettings:
+    """The settings of this job; the defaults if there are none.
+
+    Raises:
+        ConfigError: If the variable cannot be read.
+    """
+    return SwiftSettings.from_json((os.environ if environ is None else environ).get(VARIABLE) or "{}", source=VARIABLE)

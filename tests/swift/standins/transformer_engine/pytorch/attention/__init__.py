@@ -1,0 +1,3 @@
+from transformer_engine.pytorch.attention import rope
+
+__all__ = ["rope"]

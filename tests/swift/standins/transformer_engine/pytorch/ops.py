@@ -1,0 +1,7 @@
+"""Fusible operations, named in annotations alone."""
+
+
+class Sequential: ...
+
+
+class FusibleOperation: ...

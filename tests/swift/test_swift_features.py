@@ -1,0 +1,74 @@
+"""The collectives that follow from the arguments of a job, and the settings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl_safe_workers.adapters.swift.args_features import features_of
+from rl_safe_workers.adapters.swift.swift_settings import VARIABLE, job_settings
+from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.topology.groups import HOST_KINDS, WORLD, Features, Traffic, kinds_of
+from rl_safe_workers.topology.layout import ParallelLayout
+
+
+def arguments(*, moe: bool = True, **more: Any) -> SimpleNamespace:
+    given = {
+        "model_info": SimpleNamespace(is_moe_model=moe),
+        "moe_token_dispatcher_type": "alltoall",
+        "use_distributed_optimizer": True,
+        "virtual_pipeline_model_parallel_size": None,
+    }
+    return SimpleNamespace(**given | more)
+
+
+def test_without_virtual_stages_batches_go_over_the_default_group() -> None:
+    features = features_of(arguments())
+    assert (features.batched_p2p, features.p2p_over_world) == (True, True)
+    features = features_of(arguments(virtual_pipeline_model_parallel_size=2))
+    assert (features.batched_p2p, features.p2p_over_world, features.virtual_pipeline) == (False, False, True)
+
+
+def test_a_dense_model_connects_nothing_for_experts() -> None:
+    features = features_of(arguments(moe=False))
+    assert (features.moe, features.aux_loss) == (False, False)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, True), ("none", False), (["aux_loss", "seq_aux_loss"], True)])
+def test_the_router_has_a_loss_unless_it_is_turned_off(given: Any, expected: bool) -> None:
+    assert features_of(arguments(moe_router_load_balancing_type=given)).aux_loss is expected
+
+
+def test_the_default_group_carries_stages_where_ms_swift_sends_over_it() -> None:
+    layout = ParallelLayout(world_size=8, tensor=1, pipeline=4, expert=1, expert_tensor=1, context=1)
+    world = kinds_of(layout, Features())[WORLD]
+    assert world.traffic(layout, Features(batched_p2p=True, p2p_over_world=True)) is Traffic.STAGES
+    assert world.traffic(layout, Features(batched_p2p=True)) is Traffic.CONTROL
+
+
+def test_the_groups_that_ms_swift_creates_are_in_the_catalog() -> None:
+    layout = ParallelLayout(world_size=16, tensor=1, pipeline=2, expert=4, expert_tensor=1, context=2)
+    sizes = {name: kind.size(layout, Features()) for name, kind in HOST_KINDS.items()}
+    assert sizes == {"EP-PP-GROUP": 8, "ROLLOUT_GROUP": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "RL_SAFE_SWIFT is not JSON"),
+        ("[]", "RL_SAFE_SWIFT must hold keys"),
+        ('{"timeouts": {"convert": 0}}', "RL_SAFE_SWIFT.timeouts.convert"),
+        ('{"bootstrap": {"max_ctas": {"world": 4}}}', "max_ctas.world cannot have a limit"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused_on_one_line(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as error:
+        job_settings({VARIABLE: text})
+    assert "\n" not in str(error.value)
+
+
+def test_every_phase_has_its_timeout() -> None:
+    rl_safe = job_settings({VARIABLE: '{"timeouts": {"save": 5, "outside": 6}}'}).rl_safe()
+    assert (rl_safe.timeouts.save, rl_safe.timeouts.groups, rl_safe.timeouts.convert) == (5, 300, 3600)
