@@ -55,7 +55,7 @@ def _placeholders() -> Iterator[None]:
 with _placeholders():
     from megatron.bridge.training.checkpointing import load_checkpoint, save_checkpoint
     from megatron.bridge.training.config import CheckpointConfig
-    from megatron.bridge.training.state import TrainState
+    from megatron.bridge.training.state import FaultToleranceState, TrainState
 
 
 def _state(trainer: LoraRank, root: Path, *, step: int) -> Any:
@@ -83,7 +83,13 @@ def _state(trainer: LoraRank, root: Path, *, step: int) -> Any:
         logger=SimpleNamespace(log_progress=False, mlflow_log_artifacts=False),
         to_yaml=to_yaml,
     )
-    return SimpleNamespace(cfg=config, train_state=TrainState(step=step), wandb_logger=None, comet_logger=None)
+    return SimpleNamespace(
+        cfg=config,
+        train_state=TrainState(step=step),
+        wandb_logger=None,
+        comet_logger=None,
+        fault_tolerance_state=FaultToleranceState(),
+    )
 
 
 ITERATION = "iter_0000002"

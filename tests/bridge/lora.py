@@ -11,9 +11,12 @@ import pytest
 
 from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
 from rl_safe_workers.errors import CheckpointMismatchError
+from rl_safe_workers.worlds.address import StoreAddress
 from tests.bridge.bridge_saves import ITERATION, load_with_bridge, save_with_bridge
-from tests.bridge.lora_rank import LoraRank
+from tests.bridge.lora_rank import LoraRank, LoraWorker
+from tests.distributed import reference
 from tests.distributed.laid_out_rank import Layout, control, join, layout
+from tests.distributed.worker import run_config
 
 LAYOUTS = {"ep2": Layout(ep=2), "tp2_ep2": Layout(tp=2, ep=2), "pp2_ep2": Layout(pp=2, ep=2)}
 NEXT = {"ep2": "tp2_ep2", "tp2_ep2": "pp2_ep2", "pp2_ep2": "ep2"}
@@ -76,3 +79,22 @@ def exchange_with_bridge(rank: int, model: Path, root: Path, adapters: str, name
             trainer.load_optimizer(root / saved / ITERATION)
             found[saved], found[f"exported {saved}"] = trainer.held(), trainer.exported()
     return found
+
+
+def save_with_the_mixin(rank: int, address: StoreAddress, model: Path, root: Path, adapters: str) -> dict[str, Any]:
+    """Saves at TP2, goes on, and loads: under the layout of the save, and as if under another one."""
+    worker = LoraWorker(run_config(model, tp=2), rank=rank, size=2, adapters=adapters)
+    worker.start(address)
+    worker.convert()
+    worker.step(reference.random_batch(rows=4))
+    saved = worker.digest()
+    path = worker.save_checkpoint(root, step=1, fingerprint="tiny", layout={"tensor": 2}, driver_state={})
+    worker.step(reference.random_batch(rows=4, seed=1))
+    moved = worker.digest()
+    worker.load_checkpoint(path, fingerprint="tiny", layout={"tensor": 2})
+    loaded, refused = worker.digest(), ""
+    try:
+        worker.load_checkpoint(path, fingerprint="tiny", layout={"tensor": 1})
+    except CheckpointMismatchError as error:
+        refused = str(error)
+    return {"saved": saved, "moved": moved, "loaded": loaded, "refused": refused}

@@ -24,7 +24,9 @@ from megatron.bridge.peft.lora import LoRA
 from rl_safe_workers.checkpoint.load.loader import Loader, read_content_metadata
 from rl_safe_workers.checkpoint.state.model_state import model_state, restore_model
 from rl_safe_workers.checkpoint.state.state import restore_state
+from rl_safe_workers.config import RunConfig
 from tests.distributed.laid_out_rank import TIMEOUT, Layout, Rank, control
+from tests.distributed.worker import Worker
 
 utils.HAVE_TE = False  # peft/utils.py:74 takes the names for there, which are None without it
 
@@ -32,6 +34,19 @@ ADAPTERS: dict[str, Callable[[], PEFT]] = {
     "lora": lambda: LoRA(dim=4, alpha=8),
     "canonical": lambda: CanonicalLoRA(dim=4, alpha=8),
 }
+
+
+class LoraWorker(Worker):
+    """A rank with the mixin, and with adapters."""
+
+    def __init__(self, config: RunConfig, *, rank: int, size: int, adapters: str) -> None:
+        self.peft = ADAPTERS[adapters]()
+        super().__init__(config, rank=rank, size=size)
+
+    def load_hf_weights(self, path: str) -> None:
+        """Reads the base, then adds the adapters, as Bridge does before the model is wrapped."""
+        super().load_hf_weights(path)
+        self.chunks = self.peft(self.chunks, training=True)
 
 
 class LoraRank(Rank):

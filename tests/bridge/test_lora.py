@@ -14,6 +14,7 @@ from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.models.seeded import create_seeded_model
 from tests.distributed.laid_out_rank import assert_equal, whole
 from tests.distributed.ranks import run_ranks, values
+from tests.distributed.worker import served_store
 
 Ranks = list[dict[str, Any]]
 
@@ -145,3 +146,24 @@ def test_a_load_of_the_whole_model_names_the_weights_that_adapters_alone_lack(br
     _, ranks = bridges
     for said in _of(ranks, "refused"):
         assert "the checkpoint does not fit the model: missing: decoder" in said
+
+
+REFUSED = (
+    "was saved under {'tensor': 2} and cannot be loaded under {'tensor': 1}: the order of the rows of "
+    "decoder.layers.0.mlp.linear_fc1.adapter.adapter_"
+)
+
+
+@pytest.mark.parametrize(("adapters", "refused"), [("lora", ""), ("canonical", REFUSED)])
+def test_the_mixin_loads_what_it_saved_and_refuses_adapters_under_another_layout(
+    adapters: str, refused: str, tmp_path: Path
+) -> None:
+    create_seeded_model(tmp_path / "model", SeededModelConfig(num_experts=0))
+    with served_store() as address:
+        arguments = address, tmp_path / "model", tmp_path / "checkpoints", adapters
+        ranks = values(run_ranks(_call, 2, "save_with_the_mixin", *arguments, timeout_s=280))
+    for rank in ranks:
+        assert rank["loaded"] == rank["saved"] != rank["moved"]
+        assert refused in rank["refused"]
+        assert bool(refused) == bool(rank["refused"])
+    assert audit(tmp_path / "checkpoints" / "global_step_1", deep=True).problems == ()

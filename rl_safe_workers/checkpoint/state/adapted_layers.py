@@ -7,11 +7,13 @@ Bridge itself loads a layer before it wraps it, and later the adapter alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+_HALVES = (".adapter_up", ".adapter_gate")
+"""Ends of the names of CanonicalLoRA's adapters of the two halves of ``linear_fc1``."""
 _LAYER, _ADAPTER, _OUTER = "to_wrap", "adapter", "module."
 
 
@@ -24,6 +26,16 @@ def load_layers(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """
     wrappers = {_inner(name) for name, module in chunk.named_modules() if _LAYER in module._modules}
     chunk.load_state_dict({_with_layer(name, wrappers): value for name, value in state.items()} if wrappers else state)
+
+
+def layout_bound(chunks: Iterable[torch.nn.Module]) -> str:
+    """Returns the name of an adapter that can be loaded under the layout of its save alone; empty if there is none.
+
+    CanonicalLoRA has one adapter for each half of ``linear_fc1``. Bridge describes each as if it held both halves
+    (peft/utils.py:1516 in 0.6.2), so the order of its rows in a checkpoint depends on tensor parallelism.
+    """
+    names = (name for chunk in chunks for name, _ in chunk.named_modules())
+    return next((_inner(name) for name in names if name.endswith(_HALVES)), "")
 
 
 def _inner(name: str) -> str:
