@@ -88,6 +88,7 @@ def _state(trainer: LoraRank, root: Path, *, step: int) -> Any:
         train_state=TrainState(step=step),
         wandb_logger=None,
         comet_logger=None,
+        mlflow_logger=None,
         fault_tolerance_state=FaultToleranceState(),
     )
 
