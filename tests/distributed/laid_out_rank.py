@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -58,7 +58,28 @@ class Held:
 TIMEOUT = timedelta(seconds=60)
 
 
-def _control() -> ControlPlane:
+def whole(ranks: Sequence[Held]) -> dict[str, np.ndarray]:
+    """Global tensors by key; fails unless every element is held exactly once."""
+    tensors: dict[str, np.ndarray] = {}
+    times: dict[str, np.ndarray] = {}
+    for key, shape, offset, data in (shard for held in ranks for shard in held.shards):
+        place = tuple(slice(a, a + n) for a, n in zip(offset, data.shape, strict=True))
+        tensors.setdefault(key, np.zeros(shape, np.float32))[place] = data
+        times.setdefault(key, np.zeros(shape, np.int8))[place] += 1
+    assert all((count == 1).all() for count in times.values())
+    return tensors
+
+
+def assert_equal(ranks: Sequence[Held], expected: Sequence[Held], *, steps: int = 2) -> None:
+    """Fails unless both have the same tensors, bit for bit, and have taken so many steps."""
+    mine, theirs = whole(ranks), whole(expected)
+    assert mine.keys() == theirs.keys()
+    assert [key for key in mine if not np.array_equal(mine[key], theirs[key])] == []
+    assert {step for held in ranks for step in held.steps} == {step for held in expected for step in held.steps}
+    assert {step for held in ranks for step in held.steps} == {steps}
+
+
+def control() -> ControlPlane:
     """A place in the world, made anew for each save and load."""
     store = dist.PrefixStore("shards", dist.distributed_c10d._get_default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -125,7 +146,7 @@ class Rank(MegatronPolicy):
             dense=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
             expert=parallel_state.get_expert_data_parallel_world_size(),
         )
-        saver = Saver(_control(), replicas=replicas)
+        saver = Saver(control(), replicas=replicas)
         saver.begin(
             state,
             directory,
@@ -145,7 +166,7 @@ class Rank(MegatronPolicy):
         dist_checkpointing.save(state, str(directory), sharded_strategy=strategy, content_metadata=CONTENT_METADATA)
 
     def load(self, directory: Path, **options: Any) -> None:
-        loader = Loader(_control())
+        loader = Loader(control())
         loader.load(
             lambda: self.ours(is_loading=True, **options),
             directory,
@@ -182,15 +203,18 @@ class Rank(MegatronPolicy):
         return Held(shards, {float(state["step"]) for part in parts for state in part.optimizer.state.values()})
 
 
+R = TypeVar("R", bound=Rank)
+
+
 def _array(shard: ShardedTensor) -> np.ndarray:
     data = shard.data.detach().float().numpy().copy()
     return data.reshape((1,) * shard.prepend_axis_num + data.shape)
 
 
 @contextmanager
-def layout(model: Path, sizes: Layout, dtype: str = "float32") -> Iterator[Rank]:
+def layout(model: Path, sizes: Layout, dtype: str = "float32", *, kind: Callable[..., R] = Rank) -> Iterator[R]:
     """A rank under a layout, whose groups are gone afterwards."""
-    yield Rank(model, sizes, dtype)
+    yield kind(model, sizes, dtype)
     for group in parallel_state._global_process_group_list[1:]:
         dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()

@@ -9,34 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.models.seeded import create_seeded_model
-from tests.distributed.laid_out_rank import Held
+from tests.distributed.laid_out_rank import assert_equal, whole
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.resharding import OTHERS, continue_on_two, make_round_trips, save_and_reshard
-
-
-def _whole(ranks: list[Held]) -> dict[str, np.ndarray]:
-    """Global tensors by key; fails unless every element is held exactly once."""
-    tensors: dict[str, np.ndarray] = {}
-    times: dict[str, np.ndarray] = {}
-    for key, shape, offset, data in (shard for held in ranks for shard in held.shards):
-        place = tuple(slice(a, a + n) for a, n in zip(offset, data.shape, strict=True))
-        tensors.setdefault(key, np.zeros(shape, np.float32))[place] = data
-        times.setdefault(key, np.zeros(shape, np.int8))[place] += 1
-    assert all((count == 1).all() for count in times.values())
-    return tensors
-
-
-def _assert_equal(ranks: list[Held], expected: list[Held]) -> None:
-    mine, theirs = _whole(ranks), _whole(expected)
-    assert mine.keys() == theirs.keys()
-    assert [key for key in mine if not np.array_equal(mine[key], theirs[key])] == []
-    assert {step for held in ranks for step in held.steps} == {step for held in expected for step in held.steps} == {2}
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +55,20 @@ def _of(ranks: list[dict[str, Any]], name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_layout_of_four_ranks_loads_every_element(ranks, name) -> None:
-    _assert_equal(_of(ranks, name), _of(ranks, "saved"))
+    assert_equal(_of(ranks, name), _of(ranks, "saved"))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_layout_would_write_each_element_exactly_once(ranks, name) -> None:
-    _assert_equal(_of(ranks, f"{name} described"), _of(ranks, "saved"))
+    assert_equal(_of(ranks, f"{name} described"), _of(ranks, "saved"))
 
 
 def test_half_the_ranks_load_every_element(ranks, two_ranks) -> None:
-    _assert_equal(_of(two_ranks, "held"), _of(ranks, "saved"))
+    assert_equal(_of(two_ranks, "held"), _of(ranks, "saved"))
 
 
 def test_the_state_compared_has_moments_and_parameters_of_every_kind(ranks) -> None:
-    tensors = _whole(_of(ranks, "saved"))
+    tensors = whole(_of(ranks, "saved"))
     for state in ("param", "exp_avg", "exp_avg_sq"):
         of_state = {k: v for k, v in tensors.items() if k.startswith(f"optimizer.state.{state}.")}
         assert len(of_state) * 4 == len(tensors)
@@ -102,12 +82,12 @@ def test_the_state_compared_has_moments_and_parameters_of_every_kind(ranks) -> N
 
 @pytest.mark.parametrize("name", ["ours by stock", "stock by ours"])
 def test_megatron_and_ours_read_each_others_checkpoints(ranks, name) -> None:
-    _assert_equal(_of(ranks, name), _of(ranks, "saved"))
+    assert_equal(_of(ranks, name), _of(ranks, "saved"))
 
 
 @pytest.mark.parametrize("name", ["homogeneous", "dp_reshardable"])
 def test_a_foreign_format_loads_with_the_metadata_it_was_saved_with(ranks, name) -> None:
-    _assert_equal(_of(ranks, name), _of(ranks, "saved"))
+    assert_equal(_of(ranks, name), _of(ranks, "saved"))
 
 
 def test_describing_the_state_is_not_collective(ranks) -> None:
@@ -136,14 +116,14 @@ def test_training_goes_on_as_if_uninterrupted_where_data_parallelism_alone_chang
 @pytest.mark.parametrize("name", ["vpp", "pp1"])
 def test_virtual_pipeline_stages_save_and_load_like_the_rest(round_trips, name) -> None:
     found = _of(round_trips, "vpp")
-    _assert_equal(_of(found, name), _of(found, "saved"))
+    assert_equal(_of(found, name), _of(found, "saved"))
 
 
 @pytest.mark.parametrize("name", ["tp2", "ep4"])
 def test_bf16_weights_and_their_fp32_originals_both_come_back(round_trips, name) -> None:
     found = _of(round_trips, "bf16")
-    _assert_equal(_of(found, name), _of(found, "saved"))
-    tensors = _whole(_of(found, name))
+    assert_equal(_of(found, name), _of(found, "saved"))
+    tensors = whole(_of(found, name))
     key = "decoder.layers.0.mlp.experts.experts.linear_fc1.weight"
     originals = torch.from_numpy(tensors[f"optimizer.state.param.{key}"])
     assert not torch.equal(originals, originals.bfloat16().float())

@@ -32,6 +32,7 @@ from rl_safe_workers.checkpoint.format.index import (
     read_index,
 )
 from rl_safe_workers.checkpoint.format.rectangles import Index, uncovered
+from rl_safe_workers.checkpoint.state.adapted_layers import layout_bound
 from rl_safe_workers.checkpoint.state.layer_states import EXTRA_STATE, pickled, safe_layer_state
 from rl_safe_workers.checkpoint.state.megatron import CONTENT_METADATA_KEY, StateFilling
 from rl_safe_workers.checkpoint.state.model_state import model_state, restore_model
@@ -438,6 +439,12 @@ class CheckpointLoads(Part):
             check_fingerprint(manifest, path=path, fingerprint=fingerprint)
             found.append(manifest)
             host = self.rank.host
+            if manifest.layout != dict(layout) and (adapter := layout_bound(host.chunks)):
+                raise CheckpointMismatchError(
+                    f"{path} was saved under {manifest.layout} and cannot be loaded under {dict(layout)}: the order of "
+                    f"the rows of {adapter} depends on tensor parallelism; take the layout of the save, or train with "
+                    "LoRA in the place of CanonicalLoRA"
+                )
             return sharded_state(
                 host.chunks,
                 host.optimizer,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from rl_safe_workers.checkpoint.state.adapted_layers import load_layers
 from rl_safe_workers.checkpoint.state.state import CONTENT_METADATA, chunk_keys
 
 
@@ -34,6 +35,6 @@ def model_state(chunks: Sequence[Any], metadata: dict[str, Any] | None = None) -
 def restore_model(chunks: Sequence[Any], optimizer: Any, state: dict[str, Any]) -> None:
     """Puts a loaded state dict in place, and the optimizer's copies of the parameters with it. Not collective."""
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
-        _unwrapped(chunk).load_state_dict(state[key])
+        load_layers(_unwrapped(chunk), state[key])
     if optimizer is not None:
         optimizer.reload_model_params()

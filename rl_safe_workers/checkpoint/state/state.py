@@ -20,6 +20,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+from rl_safe_workers.checkpoint.state.adapted_layers import load_layers
 from rl_safe_workers.checkpoint.state.chunk_state import ChunkLayout
 from rl_safe_workers.checkpoint.state.layer_states import EXTRA_STATE, extra_states
 from rl_safe_workers.checkpoint.state.optimizer_state import (
@@ -206,7 +207,7 @@ def _put_extra_state(chunk: Any, loaded: dict[str, Any]) -> None:
     """Gives layers the extra state that is not a tensor of theirs; only Transformer Engine's have any."""
     extra = {name: value for name, value in loaded.items() if EXTRA_STATE in name}
     if extra:
-        chunk.load_state_dict({**chunk.module.state_dict(keep_vars=True), **extra})
+        load_layers(chunk, {**chunk.module.state_dict(keep_vars=True), **extra})
 
 
 def _restore_optimizer(live: dict[Any, Any] | None, optimizer: Any, loaded: dict[Any, Any]) -> None:
