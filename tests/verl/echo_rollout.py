@@ -1,0 +1,101 @@
+"""Rollout engines without a model, in the place of vLLM's: they answer with the prompt's first tokens.
+
+verl imports it by ``actor_rollout_ref.model.external_lib``, in the driver and in each worker. The file that
+``rollout.custom.fault`` names says which call of replica 1 has no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from verl.workers.rollout import base
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+
+VICTIM = 1
+
+
+@ray.remote(num_cpus=0)
+class _Server:
+    """One engine's server."""
+
+    def __init__(self, replica_rank: int, fault: str) -> None:
+        self._replica_rank, self._fault = replica_rank, fault
+        self._silent = False
+        self._step = 0
+
+    async def _reach(self, call: str) -> None:
+        told = Path(self._fault).read_text() if self._fault and Path(self._fault).is_file() else ""
+        if self._replica_rank == VICTIM and told == f"{call} {self._step}":
+            self._silent = True
+            Path(f"{self._fault}.since").write_text(str(time.time()))
+        if self._silent:
+            await asyncio.Event().wait()
+
+    async def generate(self, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
+        await self._reach("generate")
+        return TokenOutput(
+            token_ids=prompt_ids[:8],
+            log_probs=[-1.0] * len(prompt_ids[:8]),
+            stop_reason="completed",
+            extra_fields={"global_steps": self._step},
+        )
+
+    async def wake_up(self, tags: list[str]) -> None:
+        await self._reach(f"wake_{tags[0]}")
+
+    async def sleep(self) -> None:
+        await self._reach("sleep")
+
+    async def clear_kv_cache(self) -> None:
+        await self._reach("clear_kv_cache")
+
+    async def set_global_steps(self, step: int) -> None:
+        self._step = step
+
+
+class EchoReplica(RolloutReplica):
+    """An engine of one rank."""
+
+    async def launch_servers(self) -> None:
+        fault = str((self.config.custom or {}).get("fault", ""))
+        server = _Server.options(name=f"echo_{self.replica_rank}").remote(self.replica_rank, fault)
+        await server.clear_kv_cache.remote()  # it is up, as vLLM's is when verl goes on
+        self.servers, self._server_handle, self._server_address = [server], server, f"echo_{self.replica_rank}"
+
+
+class EchoAdapter(base.BaseRollout):
+    """A training rank's way to the engine beside it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.replica_rank = int(os.environ["RANK"])
+        self._server: Any = None
+
+    async def _call(self, method: str, *args: Any) -> None:
+        if self._server is None:
+            self._server = ray.get_actor(f"echo_{self.replica_rank}")
+        await getattr(self._server, method).remote(*args)
+
+    async def resume(self, tags: list[str]) -> None:
+        await self._call("wake_up", tags)
+
+    async def release(self) -> None:
+        await self._call("sleep")
+
+    async def update_weights(
+        self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int = 0, **_: Any
+    ) -> None:
+        for _weight in weights:
+            pass
+        await self._call("set_global_steps", global_steps)
+
+
+base._ROLLOUT_REGISTRY["vllm", "async"] = f"{__name__}.{EchoAdapter.__name__}"
+RolloutReplicaRegistry.register("vllm", lambda: EchoReplica)
