@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.adapters.nemo_rl.shards import ShardWriter
+from rl_safe_workers.adapters.shards import ShardWriter
 from rl_safe_workers.errors import CheckpointMismatchError
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.bridge.bridge_saves import ITERATION, load_with_bridge, save_with_bridge
@@ -65,7 +65,7 @@ def exchange_with_bridge(rank: int, model: Path, root: Path, adapters: str, name
     with layout(model, LAYOUTS[name], kind=kind) as trainer:
         trainer.step(0)
         trainer.step(1)
-        writer = ShardWriter(control())
+        writer = ShardWriter(control(), folders=3)
         with writer.saving("training", remaining=lambda: timedelta(seconds=60), optimizer_replicated=False):
             save_with_bridge(trainer, root / "ours")
         save_with_bridge(trainer, root / "stock")
