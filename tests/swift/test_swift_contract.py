@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,8 @@ from rl_safe_workers.adapters.swift.install import package_root
 from rl_safe_workers.adapters.swift.swift_contract import BRIDGE_NAMES, BRIDGE_TEXTS, NAMES, TEXTS, check_swift
 from rl_safe_workers.errors import ConfigError
 
+HOSTS = Path(sys.prefix) / "hosts"
+"""A folder with the source of each other version, which scripts/setup makes."""
 SUPPORTED = ("4.3.2", "4.4.2", "4.5.2")
 """Besides the one that is installed."""
 TOO_OLD = ("4.1.0", "4.2.0")
@@ -22,24 +22,9 @@ CHECKOUTS = [path for path in os.environ.get("SWIFT_SRC", "").split(os.pathsep) 
 """More sources, such as that of 4.4.3, which the package index lacks."""
 
 
-@pytest.fixture(scope="session")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source of each version, from the package index."""
-    folder = tmp_path_factory.mktemp("ms-swift")
-    # scripts/test turns name servers off.
-    environment = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
-    for version in (*SUPPORTED, *TOO_OLD):
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-        command += ["--only-binary", ":all:", "--dest", str(folder), f"ms-swift=={version}"]
-        subprocess.run(command, check=True, timeout=120, env=environment)
-        with zipfile.ZipFile(next(folder.glob(f"ms_swift-{version}-*.whl"))) as wheel:
-            wheel.extractall(folder / version)
-    return folder
-
-
 @pytest.fixture(params=(*SUPPORTED, *CHECKOUTS), ids=lambda path: Path(path).name)
-def supported(request: pytest.FixtureRequest, sources: Path) -> Path:
-    return sources / request.param  # an absolute path stays itself
+def supported(request: pytest.FixtureRequest) -> Path:
+    return HOSTS / request.param  # an absolute path stays itself
 
 
 def test_a_supported_version_has_every_name(supported: Path) -> None:
@@ -55,9 +40,9 @@ def test_the_installed_hosts_are_taken() -> None:
 
 
 @pytest.mark.parametrize("version", TOO_OLD)
-def test_an_older_version_is_refused_by_the_name_that_it_lacks(version: str, sources: Path) -> None:
+def test_an_older_version_is_refused_by_the_name_that_it_lacks(version: str) -> None:
     with pytest.raises(ConfigError, match=r"lacks MegatronArguments\._init_distributed \(.*use ms-swift 4\.3\.0 to"):
-        check_swift(sources / version, package_root("mcore_bridge"))
+        check_swift(HOSTS / version, package_root("mcore_bridge"))
 
 
 def test_a_bridge_that_makes_its_groups_otherwise_is_refused(tmp_path: Path) -> None:
