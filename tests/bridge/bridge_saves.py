@@ -59,7 +59,7 @@ with _placeholders():
 
 
 def _state(trainer: LoraRank, root: Path, *, step: int) -> Any:
-    """What these functions read of Bridge's global state, with the settings that NeMo RL gives."""
+    """Returns the part of Bridge's global state that these functions read, with the settings that NeMo RL gives."""
     model = trainer.bridge.config
     sizes = {name: getattr(model, name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
     checkpoint = CheckpointConfig(

@@ -99,7 +99,7 @@ class LoraRank(Rank):
 
     @torch.no_grad()
     def exported(self) -> dict[str, np.ndarray]:
-        """What Bridge exports on rank 0: the merged weights, and the adapters by themselves."""
+        """Returns Bridge's exports on rank 0: the merged weights, and the adapters alone."""
         bridge = AutoBridge.from_hf_pretrained(self.config.model.path)
         merged = bridge.export_hf_weights(self.chunks, cpu=True, show_progress=False, merge_adapter_weights=True)
         found = {f"merged {weight.param_name}": weight.weight.detach().numpy().copy() for weight in merged}
