@@ -11,7 +11,7 @@ from rl_safe_workers.checkpoint.state.adapted_layers import load_layers
 
 
 class _Wrapper(torch.nn.Module):
-    """A class like the one of that name in peft/adapter_wrapper.py."""
+    """Names its state as the AdapterWrapper of peft/adapter_wrapper.py does."""
 
     def __init__(self) -> None:
         super().__init__()
