@@ -130,7 +130,10 @@ def test_a_checkpoint_of_bridge_has_adapters_alone(bridges: tuple[Path, Ranks]) 
     root, _ = bridges
     ours, stock = (read_index(root / name / ITERATION) for name in ("ours", "stock"))
     assert ours.tensors.keys() == stock.tensors.keys()
-    assert all(".adapter." in key for key in ours.tensors if not key.startswith("optimizer."))
+    # Several optimizers are chained_0.optimizer, chained_1.optimizer.
+    of_model = [key for key in ours.tensors if "optimizer." not in key]
+    assert of_model
+    assert [key for key in of_model if ".adapter." not in key] == []
     assert {key: entry.shape for key, entry in ours.tensors.items()} == {
         key: entry.shape for key, entry in stock.tensors.items()
     }
