@@ -1,6 +1,5 @@
 """Translates each host framework's words and hooks, and holds a `SafeTrainer` for it.
 
-A host's worker or trainer comes in; the same one leaves, with its phases under our deadlines. ``hosting.py``,
-``host_settings.py`` and ``host_contract.py`` are for all hosts; each host has a room. Only these rooms import ``verl``
-or ``nemo_rl``.
+A host's worker or trainer comes in; the same one leaves, with its phases under our deadlines. The modules here are for
+all hosts; each host has a room. Only these rooms import ``verl``, ``nemo_rl`` or ``swift``.
 """

@@ -39,6 +39,8 @@ from rl_safe_workers.root_cause import report_of
 logger = logging.getLogger(__name__)
 
 TRAINING_WORLD = "training world"
+NO_VERDICT = "gave no verdict"
+"""The text of a rank in `ControlPlane.exchange_verdicts` that has said nothing."""
 
 
 class ControlPlane:
@@ -291,7 +293,7 @@ class Operation:
         """Gives this rank's text and waits for those of all others. Collective over: every rank of the world.
 
         Returns:
-            Text by rank; ``"gave no verdict"`` for a rank that has given none in time.
+            Text by rank; `NO_VERDICT` for a rank that has given none in time.
         """
         if self.arrive(place, range(self.size), text):
             self.open(place)
@@ -303,7 +305,7 @@ class Operation:
             logger.warning("phase %s: not every rank of %s gave a verdict in time", self.phase, self.world)
         else:
             self.forget_earlier()
-        return dict.fromkeys(range(self.size), "gave no verdict") | found
+        return dict.fromkeys(range(self.size), NO_VERDICT) | found
 
     def late(
         self, missing: Sequence[int], deadline: Deadline, *, place: str | None = None, key: str | None = None

@@ -4,9 +4,9 @@ Measured on 4 x H200 over NVLink (``docs/benchmarks.md``): a limit of one CTA do
 communicator from 484 MiB to 22. A limit of 12 does not slow large sends between two ranks down, but slows sends of
 32 MiB down by a fifth. Every other large collective becomes slower.
 
-Between hosts, a limit costs more than it saves: do not limit groups that carry bandwidth there. Over sockets NCCL uses
-two channels of its own accord. A limit of two or more changes nothing. A limit of one halves the bandwidth, and saves
-12 of 32 MiB. RDMA was not measured; fewer channels use fewer NICs there.
+Between hosts, do not limit groups that carry bandwidth. Over sockets NCCL uses two channels of its own accord, so a
+limit of two or more changes nothing. A limit of one halves the bandwidth, and saves 12 of 32 MiB. RDMA was not
+measured. Fewer channels use fewer NICs there.
 """
 
 from __future__ import annotations

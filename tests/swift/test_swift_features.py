@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rl_safe_workers.adapters.swift.args_features import features_of
+from rl_safe_workers.adapters.swift.job import why_no_async_save
 from rl_safe_workers.adapters.swift.swift_settings import VARIABLE, job_settings
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.topology.groups import HOST_KINDS, WORLD, Features, Traffic, kinds_of
@@ -72,3 +73,17 @@ def test_settings_that_cannot_be_used_are_refused_on_one_line(text: str, complai
 def test_every_phase_has_its_timeout() -> None:
     rl_safe = job_settings({VARIABLE: '{"timeouts": {"save": 5, "outside": 6}}'}).rl_safe()
     assert (rl_safe.timeouts.save, rl_safe.timeouts.groups, rl_safe.timeouts.convert) == (5, 300, 3600)
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"async_save": True, "tuner_type": "lora", "merge_lora": True}, True),
+        ({"async_save": True, "tuner_type": "lora", "merge_lora": False}, False),
+        ({"async_save": True, "tuner_type": "full", "merge_lora": True}, False),
+        ({"async_save": False, "tuner_type": "lora", "merge_lora": True}, False),
+    ],
+)
+def test_a_background_save_is_refused_if_its_adapters_are_merged(given: dict[str, Any], refused: bool) -> None:
+    reason = why_no_async_save(SimpleNamespace(**given))
+    assert ("set --merge_lora false" in reason) == refused == bool(reason)

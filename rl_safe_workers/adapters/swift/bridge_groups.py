@@ -1,4 +1,4 @@
-"""The groups that mcore-bridge and ms-swift would create after the bootstrap, created in time."""
+"""The groups that mcore-bridge would create after the bootstrap, created in time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An export of ms-swift's, whole or absent: it goes to a directory with another name, which gets its own at the end.
 
-ms-swift refuses to export to a directory that exists, so that an export that was killed has to be removed by hand. Here
-the next export removes it.
+ms-swift refuses to export to a directory that exists. After an export that was killed, a user has to remove that
+directory. Here the next export removes it.
 """
 
 from __future__ import annotations

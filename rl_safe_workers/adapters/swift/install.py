@@ -48,9 +48,10 @@ def install() -> None:
 
     from rl_safe_workers.adapters.swift.job import SwiftJob
 
-    _job = SwiftJob(settings)
-    _replace(_job)
-    _see_failures(_job)
+    made = SwiftJob(settings)
+    _replace(made)
+    _see_failures(made)
+    _job = made
 
 
 def package_root(name: str) -> Path:

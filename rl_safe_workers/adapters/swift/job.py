@@ -7,7 +7,7 @@ import inspect
 import io
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER, write_track
 from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import NO_VERDICT
 from rl_safe_workers.errors import CommunicatorError, ConfigError, RlSafeError, RunError, first_line, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, trainer_ids
@@ -119,6 +120,8 @@ class SwiftJob(HostedTrainer):
         def _initialize_mpu(args: Any) -> None:
             if getattr(args, "rlhf_type", None) in _ON_POLICY:
                 raise ConfigError(f"--rlhf_type {args.rlhf_type} is not supported yet: leave our plugin out")
+            if reason := why_no_async_save(args):
+                raise ConfigError(reason)
             self._optimizer_replicated = not args.use_distributed_optimizer
 
             def initialize(create: Callable[..., None]) -> Callable[..., None]:
@@ -193,7 +196,8 @@ class SwiftJob(HostedTrainer):
         def run(pipeline: Any) -> None:
             with (
                 self.trainer.phase(Phase.CONVERT),
-                self.written("export", optimizer_replicated=True),
+                # An export to HF writes no shards, so no rank waits in our saver.
+                self.written("export", optimizer_replicated=True) if pipeline.args.to_mcore else nullcontext(),
                 self._tracker_last(),
                 exported(self, pipeline.args),
             ):
@@ -203,7 +207,7 @@ class SwiftJob(HostedTrainer):
         return run
 
     def training(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wraps ``MegatronSft.run``, which ends by destroying the groups without an agreement."""
+        """Wraps ``MegatronSft.run``. At its end ms-swift destroys the groups without an agreement."""
 
         @functools.wraps(original)
         def run(pipeline: Any) -> Any:
@@ -243,15 +247,18 @@ class SwiftJob(HostedTrainer):
     def fail_with(self, error: BaseException) -> None:
         """Ends this rank's part of the job after a failure: tells the others, and says where the failure began.
 
-        Not collective, and never raises. It takes `_HEARD` at most, and the time to abort the groups.
+        Not collective. It takes three times `_HEARD` at most, and the time to abort the groups. Its own errors are
+        logged.
         """
         if self._has_ended or not self.has_world:
             return
         self._has_ended = True
         trainer = self.trainer
         phase = trainer.lifecycle.current or trainer.lifecycle.last_failed or OUTSIDE
-        with suppress(Exception):
+        try:
             self._step.__exit__(type(error), error, error.__traceback__)
+        except Exception as lost:
+            logger.warning("training rank %d: leaving phase %s: %s", trainer.training_rank, phase, in_one_line(lost))
         seconds = min(trainer.rl_safe.timeouts.teardown, _HEARD.total_seconds())
         timeouts = trainer.rl_safe.timeouts.model_copy(update={"teardown": seconds})
         trainer.rl_safe = trainer.rl_safe.model_copy(update={"timeouts": timeouts})
@@ -260,10 +267,12 @@ class SwiftJob(HostedTrainer):
             reported = error if isinstance(error, Exception) else RuntimeError(text)
             within(lambda: trainer.control.report_failure(reported, phase=phase), _HEARD, what="reporting the failure")
             failed = self.end(text)
-            silent = [rank for rank, reason in failed.items() if reason == GAVE_NONE]
+            silent = [rank for rank, reason in failed.items() if reason == NO_VERDICT]
             self._blame(silent)
         except RlSafeError as lost:
             logger.error("training rank %d: %s", trainer.training_rank, lost)
+        except Exception as lost:  # the job's own error goes on
+            logger.error("training rank %d: telling the others: %s", trainer.training_rank, in_one_line(lost))
 
     def _blame(self, silent: list[int]) -> None:
         """Says which rank the failure began with, as far as this rank can know."""
@@ -278,8 +287,19 @@ class SwiftJob(HostedTrainer):
         )
 
 
-GAVE_NONE = "gave no verdict"
-"""The reason that `ControlPlane.exchange_verdicts` gives for a rank that has said nothing."""
+def why_no_async_save(args: Any) -> str:
+    """Returns why a job cannot save in the background; empty if it can, or does not ask for it.
+
+    Args:
+        args: ms-swift's ``MegatronArguments``.
+    """
+    merges = getattr(args, "tuner_type", "full") != "full" and getattr(args, "merge_lora", None)
+    if not (getattr(args, "async_save", False) and merges):
+        return ""
+    return (
+        "--async_save with --merge_lora is not supported: ms-swift copies the tracker file before the save is complete "
+        "(megatron/trainers/base.py:881); leave out --async_save, or set --merge_lora false"
+    )
 
 
 def _leaving_the_world(original: Callable[..., None]) -> Callable[..., None]:

@@ -84,7 +84,7 @@ class DriverWaits:
             silent = [] if _names_missing(error) else self._silent()
             if not silent:
                 raise
-            raise RunError(f"{what}: {_told(silent)}; {_last_line(error)}", culprit=_first_rank(silent)) from error
+            raise RunError(f"{what}: {_told(silent)}; {last_line(error)}", culprit=_first_rank(silent)) from error
 
     def late(self, phase: Phase, what: str, waited_s: float, detail: str = "") -> PhaseTimeoutError:
         """Returns the error of a wait that has passed its deadline; asks every process whether it is well."""
@@ -112,7 +112,7 @@ class DriverWaits:
             except ray.exceptions.RayActorError:
                 found.append((asked[call], "has died"))
             except ray.exceptions.RayError as error:
-                logger.debug("%s answers with %s", asked[call].name, _last_line(error))
+                logger.debug("%s answers with %s", asked[call].name, last_line(error))
         return found
 
 
@@ -124,7 +124,8 @@ def _first_rank(silent: Sequence[tuple[Party, str]]) -> RankId | None:
     return next((party.rank for party, _ in silent if party.rank is not None), None)
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
+    """Returns the last line of an error's text; Ray puts the cause there."""
     return (str(error).splitlines() or [""])[-1]
 
 
@@ -148,6 +149,8 @@ class GuardedCalls:
         self._stock, self._waits, self._phases, self._what = stock, waits, phases, what
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_stock":  # asked of a copy that is being made
+            raise AttributeError(name)
         value = getattr(self._stock, name)
         if name not in self._phases:
             return value
@@ -176,7 +179,9 @@ def guarded_samples(buffer: Any, waits: DriverWaits) -> Any:
     whole.
     """
     if not hasattr(buffer, "_wait_for_next_poll"):
-        return GuardedCalls(buffer, waits, {"sample": Phase.ROLLOUT}, what="generation")
+        return GuardedCalls(
+            buffer, waits, {"sample": Phase.ROLLOUT, "wait_for_sampleable": Phase.ROLLOUT}, what="generation"
+        )
     buffer._wait_for_next_poll = _Polls(buffer, waits).wait
     return buffer
 

@@ -105,8 +105,10 @@ class SafeEngineMixin:
         remaining, end = iter(weights), object()
         while True:
             self.process.is_gathering = True
-            weight = next(remaining, end)
-            self.process.is_gathering = False
+            try:
+                weight = next(remaining, end)
+            finally:
+                self.process.is_gathering = False
             if weight is end:
                 return
             yield weight

@@ -31,15 +31,8 @@ def check_run(config: DictConfig) -> VerlSettings | None:
             run is of a kind that the adapter has nothing for.
     """
     settings = read_settings(config)
-    environment.check_loadable()
-    if not settings.enabled:
-        if environment.is_wanted():
-            raise ConfigError(
-                f"{environment.ENGINE_VENDOR}={environment.VENDOR} is set, but {NODE}.enabled is not true: set both, "
-                "or run verl.trainer.main_ppo for the engines alone"
-            )
+    if not _is_enabled(settings, entry="verl.trainer.main_ppo"):
         return None
-    check_verl()
     for node in engine_nodes(config):
         strategy = OmegaConf.select(config, f"{node}.strategy")
         if strategy != STRATEGY:
@@ -62,9 +55,8 @@ def check_sft(config: DictConfig) -> VerlSettings | None:
         ConfigError: As `check_run`.
     """
     settings = read_sft_settings(config)
-    if not settings.enabled:
+    if not _is_enabled(settings, entry="verl.trainer.sft_trainer"):
         return None
-    check_verl()
     # verl's node of Megatron's engine has no strategy: the class of the settings has it.
     target = OmegaConf.select(config, "engine._target_")
     strategy = OmegaConf.select(config, "engine.strategy") or (STRATEGY if target == MEGATRON_ENGINE else target)
@@ -79,6 +71,27 @@ def check_sft(config: DictConfig) -> VerlSettings | None:
             "complete; set it to false"
         )
     return settings
+
+
+def _is_enabled(settings: VerlSettings, *, entry: str) -> bool:
+    """Returns True if our engines are asked for, and verl fits them.
+
+    Args:
+        settings: Of the adapter.
+        entry: verl's own, for the error.
+
+    Raises:
+        ConfigError: If the environment asks for our engines and the settings do not, or verl lacks a name.
+    """
+    environment.check_loadable()
+    if settings.enabled:
+        check_verl()
+    elif environment.is_wanted():
+        raise ConfigError(
+            f"{environment.ENGINE_VENDOR}={environment.VENDOR} is set, but {NODE}.enabled is not true: set both, "
+            f"or run {entry} for the engines alone"
+        )
+    return settings.enabled
 
 
 def prepare_job(config: DictConfig, settings: VerlSettings, run_id: str) -> dict[str, str]:

@@ -80,8 +80,12 @@ def job_variables(wanted: VerlSettings, environ: Mapping[str, str] | None = None
 
 
 def use_engines(wanted: VerlSettings) -> None:
-    """Has this process use our engines, and its children: what a launcher such as torchrun starts runs our entry."""
-    os.environ.update({EXTERNAL_MODULES: PLUGIN, ENGINE_VENDOR: VENDOR, SETTINGS: wanted.to_json()})
+    """Has this process use our engines, and its children: what a launcher such as torchrun starts runs our entry.
+
+    Raises:
+        ConfigError: If the environment says otherwise.
+    """
+    os.environ.update(job_variables(wanted))
 
 
 def check_loadable(environ: Mapping[str, str] | None = None) -> None:

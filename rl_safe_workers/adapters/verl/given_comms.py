@@ -33,7 +33,7 @@ _TAKEN_BACK_BY = "train_mode() or eval_mode() of an engine"
 def world_backend(*, is_cpu: bool, sends_unbatched: bool) -> str | None:
     """Returns the backend of a default group whose communicators can give their memory away; None for verl's own.
 
-    verl's own does where NCCL suspends communicators. Every later group inherits the backend, Megatron's and verl's.
+    verl's own can where NCCL suspends communicators. Every later group, Megatron's or verl's, inherits the backend.
 
     Args:
         is_cpu: Whether the trainers are on CPUs.

@@ -6,6 +6,7 @@ takes all of the command line of ``verl.trainer.sft_trainer``. Without ``+rl_saf
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from rl_safe_workers.adapters.verl.plugin import activate
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
 from rl_safe_workers.checkpoint.folders.claim import claimed
 from rl_safe_workers.errors import ConfigError, RlSafeError, RunError, in_one_line
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: DictConfig) -> None:
@@ -75,7 +78,10 @@ def _ended() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _end(in_one_line(error))
+        try:
+            _end(in_one_line(error))
+        except RlSafeError as lost:
+            logger.warning("after that failure, the end of the groups failed: %s", lost)
         raise
     if failed := _end(None):
         raise RunError("; ".join(f"training rank {rank}: {text}" for rank, text in failed.items()))

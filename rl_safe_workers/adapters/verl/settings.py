@@ -34,7 +34,7 @@ class VerlTimeouts(PhaseTimeouts):
     load: Seconds = 1800.0
     sync: Seconds = 600.0
     rollout: Seconds = 3600.0
-    """How long no response may end; starts anew with each response."""
+    """Longest time without a response that ends."""
 
 
 class VerlSettings(HostSettings):

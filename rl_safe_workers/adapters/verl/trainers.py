@@ -18,6 +18,7 @@ from rl_safe_workers.adapters.verl.driver_waits import (
     guarded_agents,
     guarded_samples,
     guarded_transfer,
+    last_line,
 )
 from rl_safe_workers.adapters.verl.settings import VerlSettings, read_settings
 from rl_safe_workers.adapters.verl.workers import safe_worker
@@ -44,6 +45,8 @@ class _Guarded:
         self._name = name
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        if trainer is None:
+            return self
         try:
             return vars(trainer)[self._name]
         except KeyError:
@@ -172,7 +175,7 @@ def _gather(calls: Sequence[Any], patience_s: float) -> str:
         try:
             verdicts = ray.get(call)
         except ray.exceptions.RayError as error:
-            wrong.append(f"rank {rank}: {str(error).splitlines()[-1]}")
+            wrong.append(f"rank {rank}: {last_line(error)}")
         else:
             wrong += [f"rank {other}: {text}" for other, text in verdicts.items()]
     return "; ".join(dict.fromkeys(wrong))

@@ -131,7 +131,7 @@ class WeightUpdate:
             code = frame.f_code
             awaiting.insert(0, Frame(file=relative(code.co_filename), line=frame.f_lineno, function=code.co_name))
             waiting = waiting.cr_await
-        return str(telling_frame(awaiting) or place_of_call(_THREAD))
+        return str(telling_frame(awaiting) or place_of_call(_THREAD) or "code that could not be read")
 
     def _late(self, name: str, detail: str) -> PhaseTimeoutError:
         return PhaseTimeoutError(
