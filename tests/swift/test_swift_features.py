@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core import msc_utils
 
 from rl_safe_workers.adapters.swift.args_features import features_of
-from rl_safe_workers.adapters.swift.job import why_no_async_save
+from rl_safe_workers.adapters.swift.job import SwiftJob, why_no_async_save
 from rl_safe_workers.adapters.swift.swift_settings import VARIABLE, job_settings
+from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.topology.groups import HOST_KINDS, WORLD, Features, Traffic, kinds_of
 from rl_safe_workers.topology.layout import ParallelLayout
@@ -87,3 +90,27 @@ def test_every_phase_has_its_timeout() -> None:
 def test_a_background_save_is_refused_if_its_adapters_are_merged(given: dict[str, Any], refused: bool) -> None:
     reason = why_no_async_save(SimpleNamespace(**given))
     assert ("set --merge_lora false" in reason) == refused == bool(reason)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_tracker_appears_after_the_hf_weights_unless_it_is_copied_with_them(at_once: bool, tmp_path: Path) -> None:
+    job, tracker = SwiftJob(job_settings({})), tmp_path / TRACKER
+    with job.tracker_last(at_once=at_once):
+        with msc_utils.open_file(tracker, "w") as file:
+            file.write("4")
+        written_early = tracker.exists()
+    assert written_early is at_once
+    assert tracker.read_text() == "4"
+
+
+def _fail_after_the_tracker(job: SwiftJob, tracker: Path) -> None:
+    with job.tracker_last():
+        with msc_utils.open_file(tracker, "w") as file:
+            file.write("4")
+        raise KeyError("the HF weights")
+
+
+def test_a_save_that_fails_gets_no_tracker(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        _fail_after_the_tracker(SwiftJob(job_settings({})), tmp_path / TRACKER)
+    assert not (tmp_path / TRACKER).exists()

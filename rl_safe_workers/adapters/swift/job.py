@@ -165,29 +165,52 @@ class SwiftJob(HostedTrainer):
 
         @functools.wraps(original)
         def save_checkpoint(trainer: Any) -> None:
-            with self.saving(optimizer_replicated=self._optimizer_replicated), self._tracker_last():
+            # ms-swift copies the tracker beside merged weights, before its save ends.
+            at_once = _merges_adapters(trainer.args)
+            with (
+                self.saving(optimizer_replicated=self._optimizer_replicated),
+                self.tracker_last(at_once=at_once),
+            ):
                 original(trainer)
 
         return save_checkpoint
 
     @contextmanager
-    def _tracker_last(self) -> Iterator[None]:
+    def tracker_last(self, *, at_once: bool = False) -> Iterator[None]:
         """Has the tracker of a save written durably, and only once the save is complete.
 
         ms-swift writes it as soon as the save has begun (megatron_lm_utils.py:378-384).
+
+        Args:
+            at_once: Whether the tracker is written once the shards are complete. Otherwise it also waits for the end of
+                the body, which may write HF weights.
         """
         from megatron.core import msc_utils
+
+        held: list[Callable[[], None]] = []
+
+        def write(folder: Path, step: int) -> None:
+            writing = functools.partial(write_tracker, folder, step)
+            pending = None if self.saves is None else self.saves.current
+            if pending is not None:
+                pending.add_finalize_fn(writing)
+            elif at_once:
+                writing()
+            else:
+                held.append(writing)
 
         def deferring(original: Callable[..., Any]) -> Callable[..., Any]:
             def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
                 if Path(path).name != TRACKER or mode != "w":
                     return original(path, mode, *args, **kwargs)
-                return _Tracker(Path(path).parent, self.saves)
+                return _Tracker(functools.partial(write, Path(path).parent))
 
             return open_file
 
         with replaced(msc_utils, "open_file", deferring):
             yield
+        for writing in held:
+            writing()
 
     def exporting(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         """Wraps ``MegatronExport.run``: phase ``convert``, whole or absent, and the exit."""
@@ -198,7 +221,7 @@ class SwiftJob(HostedTrainer):
                 self.trainer.phase(Phase.CONVERT),
                 # An export to HF writes no shards, so no rank waits in our saver.
                 self.written("export", optimizer_replicated=True) if pipeline.args.to_mcore else nullcontext(),
-                self._tracker_last(),
+                self.tracker_last(at_once=True),  # the export gets its place at its end
                 exported(self, pipeline.args),
             ):
                 original(pipeline)
@@ -293,13 +316,17 @@ def why_no_async_save(args: Any) -> str:
     Args:
         args: ms-swift's ``MegatronArguments``.
     """
-    merges = getattr(args, "tuner_type", "full") != "full" and getattr(args, "merge_lora", None)
-    if not (getattr(args, "async_save", False) and merges):
+    if not (getattr(args, "async_save", False) and _merges_adapters(args)):
         return ""
     return (
         "--async_save with --merge_lora is not supported: ms-swift copies the tracker file before the save is complete "
         "(megatron/trainers/base.py:881); leave out --async_save, or set --merge_lora false"
     )
+
+
+def _merges_adapters(args: Any) -> bool:
+    """Returns True if a save also writes weights with the adapters merged into them."""
+    return getattr(args, "tuner_type", "full") != "full" and bool(getattr(args, "merge_lora", None))
 
 
 def _leaving_the_world(original: Callable[..., None]) -> Callable[..., None]:
@@ -313,18 +340,18 @@ def _leaving_the_world(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Tracker(io.StringIO):
-    """The file that ms-swift writes a step's number to. It becomes the tracker file when the save is complete."""
+    """The file that ms-swift writes a step's number to."""
 
-    def __init__(self, folder: Path, saves: PendingShards | None) -> None:
+    def __init__(self, write: Callable[[int], None]) -> None:
+        """Holds the number until it is closed.
+
+        Args:
+            write: Takes the step; sees to the tracker file.
+        """
         super().__init__()
-        self._folder, self._saves = folder, saves
+        self._write = write
 
     def close(self) -> None:
         if not self.closed:
-            step = int(self.getvalue())
-            pending = None if self._saves is None else self._saves.current
-            if pending is None:
-                write_tracker(self._folder, step)
-            else:
-                pending.add_finalize_fn(functools.partial(write_tracker, self._folder, step))
+            self._write(int(self.getvalue()))
         super().close()
