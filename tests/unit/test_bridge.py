@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -75,31 +77,31 @@ def without(library: str) -> Any:
 
 @pytest.mark.parametrize("library", ["mbridge", "megatron_bridge"])
 def test_the_chosen_library_alone_is_asked(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, infos_of: Callable[[ModuleType], list[str]]
 ) -> None:
     opened = object()
     libraries = {name: without(name) for name in ("mbridge", "megatron_bridge")}
     monkeypatch.setattr(bridge, "_LIBRARIES", {**libraries, library: lambda *_: opened})
     path, options = model_of_type(tmp_path / "m", "llama"), {"dtype": torch.float32, "transformer_engine": False}
-    with caplog.at_level("INFO"):
-        assert open_bridge(path, library=library, **options) is opened  # type: ignore[arg-type]
-    assert [record.message.split(": ")[2] for record in caplog.records] == [f"model.bridge is {library}"]
+    logged = infos_of(bridge)
+    assert open_bridge(path, library=library, **options) is opened  # type: ignore[arg-type]
+    assert [text.split(": ")[2] for text in logged] == [f"model.bridge is {library}"]
     (other,) = libraries.keys() - {library}
     with pytest.raises(ModelError, match=f"'llama': model.bridge is {other}; {other} is not there; the supported ones"):
         open_bridge(path, library=other, **options)  # type: ignore[arg-type]
 
 
 def test_megatron_bridge_is_taken_where_mbridge_has_no_mapping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, infos_of: Callable[[ModuleType], list[str]]
 ) -> None:
     opened = object()
     monkeypatch.setitem(bridge._LIBRARIES, "megatron_bridge", lambda *_: opened)
     path = model_of_type(tmp_path / "m", "olmoe")
-    with caplog.at_level("INFO"):
-        assert open_bridge(path, dtype=torch.float32, transformer_engine=False) is opened
-    (record,) = caplog.records
-    assert record.message.startswith("bridge: megatron_bridge ")
-    assert record.message.endswith(": mbridge has no mapping for olmoe")
+    logged = infos_of(bridge)
+    assert open_bridge(path, dtype=torch.float32, transformer_engine=False) is opened
+    (text,) = logged
+    assert text.startswith("bridge: megatron_bridge ")
+    assert text.endswith(": mbridge has no mapping for olmoe")
 
 
 def test_weights_are_found_with_and_without_an_index(tmp_path: Path) -> None:

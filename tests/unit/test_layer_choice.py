@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,11 +24,8 @@ def asked_anew() -> Iterator[None]:
 
 
 @pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The messages, whatever other tests have done to the loggers of this process."""
-    found: list[str] = []
-    monkeypatch.setattr(layer_choice.logger, "info", lambda text, *args: found.append(text % args))
-    return found
+def logged(infos_of: Callable[[ModuleType], list[str]]) -> list[str]:
+    return infos_of(layer_choice)
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, *, gpu: bool = True, broken: bool = False) -> None:
