@@ -39,7 +39,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     """Runs every limit on groups of two and of four; takes a minute and a half.
 
     Raises:
-        ResourceError: If there are fewer than two GPUs; with ranks on hosts of their own, if there is none.
+        ResourceError: If there are fewer than two GPUs. Ranks on hosts of their own need only one.
         RunError: If a rank fails.
     """
     gpus = count_gpus()

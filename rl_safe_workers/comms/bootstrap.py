@@ -107,7 +107,7 @@ def _batched_p2p(group: dist.ProcessGroup, size: int, device: torch.device, *, r
 
 
 def _batched_p2p_over_world(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
-    """As `_batched_p2p` between the members of a pipeline group, over the default group and the pipeline group."""
+    """Sends batches between the members of a pipeline group: over the default group, then over the pipeline group."""
     ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
     for step in (1, -1):
         ops = [

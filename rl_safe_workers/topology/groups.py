@@ -90,7 +90,7 @@ class Features:
     """True if Megatron itself saves in the background (``async_save``): the ranks then gather and scatter the plan over
     the default group (dist_checkpointing/strategies/state_dict_saver.py:141, 152)."""
     p2p_over_world: bool = False
-    """True if stages send their batches over the default group, as ms-swift has it. Shapes stay on the pipeline's."""
+    """True if pipeline stages send batches over the default group, as in ms-swift. Shapes use the pipeline group."""
     weights_over_world: bool = False
     """True if weight syncs use the default group, as with colocated trainers."""
 

@@ -36,7 +36,7 @@ def install() -> None:
     if _job is not None or multiprocessing.parent_process() is not None:
         return
     if "swift.megatron" not in sys.modules:
-        logger.warning("rl_safe: this is none of ms-swift's Megatron pipelines, so nothing is done")
+        logger.warning("rl_safe: this job does not use ms-swift's Megatron pipelines, so the plugin does nothing")
         return
     settings = job_settings()
     if not settings.enabled:

@@ -37,7 +37,7 @@ class SwiftSettings(HostSettings):
 
 
 def job_settings(environ: Mapping[str, str] | None = None) -> SwiftSettings:
-    """The settings of this job; the defaults if there are none.
+    """Returns the settings of this job, or the defaults if the variable is not set.
 
     Raises:
         ConfigError: If the variable cannot be read.

@@ -29,7 +29,7 @@ def load_layers(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def layout_bound(chunks: Iterable[torch.nn.Module]) -> str:
-    """Returns the name of an adapter that can be loaded under the layout of its save alone; empty if there is none.
+    """Returns the name of an adapter that loads only under the layout of its save; empty if all load under any layout.
 
     CanonicalLoRA has one adapter for each half of ``linear_fc1``. Bridge describes each as if it held both halves
     (peft/utils.py:1516 in 0.6.2), so the order of its rows in a checkpoint depends on tensor parallelism.
