@@ -1,0 +1,179 @@
+"""Meters calls of a host framework, in stock runs and in ours alike: seconds, device memory, faults, turns.
+
+A glue module for each host names the methods. The environment variable `FOLDER` names a folder that the processes of a
+job share. Each process writes its calls there, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import inspect
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = "RL_SAFE_METER"
+"""Environment variable: the folder of the records. Without it nothing is metered."""
+FAULT = "RL_SAFE_METER_FAULT"
+"""Environment variable: ``NAME:CALL:RANK:HOW``. The fault happens as the call begins, its number counted from 0."""
+TURNS = "RL_SAFE_METER_TURNS"
+"""Environment variable: ``FOLDER:NAME:OTHER``. This job is NAME, and takes turns with the job OTHER."""
+FAULT_NAME = "fault"
+"""Name of the record that a process writes before it ends or stops itself."""
+_HOW = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_POLL_S, _OTHER_STARTS_WITHIN_S = 0.002, 420.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a watched method on one rank. Memory is in bytes, after the call."""
+
+    name: str
+    call: int
+    rank: int
+    pid: int
+    started_s: float
+    """Seconds since the epoch."""
+    seconds: float
+    """Includes the GPU work that the call queued."""
+    outside_torch: int | None
+    """Device memory of the process that torch's allocator does not hold; None if NVML does not tell it."""
+    torch_reserved: int
+
+
+def watch(owner: type, method: str, name: str) -> None:
+    """Replaces a method of a class by one that records each call. Coroutine functions stay coroutine functions."""
+    if FOLDER not in os.environ:
+        return
+    stock = inspect.getattr_static(owner, method)
+    plain = inspect.unwrap(getattr(owner, method))
+    number = iter(range(10**9))
+
+    if inspect.iscoroutinefunction(plain):
+
+        @functools.wraps(stock)
+        async def recorded(*args: Any, **kwargs: Any) -> Any:
+            with _recording(name, next(number)):
+                return await stock(*args, **kwargs)
+    else:
+
+        @functools.wraps(stock)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            with _recording(name, next(number)):
+                return stock(*args, **kwargs)
+
+    setattr(owner, method, recorded)
+
+
+def take_turns(owner: type, method: str) -> None:
+    """Replaces a method of a class by one that runs while the other job of `TURNS` does not. The jobs alternate.
+
+    The first call waits until the other job is at its first call, too. A job that has ended is not waited for.
+    """
+    if TURNS not in os.environ:
+        return
+    stock = getattr(owner, method)
+
+    @functools.wraps(stock)
+    def in_turn(*args: Any, **kwargs: Any) -> Any:
+        folder, mine, other = os.environ[TURNS].split(":")
+        with _turn(Path(folder), mine, other):
+            return stock(*args, **kwargs)
+
+    setattr(owner, method, in_turn)
+
+
+def read_calls(folder: Path) -> list[Call]:
+    """Returns all records of a job, in the order of their start. A line that a killed process cut off is left out."""
+    lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().split("\n")[:-1]]
+    return sorted((Call(**json.loads(line)) for line in lines), key=lambda call: call.started_s)
+
+
+@contextmanager
+def _recording(name: str, number: int) -> Iterator[None]:
+    rank = int(os.environ.get("RANK", "-1"))
+    if os.environ.get(FAULT, "").startswith(f"{name}:{number}:{rank}:"):
+        _fail(os.environ[FAULT].rpartition(":")[2], number, rank)
+    _synchronize()
+    started_s, began = time.time(), time.perf_counter()
+    yield
+    _synchronize()
+    _write(name, number, rank, started_s, time.perf_counter() - began)
+
+
+def _fail(how: str, number: int, rank: int) -> None:
+    _write(FAULT_NAME, number, rank, time.time(), 0.0)
+    if how == "raise":
+        raise RuntimeError(f"the benchmark makes rank {rank} fail here")
+    os.kill(os.getpid(), _HOW[how])
+
+
+def _write(name: str, number: int, rank: int, started_s: float, seconds: float) -> None:
+    reserved = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+    read = _reader()
+    call = Call(
+        name=name,
+        call=number,
+        rank=rank,
+        pid=os.getpid(),
+        started_s=started_s,
+        seconds=seconds,
+        outside_torch=None if read is None else read() - reserved,
+        torch_reserved=reserved,
+    )
+    with (Path(os.environ[FOLDER]) / f"{os.getpid()}.jsonl").open("a") as records:
+        records.write(json.dumps(asdict(call)) + "\n")
+
+
+def _reader() -> Callable[[], int] | None:
+    if not torch.cuda.is_initialized():
+        return None
+    from rl_safe_workers.platforms.nvml_memory import process_memory
+
+    return process_memory(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _turn(folder: Path, mine: str, other: str) -> Iterator[None]:
+    """Holds the lock of both jobs. A job that had the last turn waits, as long as the other runs."""
+    (folder / f"{mine}.pid").write_text(str(os.getpid()))
+    deadline = time.monotonic() + _OTHER_STARTS_WITHIN_S
+    while not (folder / f"{other}.pid").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the job {other} did not come to its first turn within {_OTHER_STARTS_WITHIN_S:g} s")
+        time.sleep(_POLL_S)
+    with (folder / "turns").open("a+") as turns:
+        while True:
+            fcntl.flock(turns, fcntl.LOCK_EX)
+            turns.seek(0)
+            if not turns.read().endswith(f"{mine}\n") or not _runs(int((folder / f"{other}.pid").read_text())):
+                break
+            fcntl.flock(turns, fcntl.LOCK_UN)
+            time.sleep(_POLL_S)
+        try:
+            yield
+        finally:
+            turns.write(f"{mine}\n")
+            turns.flush()
+            fcntl.flock(turns, fcntl.LOCK_UN)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
