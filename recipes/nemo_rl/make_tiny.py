@@ -1,0 +1,51 @@
+"""Makes what the recipes tiny*.yaml run with: a tiny Qwen3-MoE from a seed, its tokenizer, and prompts.
+
+    python recipes/nemo_rl/make_tiny.py FOLDER    # then: export RL_SAFE_TINY=FOLDER
+
+The reward is that of NeMo RL's environment code_jaccard, which needs no network: how many of the words of the answer are
+among those of the solution. Here each character is a word, and the solution has all small letters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import string
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+
+from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.models.seeded import create_seeded_model
+
+PROMPTS = Path(__file__).resolve().parents[1] / "data" / "char_class.parquet"
+MODEL = SeededModelConfig(hidden_size=256, head_dim=64, num_experts=8)
+SOLUTION = " ".join(string.ascii_lowercase)
+
+
+def make_tiny(folder: Path, model: SeededModelConfig = MODEL) -> None:
+    """Writes ``folder/model`` and ``folder/train.jsonl``."""
+    create_seeded_model(folder / "model", model, dtype="bfloat16")
+    _decode_to_words(folder / "model" / "tokenizer.json")
+    rows = pq.read_table(PROMPTS).column("prompt").to_pylist()
+    lines = [json.dumps({"input": prompt[0]["content"], "output": SOLUTION}) for prompt in rows]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _decode_to_words(path: Path) -> None:
+    """Has the tokenizer put spaces between the characters that it decodes."""
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.decoder = None
+    tokenizer.save(str(path))
+
+
+def main() -> None:
+    """Makes the folder that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    make_tiny(parser.parse_args().folder)
+
+
+if __name__ == "__main__":
+    main()
