@@ -85,11 +85,18 @@ def take_turns(owner: type, method: str) -> None:
 
     @functools.wraps(stock)
     def in_turn(*args: Any, **kwargs: Any) -> Any:
-        folder, mine, other = os.environ[TURNS].split(":")
-        with _turn(Path(folder), mine, other):
+        with turn():
             return stock(*args, **kwargs)
 
     setattr(owner, method, in_turn)
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Runs the body while the other job of `TURNS` is in no body of its own. The jobs alternate."""
+    folder, mine, other = os.environ[TURNS].split(":")
+    with _turn(Path(folder), mine, other):
+        yield
 
 
 def read_calls(folder: Path) -> list[Call]:

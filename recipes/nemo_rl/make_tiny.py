@@ -44,7 +44,9 @@ def main() -> None:
     """Makes the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    make_tiny(parser.parse_args().folder)
+    parser.add_argument("--model", type=SeededModelConfig.model_validate_json, default=MODEL, help="its sizes, as JSON")
+    arguments = parser.parse_args()
+    make_tiny(arguments.folder, arguments.model)
 
 
 if __name__ == "__main__":

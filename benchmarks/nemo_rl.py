@@ -1,0 +1,297 @@
+"""NeMo RL's own script with our workers, beside NeMo RL's alone, on 2 GPUs.
+
+    NEMO_RL_SRC=CHECKOUT python -m benchmarks.nemo_rl OUT_DIR PART...
+
+`PARTS` are the parts. The logs are packed into OUT_DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+
+from rich.console import Console
+
+from benchmarks.gpu import count_gpus, gpu_row
+from benchmarks.nemo_rl_jobs import RECIPES, Job, Run, keep_logs, run_jobs
+from benchmarks.nemo_rl_meter import GENERATE, LOGPROB, OURS, PATHS, REFIT, SAVE, SEND, STATE, STOCK, TRAIN, WORLD
+from benchmarks.script import median_with_bounds
+from benchmarks.table import Row, at_least, at_most, exit_code, print_table
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
+from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.errors import ResourceError
+
+APART, COLOCATED, ASYNC = "tiny-1train-1vllm", "tiny-2train-colocated", "tiny-1train-1vllm-async-1off"
+SHORT = {APART: "a", COLOCATED: "c", ASYNC: "y"}
+LIMIT_S = 270.0
+PLAIN_STEPS, RESUMED_STEPS = 5, 7
+MEASURED_STEPS, FIRST_STEPS = 20, 3
+STEP_MODEL = SeededModelConfig(
+    num_hidden_layers=8,
+    hidden_size=1024,
+    intermediate_size=2048,
+    moe_intermediate_size=512,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=64,
+    num_experts=16,
+    num_experts_per_tok=4,
+)
+"""0.2 B parameters, for steps of some tenths of a second."""
+DEADLINE_S, GRACE_S, CUT_S = 15.0, 10.0, 120.0
+FAULTS = {
+    "step": f"{TRAIN}:3:1:kill",
+    "save": f"{SAVE}:0:1:kill",
+    "refit": f"{SEND}:2:1:kill",
+    "engine": f"{GENERATE}:2:1:kill",
+    "late": f"{PATHS}:0:1:stop",
+    "convert": f"{STATE}:0:1:kill",
+}
+"""What happens to rank 1 of the trainers or engines, by the part. In ``late``, it never comes to the conversion."""
+
+
+def measure(report: Callable[[str], None]) -> list[Row]:
+    """Runs all parts. Takes some half an hour.
+
+    Raises:
+        ResourceError: If there are less than 2 GPUs.
+    """
+    if count_gpus() < 2:
+        raise ResourceError("bench nemo_rl: needs 2 GPUs")
+    with tempfile.TemporaryDirectory(prefix="n", dir="/tmp") as name:
+        return [row for parts in COMMANDS for row in run_parts(parts, Path(name), Path(name) / "out", report)]
+
+
+def run_parts(parts: Sequence[str], folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
+    """Runs parts one after the other, the faults among them at the same time."""
+    _make_model(folder / "tiny")
+    os.environ["RL_SAFE_TINY"] = str(folder / "tiny")
+    faults = [part for part in parts if part in FAULTS]
+    rows = _faults(faults, folder, out, report) if faults else []
+    for part in parts:
+        if part not in FAULTS:
+            rows += PARTS[part](folder, out, report)
+    return rows
+
+
+def _make_model(folder: Path, model: SeededModelConfig | None = None) -> None:
+    if folder.exists():
+        return
+    folder.mkdir(parents=True)
+    options = [] if model is None else ["--model", model.model_dump_json()]
+    subprocess.run([sys.executable, str(RECIPES / "make_tiny.py"), str(folder), *options], check=True, timeout=LIMIT_S)
+
+
+def _run(jobs: Sequence[Job], out: Path, report: Callable[[str], None], limit_s: float = LIMIT_S) -> list[Run]:
+    began = time.monotonic()
+    runs = run_jobs(jobs, limit_s=limit_s, cut_s=CUT_S)
+    keep_logs(runs, out / f"{'-'.join(job.name for job in jobs)}-{runs[0].number}.tar.gz")
+    for run in runs:
+        took = (run.gone_s or time.time()) - run.started_s
+        seconds = ", ".join(f"{name} {_worst(run, name)}" for name in (WORLD, LOGPROB, TRAIN, SEND, SAVE, REFIT, GENERATE))
+        report(f"{run.job.name}: exit {run.exit_code}{', cut' if run.was_cut else ''} after {took:.0f} s; {seconds}")
+        report(f"{run.job.name}: {len(run.left)} left {run.left[:3]}; late {run.late_mib()} MiB; {run.error()[:300]}")
+        for number, step in enumerate(run.steps(), 1):
+            report(f"{run.job.name}: step {number}: " + ", ".join(f"{key} {value:.5f}" for key, value in step.items()))
+    report(f"took {time.monotonic() - began:.0f} s")
+    return runs
+
+
+def _worst(run: Run, name: str) -> str:
+    """Seconds of each call, of the slowest rank."""
+    return " ".join(f"{seconds:.2f}" for seconds in _seconds(run, name)) or "none"
+
+
+def _seconds(run: Run, name: str) -> list[float]:
+    found: dict[int, float] = {}
+    for call in run.calls:
+        if call.name == name:
+            found[call.call] = max(call.seconds, found.get(call.call, 0.0))
+    return [found[number] for number in sorted(found)]
+
+
+def _communicators_mib(run: Run) -> float:
+    """What the process of a trainer took outside of torch since it made the default group, most of the ranks."""
+    calls = [call for call in run.calls if call.outside_torch is not None]
+    before = {call.rank: call.outside_torch for call in calls if call.name == WORLD}
+    after = {call.rank: call.outside_torch for call in calls if call.name == TRAIN}
+    grown = [(after[rank] or 0) - (before[rank] or 0) for rank in before.keys() & after.keys()]
+    return max(grown) / 2**20 if grown else float("nan")
+
+
+def _pair(folder: Path, recipe: str, *overrides: str, prefix: str = "", turns: bool = False) -> list[Job]:
+    names = {side: f"{prefix}{SHORT[recipe]}{side[0]}" for side in (OURS, STOCK)}
+    return [
+        Job(
+            name=names[side],
+            side=side,
+            recipe=recipe,
+            folder=folder,
+            overrides=overrides,
+            turns_with=names[other] if turns else "",
+        )
+        for side, other in ((OURS, STOCK), (STOCK, OURS))
+    ]
+
+
+def _smoke(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
+    """Two steps of both."""
+    jobs = _pair(folder, APART, "grpo.max_num_steps=2", "checkpointing.save_period=2", prefix="s")
+    return _rows_of_pair("smoke", *_run(jobs, out, report, limit_s=145.0), steps=2)
+
+
+def _placement(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Row]]:
+    def run(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
+        first = _run(_pair(folder, recipe), out, report)
+        rows = _rows_of_pair(recipe, *first, steps=PLAIN_STEPS)
+        again = _run(_pair(folder, recipe, f"grpo.max_num_steps={RESUMED_STEPS}"), out, report)
+        for run in again:
+            side = run.job.side
+            rows += [
+                gpu_row(f"{recipe}, resumed, {side}: exit code", "", _code(run), at_most(0)),
+                gpu_row(f"{recipe}, resumed, {side}: updates", "", len(_seconds(run, TRAIN)), at_most(2)),
+                gpu_row(f"{recipe}, resumed, {side}: last step", "", len(run.steps()), at_least(RESUMED_STEPS)),
+            ]
+        return rows
+
+    return run
+
+
+def _code(run: Run) -> float:
+    return float("nan") if run.exit_code is None else abs(run.exit_code)
+
+
+def _rows_of_pair(name: str, ours: Run, stock: Run, *, steps: int) -> list[Row]:
+    found = {run.job.side: run.steps() for run in (ours, stock)}
+    rows = [
+        gpu_row(f"{name}, {run.job.side}: exit code", "", _code(run), at_most(0)) for run in (ours, stock)
+    ]
+    rows += [
+        gpu_row(f"{name}: steps", "", len(found[OURS]), at_least(steps)),
+        gpu_row(f"{name}: processes left", "", len(ours.left), at_most(0)),
+        gpu_row(f"{name}: late bytes of communicators", "MiB", ours.late_mib(), at_most(0)),
+        gpu_row(f"{name}: grown outside torch", "MiB", _communicators_mib(ours), at_most(0.6), _communicators_mib(stock)),
+    ]
+    if all(len(each) >= steps for each in found.values()):
+        means = {
+            (side, key): [step[key] for step in each] for side, each in found.items() for key in ("reward", "mean_gap", "largest_gap")
+        }
+        apart = max(abs(a - b) for a, b in zip(means[OURS, "reward"], means[STOCK, "reward"], strict=False))
+        rows += [
+            gpu_row(f"{name}: mean reward", "", mean(means[OURS, "reward"]), at_least(0.9), mean(means[STOCK, "reward"])),
+            gpu_row(f"{name}: rewards of a step apart, at most", "", apart, at_most(0.05)),
+            gpu_row(f"{name}: mean logprob gap", "nat", mean(means[OURS, "mean_gap"]), at_most(1.1), mean(means[STOCK, "mean_gap"])),
+            gpu_row(f"{name}: largest logprob gap", "nat", max(means[OURS, "largest_gap"]), at_most(0.25), None),
+        ]
+    return rows
+
+
+def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Row]]:
+    def run(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
+        _make_model(folder / "larger", STEP_MODEL)
+        os.environ["RL_SAFE_TINY"] = str(folder / "larger")
+        steps = FIRST_STEPS + MEASURED_STEPS
+        overrides = (f"grpo.max_num_steps={steps}", "checkpointing.enabled=false")
+        ours, stock = _run(_pair(folder, recipe, *overrides, prefix="t", turns=True), out, report)
+        os.environ["RL_SAFE_TINY"] = str(folder / "tiny")
+        rows = [gpu_row(f"{recipe}, in turns, {run.job.side}: exit code", "", _code(run), at_most(0)) for run in (ours, stock)]
+        for call, bound in ((TRAIN, 1.03), (REFIT, 1.0)):
+            seconds = [_seconds(run, call)[FIRST_STEPS:steps] for run in (ours, stock)]
+            if not all(seconds):
+                continue
+            ratio = median_with_bounds([a / b for a, b in zip(*seconds, strict=False)])
+            rows += [
+                gpu_row(f"{recipe}: {call}, medians", "s", median(seconds[0]), at_most(bound), median(seconds[1])),
+                gpu_row(f"{recipe}: {call}, median of {len(seconds[0])} ratios", "", ratio["step_ratio"], at_most(bound)),
+                gpu_row(f"{recipe}: {call}, lower end of its 95 % interval", "", ratio["step_ratio_low"], at_most(bound)),
+                gpu_row(f"{recipe}: {call}, upper end of its 95 % interval", "", ratio["step_ratio_high"], at_most(bound)),
+            ]
+        return rows
+
+    return run
+
+
+def _faults(kinds: Sequence[str], folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
+    jobs = []
+    for kind in kinds:
+        deadlines = [f"rl_safe.timeouts.{name}={DEADLINE_S:g}" for name in _bounded(kind)]
+        own = ["checkpointing.save_period=2"] if kind == "save" else ["checkpointing.enabled=false"]
+        for side, more in ((OURS, deadlines), (STOCK, [])):
+            jobs.append(
+                Job(
+                    name=f"{kind}{side[0]}",
+                    side=side,
+                    recipe=COLOCATED,
+                    folder=folder,
+                    overrides=[*own, *more, "policy.generation.vllm_cfg.gpu_memory_utilization=0.05"],
+                    fault=FAULTS[kind],
+                )
+            )
+    rows: list[Row] = []
+    for run in _run(jobs, out, report):
+        fault_s = run.fault_s
+        name = f"{run.job.name[:-1]} ({FAULTS[run.job.name[:-1]]}), {run.job.side}"
+        if fault_s is None:
+            rows.append(gpu_row(f"{name}: the fault happened", "", 0, at_least(1)))
+            continue
+        ended = float("nan") if run.gone_s is None else run.gone_s - fault_s
+        report(f"{name}: ended after {ended:.1f} s, exit {run.exit_code}, left {run.left}; {run.error()}")
+        if run.job.side == STOCK:
+            seconds = CUT_S if run.gone_s is None else ended
+            rows.append(gpu_row(f"{name}: ended after, {CUT_S:.0f}: cut", "s", seconds, at_least(0)))
+            continue
+        rows += [
+            gpu_row(f"{name}: ended after", "s", ended, at_most(DEADLINE_S + GRACE_S)),
+            gpu_row(f"{name}: exit code", "", _code(run), at_least(1)),
+            gpu_row(f"{name}: names rank 1", "", _names_rank(run), at_least(1)),
+            gpu_row(f"{name}: processes left", "", len(run.left) + (run.gone_s is None), at_most(0)),
+        ]
+    return rows
+
+
+def _bounded(kind: str) -> list[str]:
+    """The deadlines that are short in a job with a fault; those of set-up are not, but for the one that is met."""
+    names = {"world", "logprob", "train", "save", "sync", "generate"} & set(NemoRlTimeouts.model_fields)
+    return sorted(names | ({"convert"} if kind == "late" else set()))
+
+
+def _names_rank(run: Run) -> int:
+    """Counts lines that name the lost rank: as a training rank, or as NeMo RL's worker of that number."""
+    return len(re.findall(r"\brank(?:s|\(s\))? \[?1\b|-0-1:", run.text()))
+
+
+PARTS: Mapping[str, Callable[[Path, Path, Callable[[str], None]], list[Row]]] = {
+    "smoke": _smoke,
+    "apart": _placement(APART),
+    "colocated": _placement(COLOCATED),
+    "async": _placement(ASYNC),
+    "steps-apart": _steps(APART),
+    "steps-colocated": _steps(COLOCATED),
+}
+"""The parts besides `FAULTS`."""
+COMMANDS = (("apart",), ("colocated",), ("async",), ("steps-colocated",), ("steps-apart",), tuple(FAULTS))
+"""What is run at a time; each takes less than five minutes."""
+
+
+def main() -> int:
+    """Runs the parts that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT_DIR")
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, *FAULTS], metavar="PART")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="n", dir="/tmp") as name:
+        rows = run_parts(arguments.parts, Path(name), arguments.out, lambda line: print(line, flush=True))
+    print_table(rows, Console(width=200))
+    return exit_code(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

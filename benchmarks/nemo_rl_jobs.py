@@ -1,0 +1,301 @@
+"""Runs jobs of NeMo RL side by side on the same GPUs, with its script or ours, and looks at them from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import psutil
+
+from benchmarks.host_meter import FAULT, FAULT_NAME, FOLDER, TURNS, Call, read_calls
+from benchmarks.nemo_rl_meter import JOB, OURS, SIDE
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "recipes" / "nemo_rl"
+START = ROOT / "benchmarks" / "nemo_rl_start"
+FIRST_PORT, PORTS = 1400, 60
+"""Each job has ports of its own, in the range that NeMo RL names."""
+KEPT_BYTES = 300_000
+"""Most bytes of one log that are kept."""
+_POLL_S, _LEFT_AFTER_S = 0.2, 5.0
+_VARIABLES = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_DEDUP_LOGS": "0",
+    "RES_OPTIONS": "attempts:0",
+    "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
+    "TORCH_CUDA_ARCH_LIST": "9.0",
+    # Of the GPUs' machine, several jobs share the cores and the memory.
+    "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 16}),
+    "RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION": "0.01",
+}
+_SHARED = ("++policy.generation.vllm_kwargs.kv_cache_memory_bytes=1073741824",)
+"""Overrides of all jobs. Without, vLLM refuses to start where another job gives memory back meanwhile."""
+_ERROR = re.compile(r"^(?:\S*\)\s*)?(\w+(?:\.\w+)*(?:Error|Exception|Timeout)\b:? ?.*)$")
+_MISSED = re.compile(r"the bootstrap has missed (.*)")
+_TAKEN = re.compile(r"took (\d+) MiB")
+_IN_RAY = re.compile(r"\x1b\[[0-9;]*m")
+_VENVS = ("nemo_rl.algorithms.async_utils.ReplayBuffer", "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector")
+"""Actors for whose Python NeMo RL calls uv, whatever it is told; it takes what is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run of a recipe.
+
+    Example: ``Job(name="stock", side=STOCK, recipe="tiny-1train-1vllm", folder=Path("/tmp/jobs"))``
+    """
+
+    name: str
+    """Short, see `Run.ray`."""
+    side: str
+    recipe: str
+    folder: Path
+    """Of all jobs that run at a time; a folder of the job's name in it is the job's own. Earlier runs are continued."""
+    overrides: Sequence[str] = ()
+    fault: str = ""
+    """For `FAULT`."""
+    turns_with: str = ""
+    """Name of the job that it takes turns with."""
+
+    @property
+    def own(self) -> Path:
+        """The working directory."""
+        return self.folder / self.name
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One start of a job."""
+
+    job: Job
+    number: int
+    """How often the job was started before."""
+    started_s: float
+    process: subprocess.Popen[bytes] = field(init=False)
+    exit_code: int | None = None
+    ended_s: float | None = None
+    """When its script ended."""
+    gone_s: float | None = None
+    """When its last process ended; None if some had to be killed."""
+    left: list[str] = field(default_factory=list)
+    """Processes that were there some seconds after its script ended, or as it was cut."""
+    was_cut: bool = False
+
+    @property
+    def meter(self) -> Path:
+        """Folder of the records."""
+        return self.job.own / f"meter{self.number}"
+
+    @property
+    def log(self) -> Path:
+        """What the script wrote."""
+        return self.job.own / f"run{self.number}.log"
+
+    @property
+    def ray(self) -> Path:
+        """Ray's folder. Names of sockets in it may have 107 bytes."""
+        return self.job.own / f"t{self.number}"
+
+    @property
+    def calls(self) -> list[Call]:
+        """All metered calls."""
+        return read_calls(self.meter)
+
+    @property
+    def fault_s(self) -> float | None:
+        """When the fault happened."""
+        return next((call.started_s for call in self.calls if call.name == FAULT_NAME), None)
+
+    def text(self) -> str:
+        """Returns the log without colours."""
+        return _IN_RAY.sub("", self.log.read_text(errors="replace"))
+
+    def error(self) -> str:
+        """Returns the last line of the log that names an error; empty if there is none."""
+        found = [match[1] for line in self.text().splitlines() if (match := _ERROR.match(line))]
+        return found[-1] if found else ""
+
+    def late_mib(self) -> int:
+        """Returns what our watch has noticed after the bootstrap."""
+        lines = [match[1] for match in _MISSED.finditer(self.text())]
+        return sum(int(taken[1]) for line in lines for taken in _TAKEN.finditer(line))
+
+    def steps(self) -> list[dict[str, float]]:
+        """Returns reward and log-probability gaps of each step, from NeMo RL's own records of its batches."""
+        files = [path for path in self.job.own.glob("logs/**/train_data_step*.jsonl")]
+        return [_step(path) for path in sorted(files, key=lambda path: int(path.stem.removeprefix("train_data_step")))]
+
+
+def run_jobs(jobs: Sequence[Job], *, limit_s: float, cut_s: float = 120.0) -> list[Run]:
+    """Runs jobs at the same time; waits until none of their processes is left, and ends those that stay.
+
+    Args:
+        jobs: At most one of a name.
+        limit_s: Seconds for all.
+        cut_s: Seconds after its fault in which a job has to end.
+    """
+    runs = [_start(job, place) for place, job in enumerate(jobs)]
+    began = time.time()
+    try:
+        while any(run.gone_s is None and not run.was_cut for run in runs):
+            time.sleep(_POLL_S)
+            for run in runs:
+                if run.gone_s is None and not run.was_cut:
+                    _look_at(run, cut=time.time() - began > limit_s, cut_s=cut_s)
+    finally:
+        for run in runs:
+            _kill(_processes(run))
+    return runs
+
+
+def keep_logs(runs: Sequence[Run], archive: Path) -> None:
+    """Packs the logs and records of runs, and what Ray wrote about them."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive, "w:gz") as packed:
+        for run in runs:
+            ray_logs = sorted(run.ray.glob("ray/session_2*/logs/*"))
+            for path in [run.log, *run.meter.glob("*"), *ray_logs, *run.job.own.glob("logs/**/*.jsonl")]:
+                if path.is_file() and path.stat().st_size:
+                    _add(packed, path, f"{run.job.name}/{run.number}/{path.name}")
+
+
+def _add(packed: tarfile.TarFile, path: Path, name: str) -> None:
+    """Adds a file, of a long one its end."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - KEPT_BYTES))
+        info = tarfile.TarInfo(name)
+        info.size = min(path.stat().st_size, KEPT_BYTES)
+        packed.addfile(info, file)
+
+
+def _start(job: Job, place: int) -> Run:
+    number = len(list(job.own.glob("run*.log")))
+    run = Run(job=job, number=number, started_s=time.time())
+    run.meter.mkdir(parents=True)
+    source = Path(os.environ["NEMO_RL_SRC"])
+    script = RECIPES / "run_grpo_safe.py" if job.side == OURS else source / "examples" / "run_grpo.py"
+    overrides = [
+        *_SHARED,
+        f"checkpointing.checkpoint_dir={job.own}/results",
+        f"logger.log_dir={job.own}/logs",
+        f"cluster.master_port_range_low={FIRST_PORT + place * PORTS}",
+        f"cluster.master_port_range_high={FIRST_PORT + (place + 1) * PORTS - 1}",
+        *job.overrides,
+    ]
+    with run.log.open("wb") as log:
+        run.process = subprocess.Popen(
+            [sys.executable, str(script), "--config", str(RECIPES / f"{job.recipe}.yaml"), *overrides],
+            cwd=job.own,
+            env=_environment(run),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return run
+
+
+def _environment(run: Run) -> dict[str, str]:
+    job = run.job
+    run.ray.mkdir()
+    venvs = job.own / "venvs"
+    for name in _VENVS:
+        _take_this_python(venvs / name / "bin" / "python")
+    path = [str(START), str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    found = {
+        **os.environ,
+        **_VARIABLES,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "RAY_TMPDIR": str(run.ray),
+        "NRL_MEGATRON_CHECKPOINT_DIR": str(job.own / "converted"),
+        "NEMO_RL_VENV_DIR": str(venvs),
+        "HF_DATASETS_CACHE": str(job.own / "datasets"),
+        "TRITON_CACHE_DIR": str(job.own / "triton"),
+        SIDE: job.side,
+        JOB: job.name,
+        FOLDER: str(run.meter),
+    }
+    if job.fault:
+        found[FAULT] = job.fault
+    if job.turns_with:
+        found[TURNS] = f"{job.folder}:{job.name}:{job.turns_with}"
+    return found
+
+
+def _take_this_python(path: Path) -> None:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        path.chmod(0o755)
+
+
+def _look_at(run: Run, *, cut: bool, cut_s: float) -> None:
+    now = time.time()
+    if run.exit_code is None:
+        run.exit_code = run.process.poll()
+        run.ended_s = None if run.exit_code is None else now
+    fault_s = run.fault_s if run.job.fault else None
+    cut = cut or (fault_s is not None and now - fault_s > cut_s)
+    if run.exit_code is None and not cut:
+        return
+    left = _processes(run)
+    if not left:
+        run.gone_s = now
+    elif cut or (run.ended_s is not None and now - run.ended_s > _LEFT_AFTER_S and not run.left):
+        run.left = [_name(process) for process in left]
+        if cut or fault_s is None:
+            run.was_cut = True
+            _kill(left)
+
+
+def _processes(run: Run) -> list[psutil.Process]:
+    """Living processes of a run: each inherits where it is to write its records."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(FOLDER) == str(run.meter) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _name(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())[:80] or process.name()
+    return "gone"
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.send_signal(signal.SIGKILL)
+
+
+def _step(path: Path) -> dict[str, float]:
+    rewards: list[float] = []
+    gaps: list[float] = []
+    for line in path.read_text().splitlines():
+        row: Mapping[str, Any] = json.loads(line)
+        rewards += _flat(row["rewards"])
+        theirs, ours = _flat(row["generation_logprobs"]), _flat(row["prev_logprobs"])
+        gaps += [abs(a - b) for a, b, kept in zip(theirs, ours, _flat(row["token_loss_mask"]), strict=True) if kept]
+    return {"reward": mean(rewards), "mean_gap": mean(gaps), "largest_gap": max(gaps)}
+
+
+def _flat(value: Any) -> list[float]:
+    return [each for part in value for each in _flat(part)] if isinstance(value, list) else [float(value)]

@@ -1,0 +1,154 @@
+"""Glue of `host_meter` for NeMo RL: the calls of a job that are metered, in stock runs and in ours alike.
+
+A job is metered without a change of its files: ``nemo_rl_start/sitecustomize.py`` calls `meter`, which waits for the
+modules that have the methods. Until then it imports nothing, because Ray starts many processes that need none of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+
+SIDE = "RL_SAFE_METER_SIDE"
+"""Environment variable: `STOCK` or `OURS`."""
+STOCK, OURS = "stock", "ours"
+JOB = "RL_SAFE_METER_JOB"
+"""Environment variable: the name of the job, among those that run at the same time on the same machine."""
+WORLD, TRAIN, LOGPROB, SAVE, SEND, GENERATE, REFIT = "world", "train", "logprob", "save", "send", "generate", "refit"
+PATHS, IMPORT, STATE = "paths", "import", "state"
+"""Names of the calls: the default group is made, an update, ..., a trainer sends weights, ..., a whole refit as the driver
+sees it; in the conversion of HF weights, the call before it, the conversion, and the middle of its save."""
+HOST_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
+_POLICY = {
+    "train": TRAIN,
+    "get_logprobs": LOGPROB,
+    "save_checkpoint": SAVE,
+    "broadcast_weights_for_collective": SEND,
+    "stream_weights_via_ipc_zmq": SEND,
+}
+
+_turns = ExitStack()
+"""The turn of the step that runs."""
+
+
+def meter() -> None:
+    """Has the calls of a job metered, and keeps the job apart from others on the same machine."""
+    watches: dict[str, Callable[[Any], None]] = {
+        HOST_WORKER: _watch_host_worker,
+        "nemo_rl.models.policy.workers.base_policy_worker": lambda m: _own_socket(m.AbstractPolicyWorker),
+        "nemo_rl.models.generation.vllm.vllm_backend": lambda m: _own_socket(m.VllmInternalWorkerExtension),
+        "nemo_rl.models.generation.vllm.vllm_worker": _watch_generation,
+        "nemo_rl.algorithms.grpo": _watch_driver,
+        "megatron.bridge.training.checkpointing": _watch_saves,
+        "nemo_rl.models.policy.lm_policy": _end_turns,
+        "ray._private.services": _own_ray,
+    }
+    if os.environ.get(SIDE) == OURS:
+        watches["rl_safe_workers.adapters.nemo_rl.worker"] = lambda m: _watch_policy(m.SafeMegatronPolicyWorkerImpl)
+    if SIDE in os.environ:
+        sys.meta_path.insert(0, _AfterImport(watches))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with each of some modules once it is imported."""
+
+    def __init__(self, functions: dict[str, Callable[[Any], None]]) -> None:
+        self._functions = functions
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        function = self._functions.pop(name, None)
+        spec = None if function is None else importlib.util.find_spec(name)
+        if function is None or spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            function(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _watch_host_worker(module: Any) -> None:
+    from benchmarks.host_meter import watch
+
+    watch(module, "setup_distributed", WORLD)
+    watch(module, "validate_model_paths", PATHS)
+    watch(module, "handle_model_import", IMPORT)
+    if os.environ[SIDE] == STOCK:
+        _watch_policy(module.MegatronPolicyWorkerImpl)
+
+
+def _watch_saves(module: Any) -> None:
+    from benchmarks.host_meter import watch
+
+    # After the folder is made, before a shard is written.
+    watch(module, "_clean_metadata_for_serialization", STATE)
+
+
+def _watch_policy(worker: type) -> None:
+    from benchmarks.host_meter import watch
+
+    for method, name in _POLICY.items():
+        watch(worker, method, name)
+
+
+def _watch_generation(module: Any) -> None:
+    from benchmarks.host_meter import watch
+
+    watch(module.VllmGenerationWorkerImpl, "generate", GENERATE)
+
+
+def _watch_driver(module: Any) -> None:
+    from benchmarks.host_meter import TURNS, turn, watch
+
+    watch(module, "refit_policy_generation", REFIT)
+
+
+    if TURNS in os.environ:
+        refit = module.refit_policy_generation
+
+        @functools.wraps(refit)
+        def refit_in_turn(*args: Any, **kwargs: Any) -> Any:
+            _turns.enter_context(turn())
+            return refit(*args, **kwargs)
+
+        module.refit_policy_generation = refit_in_turn
+
+
+def _end_turns(module: Any) -> None:
+    """Ends a turn with the update: a refit, the first GPU work of a step, has begun it."""
+    train = module.Policy.train
+
+    @functools.wraps(train)
+    def train_in_turn(*args: Any, **kwargs: Any) -> Any:
+        with _turns.pop_all():
+            return train(*args, **kwargs)
+
+    module.Policy.train = train_in_turn
+
+
+def _own_ray(module: Any) -> None:
+    """Has the job start a Ray of its own: NeMo RL would join that of another job."""
+    module.find_gcs_addresses = functools.cache(list)
+
+
+def _own_socket(owner: Any) -> None:
+    """Names the socket between trainer and engine by the job: NeMo RL names it by the GPU alone."""
+    address = owner.get_zmq_address
+
+    def get_zmq_address(self: Any) -> str:
+        return f"{address(self)}.{os.environ.get(JOB, '')}"
+
+    owner.get_zmq_address = get_zmq_address
