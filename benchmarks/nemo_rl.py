@@ -96,7 +96,9 @@ def _run(jobs: Sequence[Job], out: Path, report: Callable[[str], None], limit_s:
     keep_logs(runs, out / f"{'-'.join(job.name for job in jobs)}-{runs[0].number}.tar.gz")
     for run in runs:
         took = (run.gone_s or time.time()) - run.started_s
-        seconds = ", ".join(f"{name} {_worst(run, name)}" for name in (WORLD, LOGPROB, TRAIN, SEND, SAVE, REFIT, GENERATE))
+        seconds = ", ".join(
+            f"{name} {_worst(run, name)}" for name in (WORLD, LOGPROB, TRAIN, SEND, SAVE, REFIT, GENERATE)
+        )
         report(f"{run.job.name}: exit {run.exit_code}{', cut' if run.was_cut else ''} after {took:.0f} s; {seconds}")
         report(f"{run.job.name}: {len(run.left)} left {run.left[:3]}; late {run.late_mib()} MiB; {run.error()[:300]}")
         for number, step in enumerate(run.steps(), 1):
@@ -145,7 +147,7 @@ def _pair(folder: Path, recipe: str, *overrides: str, prefix: str = "", turns: b
 def _smoke(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
     """Two steps of both."""
     jobs = _pair(folder, APART, "grpo.max_num_steps=2", "checkpointing.save_period=2", prefix="s")
-    return _rows_of_pair("smoke", *_run(jobs, out, report, limit_s=145.0), steps=2)
+    return _rows_of_pair("smoke", *_run(jobs, out, report, limit_s=150.0), steps=2)
 
 
 def _placement(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Row]]:
@@ -171,24 +173,34 @@ def _code(run: Run) -> float:
 
 def _rows_of_pair(name: str, ours: Run, stock: Run, *, steps: int) -> list[Row]:
     found = {run.job.side: run.steps() for run in (ours, stock)}
-    rows = [
-        gpu_row(f"{name}, {run.job.side}: exit code", "", _code(run), at_most(0)) for run in (ours, stock)
-    ]
+    rows = [gpu_row(f"{name}, {run.job.side}: exit code", "", _code(run), at_most(0)) for run in (ours, stock)]
     rows += [
         gpu_row(f"{name}: steps", "", len(found[OURS]), at_least(steps)),
         gpu_row(f"{name}: processes left", "", len(ours.left), at_most(0)),
         gpu_row(f"{name}: late bytes of communicators", "MiB", ours.late_mib(), at_most(0)),
-        gpu_row(f"{name}: grown outside torch", "MiB", _communicators_mib(ours), at_most(0.6), _communicators_mib(stock)),
+        gpu_row(
+            f"{name}: grown outside torch", "MiB", _communicators_mib(ours), at_most(0.6), _communicators_mib(stock)
+        ),
     ]
     if all(len(each) >= steps for each in found.values()):
         means = {
-            (side, key): [step[key] for step in each] for side, each in found.items() for key in ("reward", "mean_gap", "largest_gap")
+            (side, key): [step[key] for step in each]
+            for side, each in found.items()
+            for key in ("reward", "mean_gap", "largest_gap")
         }
         apart = max(abs(a - b) for a, b in zip(means[OURS, "reward"], means[STOCK, "reward"], strict=False))
         rows += [
-            gpu_row(f"{name}: mean reward", "", mean(means[OURS, "reward"]), at_least(0.9), mean(means[STOCK, "reward"])),
+            gpu_row(
+                f"{name}: mean reward", "", mean(means[OURS, "reward"]), at_least(0.9), mean(means[STOCK, "reward"])
+            ),
             gpu_row(f"{name}: rewards of a step apart, at most", "", apart, at_most(0.05)),
-            gpu_row(f"{name}: mean logprob gap", "nat", mean(means[OURS, "mean_gap"]), at_most(1.1), mean(means[STOCK, "mean_gap"])),
+            gpu_row(
+                f"{name}: mean logprob gap",
+                "nat",
+                mean(means[OURS, "mean_gap"]),
+                at_most(1.1),
+                mean(means[STOCK, "mean_gap"]),
+            ),
             gpu_row(f"{name}: largest logprob gap", "nat", max(means[OURS, "largest_gap"]), at_most(0.25), None),
         ]
     return rows
@@ -202,7 +214,10 @@ def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Ro
         overrides = (f"grpo.max_num_steps={steps}", "checkpointing.enabled=false")
         ours, stock = _run(_pair(folder, recipe, *overrides, prefix="t", turns=True), out, report)
         os.environ["RL_SAFE_TINY"] = str(folder / "tiny")
-        rows = [gpu_row(f"{recipe}, in turns, {run.job.side}: exit code", "", _code(run), at_most(0)) for run in (ours, stock)]
+        rows = [
+            gpu_row(f"{recipe}, in turns, {run.job.side}: exit code", "", _code(run), at_most(0))
+            for run in (ours, stock)
+        ]
         for call, bound in ((TRAIN, 1.03), (REFIT, 1.0)):
             seconds = [_seconds(run, call)[FIRST_STEPS:steps] for run in (ours, stock)]
             if not all(seconds):
@@ -210,9 +225,15 @@ def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Ro
             ratio = median_with_bounds([a / b for a, b in zip(*seconds, strict=False)])
             rows += [
                 gpu_row(f"{recipe}: {call}, medians", "s", median(seconds[0]), at_most(bound), median(seconds[1])),
-                gpu_row(f"{recipe}: {call}, median of {len(seconds[0])} ratios", "", ratio["step_ratio"], at_most(bound)),
-                gpu_row(f"{recipe}: {call}, lower end of its 95 % interval", "", ratio["step_ratio_low"], at_most(bound)),
-                gpu_row(f"{recipe}: {call}, upper end of its 95 % interval", "", ratio["step_ratio_high"], at_most(bound)),
+                gpu_row(
+                    f"{recipe}: {call}, median of {len(seconds[0])} ratios", "", ratio["step_ratio"], at_most(bound)
+                ),
+                gpu_row(
+                    f"{recipe}: {call}, lower end of its 95 % interval", "", ratio["step_ratio_low"], at_most(bound)
+                ),
+                gpu_row(
+                    f"{recipe}: {call}, upper end of its 95 % interval", "", ratio["step_ratio_high"], at_most(bound)
+                ),
             ]
         return rows
 
@@ -287,9 +308,15 @@ def main() -> int:
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     parser.add_argument("parts", nargs="+", choices=[*PARTS, *FAULTS], metavar="PART")
     arguments = parser.parse_args()
+    console = Console(width=200, highlight=False)
     with tempfile.TemporaryDirectory(prefix="n", dir="/tmp") as name:
-        rows = run_parts(arguments.parts, Path(name), arguments.out, lambda line: print(line, flush=True))
-    print_table(rows, Console(width=200))
+        rows = run_parts(
+            arguments.parts,
+            Path(name),
+            arguments.out,
+            lambda line: console.print(line, soft_wrap=True, markup=False),
+        )
+    print_table(rows, console)
     return exit_code(rows)
 
 

@@ -138,7 +138,7 @@ class Run:
 
     def steps(self) -> list[dict[str, float]]:
         """Returns reward and log-probability gaps of each step, from NeMo RL's own records of its batches."""
-        files = [path for path in self.job.own.glob("logs/**/train_data_step*.jsonl")]
+        files = self.job.own.glob("logs/**/train_data_step*.jsonl")
         return [_step(path) for path in sorted(files, key=lambda path: int(path.stem.removeprefix("train_data_step")))]
 
 

@@ -24,8 +24,8 @@ JOB = "RL_SAFE_METER_JOB"
 """Environment variable: the name of the job, among those that run at the same time on the same machine."""
 WORLD, TRAIN, LOGPROB, SAVE, SEND, GENERATE, REFIT = "world", "train", "logprob", "save", "send", "generate", "refit"
 PATHS, IMPORT, STATE = "paths", "import", "state"
-"""Names of the calls: the default group is made, an update, ..., a trainer sends weights, ..., a whole refit as the driver
-sees it; in the conversion of HF weights, the call before it, the conversion, and the middle of its save."""
+"""Names of the calls: the default group is made, an update, ..., a trainer sends weights, ..., a whole refit as the
+driver sees it; in the conversion of HF weights, the call before it, the conversion, and the middle of its save."""
 HOST_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _POLICY = {
     "train": TRAIN,
@@ -114,8 +114,6 @@ def _watch_driver(module: Any) -> None:
     from benchmarks.host_meter import TURNS, turn, watch
 
     watch(module, "refit_policy_generation", REFIT)
-
-
     if TURNS in os.environ:
         refit = module.refit_policy_generation
 

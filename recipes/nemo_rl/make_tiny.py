@@ -2,8 +2,8 @@
 
     python recipes/nemo_rl/make_tiny.py FOLDER    # then: export RL_SAFE_TINY=FOLDER
 
-The reward is that of NeMo RL's environment code_jaccard, which needs no network: how many of the words of the answer are
-among those of the solution. Here each character is a word, and the solution has all small letters.
+The reward is that of NeMo RL's environment code_jaccard, which needs no network: how many of the words of the answer
+are among those of the solution. Here each character is a word, and the solution has all small letters.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ BENCHMARKS: Mapping[str, str] = {
     "comms_limits": "limits of NCCL's channels on 2 or 4 GPUs: bandwidth and memory of each",
     "installs": "pins of verl, ms-swift and NeMo RL that an installation of the wheel would move",
     "control": "operations of the control plane over the store, signed and unsigned",
+    "nemo_rl": "NeMo RL's own script on 2 GPUs, with our workers: runs, steps, refits and failures, against its own",
     "save": "saves, loads and audits of a checkpoint of 6,144 experts, against megatron-core's own",
 }
 """A line on each benchmark, by its name, which is also that of its module in ``benchmarks``."""
