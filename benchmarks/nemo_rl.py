@@ -75,7 +75,7 @@ def run_parts(parts: Sequence[str], folder: Path, out: Path, report: Callable[[s
     _make_model(folder / "tiny")
     os.environ["RL_SAFE_TINY"] = str(folder / "tiny")
     faults = [part for part in parts if part in FAULTS]
-    rows = _faults(faults, folder, out, report) if faults else []
+    rows = run_faults(faults, folder, out, report) if faults else []
     for part in parts:
         if part not in FAULTS:
             rows += PARTS[part](folder, out, report)
@@ -240,7 +240,8 @@ def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Ro
     return run
 
 
-def _faults(kinds: Sequence[str], folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
+def run_faults(kinds: Sequence[str], folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
+    """Runs jobs, each with a fault, at the same time, and times their ends."""
     jobs = []
     for kind in kinds:
         deadlines = [f"rl_safe.timeouts.{name}={DEADLINE_S:g}" for name in _bounded(kind)]

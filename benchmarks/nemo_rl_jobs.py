@@ -46,7 +46,7 @@ _VARIABLES = {
 }
 _SHARED = ("++policy.generation.vllm_kwargs.kv_cache_memory_bytes=1073741824",)
 """Overrides of all jobs. Without, vLLM refuses to start where another job gives memory back meanwhile."""
-_ERROR = re.compile(r"^(?:\S*\)\s*)?(\w+(?:\.\w+)*(?:Error|Exception|Timeout)\b:? ?.*)$")
+_ERROR = re.compile(r"^(?:\([^)]*\) *)?(\w+(?:\.\w+)*(?:Error|Exception|Timeout)\b:? ?.*)$")
 _MISSED = re.compile(r"the bootstrap has missed (.*)")
 _TAKEN = re.compile(r"took (\d+) MiB")
 _IN_RAY = re.compile(r"\x1b\[[0-9;]*m")

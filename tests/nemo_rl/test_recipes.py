@@ -17,7 +17,8 @@ from rl_safe_workers.topology.layout import ParallelLayout
 from tests.nemo_rl.source import SOURCE, needs_source
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "nemo_rl"
-RECIPES = sorted(FOLDER.glob("*.yaml"))
+RECIPES = sorted(FOLDER.glob("*-rl-safe.yaml"))
+TINY = sorted(FOLDER.glob("tiny-*.yaml"))
 HYDRA = {
     "hydra._internal.config_loader_impl": "ConfigLoaderImpl",
     "hydra.core.override_parser.overrides_parser": "OverridesParser",
@@ -46,6 +47,7 @@ def _loader(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("NEMO_RL_SRC", SOURCE)
+    monkeypatch.setenv("RL_SAFE_TINY", "/tiny")
     config = _loader(monkeypatch).load_config(str(request.param))
     found = OmegaConf.to_container(config, resolve=True)
     assert isinstance(found, dict)
@@ -58,6 +60,7 @@ def by_name(path: Path) -> str:
 
 def test_there_are_recipes() -> None:
     assert len(RECIPES) == 3
+    assert len(TINY) == 3
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=by_name)
@@ -95,3 +98,20 @@ def test_a_recipe_loads_as_nemo_rl_loads_it(loaded: dict[str, Any], request: pyt
     assert layout.expert_data >= 1
     name = request.node.callspec.id
     assert f"-{cluster['num_nodes']}n{cluster['gpus_per_node']}g-" in name
+
+
+@needs_source
+@pytest.mark.parametrize("loaded", TINY, ids=by_name, indirect=True)
+def test_a_tiny_recipe_is_for_one_machine_with_two_gpus(loaded: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    policy, name = loaded["policy"], request.node.callspec.id
+    resources = policy["generation"]["colocated"]
+    trainers = 2 if resources["enabled"] else 2 - resources["resources"]["gpus_per_node"]
+    assert f"-{trainers}train-" in name
+    assert trainers % policy["megatron_cfg"]["expert_model_parallel_size"] == 0
+    grpo = loaded["grpo"]
+    assert grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"] == policy["train_global_batch_size"]
+    assert grpo["async_grpo"]["enabled"] == policy["generation"]["vllm_cfg"]["async_engine"] == ("async" in name)
+    assert loaded["data"]["train"]["data_path"].endswith("/train.jsonl")
+    assert NemoRlSettings.read(loaded[NODE], source=NODE).enabled
+    for place in (loaded["checkpointing"]["checkpoint_dir"], loaded["logger"]["log_dir"]):
+        assert place.endswith(name)

@@ -1,0 +1,127 @@
+"""The benchmark of NeMo RL's script over a small script in its place: jobs, records, faults, turns and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("psutil")
+
+from benchmarks import nemo_rl
+from benchmarks.nemo_rl_jobs import Job, run_jobs
+from benchmarks.nemo_rl_meter import OURS, STOCK, TRAIN
+from benchmarks.table import Row
+
+SCRIPT = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+
+from benchmarks import host_meter, nemo_rl_meter
+
+given = dict(word.lstrip("+").split("=", 1) for word in sys.argv[3:])
+
+
+class Worker:
+    def world(self): ...
+
+    def train(self):
+        time.sleep(0.01)
+
+
+class Driver:
+    def step(self):
+        Worker.now.train()
+
+
+host_meter.watch(Worker, "world", nemo_rl_meter.WORLD)
+host_meter.watch(Worker, "train", nemo_rl_meter.TRAIN)
+host_meter.watch(Driver, "step", nemo_rl_meter.REFIT)
+host_meter.take_turns(Driver, "step")
+Worker.now = Worker()
+Worker.now.world()
+logs = Path(given["logger.log_dir"]) / "exp_001"
+logs.mkdir(parents=True, exist_ok=True)
+first = len(list(logs.glob("*.jsonl")))
+for step in range(first, int(given.get("grpo.max_num_steps", 5))):
+    Driver().step()
+    row = {"rewards": [0.1 * step], "generation_logprobs": [[0.0, -1.0, -2.0]], "prev_logprobs": [[0.0, -1.5, -2.0]],
+           "token_loss_mask": [[0, 1, 1]]}
+    (logs / f"train_data_step{step + 1}.jsonl").write_text(json.dumps(row) + "\\n")
+print("(worker) rank 0: the bootstrap has missed x took 12 MiB of device memory; y took 3 MiB of device memory")
+print("\\x1b[36m(worker pid=3)\\x1b[0m ValueError: rank 1 is lost")
+if os.environ.get("LEAVE_ONE"):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    examples = tmp_path / "source" / "examples"
+    examples.mkdir(parents=True)
+    (examples / "run_grpo.py").write_text(SCRIPT)
+    monkeypatch.setenv("NEMO_RL_SRC", str(examples.parent))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("benchmarks.nemo_rl_jobs.RECIPES", tmp_path / "recipes")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "run_grpo_safe.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def _quiet(line: str) -> None: ...
+
+
+def _by_name(rows: list[Row]) -> dict[str, Row]:
+    return {row.name: row for row in rows}
+
+
+def test_a_placement_is_run_and_resumed(source: Path) -> None:
+    lines: list[str] = []
+    part: Callable[..., list[Row]] = nemo_rl.PARTS["apart"]
+    rows = _by_name(part(source, source / "out", lines.append))
+    name = nemo_rl.APART
+    assert rows[f"{name}: steps"].ours == nemo_rl.PLAIN_STEPS
+    assert rows[f"{name}: late bytes of communicators"].ours == 15
+    assert rows[f"{name}: mean reward"].ratio == pytest.approx(1)
+    assert rows[f"{name}: mean logprob gap"].ours == pytest.approx(0.25)
+    assert rows[f"{name}: processes left"].met
+    assert rows[f"{name}, resumed, ours: updates"].ours == nemo_rl.RESUMED_STEPS - nemo_rl.PLAIN_STEPS
+    assert rows[f"{name}, resumed, stock: last step"].met
+    assert any("ValueError: rank 1 is lost" in line for line in lines)
+    assert len(list((source / "out").glob("*.tar.gz"))) == 2
+
+
+def test_steps_are_compared_in_turns(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nemo_rl, "_make_model", lambda *_: None)
+    rows = _by_name(nemo_rl.PARTS["steps-apart"](source, source / "out", _quiet))
+    assert rows[f"{nemo_rl.APART}: {TRAIN}, median of {nemo_rl.MEASURED_STEPS} ratios"].ours == pytest.approx(
+        1, abs=0.5
+    )
+
+
+def test_a_fault_is_timed_from_outside(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(nemo_rl.FAULTS, "step", f"{TRAIN}:3:0:kill")
+    rows = _by_name(nemo_rl.run_faults(["step"], source, source / "out", _quiet))
+    name = f"step ({TRAIN}:3:0:kill)"
+    assert rows[f"{name}, ours: ended after"].ours < 5
+    assert rows[f"{name}, ours: exit code"].met
+    assert not rows[f"{name}, ours: names rank 1"].met
+    assert rows[f"{name}, ours: processes left"].met
+    assert f"{name}, stock: ended after, 120: cut" in rows
+
+
+def test_a_fault_that_does_not_happen_is_missed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(nemo_rl.FAULTS, "step", f"{TRAIN}:300:0:kill")
+    rows = nemo_rl.run_faults(["step"], source, source / "out", _quiet)
+    assert [row.met for row in rows] == [False, False]
+
+
+@pytest.mark.parametrize("side", [OURS, STOCK])
+def test_a_process_that_stays_is_named_and_ended(source: Path, monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    monkeypatch.setenv("LEAVE_ONE", "1")
+    (run,) = run_jobs([Job(name="x", side=side, recipe="tiny", folder=source)], limit_s=60)
+    assert run.exit_code == 0
+    assert len(run.left) == 1
+    assert "time.sleep(60)" in run.left[0]
+    assert run.was_cut
