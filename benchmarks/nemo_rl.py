@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -22,7 +24,21 @@ from rich.console import Console
 
 from benchmarks.gpu import count_gpus, gpu_row
 from benchmarks.nemo_rl_jobs import RECIPES, Job, Run, keep_logs, run_jobs
-from benchmarks.nemo_rl_meter import GENERATE, LOGPROB, OURS, PATHS, REFIT, SAVE, SEND, STATE, STOCK, TRAIN, WORLD
+from benchmarks.nemo_rl_meter import (
+    DIGESTS,
+    GENERATE,
+    LOGPROB,
+    OURS,
+    PATHS,
+    REFIT,
+    SAVE,
+    SEND,
+    STATE,
+    STOCK,
+    TRAIN,
+    WORLD,
+    digest,
+)
 from benchmarks.script import median_with_bounds
 from benchmarks.table import Row, at_least, at_most, exit_code, print_table
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
@@ -46,6 +62,7 @@ STEP_MODEL = SeededModelConfig(
     num_experts_per_tok=4,
 )
 """0.2 B parameters, for steps of some tenths of a second."""
+ASYNC_SAVES, MOST_LAYERS = 4, 64
 DEADLINE_S, GRACE_S, CUT_S = 15.0, 10.0, 120.0
 FAULTS = {
     "step": f"{TRAIN}:3:1:kill",
@@ -240,6 +257,67 @@ def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Ro
     return run
 
 
+def _async_saves(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Row]]:
+    def run(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
+        overrides = (
+            f"grpo.max_num_steps={ASYNC_SAVES}",
+            "checkpointing.save_period=1",
+            "policy.megatron_cfg.checkpoint.async_save=true",
+            "policy.megatron_cfg.checkpoint.ckpt_assume_constant_structure=true",
+            "policy.megatron_cfg.freeze_moe_router=false",
+        )
+        rows: list[Row] = []
+        for each in _run(_pair(folder, recipe, *overrides, prefix="w"), out, report):
+            name = f"{recipe}, async saves, {each.job.side}"
+            saves = [_digests_of(path) for path in _saves(each)]
+            wrong = [len(_not_in(number, each, found)) for number, found in enumerate(saves)]
+            report(f"{name}: tensors in each save {[len(found) for found in saves]}, not as they were {wrong}")
+            is_ours = each.job.side == OURS
+            rows += [
+                gpu_row(f"{name}: exit code", "", _code(each), at_most(0)),
+                gpu_row(f"{name}: saves", "", len(saves), at_least(ASYNC_SAVES)),
+                gpu_row(f"{name}: saves that differ", "", len(set(saves)), at_least(ASYNC_SAVES if is_ours else 0)),
+                gpu_row(
+                    f"{name}: parameters not as at their moment", "", sum(wrong), at_most(0) if is_ours else at_least(0)
+                ),
+            ]
+        return rows
+
+    return run
+
+
+def _saves(run: Run) -> list[Path]:
+    found = run.job.own.glob("results/step_*/policy/weights/iter_*")
+    return sorted(found, key=lambda path: int(path.parents[2].name.removeprefix("step_")))
+
+
+def _digests_of(checkpoint: Path) -> frozenset[str]:
+    """Returns digests of all tensors of a checkpoint, and of the pieces of those that hold layers or experts."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = FileSystemReader(checkpoint)
+    tensors = {
+        key: torch.empty(stored.size, dtype=stored.properties.dtype)
+        for key, stored in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    pieces = [tensors[key] for key in tensors]
+    layers = [piece for tensor in pieces if tensor.dim() > 1 and len(tensor) <= MOST_LAYERS for piece in tensor]
+    experts = [piece for layer in layers if layer.dim() > 1 and len(layer) <= MOST_LAYERS for piece in layer]
+    return frozenset(map(digest, [*pieces, *layers, *experts]))
+
+
+def _not_in(number: int, run: Run, saved: frozenset[str]) -> list[str]:
+    """Returns the parameters that a save does not hold as they were when it began."""
+    found: dict[str, str] = {}
+    for path in run.meter.glob(f"{DIGESTS}-{number}-*.json"):
+        found |= json.loads(path.read_text())
+    return [name for name, value in found.items() if value not in saved]
+
+
 def run_faults(kinds: Sequence[str], folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
     """Runs jobs, each with a fault, at the same time, and times their ends."""
     jobs = []
@@ -258,7 +336,10 @@ def run_faults(kinds: Sequence[str], folder: Path, out: Path, report: Callable[[
                 )
             )
     rows: list[Row] = []
-    for run in _run(jobs, out, report):
+    runs = _run(jobs, out, report)
+    if "convert" in kinds:
+        rows += _after_half_conversion([job for job in jobs if job.name.startswith("convert")], out, report)
+    for run in runs:
         fault_s = run.fault_s
         name = f"{run.job.name[:-1]} ({FAULTS[run.job.name[:-1]]}), {run.job.side}"
         if fault_s is None:
@@ -279,6 +360,25 @@ def run_faults(kinds: Sequence[str], folder: Path, out: Path, report: Callable[[
     return rows
 
 
+def _after_half_conversion(jobs: Sequence[Job], out: Path, report: Callable[[str], None]) -> list[Row]:
+    """Starts the jobs anew, which find what the killed ones have left."""
+    for job in jobs:
+        left = sorted(str(path.relative_to(job.own)) for path in (job.own / "converted").rglob("*"))
+        report(f"{job.name} left {left[:8]}")
+    runs = _run(
+        [replace(job, fault="", overrides=[*job.overrides, "grpo.max_num_steps=1"]) for job in jobs], out, report
+    )
+    return [
+        gpu_row(
+            f"started after a half conversion, {run.job.side}: exit code",
+            "",
+            _code(run),
+            at_most(0) if run.job.side == OURS else at_least(0),
+        )
+        for run in runs
+    ]
+
+
 def _bounded(kind: str) -> list[str]:
     """The deadlines that are short in a job with a fault; those of set-up are not, but for the one that is met."""
     names = {"world", "logprob", "train", "save", "sync", "generate"} & set(NemoRlTimeouts.model_fields)
@@ -295,11 +395,23 @@ PARTS: Mapping[str, Callable[[Path, Path, Callable[[str], None]], list[Row]]] = 
     "apart": _placement(APART),
     "colocated": _placement(COLOCATED),
     "async": _placement(ASYNC),
+    "saves-apart": _async_saves(APART),
+    "saves-colocated": _async_saves(COLOCATED),
     "steps-apart": _steps(APART),
     "steps-colocated": _steps(COLOCATED),
 }
 """The parts besides `FAULTS`."""
-COMMANDS = (("apart",), ("colocated",), ("async",), ("steps-colocated",), ("steps-apart",), tuple(FAULTS))
+COMMANDS = (
+    ("apart",),
+    ("colocated",),
+    ("async",),
+    ("steps-colocated",),
+    ("steps-apart",),
+    ("saves-colocated",),
+    ("saves-apart",),
+    ("step", "save", "refit"),
+    ("engine", "late", "convert"),
+)
 """What is run at a time; each takes less than five minutes."""
 
 

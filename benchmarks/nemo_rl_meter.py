@@ -7,13 +7,16 @@ modules that have the methods. Until then it imports nothing, because Ray starts
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +29,8 @@ WORLD, TRAIN, LOGPROB, SAVE, SEND, GENERATE, REFIT = "world", "train", "logprob"
 PATHS, IMPORT, STATE = "paths", "import", "state"
 """Names of the calls: the default group is made, an update, ..., a trainer sends weights, ..., a whole refit as the
 driver sees it; in the conversion of HF weights, the call before it, the conversion, and the middle of its save."""
+DIGESTS = "digests"
+"""Start of the names of files beside the records: a digest of each parameter as a save begins, by its name."""
 HOST_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _POLICY = {
     "train": TRAIN,
@@ -100,8 +105,34 @@ def _watch_saves(module: Any) -> None:
 def _watch_policy(worker: type) -> None:
     from benchmarks.host_meter import watch
 
+    _write_digests(worker)
     for method, name in _POLICY.items():
         watch(worker, method, name)
+
+
+def _write_digests(worker: Any) -> None:
+    """Writes what a save is to hold, as it begins."""
+    save = worker.save_checkpoint
+    number = iter(range(10**9))
+
+    @functools.wraps(save)
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from benchmarks.host_meter import FOLDER
+
+        found = {name: digest(parameter) for name, parameter in self.model.named_parameters()}
+        path = Path(os.environ[FOLDER]) / f"{DIGESTS}-{next(number)}-{os.environ['RANK']}.json"
+        path.write_text(json.dumps(found))
+        return save(self, *args, **kwargs)
+
+    worker.save_checkpoint = save_checkpoint
+
+
+def digest(tensor: Any) -> str:
+    """Returns a digest of the bytes of a tensor."""
+    import torch
+
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()
 
 
 def _watch_generation(module: Any) -> None:
