@@ -23,7 +23,7 @@ from statistics import mean, median
 from rich.console import Console
 
 from benchmarks.gpu import count_gpus, gpu_row
-from benchmarks.nemo_rl_jobs import RECIPES, Job, Run, keep_logs, run_jobs
+from benchmarks.nemo_rl_jobs import RECIPES, Job, Run, keep_logs, module_search_path, run_jobs
 from benchmarks.nemo_rl_meter import (
     DIGESTS,
     GENERATE,
@@ -104,7 +104,8 @@ def _make_model(folder: Path, model: SeededModelConfig | None = None) -> None:
         return
     folder.mkdir(parents=True)
     options = [] if model is None else ["--model", model.model_dump_json()]
-    subprocess.run([sys.executable, str(RECIPES / "make_tiny.py"), str(folder), *options], check=True, timeout=LIMIT_S)
+    command = [sys.executable, str(RECIPES / "make_tiny.py"), str(folder), *options]
+    subprocess.run(command, check=True, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": module_search_path()})
 
 
 def _run(jobs: Sequence[Job], out: Path, report: Callable[[str], None], limit_s: float = LIMIT_S) -> list[Run]:

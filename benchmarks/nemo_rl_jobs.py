@@ -142,6 +142,12 @@ class Run:
         return [_step(path) for path in sorted(files, key=lambda path: int(path.stem.removeprefix("train_data_step")))]
 
 
+def module_search_path(*first: Path) -> str:
+    """Returns ``PYTHONPATH`` with some folders and this checkout before what it has."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([*map(str, first), str(ROOT), *filter(None, given)]))
+
+
 def run_jobs(jobs: Sequence[Job], *, limit_s: float, cut_s: float = 120.0) -> list[Run]:
     """Runs jobs at the same time; waits until none of their processes is left, and ends those that stay.
 
@@ -217,11 +223,10 @@ def _environment(run: Run) -> dict[str, str]:
     venvs = job.own / "venvs"
     for name in _VENVS:
         _take_this_python(venvs / name / "bin" / "python")
-    path = [str(START), str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     found = {
         **os.environ,
         **_VARIABLES,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "PYTHONPATH": module_search_path(START),
         "RAY_TMPDIR": str(run.ray),
         "NRL_MEGATRON_CHECKPOINT_DIR": str(job.own / "converted"),
         "NEMO_RL_VENV_DIR": str(venvs),
