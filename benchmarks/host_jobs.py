@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -28,6 +29,8 @@ OFFLINE = {
     "WANDB_MODE": "disabled",
 }
 """Environment variables of a job on a machine without a network."""
+LOGS = "RL_SAFE_BENCH_LOGS"
+"""Environment variable: a folder that keeps the logs of the jobs."""
 _SETTLE_S = 20.0
 """How long Ray may take to end its own processes, once the command has ended."""
 
@@ -93,11 +96,13 @@ class Job:
         return lines
 
     def end(self) -> None:
-        """Kills what is left of the job."""
+        """Kills what is left of the job, and keeps its log if `LOGS` says where."""
         for process in self.processes():
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
         self.process.wait(timeout=30)
+        if LOGS in os.environ:
+            shutil.copy(self.folder / "log", Path(os.environ[LOGS]) / f"{self.folder.name}.log")
 
     def output(self) -> str:
         """Returns what the job printed, without colours."""
