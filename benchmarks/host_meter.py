@@ -27,6 +27,7 @@ FAULT = "RL_SAFE_METER_FAULT"
 """Environment variable: ``NAME:CALL:RANK:HOW``. The fault happens as the call begins, its number counted from 0."""
 TURNS = "RL_SAFE_METER_TURNS"
 """Environment variable: ``FOLDER:NAME:OTHER``. This job is NAME, and takes turns with the job OTHER."""
+_TURNS_FILE = "turns"
 FAULT_NAME = "fault"
 """Name of the record that a process writes before it ends or stops itself."""
 _HOW = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -109,6 +110,14 @@ def take_turns(owner: type, first: str, last: str | None = None) -> None:
     setattr(owner, last or first, end)
 
 
+@contextmanager
+def no_turns(folder: Path) -> Iterator[None]:
+    """Lets no job begin a turn for a while."""
+    with (folder / _TURNS_FILE).open("a") as turns:
+        fcntl.flock(turns, fcntl.LOCK_EX)
+        yield
+
+
 def read_calls(folder: Path) -> list[Call]:
     """Returns all records of a job, in the order of their start. A line that a killed process cut off is left out."""
     lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().split("\n")[:-1]]
@@ -174,7 +183,7 @@ class _Turns:
 
     def __init__(self, folder: Path, mine: str, other: str) -> None:
         self._mine, self._other = folder / f"{mine}.pid", folder / f"{other}.pid"
-        self._turns = (folder / "turns").open("a+")
+        self._turns = (folder / _TURNS_FILE).open("a+")
 
     def begin(self) -> None:
         """Waits for this job's turn."""

@@ -1,7 +1,7 @@
 """verl's own job with its engines and with ours, on two GPUs: steps in turns, memory, saves, resumes and faults.
 
-Needs verl, its vLLM, Megatron-Bridge and Transformer Engine in this Python; ``scripts/gpu_parts`` packs them. `PARTS`
-run one after another, in some eight minutes. The jobs of a part run side by side.
+Needs verl, its vLLM, Megatron-Bridge and Transformer Engine in this Python; ``scripts/gpu_parts`` packs them. Takes
+some twelve minutes. The jobs of a part run side by side.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,8 +31,10 @@ from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.models.seeded import Family, create_seeded_model
 
-PARTS = os.environ.get("RL_SAFE_BENCH_PARTS", "steps;saves;bridges;faults").split(";")
-"""The parts to run."""
+PARTS = os.environ.get("RL_SAFE_BENCH_PARTS", "steps+saves+variants;faults").split(";")
+"""The parts to run, one after another; those joined by a plus run side by side."""
+MBRIDGE = "RL_SAFE_BENCH_MBRIDGE_SITE"
+"""Environment variable: a folder with the megatron-core that mbridge knows, 0.16.1. Without it mbridge is left out."""
 ROOT = Path(rl_safe_workers.__file__).parents[1]
 STOCK, OURS, GIVING = "stock", "ours", "ours, release_comms"
 STEPS, LEFT_OUT = 20, 3
@@ -47,6 +51,13 @@ MODEL = SeededModelConfig(
     head_dim=64,
     num_experts=16,
 )
+_SMALL_MODEL = MODEL.model_copy(update={"num_hidden_layers": 2, "hidden_size": 256, "num_experts": 8})
+MODELS = {
+    "moe": (Family.QWEN3, MODEL),
+    "small_moe": (Family.QWEN3, _SMALL_MODEL),
+    "small_dense": (Family.QWEN2, _SMALL_MODEL.model_copy(update={"num_experts": 0})),
+}
+"""Family and sizes of the models, made from a seed."""
 _ACTOR = "actor_rollout_ref.actor"
 _FAMILY = (
     f"{_ACTOR}.megatron.vanilla_mbridge=false",
@@ -65,6 +76,7 @@ _SMALL = (
     "reward.num_workers=1",
     "data.dataloader_num_workers=0",
     "ray_kwargs.ray_init.num_cpus=8",
+    "+ray_kwargs.ray_init.include_dashboard=false",
 )
 _FIXED_LENGTHS = (
     "data.train_batch_size=16",
@@ -82,7 +94,9 @@ FAULTS: Mapping[str, str] = {
     "generation": "",
     "engine": "",
 }
-"""`host_meter.FAULT` of each fault; an empty one comes from outside, while engines generate."""
+"""`host_meter.FAULT` of each fault."""
+OUTSIDE = ("generation", "engine")
+"""Faults that come from outside, while engines generate: to a training rank, or to an engine."""
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
@@ -99,19 +113,33 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     parts: Mapping[str, Callable[[_Jobs], list[Row]]] = {
         "steps": steps,
         "saves": saves,
-        "bridges": bridges,
+        "variants": variants,
         "faults": faults,
     }
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="rl_safe_verl_") as name:
         jobs = _Jobs(Path(name), report)
         try:
-            for part in PARTS:
-                rows += parts[part](jobs)
-                report(f"{part}: done")
+            for side_by_side in PARTS:
+                rows += _measure_together(side_by_side.split("+"), parts, jobs)
         finally:
             jobs.end()
     return rows
+
+
+def _measure_together(
+    names: Sequence[str], parts: Mapping[str, Callable[[_Jobs], list[Row]]], jobs: _Jobs
+) -> list[Row]:
+    """Measures parts side by side. `steps` are timed when the others have ended."""
+    jobs.is_quiet.clear()
+    with ThreadPoolExecutor(len(names)) as pool:
+        found = {name: pool.submit(parts[name], jobs) for name in names}
+        for name in sorted(names, key=lambda name: name == "steps"):
+            if name == "steps":
+                jobs.is_quiet.set()
+            found[name].exception()
+            jobs.report(f"{name}: done")
+    return [row for name in names for row in found[name].result()]
 
 
 class _Jobs:
@@ -120,13 +148,17 @@ class _Jobs:
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
         self.folder, self.report = folder, report
         self.started: dict[str, Job] = {}
+        self.is_quiet = threading.Event()
+        """Set when no other part runs beside `steps`."""
+        self._making = threading.Lock()
 
-    def model(self, family: Family) -> Path:
-        """Returns the folder of a seeded model, made once."""
-        path = self.folder / f"model_{family}"
-        spec = MODEL if family is Family.QWEN3 else MODEL.model_copy(update={"num_experts": 0})
-        if not path.exists():
-            create_seeded_model(path, spec, dtype="bfloat16", family=family)
+    def model(self, name: str) -> Path:
+        """Returns the folder of a seeded model of `MODELS`, made once."""
+        path = self.folder / name
+        family, spec = MODELS[name]
+        with self._making:
+            if not path.exists():
+                create_seeded_model(path, spec, dtype="bfloat16", family=family)
         return path
 
     def start(
@@ -134,7 +166,7 @@ class _Jobs:
         name: str,
         who: str,
         *overrides: str,
-        family: Family = Family.QWEN3,
+        model: str = "small_moe",
         variables: Mapping[str, str] | None = None,
         fault: str = "",
     ) -> Job:
@@ -144,7 +176,7 @@ class _Jobs:
             name: A name that no other job has.
             who: `STOCK`, `OURS` or `GIVING`.
             overrides: Of verl's configuration.
-            family: Of the model.
+            model: One of `MODELS`.
             variables: Environment variables.
             fault: See `host_meter.FAULT`.
         """
@@ -166,7 +198,7 @@ class _Jobs:
         own = {
             "DEVICE": "cuda",
             "HYDRA_FULL_ERROR": "1",
-            "MODEL": str(self.model(family)),
+            "MODEL": str(self.model(model)),
             "PYTHON": sys.executable,
             "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
             "VERL_USE_EXTERNAL_MODULES": glue if stock else f"{plugin},{glue}",
@@ -197,18 +229,20 @@ def steps(jobs: _Jobs) -> list[Row]:
     turns = jobs.folder / "turns"
     turns.mkdir()
     lengths = [*_FIXED_LENGTHS, f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={STEPS // 2}"]
-    found = {}
-    for who, other in ((STOCK, OURS), (OURS, STOCK)):
-        variables = {host_meter.TURNS: f"{turns}:{who}:{other}"}
-        found[who] = jobs.start(f"{who} steps", who, *lengths, variables=variables)
-    found[GIVING] = jobs.start(
-        "giving steps", GIVING, *_FIXED_LENGTHS, "trainer.total_training_steps=4", "trainer.save_freq=-1"
-    )
+    with host_meter.no_turns(turns):
+        found = {}
+        for who, other in ((STOCK, OURS), (OURS, STOCK)):
+            variables = {host_meter.TURNS: f"{turns}:{who}:{other}"}
+            found[who] = jobs.start(f"{who} steps", who, *lengths, model="moe", variables=variables)
+        jobs.is_quiet.wait(JOB_S)
     wait_for(list(found.values()), JOB_S)
     rows = [_exit_row(jobs, job) for job in found.values()]
     both = found[STOCK], found[OURS]
     for name, label in (("update_actor", "actor update"), ("update_weights", "weight sync")):
         stock, ours = (_slowest(job, name)[LEFT_OUT:] for job in both)
+        if not stock or len(stock) != len(ours):
+            rows.append(_row(f"{label}: steps of both", "", min(len(stock), len(ours)), at_least(STEPS - LEFT_OUT)))
+            continue
         bounds = median_with_bounds([a / b for a, b in zip(ours, stock, strict=True)])
         goal = at_most(1.03)
         rows.append(_row(f"{label}: median of the steps' ratios", "", bounds["step_ratio"], goal))
@@ -216,26 +250,18 @@ def steps(jobs: _Jobs) -> list[Row]:
         rows.append(_row(f"{label}: upper end of its 95 % interval", "", bounds["step_ratio_high"], goal))
         rows.append(_row(f"{label}: median", "s", median(ours), at_most(9e9), median(stock)))
     after = {who: _memory(job) for who, job in found.items()}
-    for who in (STOCK, OURS, GIVING):
+    for who in (STOCK, OURS):
         jobs.report(f"{who}: { ({key: round(value / MIB) for key, value in after[who].items()}) }")
-    set_up, three = "init_model", "update_actor 2"
-    rows.append(
-        _row("outside torch after set-up", "MiB", after[OURS][set_up] / MIB, at_most(9e9), after[STOCK][set_up] / MIB)
-    )
-    rows.append(
-        _row("outside torch after 3 steps", "MiB", after[OURS][three] / MIB, at_most(0.6), after[STOCK][three] / MIB)
-    )
-    growth = [(after[who][three] - after[who]["update_actor 0 begins"]) / MIB for who in (OURS, STOCK)]
+        jobs.report(f"{who}: updates {[round(seconds, 4) for seconds in _slowest(found[who], 'update_actor')]}")
+    for point, label in (("init_model", "set-up"), ("update_actor 2", "3 steps")):
+        ours_mib, stock_mib = (after[who].get(point, float("nan")) / MIB for who in (OURS, STOCK))
+        goal = at_most(0.6) if label == "3 steps" else at_most(9e9)
+        rows.append(_row(f"outside torch after {label}", "MiB", ours_mib, goal, stock_mib))
+    growth = [_growth_mib(after[who]) for who in (OURS, STOCK)]
     rows.append(_row("growth outside torch in the first 3 steps", "MiB", growth[0], at_most(9e9), growth[1]))
-    late = max(of_step.get("rl_safe/late_allocations", 9e9) for of_step in metrics_of(found[OURS].output()).values())
-    rows.append(_row("late collectives", "", late, at_most(0)))
-    given = metrics_of(found[GIVING].output())
-    connected = max(of_step.get("rl_safe/bootstrap_mib", 0) for of_step in given.values())
-    released = [of_step.get("rl_safe/released_mib", 0) for of_step in given.values()]
-    rows.append(_row("released of what was connected", "", min(released) / connected, at_least(0.95)))
-    back = (after[OURS]["update_weights 2"] - after[GIVING]["update_weights 2"]) / MIB / connected
-    rows.append(_row("outside torch at rollout: less with release, of what was connected", "", back, at_least(0.95)))
-    stock_saves, our_saves = (_slowest(job, "save_checkpoint") for job in both)
+    late = [of_step.get("rl_safe/late_allocations", 9e9) for of_step in metrics_of(found[OURS].output()).values()]
+    rows.append(_row("late collectives", "", max(late, default=9e9), at_most(0)))
+    stock_saves, our_saves = (_slowest(job, "save_checkpoint") or [float("nan")] for job in both)
     rows.append(_row("save", "s", median(our_saves), at_most(1), median(stock_saves)))
     return rows
 
@@ -249,7 +275,7 @@ def saves(jobs: _Jobs) -> list[Row]:
     wait_for([*first.values(), *asynchronous.values()], JOB_S)
     rows = [_exit_row(jobs, job) for job in (*first.values(), *asynchronous.values())]
     for label, by in (("save", first), ("async save", asynchronous)):
-        stock, ours = (median(_slowest(by[who], "save_checkpoint")) for who in (STOCK, OURS))
+        stock, ours = (median(_slowest(by[who], "save_checkpoint") or [float("nan")]) for who in (STOCK, OURS))
         rows.append(_row(f"without vLLM: {label}", "s", ours, at_most(1), stock))
         for who in (STOCK, OURS):
             tracker = by[who].folder / "checkpoints/latest_checkpointed_iteration.txt"
@@ -280,16 +306,19 @@ def saves(jobs: _Jobs) -> list[Row]:
     return rows
 
 
-def bridges(jobs: _Jobs) -> list[Row]:
-    """Three steps with mbridge, and with a dense Qwen2.5."""
+def variants(jobs: _Jobs) -> list[Row]:
+    """Three steps with mbridge, with a dense Qwen2.5, and with communicators given to the rollout."""
     few = ["trainer.total_training_steps=3", "trainer.save_freq=3"]
-    dense = [f"{_ACTOR}.megatron.expert_model_parallel_size=1"]
+    giving = jobs.start("ours, release_comms", GIVING, *few)
     found = [
-        jobs.start("ours, mbridge", OURS, *few, f"{_ACTOR}.megatron.vanilla_mbridge=true"),
-        jobs.start("stock, mbridge", STOCK, *few, f"{_ACTOR}.megatron.vanilla_mbridge=true"),
-        jobs.start("ours, dense", OURS, *few, *dense, family=Family.QWEN2),
-        jobs.start("ours, Megatron-Bridge", OURS, *few),
+        giving,
+        jobs.start("ours, dense", OURS, *few, f"{_ACTOR}.megatron.expert_model_parallel_size=1", model="small_dense"),
     ]
+    if MBRIDGE in os.environ:
+        path = f"{ROOT}:{os.environ[MBRIDGE]}:{os.environ.get('PYTHONPATH', '')}"
+        for who in (OURS, STOCK):
+            vanilla = f"{_ACTOR}.megatron.vanilla_mbridge=true"
+            found.append(jobs.start(f"{who}, mbridge", who, *few, vanilla, variables={"PYTHONPATH": path}))
     wait_for(found, JOB_S)
     rows = []
     for job in found:
@@ -302,6 +331,14 @@ def bridges(jobs: _Jobs) -> list[Row]:
             _row(f"{job.name}: late collectives", "", max(late, default=9e9), at_most(0)),
             _row(f"{job.name}: largest gap of probabilities", "", max(gaps, default=9e9), at_most(0.05)),
         ]
+    of_steps = metrics_of(giving.output()).values()
+    connected = max((of_step.get("rl_safe/bootstrap_mib", 0) for of_step in of_steps), default=float("nan"))
+    released = min((of_step.get("rl_safe/released_mib", 0) for of_step in of_steps), default=0)
+    after = _memory(giving)
+    jobs.report(f"release_comms: { ({key: round(value / MIB) for key, value in after.items()}) }")
+    back_mib = (after.get("update_actor 1", 0) - after.get("update_weights 2", 0)) / MIB
+    rows.append(_row("released, by our own figures, of what was connected", "", released / connected, at_least(0.95)))
+    rows.append(_row("outside torch, less at rollout, of what was connected", "", back_mib / connected, at_least(0.95)))
     return rows
 
 
@@ -318,7 +355,8 @@ def faults(jobs: _Jobs) -> list[Row]:
                 "trainer.total_training_steps=6",
                 "trainer.save_freq=1" if fault == "save" else "trainer.save_freq=-1",
             ]
-            if not meter:
+            of_fault += [] if fault in ("weight export", *OUTSIDE) else _WITHOUT_VLLM
+            if fault in OUTSIDE:
                 of_fault.append("data.max_response_length=512")
             if who == OURS:
                 of_fault += timeouts
@@ -328,7 +366,7 @@ def faults(jobs: _Jobs) -> list[Row]:
     while time.time() < deadline and any(job.poll() is None for job in running.values()):
         for (fault, who), job in running.items():
             if job not in at_s and job.poll() is None:
-                if not FAULTS[fault]:
+                if fault in OUTSIDE:
                     _kill_while_generating(job, fault)
                 for call in job.calls(host_meter.FAULT_NAME):
                     at_s[job] = call.started_s
@@ -403,6 +441,10 @@ def _memory(job: Job) -> dict[str, float]:
         found[name] = max(found.get(name, 0), call.outside_torch)
         last[call.rank] = call.outside_torch
     return found
+
+
+def _growth_mib(after: Mapping[str, float]) -> float:
+    return (after.get("update_actor 2", float("nan")) - after.get("update_actor 0 begins", float("nan"))) / MIB
 
 
 def _exit_row(jobs: _Jobs, job: Job) -> Row:
