@@ -23,7 +23,7 @@ import psutil
 
 import rl_safe_workers
 from benchmarks import host_meter
-from benchmarks.gpu import count_gpus, gpu_row
+from benchmarks.gpus import count_gpus, gpu_row
 from benchmarks.host_jobs import Job, wait_for
 from benchmarks.script import median_with_bounds
 from benchmarks.table import Row, at_least, at_most
