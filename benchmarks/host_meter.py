@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,13 +25,15 @@ import torch
 FOLDER = "RL_SAFE_METER"
 """Environment variable: the folder of the records. Without it nothing is metered."""
 FAULT = "RL_SAFE_METER_FAULT"
-"""Environment variable: ``NAME:CALL:RANK:HOW``. The fault happens as the call begins, its number counted from 0."""
+"""Environment variable: ``NAME:CALL:RANK:HOW``. The fault happens as the call begins, its number counted from 0. HOW is
+``raise``, ``kill``, ``stop`` for a process that is stopped, or ``hang`` for one that sleeps, and ends if it is told."""
 TURNS = "RL_SAFE_METER_TURNS"
 """Environment variable: ``FOLDER:NAME:OTHER``. This job is NAME, and takes turns with the job OTHER."""
 _TURNS_FILE = "turns"
 FAULT_NAME = "fault"
 """Name of the record that a process writes before it ends or stops itself."""
 _HOW = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_HANG_S = 3600.0
 _POLL_S, _OTHER_STARTS_WITHIN_S = 0.002, 420.0
 
 
@@ -51,8 +54,11 @@ class Call:
     torch_reserved: int
 
 
-def watch(owner: type, method: str, name: str) -> None:
-    """Replaces a method of a class by one that records each call. Coroutine functions stay coroutine functions."""
+def watch(owner: type | ModuleType, method: str, name: str) -> None:
+    """Replaces a method of a class, or a function of a module, by one that records each call.
+
+    Coroutine functions stay coroutine functions.
+    """
     if FOLDER not in os.environ:
         return
     stock = inspect.getattr_static(owner, method)
@@ -146,6 +152,9 @@ def _fail(how: str, number: int, rank: int) -> None:
     _write(FAULT_NAME, number, rank, time.time(), 0.0)
     if how == "raise":
         raise RuntimeError(f"the benchmark makes rank {rank} fail here")
+    if how == "hang":
+        time.sleep(_HANG_S)
+        return
     os.kill(os.getpid(), _HOW[how])
 
 
