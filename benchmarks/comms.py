@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import rl_safe_workers
-from benchmarks.gpu import count_gpus, gpu_row, gpu_variables, make_model
+from benchmarks.gpu import gpu_variables, make_model
+from benchmarks.gpus import count_gpus, gpu_row
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers import env
 from rl_safe_workers.config import SeededModelConfig

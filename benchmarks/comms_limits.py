@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comms import run_processes
-from benchmarks.gpu import HOSTS, count_gpus, gpu_row
+from benchmarks.gpu import HOSTS
+from benchmarks.gpus import count_gpus, gpu_row
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.topology.budget import LIMITS as BUDGET

@@ -7,9 +7,7 @@ outlive a job, and nobody waits for imports.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -22,8 +20,8 @@ from megatron.core import parallel_state
 from benchmarks.comms import DROPS, OURS, RELEASES
 from benchmarks.comms_peers import WARMUPS
 from benchmarks.forks import run_jobs_of_rank
+from benchmarks.taken import Taken
 from rl_safe_workers.comms import nccl_suspend
-from rl_safe_workers.comms.trace import CollectiveTrace
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms.cuda import make_deterministic
 from rl_safe_workers.platforms.device_memory import outside_torch
@@ -58,36 +56,6 @@ class Job:
     """Sequences of a step on each data-parallel rank."""
     tokens: int
     """Tokens of each sequence."""
-
-
-class Taken:
-    """Device memory outside torch's allocator, and how much of its growth came in collectives."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._probe: Callable[[], int] = outside_torch(device) or (lambda: 0)
-        self.by_collectives = 0
-        self.by_group: Counter[str] = Counter()
-        self._start = self._probe()
-
-    def growth(self) -> int:
-        """Since the beginning, from whatever."""
-        return self._probe() - self._start
-
-    @contextmanager
-    def attributed(self) -> Iterator[None]:
-        """Counts what the collectives of the body take."""
-
-        def issue(group: dist.ProcessGroup, operation: str, call: Callable[[], Any]) -> Any:
-            before = self._probe()
-            value = call()
-            taken = max(0, self._probe() - before)
-            self.by_collectives += taken
-            if taken:
-                self.by_group[f"{group.group_desc} {operation}"] += taken
-            return value
-
-        with CollectiveTrace(issue):
-            yield
 
 
 def measure(job: Job, rank: int) -> dict[str, Any]:

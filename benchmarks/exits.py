@@ -16,7 +16,8 @@ from statistics import median
 
 from benchmarks.comms import RECIPE, Layout, layouts_for, run_jobs
 from benchmarks.exits_ranks import EVERY, EVERY_TORCH, OURS, Job
-from benchmarks.gpu import count_gpus, gpu_row, make_model
+from benchmarks.gpu import make_model
+from benchmarks.gpus import count_gpus, gpu_row
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.worlds.store import serve_store

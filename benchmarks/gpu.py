@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,7 +23,8 @@ from typing import Any
 import psutil
 
 import rl_safe_workers
-from benchmarks.table import Goal, Row, at_least, at_most, machine_in_words
+from benchmarks.gpus import count_gpus, gpu_memory_mib, gpu_row
+from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers import env
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
 from rl_safe_workers.config import SeededModelConfig
@@ -36,7 +36,6 @@ from rl_safe_workers.lifecycle import FREE_BYTES, Phase
 from rl_safe_workers.own_process import module_command
 from rl_safe_workers.ranks import Role
 from rl_safe_workers.recipe import load_recipe
-from rl_safe_workers.versions import installed_versions
 from rl_safe_workers.worlds.store import serve_store
 
 RECIPE = Path(rl_safe_workers.__file__).parents[1] / "recipes" / "quickstart_gpu.yaml"
@@ -108,13 +107,6 @@ def gpu_variables(rank: int, ranks: int) -> dict[str, str]:
     if ranks_of_host < ranks:
         variables |= {"NCCL_HOSTID": f"host{rank // ranks_of_host}", "NCCL_SOCKET_IFNAME": "lo"}
     return variables
-
-
-def count_gpus() -> int:
-    """GPUs of this machine, without a CUDA context in this process."""
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def main_job(folder: Path, placement: str, report: Callable[[str], None], overrides: Sequence[str] = ()) -> list[Row]:
@@ -212,12 +204,6 @@ def _last(events: Sequence[Mapping[str, Any]], role: Role, phase: Phase) -> list
     """The last event of each rank."""
     found = {e["rank"]: e for e in sorted(events, key=lambda e: e["end_s"]) if (e["role"], e["phase"]) == (role, phase)}
     return [found[rank] for rank in sorted(found)]
-
-
-def gpu_memory_mib() -> int:
-    """Memory in use on all GPUs together, in MiB."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return sum(map(int, subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split()))
 
 
 def resume(folder: Path, report: Callable[[str], None]) -> Row:
@@ -342,23 +328,7 @@ def _outputs(processes: Sequence[subprocess.Popen[str]], roles: Sequence[tuple[s
     return outputs
 
 
-def gpu_row(name: str, unit: str, ours: float, goal: Goal, peer: float | None = None) -> Row:
-    """A figure of one run on this machine's GPUs."""
-    return Row(
-        name=name, unit=unit, ours=ours, peer=peer, goal=goal, runs=1, machine=_machine(), versions=installed_versions()
-    )
-
-
 def _gpu_bytes() -> int:
     import torch
 
     return int(torch.cuda.get_device_properties(0).total_memory)
-
-
-@cache
-def _machine() -> str:
-    import torch
-
-    count = torch.cuda.device_count()
-    name = torch.cuda.get_device_properties(0).name if count else "no GPU"
-    return f"{count} x {name}, {machine_in_words()}"

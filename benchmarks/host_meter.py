@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,12 +25,15 @@ import torch
 FOLDER = "RL_SAFE_METER"
 """Environment variable: the folder of the records. Without it nothing is metered."""
 FAULT = "RL_SAFE_METER_FAULT"
-"""Environment variable: ``NAME:CALL:RANK:HOW``. The fault happens as the call begins, its number counted from 0."""
+"""Environment variable: ``NAME:CALL:RANK:HOW``. The fault happens as the call begins, its number counted from 0. HOW is
+``raise``, ``kill``, ``stop`` for a process that is stopped, or ``hang`` for one that sleeps, and ends if it is told."""
 TURNS = "RL_SAFE_METER_TURNS"
 """Environment variable: ``FOLDER:NAME:OTHER``. This job is NAME, and takes turns with the job OTHER."""
+_TURNS_FILE = "turns"
 FAULT_NAME = "fault"
 """Name of the record that a process writes before it ends or stops itself."""
 _HOW = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_HANG_S = 3600.0
 _POLL_S, _OTHER_STARTS_WITHIN_S = 0.002, 420.0
 
 
@@ -50,8 +54,11 @@ class Call:
     torch_reserved: int
 
 
-def watch(owner: type, method: str, name: str) -> None:
-    """Replaces a method of a class by one that records each call. Coroutine functions stay coroutine functions."""
+def watch(owner: type | ModuleType, method: str, name: str) -> None:
+    """Replaces a method of a class, or a function of a module, by one that records each call.
+
+    Coroutine functions stay coroutine functions.
+    """
     if FOLDER not in os.environ:
         return
     stock = inspect.getattr_static(owner, method)
@@ -74,28 +81,46 @@ def watch(owner: type, method: str, name: str) -> None:
     setattr(owner, method, recorded)
 
 
-def take_turns(owner: type, method: str) -> None:
-    """Replaces a method of a class by one that runs while the other job of `TURNS` does not. The jobs alternate.
+def take_turns(owner: type, first: str, last: str | None = None) -> None:
+    """Lets two jobs alternate. A turn begins with a call of one method, and ends when a call of another returns.
 
-    The first call waits until the other job is at its first call, too. A job that has ended is not waited for.
+    The first turn waits until the other job of `TURNS` comes to its first turn, too. A job that has ended is not
+    waited for.
+
+    Args:
+        owner: The class, or a module, of both.
+        first: Name of the method that begins a turn.
+        last: Name of the method that ends it; None: the same.
     """
     if TURNS not in os.environ:
         return
-    stock = getattr(owner, method)
+    folder, mine, other = os.environ[TURNS].split(":")
+    turns = _Turns(Path(folder), mine, other)
+    before, after = getattr(owner, first), getattr(owner, last or first)
 
-    @functools.wraps(stock)
-    def in_turn(*args: Any, **kwargs: Any) -> Any:
-        with turn():
-            return stock(*args, **kwargs)
+    @functools.wraps(before)
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        turns.begin()
+        return before(*args, **kwargs)
 
-    setattr(owner, method, in_turn)
+    setattr(owner, first, begin)
+    after = getattr(owner, last or first)
+
+    @functools.wraps(after)
+    def end(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return after(*args, **kwargs)
+        finally:
+            turns.end()
+
+    setattr(owner, last or first, end)
 
 
 @contextmanager
-def turn() -> Iterator[None]:
-    """Runs the body while the other job of `TURNS` is in no body of its own. The jobs alternate."""
-    folder, mine, other = os.environ[TURNS].split(":")
-    with _turn(Path(folder), mine, other):
+def no_turns(folder: Path) -> Iterator[None]:
+    """Lets no job begin a turn for a while."""
+    with (folder / _TURNS_FILE).open("a") as turns:
+        fcntl.flock(turns, fcntl.LOCK_EX)
         yield
 
 
@@ -103,6 +128,12 @@ def read_calls(folder: Path) -> list[Call]:
     """Returns all records of a job, in the order of their start. A line that a killed process cut off is left out."""
     lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().split("\n")[:-1]]
     return sorted((Call(**json.loads(line)) for line in lines), key=lambda call: call.started_s)
+
+
+def append(call: Call, file: Path) -> None:
+    """Adds a record to a file that no other process writes."""
+    with file.open("a") as records:
+        records.write(json.dumps(asdict(call)) + "\n")
 
 
 @contextmanager
@@ -121,6 +152,9 @@ def _fail(how: str, number: int, rank: int) -> None:
     _write(FAULT_NAME, number, rank, time.time(), 0.0)
     if how == "raise":
         raise RuntimeError(f"the benchmark makes rank {rank} fail here")
+    if how == "hang":
+        time.sleep(_HANG_S)
+        return
     os.kill(os.getpid(), _HOW[how])
 
 
@@ -137,8 +171,7 @@ def _write(name: str, number: int, rank: int, started_s: float, seconds: float) 
         outside_torch=None if read is None else read() - reserved,
         torch_reserved=reserved,
     )
-    with (Path(os.environ[FOLDER]) / f"{os.getpid()}.jsonl").open("a") as records:
-        records.write(json.dumps(asdict(call)) + "\n")
+    append(call, Path(os.environ[FOLDER]) / f"{os.getpid()}.jsonl")
 
 
 def _reader() -> Callable[[], int] | None:
@@ -154,29 +187,35 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-@contextmanager
-def _turn(folder: Path, mine: str, other: str) -> Iterator[None]:
-    """Holds the lock of both jobs. A job that had the last turn waits, as long as the other runs."""
-    (folder / f"{mine}.pid").write_text(str(os.getpid()))
-    deadline = time.monotonic() + _OTHER_STARTS_WITHIN_S
-    while not (folder / f"{other}.pid").exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the job {other} did not come to its first turn within {_OTHER_STARTS_WITHIN_S:g} s")
-        time.sleep(_POLL_S)
-    with (folder / "turns").open("a+") as turns:
-        while True:
-            fcntl.flock(turns, fcntl.LOCK_EX)
-            turns.seek(0)
-            if not turns.read().endswith(f"{mine}\n") or not _runs(int((folder / f"{other}.pid").read_text())):
-                break
-            fcntl.flock(turns, fcntl.LOCK_UN)
+class _Turns:
+    """A lock of two jobs. The job that had the last turn waits, as long as the other runs."""
+
+    def __init__(self, folder: Path, mine: str, other: str) -> None:
+        self._mine, self._other = folder / f"{mine}.pid", folder / f"{other}.pid"
+        self._turns = (folder / _TURNS_FILE).open("a+")
+
+    def begin(self) -> None:
+        """Waits for this job's turn."""
+        self._mine.write_text(str(os.getpid()))
+        deadline = time.monotonic() + _OTHER_STARTS_WITHIN_S
+        while not self._other.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._other.stem} did not come to its first turn in {_OTHER_STARTS_WITHIN_S:g} s")
             time.sleep(_POLL_S)
-        try:
-            yield
-        finally:
-            turns.write(f"{mine}\n")
-            turns.flush()
-            fcntl.flock(turns, fcntl.LOCK_UN)
+        while True:
+            fcntl.flock(self._turns, fcntl.LOCK_EX)
+            self._turns.seek(0)
+            had_the_last = self._turns.read().endswith(f"{self._mine.stem}\n")
+            if not had_the_last or not _runs(int(self._other.read_text())):
+                return
+            fcntl.flock(self._turns, fcntl.LOCK_UN)
+            time.sleep(_POLL_S)
+
+    def end(self) -> None:
+        """Leaves the turn to the other job."""
+        self._turns.write(f"{self._mine.stem}\n")
+        self._turns.flush()
+        fcntl.flock(self._turns, fcntl.LOCK_UN)
 
 
 def _runs(pid: int) -> bool:

@@ -17,14 +17,13 @@ from benchmarks.gpu import (
     CHECKPOINT,
     LARGE,
     PLACEMENTS,
-    count_gpus,
-    gpu_row,
     main_job,
     make_model,
     placements,
     run_ranks,
     run_recipe,
 )
+from benchmarks.gpus import count_gpus, gpu_row
 from benchmarks.script import median_with_bounds
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers.config import SeededModelConfig

@@ -22,7 +22,7 @@ from statistics import mean, median
 
 from rich.console import Console
 
-from benchmarks.gpu import count_gpus, gpu_row
+from benchmarks.gpus import count_gpus, gpu_row
 from benchmarks.nemo_rl_jobs import RECIPES, Job, Run, keep_logs, module_search_path, run_jobs
 from benchmarks.nemo_rl_meter import (
     DIGESTS,

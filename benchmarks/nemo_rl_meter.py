@@ -15,7 +15,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,9 +39,6 @@ _POLICY = {
     "stream_weights_via_ipc_zmq": SEND,
 }
 
-_turns = ExitStack()
-"""The turn of the step that runs."""
-
 
 def meter() -> None:
     """Has the calls of a job metered, and keeps the job apart from others on the same machine."""
@@ -53,7 +49,6 @@ def meter() -> None:
         "nemo_rl.models.generation.vllm.vllm_worker": _watch_generation,
         "nemo_rl.algorithms.grpo": _watch_driver,
         "megatron.bridge.training.checkpointing": _watch_saves,
-        "nemo_rl.models.policy.lm_policy": _end_turns,
         "ray._private.services": _own_ray,
     }
     if os.environ.get(SIDE) == OURS:
@@ -142,30 +137,19 @@ def _watch_generation(module: Any) -> None:
 
 
 def _watch_driver(module: Any) -> None:
-    from benchmarks.host_meter import TURNS, turn, watch
+    from benchmarks.host_meter import take_turns, watch
 
     watch(module, "refit_policy_generation", REFIT)
-    if TURNS in os.environ:
-        refit = module.refit_policy_generation
 
-        @functools.wraps(refit)
-        def refit_in_turn(*args: Any, **kwargs: Any) -> Any:
-            _turns.enter_context(turn())
-            return refit(*args, **kwargs)
+    class Step:
+        """A refit is the first GPU work of a step, and the update the last."""
 
-        module.refit_policy_generation = refit_in_turn
+        refit = staticmethod(module.refit_policy_generation)
+        train = module.Policy.train
 
-
-def _end_turns(module: Any) -> None:
-    """Ends a turn with the update: a refit, the first GPU work of a step, has begun it."""
-    train = module.Policy.train
-
-    @functools.wraps(train)
-    def train_in_turn(*args: Any, **kwargs: Any) -> Any:
-        with _turns.pop_all():
-            return train(*args, **kwargs)
-
-    module.Policy.train = train_in_turn
+    take_turns(Step, "refit", "train")
+    module.refit_policy_generation = Step.refit
+    module.Policy.train = Step.train
 
 
 def _own_ray(module: Any) -> None:

@@ -23,7 +23,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.comms import EVERY, MIB, NOTHING, OURS, run_jobs
-from benchmarks.gpu import HOSTS, count_gpus, gpu_row
+from benchmarks.gpu import HOSTS
+from benchmarks.gpus import count_gpus, gpu_row
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.worlds.store import serve_store

@@ -23,9 +23,10 @@ from megatron.core.transformer import TransformerConfig
 
 from benchmarks.comms import OURS
 from benchmarks.comms_peers import WARMUPS
-from benchmarks.comms_ranks import Taken, synchronize, timed
+from benchmarks.comms_ranks import synchronize, timed
 from benchmarks.forks import run_jobs_of_rank
 from benchmarks.script import UNLIMITED, Job
+from benchmarks.taken import Taken
 from rl_safe_workers import bootstrap, channel_limits, guard, teardown
 from rl_safe_workers.comms import late
 from rl_safe_workers.models.local_spec import decoder_block_spec

@@ -23,7 +23,8 @@ from benchmarks.comms import (
     release_rows,
     run_layouts,
 )
-from benchmarks.gpu import count_gpus, gpu_row, make_model
+from benchmarks.gpu import make_model
+from benchmarks.gpus import count_gpus, gpu_row
 from benchmarks.table import Row, at_most
 from rl_safe_workers.comms.nccl_suspend import why_not
 from rl_safe_workers.errors import ResourceError

@@ -24,7 +24,7 @@ rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "con
 PYTHON
 
 plugins=("$(python -m rl_safe_workers.adapters.swift)")
-options=()
+options=(--attention_backend unfused) # needs no flash-attn
 if [[ ${DEVICE:-cuda} == cpu ]]; then
     # The tests' stand-ins for Transformer Engine and triton, and shims for calls of CUDA.
     export PYTHONPATH="$root/tests/swift/standins:$root" CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1

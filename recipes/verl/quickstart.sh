@@ -2,14 +2,14 @@
 # GRPO of a tiny Qwen3-MoE through verl's own main_ppo with our engines and trainers: two trainers, EP2, and vLLM beside
 # them. DEVICE=cuda needs two GPUs; DEVICE=cpu, the default where there are none, needs scripts/setup verl, and docs/verl.md
 # says how far it gets: verl 0.9.1 does not know the name of vLLM's CPU build.
-# ENTRY=verl takes verl's own entry, with our engines alone.
+# ENTRY=verl takes verl's own entry, with our engines alone. ENTRY=stock takes verl's engines, too.
 # SUBMIT=1 submits it to the Ray cluster of RAY_ADDRESS, whose nodes see this folder; PYTHON is then a path that they have.
 # Further arguments are overrides of verl's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 DEVICE="${DEVICE:-$([[ -e /dev/nvidia0 ]] && echo cuda || echo cpu)}"
-PYTHON="${PYTHON:-$PWD/.venv-verl/bin/python}" MODEL=$PWD/models/verl-quickstart-qwen3-moe
+PYTHON="${PYTHON:-$PWD/.venv-verl/bin/python}" MODEL="${MODEL:-$PWD/models/verl-quickstart-qwen3-moe}"
 
 export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1
 cluster=(ray_kwargs.ray_init.num_cpus=16) # of the Ray that is started; one that runs has its own
@@ -70,7 +70,9 @@ overrides=(
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1 # each takes a CPU
     "${of_device[@]}"
 )
-if [[ "${ENTRY:-}" == verl ]]; then
+if [[ "${ENTRY:-}" == stock ]]; then
+    main=("$PYTHON" -m verl.trainer.main_ppo "${overrides[@]}")
+elif [[ "${ENTRY:-}" == verl ]]; then
     export VERL_USE_EXTERNAL_MODULES=rl_safe_workers.adapters.verl.plugin VERL_ENGINE_VENDOR=rl_safe
     main=("$PYTHON" -m verl.trainer.main_ppo "${overrides[@]}")
 else

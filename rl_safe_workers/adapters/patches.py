@@ -6,19 +6,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_REQUIRED = object()
+
 
 @contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, make: Callable[[Any], Any], *, absent: Any = _REQUIRED) -> Iterator[None]:
     """Sets ``owner.name`` to ``make(original)`` for the body.
 
     Args:
         owner: A module, or anything else with attributes.
-        name: The attribute, which must exist.
+        name: The attribute, which must exist, unless ``absent`` is given.
         make: Given what is there, returns what stands in for it.
+        absent: What users of the attribute take where it does not exist. It is then there for the body alone.
     """
-    original = getattr(owner, name)
+    is_there = absent is _REQUIRED or hasattr(owner, name)
+    original = getattr(owner, name) if is_there else absent
     setattr(owner, name, make(original))
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if is_there:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)

@@ -23,6 +23,8 @@ BENCHMARKS: Mapping[str, str] = {
     "suspend": "communicators that NCCL suspends for a rollout on 2 GPUs, against ones that are made again",
     "exits": "the end of ranks with every communicator alive, on 2 or 4 GPUs, against torch's own",
     "comms_limits": "limits of NCCL's channels on 2 or 4 GPUs: bandwidth and memory of each",
+    "swift": "ms-swift's jobs on 2 GPUs with our plugin and without: exits, exports, late communicators, failures",
+    "verl": "verl's job on 2 GPUs with its engines and with ours: steps in turns, memory, saves, resumes and faults",
     "installs": "pins of verl, ms-swift and NeMo RL that an installation of the wheel would move",
     "control": "operations of the control plane over the store, signed and unsigned",
     "nemo_rl": "NeMo RL's own script on 2 GPUs, with our workers: runs, steps, refits and failures, against its own",

@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from benchmarks.verl import metrics_of
 from tests.integration.runs import REPOSITORY, Running, running
 
 logger = logging.getLogger(__name__)
@@ -46,17 +47,6 @@ def folder() -> Iterator[Path]:
 def start(folder: Path, name: str, *overrides: str) -> list[str]:
     command = ["bash", str(RECIPE), f"trainer.default_local_dir={folder / 'checkpoints'}", *overrides]
     return ["env", f"PYTHON={sys.executable}", "DEVICE=cuda", "HYDRA_FULL_ERROR=1", *command]
-
-
-def metrics_of(out: str) -> dict[int, dict[str, float]]:
-    """Returns the metrics that verl's console logger printed, by step."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
-    found = {}
-    for line in plain.splitlines():
-        if match := re.search(r"step:(\d+) - (.*)", line):
-            items = re.findall(r"([\w/@.]+):([-+.\de]+)", match[2])
-            found[int(match[1])] = {name: float(value) for name, value in items}
-    return found
 
 
 def show(name: str, seconds: float, metrics: dict[int, dict[str, float]]) -> None:

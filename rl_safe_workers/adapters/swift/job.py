@@ -207,7 +207,8 @@ class SwiftJob(HostedTrainer):
 
             return open_file
 
-        with replaced(msc_utils, "open_file", deferring):
+        # megatron-core 0.19 lacks the name, and ms-swift then takes Python's.
+        with replaced(msc_utils, "open_file", deferring, absent=open):
             yield
         for writing in held:
             writing()

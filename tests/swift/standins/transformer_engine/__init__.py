@@ -4,12 +4,15 @@ megatron-core's own wrappers and mcore-bridge run over it unchanged. It has what
 experts, at tensor and context parallelism of 1; anything else raises an error.
 """
 
+import importlib.util
+
 import triton_stand_in
 
 from transformer_engine import common, pytorch
 
-# megatron-core asks for Transformer Engine before mcore-bridge asks for triton, and after torch has looked for it.
-triton_stand_in.put()
+if importlib.util.find_spec("triton") is None:  # the CUDA builds of torch bring it
+    # megatron-core asks for Transformer Engine before mcore-bridge asks for triton, and after torch has looked for it.
+    triton_stand_in.put()
 
 __version__ = "2.3.0"
 __all__ = ["common", "pytorch"]

@@ -174,9 +174,10 @@ def _normalise(
 class RMSNorm(nn.Module):
     def __init__(
         self,
-        hidden_size: int,
+        normalized_shape: int = 0,
         eps: float = 1e-5,
         *,
+        hidden_size: int = 0,
         sequence_parallel: bool = False,
         zero_centered_gamma: bool = False,
         params_dtype: torch.dtype | None = None,
@@ -184,7 +185,9 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.weight = _gamma(hidden_size, zero_centered_gamma, params_dtype=params_dtype, device=device)
+        self.weight = _gamma(
+            normalized_shape or hidden_size, zero_centered_gamma, params_dtype=params_dtype, device=device
+        )
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def get_extra_state(self) -> torch.Tensor:
@@ -198,8 +201,8 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    def __init__(self, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(hidden_size, eps, **kwargs)
+    def __init__(self, normalized_shape: int = 0, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(normalized_shape, eps, **kwargs)
         self.bias = nn.Parameter(torch.zeros_like(self.weight))
 
 

@@ -1,0 +1,128 @@
+"""Jobs of host frameworks: started in a folder of their own, ended in time, and looked at from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from benchmarks import host_meter
+
+_MARK = "RL_SAFE_BENCH_JOB"
+"""Environment variable that every process of a job inherits."""
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RES_OPTIONS": "attempts:0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "WANDB_MODE": "disabled",
+}
+"""Environment variables of a job on a machine without a network."""
+LOGS = "RL_SAFE_BENCH_LOGS"
+"""Environment variable: a folder that keeps the logs of the jobs."""
+_SETTLE_S = 20.0
+"""How long Ray may take to end its own processes, once the command has ended."""
+
+
+class Job:
+    """One run of a command. Its records are in ``folder/calls``, its output in ``folder/log``."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], folder: Path, variables: Mapping[str, str], *, fault: str = ""
+    ) -> None:
+        """Starts the job.
+
+        Args:
+            name: For the table.
+            command: The command line.
+            folder: A folder that does not exist.
+            variables: Environment variables, added to `OFFLINE`.
+            fault: For `host_meter.FAULT`.
+        """
+        self.name, self.folder, self._mark = name, folder, uuid.uuid4().hex
+        self.calls_folder = folder / "calls"
+        self.calls_folder.mkdir(parents=True)
+        environment = {
+            **os.environ,
+            **OFFLINE,
+            _MARK: self._mark,
+            host_meter.FOLDER: str(self.calls_folder),
+            host_meter.FAULT: fault,
+            **variables,
+        }
+        self.started_s = time.time()
+        self.ended_s: float | None = None
+        with (folder / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def poll(self) -> int | None:
+        """Returns the exit status of the command, or None while it runs."""
+        status = self.process.poll()
+        if status is not None and self.ended_s is None:
+            self.ended_s = time.time()
+        return status
+
+    def processes(self) -> list[psutil.Process]:
+        """Returns the living processes of the job."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def left(self) -> list[str]:
+        """Returns the command lines of the processes that outlive the command by more than `_SETTLE_S`."""
+        deadline = time.monotonic() + _SETTLE_S
+        while (found := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        lines = []
+        for process in found:
+            with suppress(psutil.Error):
+                lines.append(" ".join(process.cmdline())[:100])
+        return lines
+
+    def end(self) -> None:
+        """Kills what is left of the job, and keeps its log if `LOGS` says where."""
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=30)
+        if LOGS in os.environ:
+            shutil.copy(self.folder / "log", Path(os.environ[LOGS]) / f"{self.folder.name}.log")
+
+    def output(self) -> str:
+        """Returns what the job printed, without colours."""
+        return re.sub(r"\x1b\[[0-9;]*m", "", (self.folder / "log").read_text(errors="replace"))
+
+    def calls(self, name: str = "") -> list[host_meter.Call]:
+        """Returns the records of the job, or those of one name."""
+        return [call for call in host_meter.read_calls(self.calls_folder) if name in ("", call.name)]
+
+    def first_line_with(self, *texts: str) -> str:
+        """Returns the first line of the output that has one of the texts, or an empty string."""
+        lines = (line.strip() for line in self.output().splitlines())
+        return next((line for line in lines if any(text in line for text in texts)), "")
+
+
+def wait_for(jobs: Sequence[Job], within_s: float) -> None:
+    """Waits until all have ended; ends those that have not, after a time."""
+    deadline = time.monotonic() + within_s
+    while any(job.poll() is None for job in jobs) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for job in jobs:
+        if job.poll() is None:
+            job.end()

@@ -1,0 +1,392 @@
+"""ms-swift's Megatron jobs with our plugin and without: exits, late communicators, failures, on two GPUs.
+
+Needs two GPUs, ms-swift and Transformer Engine. Jobs of one part run side by side, stock's beside ours, with the same
+meter. Memory is read of each process. ``python -m benchmarks.swift PART... [--logs FILE.tar.gz]`` runs some parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.gpus import count_gpus, gpu_memory_mib, gpu_row
+from benchmarks.swift_jobs import (
+    EXPORT,
+    ON_CPU,
+    PLOT,
+    RANKS_OF_NODE,
+    SAVE,
+    STEP,
+    TRAINED,
+    TRAINING,
+    SwiftJob,
+    free_port,
+    run_jobs,
+    variables_of_ranks,
+)
+from benchmarks.table import Row, at_least, at_most, exit_code, print_table, write_json
+from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.errors import ResourceError, RunError
+from rl_safe_workers.models.hf_reader import HfReader
+from rl_safe_workers.models.seeded import create_seeded_model
+
+MIB = 2**20
+GPUS = 2
+EP2 = ("--expert_model_parallel_size", "2")
+PP2 = ("--pipeline_model_parallel_size", "2")
+LAYOUTS: dict[str, tuple[Sequence[str], int]] = {"EP2": (EP2, 1), "PP2": (PP2, 1), "EP2, two hosts of two": (EP2, 2)}
+"""Arguments and nodes, by name. With two nodes, expert data parallelism is 2."""
+OURS, STOCK, WARMED = "ours", "stock", "stock with nccl_comm_warmup"
+WAYS = (OURS, STOCK, WARMED)
+JOBS, CYCLES = 5, 50
+FAULTS = ("raise", "kill", "hang")
+FAULTY_CALLS = {"step": f"{STEP}:1", "save": "shards:0"}
+"""Calls that the meter breaks: the second step, and the first save once it has begun."""
+FAULTY_RANK = 1
+TIMEOUT_S, GRACE_S, CUT_S = 20.0, 10.0, 120.0
+EXIT_S = 5.0
+LIMIT_S = 150.0
+DEADLINES = {"timeouts": {"world": 120, "bootstrap": 120, "outside": 120, "convert": 120, "train": 120, "save": 120}}
+"""Ours, in jobs that are to end well."""
+SHORT = {"timeouts": {**DEADLINES["timeouts"], "teardown": 5, **dict.fromkeys(("train", "logprob", "save"), TIMEOUT_S)}}
+Report = Callable[[str], None]
+
+
+def measure(report: Report, parts: Sequence[str] = (), folder: Path | None = None) -> list[Row]:
+    """Runs parts; all but ``smoke`` if none is named, which takes some ten minutes.
+
+    Args:
+        report: Takes a line of progress.
+        parts: Names of `PARTS`.
+        folder: Where the jobs run and log; None for a folder that goes when all is done.
+
+    Raises:
+        ResourceError: If there are no two GPUs.
+        RunError: If a part cannot be measured.
+    """
+    if not ON_CPU and count_gpus() < GPUS:
+        raise ResourceError(f"bench swift: needs {GPUS} GPUs")
+    with ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_safe_bench_")))
+        inputs = write_inputs(folder / "inputs")
+        return [
+            row
+            for name in parts or [part for part in PARTS if part != "smoke"]
+            for row in PARTS[name](folder / name, inputs, report)
+        ]
+
+
+def write_inputs(folder: Path) -> Path:
+    """Writes a tiny Qwen3-MoE and 64 short conversations, and as many texts to continue."""
+    if not folder.exists():
+        create_seeded_model(folder / "model", SeededModelConfig(), dtype="bfloat16")
+        turns = [(f"{i} + {i}", f"{2 * i}") for i in range(64)]
+        answers = [{"role": "assistant", "content": f"{question} = {answer}"} for question, answer in turns]
+        rows = [
+            [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            for question, answer in turns
+        ]
+        for name, messages in (("data.jsonl", rows), ("texts.jsonl", [[answer] for answer in answers])):
+            lines = (json.dumps({"messages": each}) for each in messages)
+            (folder / name).write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def training(
+    folder: Path, inputs: Path, name: str, *more: str, command: str = "sft", data: str = "data.jsonl", **options: Any
+) -> SwiftJob:
+    """A job that trains three steps and saves."""
+    args = ["--model", str(inputs / "model"), "--dataset", str(inputs / data), *TRAINING, *more]
+    options = {"settings": DEADLINES, **options}
+    return SwiftJob(
+        name=name, folder=folder / name.replace(" ", "_").replace(",", ""), command=command, args=args, **options
+    )
+
+
+def export(folder: Path, name: str, *args: str, ours: bool = True) -> SwiftJob:
+    """An export at expert parallelism 2."""
+    place = folder / name.replace(" ", "_")
+    return SwiftJob(name=name, folder=place, command="export", args=[*args, *EP2], ours=ours, settings=DEADLINES)
+
+
+def smoke(folder: Path, inputs: Path, report: Report) -> list[Row]:
+    """One job of ours and one of stock."""
+    own, stock = (training(folder, inputs, way, *EP2, ours=way == OURS) for way in (OURS, STOCK))
+    run_jobs([own, stock], report, limit_s=LIMIT_S)
+    return [*_ends([own], [stock]), *_same_losses(own, stock), *_late_rows("EP2", {OURS: own, STOCK: stock}, report)]
+
+
+def jobs(folder: Path, inputs: Path, report: Report) -> list[Row]:
+    """Whole jobs: training, pretraining, an export there and back."""
+    own = [training(folder, inputs, f"{OURS} {number}", *EP2) for number in range(JOBS)]
+    stock = training(folder, inputs, STOCK, *EP2, ours=False)
+    pretraining = [
+        training(folder, inputs, f"pt {way}", *EP2, command="pt", data="texts.jsonl", ours=way == OURS)
+        for way in (OURS, STOCK)
+    ]
+    to_mcore = export(folder, "export to mcore", "--model", str(inputs / "model"), "--to_mcore", "true")
+    before_mib = 0 if ON_CPU else gpu_memory_mib()
+    run_jobs([*own, stock, *pretraining, to_mcore], report, limit_s=LIMIT_S)
+    left_mib = 0 if ON_CPU else max(0, gpu_memory_mib() - before_mib)
+    rows = [*_ends(own, [stock]), *_same_losses(own[0], stock)]
+    to_hf = export(folder, "export to hf", "--mcore_model", str(to_mcore.output), "--to_hf", "true")
+    if to_mcore.is_clean:
+        run_jobs([to_hf], report, limit_s=LIMIT_S)
+    ended = sum(job.is_clean for job in (to_mcore, to_hf))
+    differing = _differing(inputs / "model", to_hf.output, report) if ended == 2 else float("nan")
+    return [
+        *rows,
+        gpu_row("GPU memory left after all of them", "MiB", left_mib, at_most(0)),
+        gpu_row("pt: clean exits", "", pretraining[0].is_clean, at_least(1)),
+        gpu_row("pt: seconds of its exit", "s", pretraining[0].exit_s(TRAINED, PLOT), at_most(EXIT_S)),
+        *_same_losses(*pretraining, name="pt: "),
+        gpu_row("exports HF to mcore to HF: clean exits", "", ended, at_least(2)),
+        gpu_row("exports: tensors that differ after both", "", differing, at_most(0)),
+        gpu_row(
+            "exports: seconds of the slower exit",
+            "s",
+            max(j.exit_s(EXPORT) for j in (to_mcore, to_hf)),
+            at_most(EXIT_S),
+        ),
+    ]
+
+
+def cycles(folder: Path, inputs: Path, report: Report) -> list[Row]:
+    """Makes, connects and ends ms-swift's groups many times in the same processes."""
+    folder.mkdir(parents=True)
+    port, environment = free_port(), {**os.environ, **variables_of_ranks()}
+    command = [sys.executable, "-m", "benchmarks.swift_cycles"]
+    processes = []
+    for rank in range(GPUS):
+        with (folder / f"out{rank}.json").open("wb") as out, (folder / f"node{rank}.log").open("wb") as log:
+            arguments = [*command, str(rank), str(GPUS), str(port), str(CYCLES)]
+            processes.append(subprocess.Popen(arguments, cwd=folder, env=environment, stdout=out, stderr=log))
+    ended_by_s = time.monotonic() + LIMIT_S
+    try:
+        statuses = [process.wait(max(0.1, ended_by_s - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise RunError(f"bench swift: the cycles did not end within {LIMIT_S:g} s") from None
+    finally:
+        for process in processes:
+            process.kill()
+    if any(statuses):
+        log = (folder / f"node{statuses.index(max(statuses))}.log").read_text(encoding="utf-8")
+        raise RunError(f"bench swift: the cycles ended with {statuses}: {log.strip()[-1500:]}")
+    last_lines = [(folder / f"out{rank}.json").read_text(encoding="utf-8").splitlines()[-1] for rank in range(GPUS)]
+    found = [json.loads(line) for line in last_lines]
+    for rank, figures in enumerate(found):
+        report(f"rank {rank}: {json.dumps(figures)}")
+    down = [seconds for figures in found for seconds in figures["down_s"]]
+    up = [seconds for figures in found for seconds in figures["up_s"][1:]]
+    kept = max(figures["kept"][-1] - figures["kept"][0] for figures in found) / MIB
+    held = max(figures["held"][0] for figures in found) / MIB
+    return [
+        gpu_row("cycles that end well", "", min(len(figures["down_s"]) for figures in found), at_least(CYCLES)),
+        gpu_row("groups connected in each", "", min(min(figures["groups"]) for figures in found), at_least(1)),
+        gpu_row("world, groups and bootstrap: median after the first", "s", median(up), at_most(EXIT_S)),
+        gpu_row("teardown: slowest of all cycles and ranks", "s", max(down), at_most(EXIT_S)),
+        gpu_row("outside torch while the groups are there", "MiB", held, at_least(0)),
+        gpu_row(f"more after the last teardown than after the first, of {CYCLES}", "MiB", kept, at_most(32)),
+    ]
+
+
+def late_bytes(folder: Path, inputs: Path, report: Report) -> list[Row]:
+    """Memory that collectives take in the first steps, in three layouts and three ways."""
+    found: dict[str, dict[str, SwiftJob]] = {}
+    for name, (sizes, nodes) in LAYOUTS.items():
+        found[name] = {
+            way: training(
+                folder,
+                inputs,
+                f"{name} {way}",
+                *sizes,
+                *(["--nccl_comm_warmup", "true"] if way == WARMED else []),
+                ours=way == OURS,
+                nodes=nodes,
+            )
+            for way in WAYS
+        }
+    for nodes in (1, 2):
+        run_jobs([j for ways in found.values() for j in ways.values() if j.nodes == nodes], report, limit_s=LIMIT_S)
+    return [row for name, ways in found.items() for row in _late_rows(name, ways, report)]
+
+
+def failures(folder: Path, inputs: Path, report: Report) -> list[Row]:
+    """One rank raises, is killed or hangs, in a step and in a save; stock beside ours, cut after two minutes."""
+    broken = {
+        (way, place, how): training(
+            folder,
+            inputs,
+            f"{way} {place} {how}",
+            *EP2,
+            ours=way == OURS,
+            settings=SHORT,
+            fault=f"{call}:{FAULTY_RANK}:{how}",
+        )
+        for place, call in FAULTY_CALLS.items()
+        for how in FAULTS
+        for way in (OURS, STOCK)
+    }
+    run_jobs(list(broken.values()), report, limit_s=LIMIT_S + GRACE_S + TIMEOUT_S, cut_s=CUT_S)
+    rows: list[Row] = []
+    named = kept = left = 0
+    for (way, place, how), job in broken.items():
+        struck_s = job.fault_s
+        if struck_s is None:
+            raise RunError(f"bench swift: {job.name} ended before its fault: {job.log.strip()[-1500:]}")
+        seconds = job.ended_s - struck_s
+        by_us = f"failed on training rank {FAULTY_RANK}" in job.log
+        root_cause = job.log.rpartition("Root Cause")[2] if "Root Cause" in job.log else ""
+        by_torchrun = f"rank      : {FAULTY_RANK} " in root_cause
+        names = " and ".join(who for who, told in (("us", by_us), ("torchrun", by_torchrun)) if told) or "nobody"
+        status = job.statuses[0]
+        report(
+            f"{job.name}: {'cut' if status is None else f'status {status}'} after {seconds:.1f} s, rank {FAULTY_RANK} "
+            f"named by {names}, {job.left} left"
+        )
+        if way == OURS:
+            named += by_us or by_torchrun
+            kept += status not in (None, 0)
+            left += job.left
+        goal = at_most(TIMEOUT_S + GRACE_S) if way == OURS else at_least(0)
+        rows.append(gpu_row(f"{place}, {how}: {way}, from the fault to the end", "s", seconds, goal))
+    of = len(broken) // 2
+    return [
+        *rows,
+        gpu_row(f"ours: the rank is named, of {of}", "", named, at_least(of)),
+        gpu_row(f"ours: a status of failure, of {of}", "", kept, at_least(of)),
+        gpu_row("ours: processes left", "", left, at_most(0)),
+    ]
+
+
+def _ends(own: Sequence[SwiftJob], stock: Sequence[SwiftJob]) -> list[Row]:
+    for job in (*own, *stock):
+        if not job.is_clean:
+            raise RunError(f"bench swift: {job.name} ended with {job.statuses}: {job.log.strip()[-3000:]}")
+    slowest = [max(job.exit_s(TRAINED, PLOT) for job in group) for group in (own, stock)]
+    first = [max(call.seconds for job in group for call in job.calls(STEP) if call.call == 0) for group in (own, stock)]
+    saves = [median(call.seconds for job in group for call in job.calls(SAVE)) for group in (own, stock)]
+    return [
+        gpu_row("clean exits of ours", "", sum(job.is_clean for job in own), at_least(len(own))),
+        gpu_row("exit of the slowest rank: ours", "s", slowest[0], at_most(EXIT_S)),
+        gpu_row("exit of the slowest rank: stock", "s", slowest[1], at_least(0)),
+        gpu_row("first step of the slowest rank: ours", "s", first[0], at_most(TIMEOUT_S)),
+        gpu_row("first step of the slowest rank: stock", "s", first[1], at_least(0)),
+        gpu_row("save of the tiny model: ours", "s", saves[0], at_least(0)),
+        gpu_row("save of the tiny model: stock", "s", saves[1], at_least(0)),
+    ]
+
+
+def _same_losses(own: SwiftJob, stock: SwiftJob, *, name: str = "") -> list[Row]:
+    if not own.losses or len(own.losses) != len(stock.losses):
+        raise RunError(f"bench swift: {own.name} has losses {own.losses}, {stock.name} has {stock.losses}")
+    apart = max(abs(one - other) for one, other in zip(own.losses, stock.losses, strict=True))
+    return [gpu_row(f"{name}largest difference of a loss to stock's", "nat", apart, at_most(0.01))]
+
+
+def _late_rows(layout: str, ways: dict[str, SwiftJob], report: Report) -> list[Row]:
+    """The heaviest rank's memory by collectives in each window, in MiB."""
+    rows: list[Row] = []
+    for way, job in ways.items():
+        records = job.records()
+        if not job.is_clean or len(records) != RANKS_OF_NODE * job.nodes:
+            raise RunError(f"bench swift: {job.name} ended with {job.statuses}: {job.log.strip()[-3000:]}")
+        heaviest = max(records, key=lambda record: record["taken"].get(STEP, 0))
+        for window, groups in heaviest["by_group"].items():
+            report(f"{layout}, {way}, {window}: {json.dumps({name: size // MIB for name, size in groups.items()})}")
+        for entry in records[0].get("ledger", []):
+            if len(entry["ranks"]) > 1:
+                sizes = f"{(entry['bytes'] or 0) // MIB} MiB, predicted {entry['predicted_bytes'] // MIB}"
+                report(f"{layout}, {way}: {entry['group']} {entry['op_class']}: {sizes}")
+        late = max(record["taken"].get(STEP, 0) for record in records) / MIB
+        before = max(sum(size for name, size in record["taken"].items() if name != STEP) for record in records) / MIB
+        outside = [call.outside_torch for call in job.calls(STEP) if call.outside_torch is not None]
+        goal = at_most(0) if way == OURS else at_least(0)
+        rows.append(gpu_row(f"{layout}: {way}: late bytes of communicators, 3 steps", "MiB", late, goal))
+        if way != OURS:
+            rows.append(gpu_row(f"{layout}: {way}: taken from the model to the first step", "MiB", before, at_least(0)))
+        else:
+            own = max((record["bootstrap"]["bytes"] or 0) for record in records) / MIB
+            rows.append(gpu_row(f"{layout}: {way}: taken by the bootstrap, with kernels", "MiB", own, at_least(0)))
+            expected = max(record["bootstrap"]["predicted_bytes"] for record in records) / MIB
+            rows.append(gpu_row(f"{layout}: {way}: the same as predicted", "MiB", expected, at_least(0)))
+        rows.append(
+            gpu_row(f"{layout}: {way}: outside torch after 3 steps", "MiB", max(outside, default=0) / MIB, at_least(0))
+        )
+    return rows
+
+
+def _differing(stock: Path, back: Path, report: Report) -> int:
+    """Counts tensors of two HF checkpoints that differ in a bit, or that one of them lacks."""
+    import torch
+
+    one, other = HfReader(stock), HfReader(back)
+    names = set(one.names) & set(other.names)
+    lacking = sorted(set(one.names) ^ set(other.names))
+    differing = [n for n in names if not torch.equal(one.load_one_hf_weight(n), other.load_one_hf_weight(n))]
+    report(f"exports: {len(names)} tensors in both, {lacking} in one alone, {differing} differ")
+    return len(lacking) + len(differing)
+
+
+PARTS: dict[str, Callable[[Path, Path, Report], list[Row]]] = {
+    "smoke": smoke,
+    "jobs": jobs,
+    "cycles": cycles,
+    "late_bytes": late_bytes,
+    "failures": failures,
+}
+
+
+def main() -> int:
+    """Runs the parts that the command line names, prints their table, and keeps what the jobs have written."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", choices=PARTS, help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--logs", type=Path, help="keep the jobs' logs and records in this .tar.gz, and the rows beside it"
+    )
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as name:
+        folder = Path(name)
+        try:
+            for part in arguments.parts or [None]:
+                rows += measure(_tell, [part] if part else (), folder)
+        finally:
+            if arguments.logs is not None:
+                _keep(folder, arguments.logs)
+                write_json(rows, arguments.logs.with_suffix("").with_suffix(".json"))
+            if rows:
+                print_table(rows, Console(force_interactive=False, width=160))
+    return exit_code(rows)
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _keep(folder: Path, archive: Path) -> None:
+    with tarfile.open(archive, "w:gz") as kept:
+        for path in sorted(folder.rglob("*")):
+            if (path.suffix in (".log", ".jsonl", ".json") or path.name == "log") and "hf" not in path.relative_to(
+                folder
+            ).parts:
+                kept.add(path, path.relative_to(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""Jobs of ms-swift's ``megatron`` command, as users start them, with our plugin and without; several side by side."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.host_jobs import OFFLINE, Job
+from benchmarks.host_meter import FAULT_NAME, Call
+from rl_safe_workers.adapters.swift.__main__ import PLUGIN
+
+ROOT = Path(__file__).parents[1]
+METER = Path(__file__).parent / "swift_meter" / "meter_plugin.py"
+BUILD, SETUP, STEP, SAVE = "build", "setup", "step", "save"
+SHARDS, TRAINED, PLOT, EXPORT = "shards", "trained", "plot", "export"
+"""Names of the calls that the meter watches."""
+FIRST_STEPS = 3
+RECORD = "record"
+"""Begins the name of the file that holds what collectives have taken on a rank."""
+ON_CPU = os.environ.get("RL_SAFE_BENCH_DEVICE") == "cpu"
+"""Runs on gloo with the tests' stand-ins, two jobs at a time, to try the benchmark itself."""
+MODEL = ("--template", "qwen3", "--use_hf", "true", "--check_model", "false")
+TRAINING = (
+    *("--micro_batch_size", "1", "--global_batch_size", "8", "--max_length", "64", "--padding_free", "false"),
+    *("--train_iters", "3", "--save_steps", "3", "--eval_iters", "0", "--logging_steps", "1", "--lr", "1e-3"),
+    *("--lr_warmup_fraction", "0.1", "--attention_backend", "unfused", "--moe_grouped_gemm", "true"),
+    *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--report_to", "tensorboard"),
+    *("--add_version", "false", "--save_safetensors", "false"),
+)
+RANKS_OF_NODE = 2
+SECONDS_TO_VANISH = 2.0
+"""The kernel may take a moment to take the last process away."""
+_POLL_S = 0.05
+_ports = itertools.count(15_000 + os.getpid() % 1000 * 12)
+"""Below those that the system gives to connections."""
+
+
+@dataclass(kw_only=True)
+class SwiftJob:
+    """A job, while it runs and after.
+
+    Example: ``SwiftJob(name="ours 1", folder=folder, command="sft", args=["--model", "..."])``
+    """
+
+    name: str
+    folder: Path
+    command: str
+    """ms-swift's: ``sft``, ``pt`` or ``export``."""
+    args: Sequence[str]
+    ours: bool = True
+    nodes: int = 1
+    """Agents of torchrun, each with two ranks, which NCCL takes for hosts of their own if there is more than one."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Ours."""
+    fault: str = ""
+    """As the meter takes it."""
+    started_s: float = 0.0
+    """Unix time."""
+    statuses: list[int | None] = field(default_factory=list)
+    """One for each node's command; None while it runs, and if it was cut."""
+    ended_s: float = 0.0
+    """Unix time of the end of the last command, or of the cut."""
+    rank_ended_s: dict[int, float] = field(default_factory=dict)
+    """Unix time of the end of each process that the meter knows, by its id."""
+    left: int = 0
+    """Processes of the job that ran on after the commands had ended."""
+    _commands: list[Job] = field(default_factory=list)
+
+    @property
+    def output(self) -> Path:
+        """ms-swift's ``output_dir``."""
+        return self.folder / "out"
+
+    @property
+    def log(self) -> str:
+        """The output of all commands."""
+        return "\n".join(command.output() for command in self._commands)
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step, as ms-swift logs it; empty if it has not."""
+        path = self.output / "logging.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+
+    @property
+    def is_clean(self) -> bool:
+        """True if every command has ended with status 0 and left nothing."""
+        return self.statuses == [0] * self.nodes and self.left == 0
+
+    @property
+    def fault_s(self) -> float | None:
+        """Unix time of the fault; None before it."""
+        return next((call.started_s for call in self.calls(FAULT_NAME)), None)
+
+    def calls(self, name: str) -> list[Call]:
+        """Returns the records of one kind of calls."""
+        return [call for command in self._commands for call in command.calls(name)]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Returns for each rank that trains how much collectives have taken."""
+        paths = sorted(path for command in self._commands for path in command.calls_folder.glob(f"{RECORD}*.json"))
+        return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+    def exit_s(self, *of: str) -> float:
+        """Seconds from the end of the last call of these names on any rank to the end of the last process."""
+        done = [call for name in of for call in self.calls(name)]
+        if not done or len(self.rank_ended_s) < len({call.pid for call in done}):
+            return float("nan")
+        return max(self.rank_ended_s.values()) - max(call.started_s + call.seconds for call in done)
+
+    def start(self) -> None:
+        """Starts the commands of all nodes."""
+        self.started_s = time.time()
+        self.folder.mkdir(parents=True)
+        plugins, more = [*([PLUGIN] if self.ours else []), METER], list[str]()
+        if ON_CPU:
+            from tests.swift import jobs
+
+            plugins.insert(0, jobs.CPU)
+            more = jobs.ON_CPU
+        place = [] if "--output_dir" in self.args else ["--output_dir", str(self.output)]
+        command = [sys.executable, "-m", "swift.cli._megatron.main", self.command, *self.args, *MODEL, *place, *more]
+        command += ["--external_plugins", *map(str, plugins)]
+        variables = {
+            **variables_of_ranks(),
+            "HF_HOME": str(self.folder / "hf"),
+            "MODELSCOPE_CACHE": str(self.folder / "modelscope"),
+            "RL_SAFE_SWIFT": json.dumps(self.settings),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "NPROC_PER_NODE": str(RANKS_OF_NODE),
+            "NNODES": str(self.nodes),
+        }
+        for node in range(self.nodes):
+            own = {"NODE_RANK": str(node)}
+            if self.nodes > 1:
+                own |= {"NCCL_HOSTID": f"host{node}", "NCCL_SOCKET_IFNAME": "lo"}
+            folder = self.folder / f"node{node}"
+            self._commands.append(Job(self.name, command, folder, variables | own, fault=self.fault))
+
+    def look(self) -> bool:
+        """Notes who has ended; returns True once all commands have, with all their processes."""
+        for command in self._commands:
+            for path in command.calls_folder.glob("*.jsonl"):
+                if (pid := int(path.stem)) not in self.rank_ended_s and not _runs(pid):
+                    self.rank_ended_s[pid] = time.time()
+        self.statuses = [command.poll() for command in self._commands]
+        if None in self.statuses:
+            return False
+        self.ended_s = self.ended_s or time.time()
+        self.left = sum(len(command.processes()) for command in self._commands)
+        return not self.left or time.time() - self.ended_s > SECONDS_TO_VANISH
+
+    def end(self) -> None:
+        """Ends what is left of the job."""
+        self.ended_s = self.ended_s or time.time()
+        for command in self._commands:
+            command.end()
+
+
+def run_jobs(jobs: Sequence[SwiftJob], report: Callable[[str], None], *, limit_s: float, cut_s: float = 120.0) -> None:
+    """Runs jobs side by side to their ends.
+
+    Args:
+        jobs: None has been started.
+        report: Takes a line for each job that has ended.
+        limit_s: A job that runs longer is cut.
+        cut_s: Likewise, from its fault on.
+    """
+    waiting, running = list(jobs), list[SwiftJob]()
+    together = 2 if ON_CPU else len(jobs)
+    try:
+        while waiting or running:
+            while waiting and len(running) < together:
+                running.append(waiting.pop(0))
+                running[-1].start()
+            time.sleep(_POLL_S)
+            for job in list(running):
+                ended, now = job.look(), time.time()
+                struck_s = job.fault_s if job.fault and not ended else None
+                if ended or now - job.started_s > limit_s or (struck_s is not None and now - struck_s > cut_s):
+                    running.remove(job)
+                    job.end()
+                    seconds = job.ended_s - job.started_s
+                    report(f"{job.name}: statuses {job.statuses} after {seconds:.1f} s, {job.left} left")
+    finally:
+        for job in running:
+            job.end()
+
+
+def variables_of_ranks() -> dict[str, str]:
+    """The environment variables of every process of this benchmark."""
+    variables, paths = {**OFFLINE, "TOKENIZERS_PARALLELISM": "false"}, [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    if ON_CPU:
+        from tests.swift import jobs
+
+        variables |= jobs.environment()
+        paths.insert(0, variables["PYTHONPATH"])
+    return variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def free_port() -> int:
+    """A port that nobody listens on, another one in each call."""
+    for port in _ports:
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("there is always another one")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
