@@ -72,7 +72,7 @@ FAULTS = {
     "late": f"{PATHS}:0:1:stop",
     "convert": f"{STATE}:0:1:kill",
 }
-"""What happens to rank 1 of the trainers or engines, by the part. In ``late``, it never comes to the conversion."""
+"""The fault of rank 1 of the trainers or engines, by the part. In ``late``, it never comes to the conversion."""
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
@@ -139,7 +139,7 @@ def _seconds(run: Run, name: str) -> list[float]:
 
 
 def _communicators_mib(run: Run) -> float:
-    """What the process of a trainer took outside of torch since it made the default group, most of the ranks."""
+    """Memory that the process of a trainer took outside of torch since it made the default group, most of the ranks."""
     calls = [call for call in run.calls if call.outside_torch is not None]
     before = {call.rank: call.outside_torch for call in calls if call.name == WORLD}
     after = {call.rank: call.outside_torch for call in calls if call.name == TRAIN}
@@ -413,7 +413,7 @@ COMMANDS = (
     ("step", "save", "refit"),
     ("engine", "late", "convert"),
 )
-"""What is run at a time; each takes less than five minutes."""
+"""The parts that run together; each takes less than five minutes."""
 
 
 def main() -> int:

@@ -66,7 +66,7 @@ class Job:
     side: str
     recipe: str
     folder: Path
-    """Of all jobs that run at a time; a folder of the job's name in it is the job's own. Earlier runs are continued."""
+    """Shared by jobs that run at a time; a folder of the job's name in it is its own. Earlier runs are continued."""
     overrides: Sequence[str] = ()
     fault: str = ""
     """For `FAULT`."""
@@ -104,7 +104,7 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """What the script wrote."""
+        """The output of the script."""
         return self.job.own / f"run{self.number}.log"
 
     @property
