@@ -31,7 +31,7 @@ from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.models.seeded import Family, create_seeded_model
 
-PARTS = os.environ.get("RL_SAFE_BENCH_PARTS", "steps+saves+variants;faults").split(";")
+PARTS = os.environ.get("RL_SAFE_BENCH_PARTS", "steps+saves+faults;variants+engine_faults").split(";")
 """The parts to run, one after another; those joined by a plus run side by side."""
 MBRIDGE = "RL_SAFE_BENCH_MBRIDGE_SITE"
 """Environment variable: a folder with the megatron-core that mbridge knows, 0.16.1. Without it mbridge is left out."""
@@ -90,13 +90,14 @@ _WITHOUT_VLLM = ("actor_rollout_ref.model.external_lib=tests.verl.echo_rollout",
 FAULTS: Mapping[str, str] = {
     "training": "update_actor:2:1:kill",
     "save": "save_checkpoint:1:1:kill",
+}
+"""`host_meter.FAULT` of each fault, in jobs without vLLM."""
+ENGINE_FAULTS: Mapping[str, str] = {
     "weight export": "update_weights:2:1:kill",
     "generation": "",
     "engine": "",
 }
-"""`host_meter.FAULT` of each fault."""
-OUTSIDE = ("generation", "engine")
-"""Faults that come from outside, while engines generate: to a training rank, or to an engine."""
+"""The same in jobs with vLLM. The empty ones come from outside while engines generate: to a rank, or to an engine."""
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
@@ -114,7 +115,8 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         "steps": steps,
         "saves": saves,
         "variants": variants,
-        "faults": faults,
+        "faults": lambda jobs: faults(jobs, FAULTS),
+        "engine_faults": lambda jobs: faults(jobs, ENGINE_FAULTS),
     }
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="rl_safe_verl_") as name:
@@ -228,7 +230,12 @@ def steps(jobs: _Jobs) -> list[Row]:
     """Steps of both in turns, and the memory that each process takes outside of torch."""
     turns = jobs.folder / "turns"
     turns.mkdir()
-    lengths = [*_FIXED_LENGTHS, f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={STEPS // 2}"]
+    lengths = [*_FIXED_LENGTHS, *_WITHOUT_VLLM, "data.max_response_length=256"]
+    lengths += [
+        "+actor_rollout_ref.rollout.custom.tokens=256",
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.save_freq={STEPS // 2}",
+    ]
     with host_meter.no_turns(turns):
         found = {}
         for who, other in ((STOCK, OURS), (OURS, STOCK)):
@@ -342,21 +349,21 @@ def variants(jobs: _Jobs) -> list[Row]:
     return rows
 
 
-def faults(jobs: _Jobs) -> list[Row]:
+def faults(jobs: _Jobs, wanted: Mapping[str, str]) -> list[Row]:
     """A training rank or an engine dies. All jobs run side by side."""
     timeouts = [
         f"actor_rollout_ref.rl_safe.timeouts.{phase}={TIMEOUT_S:g}"
         for phase in ("train", "logprob", "sync", "rollout", "save")
     ]
     running: dict[tuple[str, str], Job] = {}
-    for fault, meter in FAULTS.items():
+    for fault, meter in wanted.items():
         for who in (OURS, STOCK):
             of_fault = [
                 "trainer.total_training_steps=6",
                 "trainer.save_freq=1" if fault == "save" else "trainer.save_freq=-1",
             ]
-            of_fault += [] if fault in ("weight export", *OUTSIDE) else _WITHOUT_VLLM
-            if fault in OUTSIDE:
+            of_fault += _WITHOUT_VLLM if fault in FAULTS else []
+            if not meter:
                 of_fault.append("data.max_response_length=512")
             if who == OURS:
                 of_fault += timeouts
@@ -366,7 +373,7 @@ def faults(jobs: _Jobs) -> list[Row]:
     while time.time() < deadline and any(job.poll() is None for job in running.values()):
         for (fault, who), job in running.items():
             if job not in at_s and job.poll() is None:
-                if fault in OUTSIDE:
+                if not wanted[fault]:
                     _kill_while_generating(job, fault)
                 for call in job.calls(host_meter.FAULT_NAME):
                     at_s[job] = call.started_s

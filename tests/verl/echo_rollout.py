@@ -1,7 +1,8 @@
-"""Rollout engines without a model, in the place of vLLM's: they answer with the prompt's first tokens.
+"""Rollout engines without a model, in the place of vLLM's: they repeat the prompt.
 
 verl imports it by ``actor_rollout_ref.model.external_lib``, in the driver and in each worker. The file that
-``rollout.custom.fault`` names says which call of replica 1 has no answer.
+``rollout.custom.fault`` names says which call of replica 1 has no answer. ``rollout.custom.tokens`` is the length of an
+answer, 8 by default.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,8 @@ VICTIM = 1
 class _Server:
     """One engine's server."""
 
-    def __init__(self, replica_rank: int, fault: str) -> None:
-        self._replica_rank, self._fault = replica_rank, fault
+    def __init__(self, replica_rank: int, fault: str, tokens: int) -> None:
+        self._replica_rank, self._fault, self._tokens = replica_rank, fault, tokens
         self._silent = False
         self._step = 0
 
@@ -40,9 +42,10 @@ class _Server:
 
     async def generate(self, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
         await self._reach("generate")
+        answer = list(islice(cycle(prompt_ids), self._tokens))
         return TokenOutput(
-            token_ids=prompt_ids[:8],
-            log_probs=[-1.0] * len(prompt_ids[:8]),
+            token_ids=answer,
+            log_probs=[-1.0] * len(answer),
             stop_reason="completed",
             extra_fields={"global_steps": self._step},
         )
@@ -64,8 +67,9 @@ class EchoReplica(RolloutReplica):
     """An engine of one rank."""
 
     async def launch_servers(self) -> None:
-        fault = str((self.config.custom or {}).get("fault", ""))
-        server = _Server.options(name=f"echo_{self.replica_rank}").remote(self.replica_rank, fault)
+        custom = self.config.custom or {}
+        fault, tokens = str(custom.get("fault", "")), int(custom.get("tokens", 8))
+        server = _Server.options(name=f"echo_{self.replica_rank}").remote(self.replica_rank, fault, tokens)
         await server.clear_kv_cache.remote()  # it is up, as vLLM's is when verl goes on
         self.servers, self._server_handle, self._server_address = [server], server, f"echo_{self.replica_rank}"
 
