@@ -139,9 +139,13 @@ def _measure_together(
         for name in sorted(names, key=lambda name: name == "steps"):
             if name == "steps":
                 jobs.is_quiet.set()
-            found[name].exception()
-            jobs.report(f"{name}: done")
-    return [row for name in names for row in found[name].result()]
+            failure = found[name].exception()
+            jobs.report(f"{name}: {'done' if failure is None else repr(failure)}")
+    rows = []
+    for name in names:
+        failed = found[name].exception() is not None
+        rows += [_row(f"part {name}: failed", "", failed, at_most(0))] if failed else found[name].result()
+    return rows
 
 
 class _Jobs:
