@@ -39,6 +39,8 @@ ROOT = Path(rl_safe_workers.__file__).parents[1]
 STOCK, OURS, GIVING = "stock", "ours", "ours, release_comms"
 STEPS, LEFT_OUT = 20, 3
 JOB_S = float(os.environ.get("RL_SAFE_BENCH_JOB_S", "300"))
+QUIET_WITHIN_S = 200.0
+"""How long steps wait for the end of the parts beside them. What still runs then is starting, and leaves GPUs alone."""
 STOCK_AFTER_FAULT_S, TIMEOUT_S, ALLOWED_S = 120.0, 15.0, 10.0
 MIB = 2**20
 MODEL = SeededModelConfig(
@@ -245,7 +247,7 @@ def steps(jobs: _Jobs) -> list[Row]:
         for who, other in ((STOCK, OURS), (OURS, STOCK)):
             variables = {host_meter.TURNS: f"{turns}:{who}:{other}"}
             found[who] = jobs.start(f"{who} steps", who, *lengths, model="moe", variables=variables)
-        jobs.is_quiet.wait(JOB_S)
+        jobs.is_quiet.wait(QUIET_WITHIN_S)
     wait_for(list(found.values()), JOB_S)
     rows = [_exit_row(jobs, job) for job in found.values()]
     both = found[STOCK], found[OURS]
