@@ -78,7 +78,7 @@ class DriverWaits:
     @property
     def is_bounding(self) -> bool:
         """True in work that `bounded` does."""
-        return getattr(self._bounding, "here", False)
+        return bool(getattr(self._bounding, "here", False))
 
     def timeout_s(self, phase: Phase) -> float:
         """Returns the timeout of a phase in seconds."""
@@ -117,10 +117,12 @@ class DriverWaits:
         try:
             return Background(run, name=what).wait(Deadline.after(math.inf), on_tick=check)
         except ray.exceptions.RayError as error:
-            raise self.failed(what, error) from error
+            if (blaming := self.blaming(what, error)) is None:
+                raise
+            raise blaming from error
 
-    def failed(self, what: str, error: ray.exceptions.RayError) -> Exception:
-        """Returns the error of a wait that has failed: with the processes that do not answer, if there are any.
+    def blaming(self, what: str, error: ray.exceptions.RayError) -> RunError | None:
+        """Returns the error of a wait that has failed, with the processes that do not answer; None if all answer.
 
         Args:
             what: The work that has failed.
@@ -128,7 +130,7 @@ class DriverWaits:
         """
         silent = [] if _names_missing(error) else self._silent()
         if not silent:
-            return error
+            return None
         return RunError(f"{what}: {_told(silent)}; {last_line(error)}", culprit=_first_rank(silent))
 
     def late(self, phase: Phase, what: str, waited_s: float, detail: str = "") -> PhaseTimeoutError:

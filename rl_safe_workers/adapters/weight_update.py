@@ -13,9 +13,10 @@ from typing import Any
 from rl_safe_workers.control.bounded import in_background
 from rl_safe_workers.control.deadline import Background, DeadlineExceededError
 from rl_safe_workers.control.failure import as_ours
-from rl_safe_workers.diagnostics.answering import place_of_call
+from rl_safe_workers.diagnostics.answering import stack_of_call
 from rl_safe_workers.diagnostics.stacks import CallFrame
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError
+from rl_safe_workers.frames import Frame
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.worlds.training_rank import TrainingRank
 from rl_safe_workers.worlds.training_world import set_group_timeouts
@@ -35,7 +36,7 @@ class WeightUpdate:
         trainer: TrainingRank,
         send: Callable[[], Any],
         *,
-        awaited: Callable[[str], str | None],
+        awaited: Callable[[Sequence[Frame]], str | None],
         place: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Begins nothing yet.
@@ -43,8 +44,8 @@ class WeightUpdate:
         Args:
             trainer: This rank.
             send: The host's own sync.
-            awaited: Takes the line of code that the sync is at. Returns the rollout that this rank waits for there;
-                None if it waits for training ranks.
+            awaited: Takes the frames that the sync's thread is in, innermost first. Returns the rollout that this rank
+                waits for; None if it waits for training ranks.
             place: Returns the line of code that the sync is at, if its thread does not show it.
         """
         self._trainer, self._send, self._awaited, self._place_of_host = trainer, send, awaited, place
@@ -80,8 +81,10 @@ class WeightUpdate:
 
     def _blame(self) -> tuple[str | None, Exception | None]:
         """Returns the line in which this rank waits for training ranks; or the error that blames the rollout."""
-        place = self._place_of_host() or place_of_call(_THREAD) or "code that could not be read"
-        rollout = self._awaited(place)
+        stack = stack_of_call(_THREAD)
+        rollout = self._awaited(() if stack is None else stack.frames)
+        at = self._place_of_host() or (None if stack is None else stack.place)
+        place = "code that could not be read" if at is None else str(at)
         if rollout is None:
             return place, None
         who = f"{rollout}, awaited by training rank {self._trainer.training_rank},"

@@ -89,7 +89,7 @@ class CoroutineUpdate:
         self._coroutine = self._update()
         return asyncio.run(self._coroutine)
 
-    def _awaited(self, place: str) -> str | None:
+    def _awaited(self, frames: Sequence[Frame]) -> str | None:
         return None if self._process.is_gathering else self._calls.awaited
 
     def _place(self) -> str | None:
