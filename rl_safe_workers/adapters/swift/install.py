@@ -74,14 +74,14 @@ def _replace(job: Any) -> None:
     from swift.megatron.trainers.base import BaseMegatronTrainer
     from swift.megatron.utils import megatron_lm_utils
 
+    from rl_safe_workers.adapters.save_queue import SaveQueue
     from rl_safe_workers.adapters.swift.flow_callback import safe_flow
-    from rl_safe_workers.adapters.swift.save_queue import SaveQueue
 
     dist.init_process_group = job.creating_world(dist.init_process_group)
     dist.barrier = job.waiting(dist.barrier)
     megatron_lm_utils._initialize_mpu = job.creating_groups(megatron_lm_utils._initialize_mpu)
-    megatron_lm_utils.AsyncCallsQueue = lambda *args, **kwargs: SaveQueue(job)
-    megatron_lm_utils._async_calls_queue = SaveQueue(job)
+    megatron_lm_utils.AsyncCallsQueue = lambda *args, **kwargs: SaveQueue(lambda: job.saves)
+    megatron_lm_utils._async_calls_queue = SaveQueue(lambda: job.saves)
     megatron_callbacks_map["default_flow"] = safe_flow(megatron_callbacks_map["default_flow"], job)
     BaseMegatronTrainer.__init__ = job.building(BaseMegatronTrainer.__init__)
     BaseMegatronTrainer.train = job.looping(BaseMegatronTrainer.train)
