@@ -62,6 +62,11 @@ class LocalCluster:
         return f"{self.address(0)}:{self._port}"
 
     @property
+    def dashboard(self) -> str:
+        """Where jobs are submitted."""
+        return f"http://127.0.0.1:{self._dashboard_port}"
+
+    @property
     def environment(self) -> dict[str, str]:
         """For the nodes, and for whoever talks to them."""
         variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -159,7 +164,7 @@ class LocalCluster:
         )
 
     def job_command(self, verb: str, *arguments: str) -> list[str]:
-        return [*_RAY, "job", verb, f"--address=http://127.0.0.1:{self._dashboard_port}", *arguments]
+        return [*_RAY, "job", verb, f"--address={self.dashboard}", *arguments]
 
     def submit(self, name: str, command: Sequence[str], *options: str) -> Job:
         """Submits a job, and goes on."""
