@@ -15,12 +15,13 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from rl_safe_workers.adapters.given_comms import world_backend
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.coroutine_update import CoroutineUpdate, RolloutCalls
-from rl_safe_workers.adapters.verl.given_comms import world_backend
 from rl_safe_workers.adapters.verl.process import existing_process, trainer_process
 from rl_safe_workers.adapters.verl.settings import STRATEGY
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +92,8 @@ class _Syncs(_Calls):
 
     @functools.cached_property
     def _rollout_calls(self) -> RolloutCalls:
-        before_cache = trainer_process().given.give
-        return RolloutCalls([self.rollout, self.checkpoint_engine], before_cache=before_cache)
+        give = functools.partial(trainer_process().given.give, Phase.SYNC)
+        return RolloutCalls([self.rollout, self.checkpoint_engine], before_cache=give)
 
 
 class SafeActorRolloutRefWorker(_Syncs, ActorRolloutRefWorker):
