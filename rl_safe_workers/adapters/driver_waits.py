@@ -86,7 +86,13 @@ class DriverWaits:
         return found
 
     def bounded(
-        self, phase: Phase, what: str, work: Callable[[], T], *, progress: Callable[[], object] = lambda: None
+        self,
+        phase: Phase,
+        what: str,
+        work: Callable[[], T],
+        *,
+        progress: Callable[[], object] = lambda: None,
+        workers_first: bool = True,
     ) -> T:
         """Does some work of the host's on a thread of its own; returns its value.
 
@@ -95,6 +101,7 @@ class DriverWaits:
             what: The work, for errors.
             work: What may wait for another process.
             progress: Returns something that changes as the work gets on. The timeout begins anew with each change.
+            workers_first: Whether to wait longer than training ranks, which take part and tell more.
 
         Raises:
             PhaseTimeoutError: If nothing changes for the timeout; names the processes that do not answer.
@@ -103,10 +110,11 @@ class DriverWaits:
         if self.is_bounding:
             return work()  # the outermost bound counts
         standstill = Standstill()
+        limit_s = self.timeout_s(phase) + (_WORKERS_FIRST_S if workers_first else 0.0)
 
         def check() -> None:
             waited_s = standstill.seconds(progress())
-            if waited_s >= self.timeout_s(phase) + _WORKERS_FIRST_S:
+            if waited_s >= limit_s:
                 raise self.late(phase, what, waited_s)
 
         def run() -> T:

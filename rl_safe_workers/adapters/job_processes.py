@@ -7,8 +7,11 @@ If the driver is killed, guardians do it.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -27,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 KILL_AFTER_S = 10.0
 """Seconds that a process gets between being asked to end and being killed."""
+_FAILED_KILL_AFTER_S = 2.0
+"""The same after a failure: trainers have been told and saves were given up, so nobody has anything to finish."""
 _NODE_STARTS_S = 60.0
 """Seconds in which the actor of a node starts."""
 _NODE_ENDS_S = 2 * KILL_AFTER_S + 5.0
@@ -45,16 +50,17 @@ class MachineProcesses:
         """Returns True: the guardian runs."""
         return True
 
-    def end(self, stop: Callable[[], object] = lambda: None) -> None:
+    def end(self, *, kill_after_s: float, stop: Callable[[], object] = lambda: None) -> None:
         """Ends them, removes what they have left in shared memory, and dismisses the guardian.
 
         Args:
+            kill_after_s: Seconds between asking a process to end and killing it.
             stop: Ends some of them by itself.
         """
         pids = {process.pid for process in run_processes(self._run_id)}
         segments = segments_of(pids)
         stop()
-        reap(self._run_id, kill_after_s=KILL_AFTER_S)
+        reap(self._run_id, kill_after_s=kill_after_s)
         remove_ipc_files(ended(pids), since=self._since, segments=segments)
         self._guardian.dismiss(timeout_s=KILL_AFTER_S)
 
@@ -89,13 +95,17 @@ class JobProcesses:
             node_name = self._nodes.pop(actor)
             logger.warning("on node %s nothing ends the job's processes but Ray: %s", node_name, why)
 
-    def end(self) -> None:
-        """Ends every process of the job, on every node, and Ray if this process has started it."""
+    def end(self, *, kill_after_s: float = KILL_AFTER_S) -> None:
+        """Ends every process of the job, on every node, and Ray if this process has started it.
+
+        Args:
+            kill_after_s: Seconds between asking a process to end and killing it.
+        """
         if ray.is_initialized():
-            ending = {actor.end.remote(): actor for actor in self._nodes}
+            ending = {actor.end.remote(kill_after_s=kill_after_s): actor for actor in self._nodes}
             for actor, why in _failures(ending, _NODE_ENDS_S):
                 logger.warning("node %s has not confirmed that no process is left there: %s", self._nodes[actor], why)
-        self._here.end(ray.shutdown)
+        self._here.end(kill_after_s=kill_after_s, stop=ray.shutdown)
 
 
 def _failures(calls: dict[Any, Any], patience_s: float) -> list[tuple[Any, str]]:
@@ -120,10 +130,32 @@ def taking_all_along(run_id: str) -> Iterator[JobProcesses]:
         run_id: Marks the job's processes.
     """
     processes = JobProcesses(run_id)
+    kill_after_s = KILL_AFTER_S
     try:
         yield processes
+    except Exception:  # not a signal, which finds trainers at work
+        kill_after_s = _FAILED_KILL_AFTER_S
+        raise
     finally:
-        processes.end()
+        processes.end(kill_after_s=kill_after_s)
+
+
+@contextmanager
+def failing_at_once() -> Iterator[None]:
+    """Ends this process when the body exits with a status other than 0: what is registered for the exit still runs.
+
+    The interpreter would take every module apart, of which torch and the host have thousands. That takes seconds, on a
+    busy machine many, and a thread that never ends would hold the process up.
+    """
+    try:
+        yield
+    except SystemExit as ending:
+        if not isinstance(ending.code, int) or ending.code == 0:
+            raise
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ending.code)
 
 
 _signals: list[signal.Signals] = []

@@ -122,6 +122,8 @@ def test_a_replica_that_does_not_fall_asleep_is_named() -> None:
     assert (error.phase, error.missing) == ("sync", {RankId(Role.ROLLOUT, 1)})
     assert "rollout replica 1 does not answer" in str(error)
     assert str(error).endswith("to wait longer raise rl_safe.timeouts.sync")
+    # No training rank takes part, who would know better: none is waited for.
+    assert TIMEOUTS.sync <= error.waited_s < TIMEOUTS.sync + driver_waits._WORKERS_FIRST_S
     assert waited_s < TIMEOUTS.sync + LIMIT_S
 
 
@@ -150,7 +152,9 @@ def test_a_timeout_that_a_rank_has_told_of_goes_on_as_it_is() -> None:
     told = PhaseTimeoutError(
         phase="sync", awaited=driver_waits.Awaited("rollout replica 3"), waited_s=2.0, setting="rl_safe.timeouts.sync"
     )
-    trainer = _trainer(_Server.remote(silent="clear_kv_cache"), ranks=(_Rank.remote(told),))
+    rank = _Rank.remote(told)
+    trainer = _trainer(_Server.remote(silent="clear_kv_cache"), ranks=(rank,))
+    ray.get(rank.__ray_ready__.remote())
     started_s = time.monotonic()
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         trainer.checkpoint_manager.update_weights()
@@ -198,6 +202,14 @@ def test_generation_without_any_response_ends_at_the_timeout() -> None:
     assert "no response has ended for that long; prompts: 0 pending, 2 running, 1 finished, 0 failed" in str(error)
     assert str(error).endswith("to wait longer raise rl_safe.timeouts.rollout")
     assert TIMEOUTS.rollout <= error.waited_s < waited_s < TIMEOUTS.rollout + LIMIT_S
+
+
+def test_the_last_poll_is_at_the_deadline() -> None:
+    buffer = _Buffer({})
+    buffer.poll_interval = 30.0
+    error, waited_s = _late(lambda: guarded_samples(buffer, _waits()).sample(1, "train", 3))
+    assert (error.phase, buffer.poll_interval) == ("rollout", 30.0)
+    assert waited_s < TIMEOUTS.rollout + LIMIT_S
 
 
 def test_generation_may_take_longer_than_the_timeout_if_responses_end() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,6 +39,23 @@ def test_a_job_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert outcome.code == 1
     assert "rl_safe active: SafeMegatronEngine on training rank 0 of 2" in outcome.out + outcome.err
     assert "vllm version None not supported" in outcome.err
+
+
+def test_a_failed_job_does_not_wait_for_its_threads_and_shows_its_last_words() -> None:
+    source = """
+import atexit, sys, threading, time
+from rl_safe_workers.adapters.job_processes import failing_at_once
+if __name__ == "__main__":
+    atexit.register(print, "what is registered for the exit has run")
+    threading.Thread(target=time.sleep, args=(120,)).start()
+    with failing_at_once():
+        sys.stderr.write("rl_safe: phase sync: nobody came")
+        sys.exit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 3
+    assert done.stdout.splitlines() == ["what is registered for the exit has run"]
+    assert done.stderr.endswith("rl_safe: phase sync: nobody came")
 
 
 def test_a_job_that_would_save_into_another_runs_folder_is_refused(tmp_path: Path) -> None:

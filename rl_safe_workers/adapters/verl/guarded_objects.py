@@ -5,17 +5,21 @@ They are attributes of the trainer, so each is guarded when verl sets it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Standstill
+from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.lifecycle import Phase
 
-SYNC_CALLS = (
-    *("update_weights", "sleep_replicas", "wake_up_replicas", "abort_replicas"),
+_OF_ENGINES = (
+    *("sleep_replicas", "wake_up_replicas", "abort_replicas"),
     *("resume_generation_replicas", "release_kv_cache_replicas", "resume_kv_cache_replicas"),
 )
+"""Methods of verl's ``CheckpointEngineManager`` that wait for rollout engines alone."""
+SYNC_CALLS = ("update_weights", *_OF_ENGINES)
 """Methods of verl's ``CheckpointEngineManager`` that wait for training ranks or for rollout engines."""
 
 
@@ -42,7 +46,8 @@ class GuardedCalls:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             what = f"{self._what} ({name})"
-            return self._waits.bounded(self._phases[name], what, partial(value, *args, **kwargs))
+            work = partial(value, *args, **kwargs)
+            return self._waits.bounded(self._phases[name], what, work, workers_first=name not in _OF_ENGINES)
 
         return call
 
@@ -93,7 +98,9 @@ class _Polls:
                 f"{len(finished)} finished, {len(failed)} failed"
             )
             raise self._waits.late(Phase.ROLLOUT, "generation", waited_s, detail)
-        return self._stock(partition_id, last_debug_time)
+        left_s = self._waits.timeout_s(Phase.ROLLOUT) - waited_s
+        with replaced(self._buffer, "poll_interval", lambda interval_s: min(interval_s, left_s), absent=math.inf):
+            return self._stock(partition_id, last_debug_time)
 
     def _progress(self, partition_id: str) -> tuple[Any, ...]:
         """Returns something that changes whenever a response ends. No prompt has the key of an earlier one."""

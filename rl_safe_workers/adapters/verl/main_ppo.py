@@ -20,7 +20,13 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
 from rl_safe_workers import env
-from rl_safe_workers.adapters.job_processes import JobProcesses, answer_sigterm, stopped_by, taking_all_along
+from rl_safe_workers.adapters.job_processes import (
+    JobProcesses,
+    answer_sigterm,
+    failing_at_once,
+    stopped_by,
+    taking_all_along,
+)
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
 from rl_safe_workers.checkpoint.folders.claim import claimed
@@ -140,7 +146,8 @@ def main() -> None:
     """The command."""
     Plugins.instance().register(SafeSearchPath)
     sys.argv[1:] = beside_verls(sys.argv[1:])
-    _main()
+    with failing_at_once():
+        _main()
 
 
 if __name__ == "__main__":
