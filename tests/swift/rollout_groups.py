@@ -18,7 +18,7 @@ LAYOUTS = [(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 2), (2, 2, 2, 2), (1, 1, 2, 2)]
 
 
 def groups_of(sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Those of one layout, and the one that ms-swift's function returns if ours is there before."""
+    """The groups of one layout, and the one that ms-swift's function returns if ours is there before."""
     from swift.megatron.trainers.rollout_mixin import create_rollout_group
 
     made: dict[str, Any] = {"ours": [], "stock": [], "context": sizes[1]}
