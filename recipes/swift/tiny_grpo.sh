@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO with a tiny Qwen3-MoE for five steps, vLLM on the same two GPUs, and a save: recipes/swift/tiny_grpo.sh FOLDER
-# Needs ms-swift, vLLM, Transformer Engine and this package. On CPU, with the tests' stand-ins, after scripts/setup swift:
+# Needs ms-swift, vLLM, Transformer Engine and this package. On CPU, with stand-ins, after scripts/setup swift:
 #   PATH="$PWD/.venv-swift/bin:$PATH" DEVICE=cpu recipes/swift/tiny_grpo.sh FOLDER
 # PLUGINS= leaves our plugin out.
 set -euo pipefail

@@ -139,6 +139,7 @@ class Forge:
         env: dict[str, str] | None = None,
         plugins: Sequence[Path] = (),
         limit_s: float = 150.0,
+        rest_s: float = 150.0,
     ) -> Job:
         """Runs a job to its end.
 
@@ -152,6 +153,7 @@ class Forge:
             env: More variables.
             plugins: More plugins, after ours.
             limit_s: Ranks that live longer are killed.
+            rest_s: Seconds that a rank may live longer than another one.
         """
         folder.mkdir(parents=True, exist_ok=True)
         own = [*([ENGINE] if "--rlhf_type" in args else []), *([PLUGIN] if ours else [])]
@@ -171,6 +173,7 @@ class Forge:
             "folder": str(folder),
             "env": {"RL_SAFE_SWIFT": json.dumps(settings or {}), **(env or {})},
             "limit_s": limit_s,
+            "rest_s": rest_s,
         }
         assert self._zygote.stdin is not None
         assert self._zygote.stdout is not None

@@ -80,13 +80,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         alive[pid] = number
     statuses: dict[int, int | None] = {}
     ended: dict[int, float] = {}
-    while alive and time.monotonic() - started_s < job["limit_s"]:
+    ends_by_s = started_s + job["limit_s"]
+    while alive and time.monotonic() < ends_by_s:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             time.sleep(0.02)
         elif pid in alive:
             ended[alive[pid]] = time.time()
             statuses[alive.pop(pid)] = os.waitstatus_to_exitcode(status)
+            ends_by_s = min(ends_by_s, time.monotonic() + job["rest_s"])
     for pid, number in alive.items():
         statuses[number] = None
         os.killpg(pid, 9)

@@ -47,6 +47,7 @@ _FOLDERS = 1
 _HEARD = timedelta(seconds=2)
 """How long a rank that fails listens for the failures of others."""
 _NOT_YET = "gkd"
+_WITH_ENGINE = (Phase.ROLLOUT, Phase.SYNC)
 
 
 class SwiftComms(HostComms):
@@ -209,12 +210,13 @@ class SwiftJob(HostedTrainer):
     def turn(self, phase: Phase) -> None:
         """Goes from one phase of a step to another; nothing if it is in it. Collective over: the training world.
 
-        Ranks generate alone, so those that have ended wait for the others within the deadline of that phase.
+        A rank generates alone, and one alone may wait for an engine that takes weights. So those that have ended such a
+        phase wait for the others within its deadline.
         """
         current = self.trainer.lifecycle.current
         if current is phase:
             return
-        if current is Phase.ROLLOUT:
+        if current in _WITH_ENGINE:
             self.meet_again()
         self.finish_phase()
         self.begin(phase)
