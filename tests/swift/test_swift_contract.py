@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.adapters.host_contract import HostName, HostText, lacks_name, lacks_text
-from rl_safe_workers.adapters.swift.install import package_root
+from rl_safe_workers.adapters.host_contract import HostName, HostText, lacks_name, lacks_text, package_root
 from rl_safe_workers.adapters.swift.swift_contract import BRIDGE_NAMES, BRIDGE_TEXTS, NAMES, TEXTS, check_swift
 from rl_safe_workers.errors import ConfigError
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import logging
 import multiprocessing
 import os
 import sys
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rl_safe_workers.adapters.host_contract import package_root
 from rl_safe_workers.adapters.swift.swift_contract import check_swift
 from rl_safe_workers.adapters.swift.swift_settings import job_settings
 from rl_safe_workers.errors import ConfigError
@@ -52,18 +51,6 @@ def install() -> None:
     _replace(made)
     _see_failures(made)
     _job = made
-
-
-def package_root(name: str) -> Path:
-    """Returns the folder that holds a package, without importing it.
-
-    Raises:
-        ConfigError: If it is not installed.
-    """
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise ConfigError(f"{name} is not installed")
-    return Path(spec.origin).parents[1]
 
 
 def _replace(job: Any) -> None:
