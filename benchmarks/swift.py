@@ -1,21 +1,25 @@
 """ms-swift's Megatron jobs with our plugin and without: exits, late communicators, failures, on two GPUs.
 
-Needs two GPUs, ms-swift and Transformer Engine. Jobs of one part run side by side, stock's beside ours, with the same
-meter. Memory is read of each process. ``python -m benchmarks.swift PART... [--logs FILE.tar.gz]`` runs some parts.
+Needs two GPUs, ms-swift and Transformer Engine. Jobs of one part run side by side, four at a time, stock's beside ours,
+with the same meter. Memory is read of each process. ``python -m benchmarks.swift PART... [--logs FILE.tar.gz]`` runs
+some parts. If it is interrupted, it prints the rows of what has ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,15 +29,19 @@ from rich.console import Console
 from benchmarks.gpus import count_gpus, gpu_memory_mib, gpu_row
 from benchmarks.swift_jobs import (
     EXPORT,
+    FIRST_STEPS,
     ON_CPU,
     PLOT,
     RANKS_OF_NODE,
     SAVE,
     STEP,
+    STOP,
     TRAINED,
+    TRAINED_STEPS,
     TRAINING,
     SwiftJob,
     free_port,
+    read_lines,
     run_jobs,
     variables_of_ranks,
 )
@@ -58,15 +66,16 @@ FAULTY_CALLS = {"step": f"{STEP}:1", "save": "shards:0"}
 FAULTY_RANK = 1
 TIMEOUT_S, GRACE_S, CUT_S = 20.0, 10.0, 120.0
 EXIT_S = 5.0
-LIMIT_S = 150.0
-DEADLINES = {"timeouts": {"world": 120, "bootstrap": 120, "outside": 120, "convert": 120, "train": 120, "save": 120}}
-"""Ours, in jobs that are to end well."""
+LIMIT_S, BROKEN_LIMIT_S, CYCLES_LIMIT_S = 150.0, 240.0, 300.0
+_PHASES = ("world", "bootstrap", "outside", "convert", "train", "save", "teardown")
+DEADLINES = {"timeouts": dict.fromkeys(_PHASES, 120)}
+"""Ours, in jobs that are to end well. Beside other jobs on the same GPUs, the end of the groups can take a minute."""
 SHORT = {"timeouts": {**DEADLINES["timeouts"], "teardown": 5, **dict.fromkeys(("train", "logprob", "save"), TIMEOUT_S)}}
 Report = Callable[[str], None]
 
 
 def measure(report: Report, parts: Sequence[str] = (), folder: Path | None = None) -> list[Row]:
-    """Runs parts; all but ``smoke`` if none is named, which takes some ten minutes.
+    """Runs parts; all but ``smoke`` if none is named.
 
     Args:
         report: Takes a line of progress.
@@ -75,19 +84,22 @@ def measure(report: Report, parts: Sequence[str] = (), folder: Path | None = Non
 
     Raises:
         ResourceError: If there are no two GPUs.
-        RunError: If a part cannot be measured.
     """
     if not ON_CPU and count_gpus() < GPUS:
         raise ResourceError(f"bench swift: needs {GPUS} GPUs")
     with ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_safe_bench_")))
-        inputs = write_inputs(folder / "inputs")
-        return [
-            row
-            for name in parts or [part for part in PARTS if part != "smoke"]
-            for row in PARTS[name](folder / name, inputs, report)
-        ]
+        inputs, rows = write_inputs(folder / "inputs"), list[Row]()
+        for name in parts or OF_ALL:
+            if STOP.is_set():
+                break
+            try:
+                rows += PARTS[name](folder / name, inputs, report)
+            except RunError as error:
+                report(str(error))
+                rows.append(gpu_row(f"part {name}: failed", "", 1, at_most(0)))
+        return rows
 
 
 def write_inputs(folder: Path) -> Path:
@@ -131,36 +143,43 @@ def smoke(folder: Path, inputs: Path, report: Report) -> list[Row]:
 
 
 def jobs(folder: Path, inputs: Path, report: Report) -> list[Row]:
-    """Whole jobs: training, pretraining, an export there and back."""
+    """Whole jobs: training and pretraining."""
     own = [training(folder, inputs, f"{OURS} {number}", *EP2) for number in range(JOBS)]
     stock = training(folder, inputs, STOCK, *EP2, ours=False)
     pretraining = [
         training(folder, inputs, f"pt {way}", *EP2, command="pt", data="texts.jsonl", ours=way == OURS)
         for way in (OURS, STOCK)
     ]
-    to_mcore = export(folder, "export to mcore", "--model", str(inputs / "model"), "--to_mcore", "true")
     before_mib = 0 if ON_CPU else gpu_memory_mib()
-    run_jobs([*own, stock, *pretraining, to_mcore], report, limit_s=LIMIT_S)
+    # Stock's run beside ours.
+    run_jobs([own[0], stock, *pretraining, *own[1:]], report, limit_s=LIMIT_S)
     left_mib = 0 if ON_CPU else max(0, gpu_memory_mib() - before_mib)
-    rows = [*_ends(own, [stock]), *_same_losses(own[0], stock)]
-    to_hf = export(folder, "export to hf", "--mcore_model", str(to_mcore.output), "--to_hf", "true")
-    if to_mcore.is_clean:
-        run_jobs([to_hf], report, limit_s=LIMIT_S)
-    ended = sum(job.is_clean for job in (to_mcore, to_hf))
-    differing = _differing(inputs / "model", to_hf.output, report) if ended == 2 else float("nan")
     return [
-        *rows,
+        *_ends(own, [stock]),
+        *_same_losses(own[0], stock),
         gpu_row("GPU memory left after all of them", "MiB", left_mib, at_most(0)),
         gpu_row("pt: clean exits", "", pretraining[0].is_clean, at_least(1)),
         gpu_row("pt: seconds of its exit", "s", pretraining[0].exit_s(TRAINED, PLOT), at_most(EXIT_S)),
         *_same_losses(*pretraining, name="pt: "),
-        gpu_row("exports HF to mcore to HF: clean exits", "", ended, at_least(2)),
+    ]
+
+
+def exports(folder: Path, inputs: Path, report: Report) -> list[Row]:
+    """An export to Megatron's shards, and one of them back."""
+    to_mcore = export(folder, "export to mcore", "--model", str(inputs / "model"), "--to_mcore", "true")
+    to_hf = export(folder, "export to hf", "--mcore_model", str(to_mcore.output), "--to_hf", "true")
+    for job in (to_mcore, to_hf):
+        run_jobs([job], report, limit_s=LIMIT_S)
+        if not job.is_clean:
+            break
+    both = (to_mcore, to_hf)
+    ended = sum(job.is_clean for job in both)
+    differing = _differing(inputs / "model", to_hf.output, report) if ended == len(both) else math.nan
+    return [
+        gpu_row("exports HF to mcore to HF: clean exits", "", ended, at_least(len(both))),
         gpu_row("exports: tensors that differ after both", "", differing, at_most(0)),
         gpu_row(
-            "exports: seconds of the slower exit",
-            "s",
-            max(j.exit_s(EXPORT) for j in (to_mcore, to_hf)),
-            at_most(EXIT_S),
+            "exports: seconds of the slower exit", "s", _largest(job.exit_s(EXPORT) for job in both), at_most(EXIT_S)
         ),
     ]
 
@@ -175,79 +194,88 @@ def cycles(folder: Path, inputs: Path, report: Report) -> list[Row]:
         with (folder / f"out{rank}.json").open("wb") as out, (folder / f"node{rank}.log").open("wb") as log:
             arguments = [*command, str(rank), str(GPUS), str(port), str(CYCLES)]
             processes.append(subprocess.Popen(arguments, cwd=folder, env=environment, stdout=out, stderr=log))
-    ended_by_s = time.monotonic() + LIMIT_S
+    ended_by_s, statuses = time.monotonic() + CYCLES_LIMIT_S, list[int | None]()
     try:
-        statuses = [process.wait(max(0.1, ended_by_s - time.monotonic())) for process in processes]
-    except subprocess.TimeoutExpired:
-        raise RunError(f"bench swift: the cycles did not end within {LIMIT_S:g} s") from None
+        while time.monotonic() < ended_by_s and not STOP.is_set():
+            time.sleep(0.1)
+            statuses = [process.poll() for process in processes]
+            if None not in statuses or any(statuses):
+                break
     finally:
         for process in processes:
             process.kill()
-    if any(statuses):
-        log = (folder / f"node{statuses.index(max(statuses))}.log").read_text(encoding="utf-8")
-        raise RunError(f"bench swift: the cycles ended with {statuses}: {log.strip()[-1500:]}")
-    last_lines = [(folder / f"out{rank}.json").read_text(encoding="utf-8").splitlines()[-1] for rank in range(GPUS)]
-    found = [json.loads(line) for line in last_lines]
-    for rank, figures in enumerate(found):
-        report(f"rank {rank}: {json.dumps(figures)}")
-    down = [seconds for figures in found for seconds in figures["down_s"]]
-    up = [seconds for figures in found for seconds in figures["up_s"][1:]]
-    kept = max(figures["kept"][-1] - figures["kept"][0] for figures in found) / MIB
-    held = max(figures["held"][0] for figures in found) / MIB
+            process.wait()
+    report(f"cycles: statuses {statuses}")
+    found = [read_lines(folder / f"out{rank}.json") for rank in range(GPUS)]
+    done = min(map(len, found))
+    if any(statuses) or done == 0:
+        logs = [(folder / f"node{rank}.log").read_text(encoding="utf-8").strip()[-1500:] for rank in range(GPUS)]
+        report("\n".join(logs))
+    if done == 0:
+        raise RunError(f"bench swift: no cycle has ended; the ranks ended with {statuses}")
+    down = [cycle["down_s"] for figures in found for cycle in figures]
+    up = [cycle["up_s"] for figures in found for cycle in figures[1:]]
+    kept = max(figures[-1]["kept"] - figures[0]["kept"] for figures in found) / MIB
+    held = max(figures[0]["held"] for figures in found) / MIB
+    groups = min(cycle["groups"] for figures in found for cycle in figures)
     return [
-        gpu_row("cycles that end well", "", min(len(figures["down_s"]) for figures in found), at_least(CYCLES)),
-        gpu_row("groups connected in each", "", min(min(figures["groups"]) for figures in found), at_least(1)),
-        gpu_row("world, groups and bootstrap: median after the first", "s", median(up), at_most(EXIT_S)),
+        gpu_row("cycles that end well", "", done, at_least(CYCLES)),
+        gpu_row("groups connected in each", "", groups, at_least(1)),
+        gpu_row("world, groups and bootstrap: median after the first", "s", _median(up), at_most(EXIT_S)),
         gpu_row("teardown: slowest of all cycles and ranks", "s", max(down), at_most(EXIT_S)),
         gpu_row("outside torch while the groups are there", "MiB", held, at_least(0)),
-        gpu_row(f"more after the last teardown than after the first, of {CYCLES}", "MiB", kept, at_most(32)),
+        gpu_row(f"more after the last teardown than after the first, of {done}", "MiB", kept, at_most(32)),
     ]
 
 
-def late_bytes(folder: Path, inputs: Path, report: Report) -> list[Row]:
-    """Memory that collectives take in the first steps, in three layouts and three ways."""
+def late_bytes(folder: Path, inputs: Path, report: Report, *, nodes: int) -> list[Row]:
+    """Memory that collectives take in the first steps, in the layouts of so many nodes, three ways."""
     found: dict[str, dict[str, SwiftJob]] = {}
-    for name, (sizes, nodes) in LAYOUTS.items():
-        found[name] = {
-            way: training(
-                folder,
-                inputs,
-                f"{name} {way}",
-                *sizes,
-                *(["--nccl_comm_warmup", "true"] if way == WARMED else []),
-                ours=way == OURS,
-                nodes=nodes,
-            )
-            for way in WAYS
-        }
-    for nodes in (1, 2):
-        run_jobs([j for ways in found.values() for j in ways.values() if j.nodes == nodes], report, limit_s=LIMIT_S)
+    for name, (sizes, of_nodes) in LAYOUTS.items():
+        if of_nodes == nodes:
+            found[name] = {
+                way: training(
+                    folder,
+                    inputs,
+                    f"{name} {way}",
+                    *sizes,
+                    *(["--nccl_comm_warmup", "true"] if way == WARMED else []),
+                    ours=way == OURS,
+                    nodes=nodes,
+                )
+                for way in WAYS
+            }
+    run_jobs([job for ways in found.values() for job in ways.values()], report, limit_s=LIMIT_S)
     return [row for name, ways in found.items() for row in _late_rows(name, ways, report)]
 
 
-def failures(folder: Path, inputs: Path, report: Report) -> list[Row]:
-    """One rank raises, is killed or hangs, in a step and in a save; stock beside ours, cut after two minutes."""
+def failures(folder: Path, inputs: Path, report: Report, *, place: str) -> list[Row]:
+    """One rank raises, is killed or hangs in a step or a save; stock beside ours, cut after two minutes."""
     broken = {
-        (way, place, how): training(
+        (way, how): training(
             folder,
             inputs,
             f"{way} {place} {how}",
             *EP2,
             ours=way == OURS,
             settings=SHORT,
-            fault=f"{call}:{FAULTY_RANK}:{how}",
+            fault=f"{FAULTY_CALLS[place]}:{FAULTY_RANK}:{how}",
         )
-        for place, call in FAULTY_CALLS.items()
-        for how in FAULTS
-        for way in (OURS, STOCK)
+        # Stock's hang takes longest.
+        for how in reversed(FAULTS)
+        for way in (STOCK, OURS)
     }
-    run_jobs(list(broken.values()), report, limit_s=LIMIT_S + GRACE_S + TIMEOUT_S, cut_s=CUT_S)
+    run_jobs(list(broken.values()), report, limit_s=BROKEN_LIMIT_S, cut_s=CUT_S)
     rows: list[Row] = []
     named = kept = left = 0
-    for (way, place, how), job in broken.items():
+    for (way, how), job in broken.items():
+        goal = at_most(TIMEOUT_S + GRACE_S) if way == OURS else at_least(0)
+        row = f"{place}, {how}: {way}, from the fault to the end"
         struck_s = job.fault_s
         if struck_s is None:
-            raise RunError(f"bench swift: {job.name} ended before its fault: {job.log.strip()[-1500:]}")
+            report(f"{job.name}: ended before its fault: {job.log.strip()[-1500:]}")
+            rows.append(gpu_row(row, "s", math.nan, goal))
+            continue
         seconds = job.ended_s - struck_s
         by_us = f"failed on training rank {FAULTY_RANK}" in job.log
         root_cause = job.log.rpartition("Root Cause")[2] if "Root Cause" in job.log else ""
@@ -262,24 +290,22 @@ def failures(folder: Path, inputs: Path, report: Report) -> list[Row]:
             named += by_us or by_torchrun
             kept += status not in (None, 0)
             left += job.left
-        goal = at_most(TIMEOUT_S + GRACE_S) if way == OURS else at_least(0)
-        rows.append(gpu_row(f"{place}, {how}: {way}, from the fault to the end", "s", seconds, goal))
+        rows.append(gpu_row(row, "s", seconds, goal))
     of = len(broken) // 2
     return [
         *rows,
-        gpu_row(f"ours: the rank is named, of {of}", "", named, at_least(of)),
-        gpu_row(f"ours: a status of failure, of {of}", "", kept, at_least(of)),
-        gpu_row("ours: processes left", "", left, at_most(0)),
+        gpu_row(f"{place}: ours: the rank is named, of {of}", "", named, at_least(of)),
+        gpu_row(f"{place}: ours: a status of failure, of {of}", "", kept, at_least(of)),
+        gpu_row(f"{place}: ours: processes left", "", left, at_most(0)),
     ]
 
 
 def _ends(own: Sequence[SwiftJob], stock: Sequence[SwiftJob]) -> list[Row]:
-    for job in (*own, *stock):
-        if not job.is_clean:
-            raise RunError(f"bench swift: {job.name} ended with {job.statuses}: {job.log.strip()[-3000:]}")
-    slowest = [max(job.exit_s(TRAINED, PLOT) for job in group) for group in (own, stock)]
-    first = [max(call.seconds for job in group for call in job.calls(STEP) if call.call == 0) for group in (own, stock)]
-    saves = [median(call.seconds for job in group for call in job.calls(SAVE)) for group in (own, stock)]
+    slowest = [_largest(job.exit_s(TRAINED, PLOT) for job in group) for group in (own, stock)]
+    first = [
+        _largest(call.seconds for job in group for call in job.calls(STEP) if call.call == 0) for group in (own, stock)
+    ]
+    saves = [_median([call.seconds for job in group for call in job.calls(SAVE)]) for group in (own, stock)]
     return [
         gpu_row("clean exits of ours", "", sum(job.is_clean for job in own), at_least(len(own))),
         gpu_row("exit of the slowest rank: ours", "s", slowest[0], at_most(EXIT_S)),
@@ -292,9 +318,8 @@ def _ends(own: Sequence[SwiftJob], stock: Sequence[SwiftJob]) -> list[Row]:
 
 
 def _same_losses(own: SwiftJob, stock: SwiftJob, *, name: str = "") -> list[Row]:
-    if not own.losses or len(own.losses) != len(stock.losses):
-        raise RunError(f"bench swift: {own.name} has losses {own.losses}, {stock.name} has {stock.losses}")
-    apart = max(abs(one - other) for one, other in zip(own.losses, stock.losses, strict=True))
+    pairs = list(zip(own.losses, stock.losses, strict=False))
+    apart = _largest(abs(one - other) for one, other in pairs) if len(pairs) == TRAINED_STEPS else math.nan
     return [gpu_row(f"{name}largest difference of a loss to stock's", "nat", apart, at_most(0.01))]
 
 
@@ -302,9 +327,12 @@ def _late_rows(layout: str, ways: dict[str, SwiftJob], report: Report) -> list[R
     """The heaviest rank's memory by collectives in each window, in MiB."""
     rows: list[Row] = []
     for way, job in ways.items():
-        records = job.records()
-        if not job.is_clean or len(records) != RANKS_OF_NODE * job.nodes:
-            raise RunError(f"bench swift: {job.name} ended with {job.statuses}: {job.log.strip()[-3000:]}")
+        records = [record for record in job.records() if record["steps"] >= FIRST_STEPS]
+        ranks = RANKS_OF_NODE * job.nodes
+        name = f"{layout}: {way}: ranks that made {FIRST_STEPS} steps"
+        rows.append(gpu_row(name, "", len(records), at_least(ranks)))
+        if len(records) < ranks:
+            continue
         heaviest = max(records, key=lambda record: record["taken"].get(STEP, 0))
         for window, groups in heaviest["by_group"].items():
             report(f"{layout}, {way}, {window}: {json.dumps({name: size // MIB for name, size in groups.items()})}")
@@ -330,6 +358,17 @@ def _late_rows(layout: str, ways: dict[str, SwiftJob], report: Report) -> list[R
     return rows
 
 
+def _largest(values: Iterable[float]) -> float:
+    """The largest of some figures; NaN if there is none, or if one was not measured."""
+    found = list(values)
+    return math.nan if not found or any(map(math.isnan, found)) else max(found)
+
+
+def _median(values: Sequence[float]) -> float:
+    """The median; NaN of nothing."""
+    return median(values) if values else math.nan
+
+
 def _differing(stock: Path, back: Path, report: Report) -> int:
     """Counts tensors of two HF checkpoints that differ in a bit, or that one of them lacks."""
     import torch
@@ -345,10 +384,16 @@ def _differing(stock: Path, back: Path, report: Report) -> int:
 PARTS: dict[str, Callable[[Path, Path, Report], list[Row]]] = {
     "smoke": smoke,
     "jobs": jobs,
+    "exports": exports,
     "cycles": cycles,
-    "late_bytes": late_bytes,
-    "failures": failures,
+    "late_bytes": partial(late_bytes, nodes=1),
+    "late_bytes_of_hosts": partial(late_bytes, nodes=2),
+    "failures_in_steps": partial(failures, place="step"),
+    "failures_in_saves": partial(failures, place="save"),
 }
+OF_ALL = [name for name in PARTS if name != "smoke"]
+INTERRUPTED = 130
+"""Exit code, as shells have it."""
 
 
 def main() -> int:
@@ -359,19 +404,21 @@ def main() -> int:
         "--logs", type=Path, help="keep the jobs' logs and records in this .tar.gz, and the rows beside it"
     )
     arguments = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: STOP.set())
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as name:
         folder = Path(name)
         try:
-            for part in arguments.parts or [None]:
-                rows += measure(_tell, [part] if part else (), folder)
+            for part in arguments.parts or OF_ALL:
+                rows += measure(_tell, [part], folder)
         finally:
             if arguments.logs is not None:
                 _keep(folder, arguments.logs)
                 write_json(rows, arguments.logs.with_suffix("").with_suffix(".json"))
             if rows:
                 print_table(rows, Console(force_interactive=False, width=160))
-    return exit_code(rows)
+    return INTERRUPTED if STOP.is_set() else exit_code(rows)
 
 
 def _tell(line: str) -> None:

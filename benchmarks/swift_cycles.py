@@ -1,7 +1,7 @@
 """One rank of the cycles of ms-swift's groups: ``python -m benchmarks.swift_cycles RANK RANKS PORT CYCLES``.
 
 Each cycle makes the default group and ms-swift's groups through our adapter, connects them, and ends them in order.
-Prints one JSON object with lists of figures, one of each cycle.
+Prints a line of JSON for each cycle.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,8 +38,8 @@ ARGUMENTS: dict[str, Any] = {
 """From ms-swift's arguments, those that groups depend on, in a job with expert parallelism."""
 
 
-def cycles(rank: int, ranks: int, port: int, count: int) -> dict[str, list[float]]:
-    """Goes through all cycles; returns seconds and bytes of each."""
+def cycles(rank: int, ranks: int, port: int, count: int) -> Iterator[dict[str, float]]:
+    """Goes through all cycles; yields seconds and bytes of each."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
@@ -47,7 +48,6 @@ def cycles(rank: int, ranks: int, port: int, count: int) -> dict[str, list[float
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     memory = outside_torch(device) or (lambda: 0)
     store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0)
-    found: dict[str, list[float]] = {"up_s": [], "down_s": [], "groups": [], "held": [], "kept": []}
     for number in range(count):
         job, started_s = SwiftJob(job_settings()), time.perf_counter()
         own = dist.PrefixStore(f"cycle{number}", store)
@@ -58,14 +58,14 @@ def cycles(rank: int, ranks: int, port: int, count: int) -> dict[str, list[float
         up_s, held = time.perf_counter() - started_s, memory()
         started_s = time.perf_counter()
         job.leave()
-        found["down_s"].append(time.perf_counter() - started_s)
+        down_s = time.perf_counter() - started_s
         assert not dist.is_initialized(), "nothing is left of the groups"
         # Another process would import mcore-bridge anew.
         gpt_bridge.EP_PP_GROUP = None
-        for name, value in (("up_s", up_s), ("groups", report.groups), ("held", held), ("kept", memory())):
-            found[name].append(value)
-    return found
+        yield {"up_s": up_s, "down_s": down_s, "groups": report.groups, "held": held, "kept": memory()}
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(cycles(*map(int, sys.argv[1:]))) + "\n")
+    for figures in cycles(*map(int, sys.argv[1:])):
+        sys.stdout.write(json.dumps(figures) + "\n")
+        sys.stdout.flush()

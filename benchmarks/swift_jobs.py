@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,11 +31,17 @@ FIRST_STEPS = 3
 RECORD = "record"
 """Begins the name of the file that holds what collectives have taken on a rank."""
 ON_CPU = os.environ.get("RL_SAFE_BENCH_DEVICE") == "cpu"
-"""Runs on gloo with the tests' stand-ins, two jobs at a time, to try the benchmark itself."""
+"""Runs on gloo with the tests' stand-ins, to try the benchmark itself."""
+TOGETHER = 2 if ON_CPU else 4
+"""Nodes of jobs that run at the same time. With more, the first step of a tiny model took a minute on 32 cores."""
+STOP = threading.Event()
+"""Once it is set, no job starts, and those that run are cut."""
+TRAINED_STEPS = 3
+_STEPS = str(TRAINED_STEPS)
 MODEL = ("--template", "qwen3", "--use_hf", "true", "--check_model", "false")
 TRAINING = (
     *("--micro_batch_size", "1", "--global_batch_size", "8", "--max_length", "64", "--padding_free", "false"),
-    *("--train_iters", "3", "--save_steps", "3", "--eval_iters", "0", "--logging_steps", "1", "--lr", "1e-3"),
+    *("--train_iters", _STEPS, "--save_steps", _STEPS, "--eval_iters", "0", "--logging_steps", "1", "--lr", "1e-3"),
     *("--lr_warmup_fraction", "0.1", "--attention_backend", "unfused", "--moe_grouped_gemm", "true"),
     *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--report_to", "tensorboard"),
     *("--add_version", "false", "--save_safetensors", "false"),
@@ -41,6 +49,12 @@ TRAINING = (
 RANKS_OF_NODE = 2
 SECONDS_TO_VANISH = 2.0
 """The kernel may take a moment to take the last process away."""
+_PROCESS = {
+    "TOKENIZERS_PARALLELISM": "false",
+    # Otherwise each rank starts a process for each core to compile kernels with.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "rl_safe_bench_kernels"),
+}
 _POLL_S = 0.05
 _ports = itertools.count(15_000 + os.getpid() % 1000 * 12)
 """Below those that the system gives to connections."""
@@ -91,8 +105,7 @@ class SwiftJob:
     def losses(self) -> list[float]:
         """The loss of each step, as ms-swift logs it; empty if it has not."""
         path = self.output / "logging.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+        return [line["loss"] for line in (read_lines(path) if path.exists() else []) if "loss" in line]
 
     @property
     def is_clean(self) -> bool:
@@ -171,30 +184,32 @@ class SwiftJob:
 
 
 def run_jobs(jobs: Sequence[SwiftJob], report: Callable[[str], None], *, limit_s: float, cut_s: float = 120.0) -> None:
-    """Runs jobs side by side to their ends.
+    """Runs jobs to their ends, some side by side; fewer if `STOP` is set.
 
     Args:
         jobs: None has been started.
-        report: Takes a line for each job that has ended.
+        report: Takes a line for each job that has ended, and the end of its log if it should have ended well.
         limit_s: A job that runs longer is cut.
         cut_s: Likewise, from its fault on.
     """
     waiting, running = list(jobs), list[SwiftJob]()
-    together = 2 if ON_CPU else len(jobs)
     try:
-        while waiting or running:
-            while waiting and len(running) < together:
+        while running or (waiting and not STOP.is_set()):
+            while waiting and not STOP.is_set() and sum(job.nodes for job in (*running, waiting[0])) <= TOGETHER:
                 running.append(waiting.pop(0))
                 running[-1].start()
             time.sleep(_POLL_S)
             for job in list(running):
                 ended, now = job.look(), time.time()
                 struck_s = job.fault_s if job.fault and not ended else None
-                if ended or now - job.started_s > limit_s or (struck_s is not None and now - struck_s > cut_s):
+                is_late = now - job.started_s > limit_s or (struck_s is not None and now - struck_s > cut_s)
+                if ended or is_late or STOP.is_set():
                     running.remove(job)
                     job.end()
                     seconds = job.ended_s - job.started_s
                     report(f"{job.name}: statuses {job.statuses} after {seconds:.1f} s, {job.left} left")
+                    if not job.is_clean and not job.fault:
+                        report(job.log.strip()[-1500:])
     finally:
         for job in running:
             job.end()
@@ -202,13 +217,18 @@ def run_jobs(jobs: Sequence[SwiftJob], report: Callable[[str], None], *, limit_s
 
 def variables_of_ranks() -> dict[str, str]:
     """The environment variables of every process of this benchmark."""
-    variables, paths = {**OFFLINE, "TOKENIZERS_PARALLELISM": "false"}, [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    variables, paths = {**OFFLINE, **_PROCESS}, [str(ROOT), os.environ.get("PYTHONPATH", "")]
     if ON_CPU:
         from tests.swift import jobs
 
         variables |= jobs.environment()
         paths.insert(0, variables["PYTHONPATH"])
     return variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Reads a file of lines of JSON; leaves out the last one if it is not whole."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
 
 
 def free_port() -> int:

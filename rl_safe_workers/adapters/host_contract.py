@@ -6,7 +6,10 @@ import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+
+from rl_safe_workers.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,22 @@ class HostText:
     text: str
     """Code as ``ast.unparse`` writes it."""
     why: str
+
+
+def package_root(name: str, *, advice: str = "") -> Path:
+    """Returns the folder that holds an installed package, without importing it.
+
+    Args:
+        name: Of the package.
+        advice: What to do if it is not there, for the error.
+
+    Raises:
+        ConfigError: If it is not installed.
+    """
+    spec = find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"{name} is not installed" + (f": {advice}" if advice else ""))
+    return Path(next(iter(spec.submodule_search_locations))).parent
 
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -28,9 +28,9 @@ from rl_safe_workers.comms.report import BootstrapReport, LedgerEntry
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.control.supervision import Supervision
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.topology.groups import PIPELINE, Classes, Features, OpClass, connected_classes
+from rl_safe_workers.topology.groups import KINDS, PIPELINE, WORLD, Classes, Features, OpClass, connected_classes
 from rl_safe_workers.topology.layout import ParallelLayout
-from rl_safe_workers.topology.memory import costs, links_of
+from rl_safe_workers.topology.memory import costs, links_of, over_world_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +285,11 @@ class Bootstrap:
         links = links_of(group.description, group.size, self._features)
         near = self._hosts.near(self._control.rank, group.ranks)
         predicted = costs(step.classes, size=group.size, max_ctas=step.max_ctas, links=links, near=near)
-        for op_class, predicted_bytes in zip(step.classes, predicted, strict=True):
+        had = self.connected.get(group.group.group_name, frozenset())
+        for op_class, own_bytes in zip(step.classes, predicted, strict=True):
+            predicted_bytes = 0 if op_class in had else own_bytes
+            if self._sends_over_world(op_class, group):
+                predicted_bytes += over_world_bytes(group.size, self._limits.get(KINDS[WORLD].key))
             logger.debug("bootstrap: %s on %s", op_class, group)
             seconds, taken = work.part(f"{group} {op_class}", group.ranks, partial(self._issue, op_class, group))
             yield LedgerEntry(
@@ -297,6 +301,10 @@ class Bootstrap:
                 predicted_bytes=0 if self._probe is None else predicted_bytes,
             )
 
+    def _sends_over_world(self, op_class: OpClass, group: LiveGroup) -> bool:
+        is_pipeline = group.description == PIPELINE and group.size > 1
+        return self._features.p2p_over_world and is_pipeline and op_class is OpClass.BATCHED_P2P
+
     def _issue(self, op_class: OpClass, group: LiveGroup) -> tuple[float, int | None]:
         """Issues a class's collective; returns its seconds and the device memory that it took. Runs in a thread."""
         if self._device.type == "cuda":
@@ -306,7 +314,7 @@ class Bootstrap:
         # Context parallelism passes blocks around, and the last virtual stage sends to the first.
         ring = group.description != PIPELINE or self._features.virtual_pipeline
         issue = _COLLECTIVES[op_class]
-        if self._features.p2p_over_world and group.description == PIPELINE and op_class is OpClass.BATCHED_P2P:
+        if self._sends_over_world(op_class, group):
             issue = _batched_p2p_over_world
         issue(group.group, group.size, self._device, ring=ring)
         if self._device.type == "cuda":

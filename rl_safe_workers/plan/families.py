@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rl_safe_workers.topology.groups import KINDS, WORLD, GroupKind
+from rl_safe_workers.topology.groups import HOST_KINDS, KINDS, WORLD, GroupKind
 from rl_safe_workers.topology.layout import ParallelLayout
 
 RULES = ("0.16", "0.17", "0.18", "0.19", "0.20")
@@ -59,7 +59,7 @@ class GroupFamily:
     @property
     def kind(self) -> GroupKind | None:
         """The kind of the group; None: it is none of the training world's."""
-        return KINDS.get(self.description)
+        return KINDS.get(self.description) or HOST_KINDS.get(self.description)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -253,6 +253,21 @@ def megatron_families(
                 )
             )
     return found
+
+
+def host_families(layout: ParallelLayout, host: str) -> list[GroupFamily]:
+    """Returns the families that a host makes beside Megatron's, in the order in which it makes them.
+
+    >>> layout = ParallelLayout(world_size=8, tensor=1, pipeline=2, expert=2, expert_tensor=1, context=1)
+    >>> [list(family.all_ranks()) for family in host_families(layout, "ms-swift")]
+    [[(0, 1, 4, 5), (2, 3, 6, 7)]]
+    """
+    if host != "ms-swift":
+        return []
+    # mcore_bridge/bridge/gpt_bridge.py:96-116, in every job: with one expert-parallel rank and one stage, too.
+    grid = _grids(layout, instances=1)["expert"]
+    members, others = (grid["ep"], grid["pp"]), (grid["etp"], grid["edp"])
+    return [GroupFamily(description="EP-PP-GROUP", members=members, groups=others)]
 
 
 def world_family(size: int) -> GroupFamily:

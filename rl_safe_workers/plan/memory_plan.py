@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.plan.families import GroupFamily
 from rl_safe_workers.topology.budget import plan_limits
-from rl_safe_workers.topology.groups import WORLD, Features, OpClass, connected_classes
+from rl_safe_workers.topology.groups import KINDS, WORLD, Features, OpClass, connected_classes, sends_over_world
 from rl_safe_workers.topology.layout import ParallelLayout
-from rl_safe_workers.topology.memory import KERNEL_BYTES, group_bytes, links_of
+from rl_safe_workers.topology.memory import KERNEL_BYTES, group_bytes, links_of, over_world_bytes
 
 LAZY, WARMED, OURS = "at first use", "every group warmed", "rl_safe_workers"
 WAYS = (LAZY, WARMED, OURS)
@@ -83,6 +83,7 @@ def plan_memory(
     limits: Mapping[str, int],
     budget: bool,
     nodes: Sequence[int] | None,
+    limits_world: bool = True,
 ) -> MemoryPlan:
     """Predicts, for the rank with most groups: one of the first or last pipeline stage.
 
@@ -94,8 +95,11 @@ def plan_memory(
         budget: Whether ours limits the groups that carry little.
         nodes: The node of each training rank, if the nodes are connected by sockets. None for RDMA: a group on several
             nodes then counts like one inside a node.
+        limits_world: Whether ours limits the default group. The one of a host that makes it has no limit.
     """
     chosen = plan_limits(layout, features, limits) if budget else dict(limits)
+    if not limits_world:
+        chosen.pop(KINDS[WORLD].key, None)
     least = replace(
         features,
         batched_p2p=True if features.batched_p2p is None else features.batched_p2p,
@@ -111,6 +115,10 @@ def plan_memory(
             WARMED: span(None, True),
             OURS: span(limit, False),
         }
+        if family.description == WORLD and sends_over_world(layout, features):
+            sent = {way: over_world_bytes(layout.pipeline, limit if way == OURS else None) for way in WAYS}
+            by_way = {way: by_way[way] + Span.between(size, size) for way, size in sent.items()}
+            return GroupMemory(description=WORLD, first_phase=Phase.TRAIN, by_way=by_way)
         first = family.kind.first_phase if family.kind and by_way[LAZY].high else None
         return GroupMemory(description=family.description, first_phase=first, by_way=by_way)
 

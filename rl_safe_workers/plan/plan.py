@@ -15,6 +15,7 @@ from rl_safe_workers.plan.families import (
     RULES,
     GroupFamily,
     engine_family,
+    host_families,
     joint_family,
     megatron_families,
     world_family,
@@ -25,7 +26,16 @@ from rl_safe_workers.plan.request import Request
 from rl_safe_workers.plan.saves import GIB, RAISES_SINCE, SaveWay, plan_saves
 from rl_safe_workers.ranks import Role, format_ranks
 from rl_safe_workers.topology.budget import check_overrides
-from rl_safe_workers.topology.groups import UNUSED, Classes, Features, connected_classes, kinds_of
+from rl_safe_workers.topology.groups import (
+    UNUSED,
+    WORLD,
+    Classes,
+    Features,
+    OpClass,
+    connected_classes,
+    kinds_of,
+    sends_over_world,
+)
 from rl_safe_workers.topology.placement import place
 
 
@@ -63,7 +73,7 @@ class Plan:
     model: ModelSize | None
     features: Features
     communicators: tuple[Communicator, ...]
-    """The default group, Megatron's in the order in which it makes them, the joint group, and vLLM's."""
+    """The default group, Megatron's in the order in which it makes them, the host's, the joint group, and vLLM's."""
     memory: MemoryPlan
     saves: tuple[SaveWay, ...]
     """Empty without a model."""
@@ -140,7 +150,7 @@ def make_plan(request: Request) -> Plan:
     of_megatron = megatron_families(
         layout, instances=request.optimizer_instances, rules=request.megatron, gloo=request.gloo
     )
-    families = [world_family(layout.world_size), *of_megatron]
+    families = [world_family(layout.world_size), *of_megatron, *host_families(layout, request.host)]
     nodes = nodes_by_rank(request)
     memory = plan_memory(
         layout,
@@ -148,6 +158,7 @@ def make_plan(request: Request) -> Plan:
         families,
         limits=request.source.max_ctas,
         budget=request.host != "rl-safe" or request.budget,
+        limits_world=request.host != "ms-swift",
         nodes=nodes if request.network == "sockets" else None,
     )
     plan = Plan(
@@ -190,6 +201,8 @@ def _communicators(
     for family in families:
         kind = family.kind
         classes = () if kind is None else connected_classes(kind, family.size, request.layout, features)
+        if family.description == WORLD and sends_over_world(request.layout, features):
+            classes = (*classes, OpClass.BATCHED_P2P)
         yield Communicator(
             family=family,
             key="" if kind is None else kind.key,

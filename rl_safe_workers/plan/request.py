@@ -139,6 +139,8 @@ class Request:
             tied_embeddings=tied,
             batched_p2p={"batched": True, "one by one": False}.get(self.sends),
             virtual_pipeline=self.vpp is not None,
+            # ms-swift replaces what Megatron sends batches with (swift/megatron/init.py:23).
+            p2p_over_world=self.host == "ms-swift" and self.sends == "batched",
             optimizer_instances=self.optimizer_instances,
             weights_over_world=self.colocated and self.host == "rl-safe",
         )
@@ -162,6 +164,9 @@ def make_request(source: Source, *, host: str = "megatron") -> Request:
     }
     habits = HABITS[given.setdefault("host", host)]
     facts = {field.name: given.get(field.name, habits.get(field.name, field.default)) for field in FIELDS}
+    if facts["host"] == "ms-swift" and "sends" not in given:
+        # batch_p2p_comm is on without virtual stages (swift/megatron/arguments/megatron_args.py:1116).
+        facts["sends"] = "batched" if facts["vpp"] is None else "one by one"
     facts |= _people(given, facts, source)
     layout = _layout(facts, source)
     _check_instances(layout, facts["optimizer_instances"], source)

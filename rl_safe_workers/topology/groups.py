@@ -193,12 +193,17 @@ def _context(layout: ParallelLayout, features: Features) -> Classes:
     return (*own, *(op_class for way, op_class in ways.items() if way in features.context_exchange))
 
 
+def sends_over_world(layout: ParallelLayout, features: Features) -> bool:
+    """Returns True if pipeline stages send batches over the default group."""
+    return features.p2p_over_world and layout.pipeline > 1 and features.batched_p2p is not False
+
+
 def _world_traffic(layout: ParallelLayout, features: Features) -> Traffic:
     # Between two pipeline stages one direction uses the default group, unless it is batched (p2p_communication.py:67).
     # The bootstrap of the pipeline group connects it.
     if features.weights_over_world:
         return Traffic.BANDWIDTH
-    if features.p2p_over_world and layout.pipeline > 1 and features.batched_p2p is not False:
+    if sends_over_world(layout, features):
         return Traffic.STAGES
     return Traffic.STAGES if layout.pipeline == 2 and features.batched_p2p is not True else Traffic.CONTROL
 

@@ -125,6 +125,16 @@ def costs(
     return [mib * MIB for mib in found]
 
 
+def over_world_bytes(stages: int, max_ctas: int | None) -> int:
+    """Returns the bytes that batches between pipeline stages take on the default group, which has its rings already.
+
+    Args:
+        stages: Number of pipeline stages, at least 2.
+        max_ctas: The default group's limit in CTAs; None for NCCL's default.
+    """
+    return _EXCHANGE_MIB_PER_CHANNEL * _channels(stages, max_ctas) * neighbours(stages) * MIB
+
+
 def group_bytes(
     classes: Sequence[OpClass], *, size: int, max_ctas: int | None, links: Links, near: int | None = None
 ) -> int:

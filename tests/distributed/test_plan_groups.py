@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers.plan.families import megatron_families
+from rl_safe_workers.plan.families import host_families, megatron_families
 from rl_safe_workers.topology.layout import ParallelLayout
 from tests.distributed.megatron_groups import Case, Groups, compare, planned, small_cases
 from tests.distributed.ranks import run_ranks, values
@@ -59,6 +59,22 @@ def _with_tensor_and_data_swapped(of: ParallelLayout, **how: object) -> list[obj
     found: list[object] = list(megatron_families(of, **how))  # type: ignore[arg-type]
     found[2], found[6] = found[6], found[2]
     return found
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        layout(16, pipeline=2, expert=4, expert_tensor=2),
+        layout(8, tensor=2, pipeline=2, expert=2),
+        layout(8, context=2),
+    ],
+)
+def test_ms_swifts_groups_are_those_that_mcore_bridge_asks_for(of: ParallelLayout) -> None:
+    """As mcore_bridge/bridge/gpt_bridge.py does, and `create_ep_pp_groups` in its place."""
+    sizes = {"tp": of.expert_tensor, "ep": of.expert, "dp": of.expert_data, "pp": of.pipeline, "cp": 1}
+    generator = parallel_state.RankGenerator(**sizes, order="tp-cp-ep-dp-pp", rank_offset=0)
+    [family] = host_families(of, "ms-swift")
+    assert list(map(list, family.all_ranks())) == generator.get_ranks("ep-pp")
 
 
 REAL = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.adapters.host_contract import HostName, HostText, lacks_name, lacks_text
+from rl_safe_workers.adapters.host_contract import HostName, HostText, lacks_name, lacks_text, package_root
 from rl_safe_workers.adapters.swift.swift_contract import (
     BRIDGE_NAMES,
     BRIDGE_TEXTS,
@@ -21,7 +21,6 @@ from rl_safe_workers.adapters.swift.swift_contract import (
     check_grpo,
     check_ray_mode,
     check_swift,
-    package_root,
 )
 from rl_safe_workers.errors import ConfigError
 

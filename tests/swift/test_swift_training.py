@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.swift.jobs import Forge, Job
+from tests.swift.jobs import TRAINING, Forge, Job
 
 pytestmark = pytest.mark.timeout(900)  # five jobs of four ranks, on a machine that may be busy
 
@@ -90,6 +90,19 @@ def test_what_steps_issue_was_connected_before(jobs: dict[str, Job], layout: str
         if layout.startswith("pp2"):
             # ms-swift's stages send over the default group.
             assert json.dumps(["default_pg", [0, 1, 2, 3], "batched_p2p"]) in issued
+
+
+def test_pretraining_is_guarded_saves_and_ends(forge: Forge, inputs: Path, tmp_path: Path) -> None:
+    texts = [{"messages": [{"role": "assistant", "content": f"{i} + {i} = {2 * i}"}]} for i in range(16)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    args = ["--model", str(inputs / "model"), "--dataset", str(tmp_path / "texts.jsonl"), *TRAINING]
+    job = forge.run(tmp_path, "pt", [*args, "--train_iters", "2", *LAYOUTS["ep2"][1]]).check()
+    assert len(job.losses) == 2
+    for rank in (0, 1):
+        phases = job.record(rank)["phases"]
+        assert [phases[name] for name in ("bootstrap", "convert", "train", "save", "teardown")] == [1, 1, 2, 1, 1]
+        assert job.collectives_of_saves(rank) == [(0, 0)]
+    assert (job.output / "checkpoint-2" / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 def test_the_checkpoint_is_of_our_saver(jobs: dict[str, Job]) -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.plan.families import megatron_families, world_family
-from rl_safe_workers.plan.memory_plan import LAZY, OURS, WARMED, WAYS, MemoryPlan, plan_memory
+from rl_safe_workers.plan.memory_plan import LAZY, OURS, WARMED, WAYS, GroupMemory, MemoryPlan, plan_memory
+from rl_safe_workers.plan.plan import make_plan
+from rl_safe_workers.plan.request import Source, make_request
 from rl_safe_workers.topology.comms_plan import CommsPlan
 from rl_safe_workers.topology.groups import Features, OpClass
 from rl_safe_workers.topology.layout import ParallelLayout
@@ -121,6 +124,39 @@ def test_the_range_is_wider_where_it_is_not_known_how_stages_send() -> None:
     known = replace(TRAINED, batched_p2p=True, variable_seq_lengths=False)
     open_, closed = (memory(PP2_EP2, features).total(LAZY) for features in (TRAINED, known))
     assert open_.high - open_.low > closed.high - closed.low
+
+
+SWIFT_MEASURED: list[tuple[dict[str, int], int, dict[str, int]]] = [
+    ({"ep": 2}, 2596, {"EP-PP-GROUP": 486, "WORLD": 474}),
+    ({"pp": 2}, 2778, {"EP-PP-GROUP": 484, "WORLD": 476 + 384}),
+]
+"""MiB of our bootstrap in ms-swift's jobs on 2 GPUs: in all, and of groups that ms-swift treats in its own way."""
+
+
+@pytest.mark.parametrize(("sizes", "total", "groups"), SWIFT_MEASURED)
+def test_ms_swifts_own_groups_and_sends_are_within_5_percent(
+    sizes: dict[str, int], total: int, groups: dict[str, int]
+) -> None:
+    values = {"host": "ms-swift", "trainers": 2, "etp": 1, "bootstrap": True, **sizes}
+    plan = make_plan(make_request(Source(name="options", values=values)))
+    span = plan.memory.total(OURS)
+    assert span.low / MIB <= total <= span.high / MIB
+    assert span.likely / MIB == pytest.approx(total, rel=0.05)
+    found = {group.description: group.by_way[OURS].likely / MIB for group in plan.memory.groups}
+    assert {name: found[name] for name in groups} == pytest.approx(groups, rel=0.05)
+
+
+def test_what_ms_swifts_stages_send_first_is_late_on_the_default_group() -> None:
+    def world(host: str, **more: int) -> GroupMemory:
+        values = {"host": host, "trainers": 4, "pp": 2, **more}
+        groups = make_plan(make_request(Source(name="options", values=values))).memory.groups
+        return next(group for group in groups if group.description == "WORLD")
+
+    sent = world("ms-swift")
+    assert (sent.by_way[LAZY].likely, sent.first_phase) == (384 * MIB, Phase.TRAIN)  # as stock's, on 2 GPUs
+    # Virtual stages do not send in batches, and others send over the pipeline group.
+    for other in (world("ms-swift", vpp=2), world("megatron")):
+        assert other.by_way[LAZY].likely == 0
 
 
 def test_what_is_late_is_a_part_of_what_comes_at_first_use() -> None:

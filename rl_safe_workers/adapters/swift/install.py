@@ -10,7 +10,8 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from rl_safe_workers.adapters.swift.swift_contract import check_ray_mode, check_swift, package_root
+from rl_safe_workers.adapters.host_contract import package_root
+from rl_safe_workers.adapters.swift.swift_contract import check_ray_mode, check_swift
 from rl_safe_workers.adapters.swift.swift_settings import job_settings
 
 logger = logging.getLogger(__name__)

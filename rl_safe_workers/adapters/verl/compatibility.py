@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
-from rl_safe_workers.adapters.host_contract import HostName, HostText, lacking
+from rl_safe_workers.adapters.host_contract import HostName, HostText, lacking, package_root
 from rl_safe_workers.adapters.verl.verl_contract import NAMES, REGISTRY, RELEASES, TEXTS
 from rl_safe_workers.errors import ConfigError
 
@@ -40,10 +39,7 @@ def check_registry() -> None:
 
 
 def _installed() -> Path:
-    spec = find_spec("verl")  # imports nothing
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"verl is not installed: use {' or '.join(RELEASES)}")
-    return Path(spec.submodule_search_locations[0]).parent
+    return package_root("verl", advice=f"use {' or '.join(RELEASES)}")
 
 
 def _check(root: Path, names: Iterable[HostName], texts: Iterable[HostText]) -> None:
