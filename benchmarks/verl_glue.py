@@ -55,7 +55,7 @@ def _watch_workers(module: ModuleType) -> None:
 
 @when_imported("verl.trainer.ppo.v1.trainer_sync")  # type: ignore[untyped-decorator]
 def _alternate_steps(module: ModuleType) -> None:
-    take_turns(module.PPOTrainerSync, "on_step_begin", "on_step_end")
+    take_turns(module.PPOTrainerSync, "on_step_begin", "on_step_end", left_out=1)
 
 
 @when_imported("verl.trainer.ppo.v1.trainer_base")  # type: ignore[untyped-decorator]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import rl_safe_workers
 from benchmarks import verl_glue
 from benchmarks.host_jobs import Job
 from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.models.seeded import Family, create_seeded_model
 
 ON_CPU = os.environ.get("RL_SAFE_BENCH_DEVICE") == "cpu"
@@ -72,8 +74,9 @@ _OF_DEVICE = (
 WITHOUT_VLLM = ("actor_rollout_ref.model.external_lib=tests.verl.echo_rollout",)
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 """Variables of jobs whose steps are not timed: they start without compiling, stock's and ours."""
-_FIRST_PORT = 20_000
-"""The system gives connections ports from 32,768 on."""
+_OF_STOCK_ON_CPU = {verl_glue.STOCK_ON_CPU: "1", "VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
+_FIRST_PORT, _PORTS = 20_000, 3000
+"""Each benchmark on a machine has a range of ports. The system gives connections ports from 32,768 on."""
 _POLL_S = 0.2
 
 
@@ -119,7 +122,8 @@ class Jobs:
         self._is_stopped = threading.Event()
         self._places = threading.Semaphore(at_once)
         self._making = threading.Lock()
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)
+        self._ports: tuple[int, socket.socket] | None = None
 
     def stop(self) -> None:
         """Ends all jobs and starts no other; `run` then returns what there is."""
@@ -164,7 +168,10 @@ class Jobs:
 
     def _start(self, wanted: Wanted) -> Job:
         folder = self.folder_of(wanted.name)
-        number = next(self._numbers)
+        model = self.model(wanted.model)
+        with self._making:
+            number = next(self._numbers)
+            self._ports = self._ports or _hold_ports()
         stock = wanted.who == STOCK
         glue = "benchmarks.verl_glue"
         plugin = "rl_safe_workers.adapters.verl.plugin"
@@ -183,20 +190,35 @@ class Jobs:
         variables = {
             "DEVICE": "cpu" if ON_CPU else "cuda",
             "HYDRA_FULL_ERROR": "1",
-            "MODEL": str(self.model(wanted.model)),
+            "MODEL": str(model),
             "PYTHON": sys.executable,
             "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
             "VERL_USE_EXTERNAL_MODULES": glue if stock else f"{plugin},{glue}",
-            verl_glue.PORTS: str(_FIRST_PORT + os.getpid() % 5 * 2400 + number * verl_glue.PORTS_OF_JOB),
+            verl_glue.PORTS: str(self._ports[0] + number * verl_glue.PORTS_OF_JOB),
             verl_glue.SAME_BATCHES: "1",
             **({"ENTRY": "stock"} if stock else {}),
-            **({verl_glue.STOCK_ON_CPU: "1"} if stock and ON_CPU else {}),
+            **(_OF_STOCK_ON_CPU if stock and ON_CPU else {}),
         }
         return Job(wanted.name, command, folder, {**variables, **wanted.variables}, fault=wanted.fault)
 
     def folder_of(self, name: str) -> Path:
         """Returns the folder of a job, whether or not it has begun."""
         return self.folder / re.sub(r"\W+", "_", name)
+
+
+def _hold_ports() -> tuple[int, socket.socket]:
+    """Returns the first port of a range that no other benchmark has, and what holds it: a listener on that port."""
+    for first in range(_FIRST_PORT, 32_000, _PORTS):
+        listener = socket.socket()
+        try:
+            listener.bind(("127.0.0.1", first))
+        except OSError:
+            listener.close()
+            continue
+        return first, listener
+    raise ResourceError(
+        f"bench verl: ports {_FIRST_PORT}, and each {_PORTS} after it, are taken; end what listens there"
+    )
 
 
 def checkpoints_of(jobs: Jobs, name: str) -> Path:

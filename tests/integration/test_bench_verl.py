@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -133,3 +135,32 @@ def test_calls_of_one_name_are_read(tmp_path: Path) -> None:
     with (tmp_path / "1.jsonl").open("a") as records:
         records.write('{"name": "cut o')
     assert [call.call for call in host_meter.read_calls(tmp_path)] == [0, 1]
+
+
+def test_the_first_calls_take_no_turns(tmp_path: Path) -> None:
+    (tmp_path / "other.pid").write_text("0")
+    environment = {**os.environ, host_meter.TURNS: f"{tmp_path}:mine:other"}
+    script = """
+from pathlib import Path
+from benchmarks import host_meter
+
+class Driver:
+    def step(self): print(len(Path("turns").read_text()))
+
+host_meter.take_turns(Driver, "step", left_out=1)
+for _ in range(3): Driver().step()
+"""
+    command = [sys.executable, "-c", script]
+    environment["PYTHONPATH"] = str(verl_jobs.ROOT)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    # The first has none before it. Those after it wait for the other, which has ended: each leaves a line of its own.
+    assert done.stdout.split() == ["0", "0", str(len("mine\n"))]
+
+
+def test_benchmarks_beside_each_other_have_their_own_ports() -> None:
+    (first, one), (second, other) = verl_jobs._hold_ports(), verl_jobs._hold_ports()
+    assert first != second
+    one.close()
+    other.close()
