@@ -115,18 +115,3 @@ class Job:
     def calls(self, name: str = "") -> list[host_meter.Call]:
         """Returns the records of the job, or those of one name."""
         return [call for call in host_meter.read_calls(self.calls_folder) if name in ("", call.name)]
-
-    def first_line_with(self, *texts: str) -> str:
-        """Returns the first line of the output that has one of the texts, or an empty string."""
-        lines = (line.strip() for line in self.output().splitlines())
-        return next((line for line in lines if any(text in line for text in texts)), "")
-
-
-def wait_for(jobs: Sequence[Job], within_s: float) -> None:
-    """Waits until all have ended; ends those that have not, after a time."""
-    deadline = time.monotonic() + within_s
-    while any(job.poll() is None for job in jobs) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for job in jobs:
-        if job.poll() is None:
-            job.end()

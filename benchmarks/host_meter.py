@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import inspect
+import itertools
 import json
 import os
 import signal
@@ -81,7 +82,7 @@ def watch(owner: type | ModuleType, method: str, name: str) -> None:
     setattr(owner, method, recorded)
 
 
-def take_turns(owner: type, first: str, last: str | None = None) -> None:
+def take_turns(owner: type, first: str, last: str | None = None, *, left_out: int = 0) -> None:
     """Lets two jobs alternate. A turn begins with a call of one method, and ends when a call of another returns.
 
     The first turn waits until the other job of `TURNS` comes to its first turn, too. A job that has ended is not
@@ -91,6 +92,7 @@ def take_turns(owner: type, first: str, last: str | None = None) -> None:
         owner: The class, or a module, of both.
         first: Name of the method that begins a turn.
         last: Name of the method that ends it; None: the same.
+        left_out: The first calls, which take no turns: both jobs may warm up at the same time.
     """
     if TURNS not in os.environ:
         return
@@ -98,9 +100,12 @@ def take_turns(owner: type, first: str, last: str | None = None) -> None:
     turns = _Turns(Path(folder), mine, other)
     before, after = getattr(owner, first), getattr(owner, last or first)
 
+    begun, ended = itertools.count(), itertools.count()
+
     @functools.wraps(before)
     def begin(*args: Any, **kwargs: Any) -> Any:
-        turns.begin()
+        if next(begun) >= left_out:
+            turns.begin()
         return before(*args, **kwargs)
 
     setattr(owner, first, begin)
@@ -111,7 +116,8 @@ def take_turns(owner: type, first: str, last: str | None = None) -> None:
         try:
             return after(*args, **kwargs)
         finally:
-            turns.end()
+            if next(ended) >= left_out:
+                turns.end()
 
     setattr(owner, last or first, end)
 

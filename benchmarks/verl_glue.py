@@ -1,12 +1,21 @@
-"""Names what is metered in a job of verl: loaded by ``VERL_USE_EXTERNAL_MODULES`` in stock runs and in ours."""
+"""Names what is metered in a job of verl: loaded by ``VERL_USE_EXTERNAL_MODULES`` in stock runs and in ours.
+
+It also makes jobs alike, and lets many run on one machine: batches have the same order in every job, and ports are of
+a range of the job.
+"""
 
 from __future__ import annotations
 
-from types import ModuleType
+import functools
+import itertools
+import os
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from wrapt import when_imported
 
-from benchmarks.host_meter import take_turns, watch
+from benchmarks.host_meter import FOLDER, take_turns, watch
 
 CALLS = (
     "init_model",
@@ -17,14 +26,80 @@ CALLS = (
     "load_checkpoint",
 )
 """Methods of verl's actor worker."""
+PORTS = "RL_SAFE_BENCH_PORTS"
+"""Environment variable: the first port of this job. verl and vLLM choose a port long before they listen there."""
+PORTS_OF_JOB = 100
+_PORTS_OF_OWNER = 10
+SAME_BATCHES = "RL_SAFE_BENCH_SAME_BATCHES"
+"""Environment variable: set where the samples of a batch are to have the same order in every job."""
+STOCK_ON_CPU = "RL_SAFE_BENCH_STOCK_ON_CPU"
+"""Environment variable: set in stock jobs without a GPU, which need the shims of the tests."""
 
 
 @when_imported("verl.workers.engine_workers")  # type: ignore[untyped-decorator]
 def _watch_workers(module: ModuleType) -> None:
     for name in CALLS:
         watch(module.ActorRolloutRefWorker, name, name)
+    if os.environ.get(STOCK_ON_CPU):
+        from rl_safe_workers.adapters.verl import cpu_platform, local_layers
+        from tests.verl import stock_on_cpu
+
+        cpu_platform.apply()
+        local_layers.apply()
+        stock_on_cpu.apply()
+        # verl asks for gloo once for the host and once for the device, which is the host.
+        module.initialize_global_process_group_ray = functools.partial(
+            module.initialize_global_process_group_ray, backend="gloo"
+        )
 
 
 @when_imported("verl.trainer.ppo.v1.trainer_sync")  # type: ignore[untyped-decorator]
 def _alternate_steps(module: ModuleType) -> None:
-    take_turns(module.PPOTrainerSync, "on_step_begin", "on_step_end")
+    take_turns(module.PPOTrainerSync, "on_step_begin", "on_step_end", left_out=1)
+
+
+@when_imported("verl.trainer.ppo.v1.trainer_base")  # type: ignore[untyped-decorator]
+def _order_batches(module: ModuleType) -> None:
+    """Names prompts by their number, and sorts samples by name: verl has random names, and the order of completion."""
+    if not os.environ.get(SAME_BATCHES):
+        return
+    number = itertools.count()
+    module.uuid = SimpleNamespace(uuid4=lambda: f"{next(number):08d}")
+    balance = module.PPOTrainer._balance_batch
+
+    @functools.wraps(balance)
+    def sorted_first(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        batch.reorder(sorted(range(len(batch.keys)), key=batch.keys.__getitem__))
+        return balance(self, batch, *args, **kwargs)
+
+    module.PPOTrainer._balance_batch = sorted_first
+
+
+@when_imported("verl.single_controller.ray.base")  # type: ignore[untyped-decorator]
+def _take_own_port(module: ModuleType) -> None:
+    if PORTS not in os.environ:
+        return
+    first = int(os.environ[PORTS])
+    stock = module.RayWorkerGroup.__init__
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("master_port_range", [first, first + _PORTS_OF_OWNER])
+        stock(self, *args, **kwargs)
+
+    module.RayWorkerGroup.__init__ = init
+
+
+@when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server")  # type: ignore[untyped-decorator]
+def _take_own_vllm_port(_: ModuleType) -> None:
+    """VLLM's engine inherits the variable, and takes the first free port from there on."""
+    if PORTS not in os.environ:
+        return
+    first = int(os.environ[PORTS])
+    for port in range(first + _PORTS_OF_OWNER, first + PORTS_OF_JOB, _PORTS_OF_OWNER):
+        try:
+            (Path(os.environ[FOLDER]) / f"port{port}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        os.environ["VLLM_PORT"] = str(port)
+        return

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from benchmarks.verl import metrics_of
+from benchmarks.verl_jobs import metrics_of
 from tests.integration.runs import REPOSITORY, Running, running
 
 logger = logging.getLogger(__name__)

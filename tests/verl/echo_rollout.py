@@ -1,4 +1,4 @@
-"""Rollout engines without a model, in the place of vLLM's: they repeat the prompt.
+"""Rollout engines without a model, in the place of vLLM's: they repeat the prompt, from a place that its tokens decide.
 
 verl imports it by ``actor_rollout_ref.model.external_lib``, in the driver and in each worker. The file that
 ``rollout.custom.fault`` names says which call of replica 1 has no answer. ``rollout.custom.tokens`` is the length of an
@@ -42,7 +42,8 @@ class _Server:
 
     async def generate(self, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
         await self._reach("generate")
-        answer = list(islice(cycle(prompt_ids), self._tokens))
+        start = sum(prompt_ids) % len(prompt_ids)
+        answer = list(islice(cycle(prompt_ids), start, start + self._tokens))
         return TokenOutput(
             token_ids=answer,
             log_probs=[-1.0] * len(answer),

@@ -1,0 +1,264 @@
+"""Jobs of verl, stock and ours, with one small recipe: on two GPUs, or on CPU to try the benchmark itself."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import rl_safe_workers
+from benchmarks import verl_glue
+from benchmarks.host_jobs import Job
+from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.errors import ResourceError
+from rl_safe_workers.models.seeded import Family, create_seeded_model
+
+ON_CPU = os.environ.get("RL_SAFE_BENCH_DEVICE") == "cpu"
+"""Runs on gloo with engines that have no model, to try the benchmark itself."""
+ROOT = Path(rl_safe_workers.__file__).parents[1]
+STOCK, OURS, GIVING = "stock", "ours", "ours, release_comms"
+JOB_S = float(os.environ.get("RL_SAFE_BENCH_JOB_S", "420"))
+"""A job is ended after this time."""
+AT_ONCE = int(os.environ.get("RL_SAFE_BENCH_AT_ONCE", "2" if ON_CPU else "8"))
+"""Jobs that run at the same time. Each starts some ten processes that import torch."""
+MIB = 2**20
+ACTOR = "actor_rollout_ref.actor"
+_MODEL = SeededModelConfig(
+    num_hidden_layers=8,
+    hidden_size=512,
+    intermediate_size=1024,
+    moe_intermediate_size=512,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    num_experts=16,
+)
+_SMALL_MODEL = _MODEL.model_copy(update={"num_hidden_layers": 2, "hidden_size": 256, "num_experts": 8})
+_MODELS = {
+    "moe": (Family.QWEN3, SeededModelConfig() if ON_CPU else _MODEL),
+    "small_moe": (Family.QWEN3, SeededModelConfig() if ON_CPU else _SMALL_MODEL),
+    "small_dense": (Family.QWEN2, _SMALL_MODEL.model_copy(update={"num_experts": 0})),
+}
+"""Family and sizes of the models, made from a seed."""
+_COMMON = (
+    "actor_rollout_ref.rollout.ignore_eos=true",
+    "actor_rollout_ref.rollout.agent.num_workers=1",
+    "reward.num_workers=1",
+    "data.dataloader_num_workers=0",
+    "ray_kwargs.ray_init.num_cpus=8",
+    "+ray_kwargs.ray_init.include_dashboard=false",
+)
+_OF_DEVICE = (
+    ("actor_rollout_ref.rollout.free_cache_engine=true",)
+    if ON_CPU
+    else (
+        f"{ACTOR}.megatron.vanilla_mbridge=false",
+        "actor_rollout_ref.model.use_remove_padding=true",
+        # verl asks for FlashAttention, which is not there; cuDNN's takes packed sequences, too.
+        f"++{ACTOR}.megatron.override_transformer_config.attention_backend=auto",
+        # Needs APEX.
+        f"++{ACTOR}.megatron.override_transformer_config.gradient_accumulation_fusion=false",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.06",
+        # A job that measures free memory while another takes some would end.
+        f"+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={512 * MIB}",
+    )
+)
+WITHOUT_VLLM = ("actor_rollout_ref.model.external_lib=tests.verl.echo_rollout",)
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""Variables of jobs whose steps are not timed: they start without compiling, stock's and ours."""
+_OF_STOCK_ON_CPU = {verl_glue.STOCK_ON_CPU: "1", "VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
+_FIRST_PORT, _PORTS = 20_000, 3000
+"""Each benchmark on a machine has a range of ports. The system gives connections ports from 32,768 on."""
+_POLL_S = 0.2
+
+
+class Watch:
+    """Looks at a job while it runs, and once when it has ended."""
+
+    def look(self, job: Job) -> None:
+        """Called every now and then; may end the job."""
+
+    def ended(self, job: Job, *, in_a_hurry: bool) -> None:
+        """Called when the job's command has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A job to run.
+
+    Example: ``Wanted(name="stock saves", who=STOCK, overrides=["trainer.save_freq=1"])``
+    """
+
+    name: str
+    """One that no other job has."""
+    who: str
+    """`STOCK`, `OURS` or `GIVING`."""
+    overrides: Sequence[str] = ()
+    """Of verl's configuration."""
+    model: str = "small_moe"
+    """One of `_MODELS`."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables."""
+    fault: str = ""
+    """For `host_meter.FAULT`."""
+    watch: Watch = field(default_factory=Watch)
+
+
+class Jobs:
+    """Runs verl's jobs, a number at once, and ends them when the time is up."""
+
+    def __init__(self, folder: Path, report: Callable[[str], None], *, at_once: int = AT_ONCE) -> None:
+        self.folder, self.report = folder, report
+        self.is_quiet = threading.Event()
+        """Set when no other part runs beside timed steps."""
+        self._is_stopped = threading.Event()
+        self._places = threading.Semaphore(at_once)
+        self._making = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._ports: tuple[int, socket.socket] | None = None
+
+    def stop(self) -> None:
+        """Ends all jobs and starts no other; `run` then returns what there is."""
+        self._is_stopped.set()
+        self.is_quiet.set()
+        self._places.release(1000)
+
+    def run(self, wanted: Sequence[Wanted]) -> dict[str, Job]:
+        """Runs jobs until each has ended; returns those that were started, by name."""
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            done = list(pool.map(self._run_one, wanted))
+        return {job.name: job for job in done if job is not None}
+
+    def _run_one(self, wanted: Wanted) -> Job | None:
+        with self._places:
+            if self._is_stopped.is_set():
+                self.report(f"{wanted.name}: not started, the time is up")
+                return None
+            job = self._start(wanted)
+            try:
+                while job.poll() is None:
+                    if self._is_stopped.is_set() or time.time() > job.started_s + JOB_S:
+                        self.report(f"{job.name}: ended after {time.time() - job.started_s:.0f} s, the time is up")
+                        break
+                    wanted.watch.look(job)
+                    time.sleep(_POLL_S)
+                else:
+                    wanted.watch.ended(job, in_a_hurry=self._is_stopped.is_set())
+            finally:
+                job.end()
+        self.report(f"{job.name}: status {job.poll()} after {time.time() - job.started_s:.0f} s")
+        return job
+
+    def model(self, name: str) -> Path:
+        """Returns the folder of a seeded model of `_MODELS`, made once."""
+        path = self.folder / name
+        family, spec = _MODELS[name]
+        with self._making:
+            if not path.exists():
+                create_seeded_model(path, spec, dtype="bfloat16", family=family)
+        return path
+
+    def _start(self, wanted: Wanted) -> Job:
+        folder = self.folder_of(wanted.name)
+        model = self.model(wanted.model)
+        with self._making:
+            number = next(self._numbers)
+            self._ports = self._ports or _hold_ports()
+        stock = wanted.who == STOCK
+        glue = "benchmarks.verl_glue"
+        plugin = "rl_safe_workers.adapters.verl.plugin"
+        command = [
+            "bash",
+            str(ROOT / "recipes/verl/quickstart.sh"),
+            *_OF_DEVICE,
+            *_COMMON,
+            f"hydra.run.dir={folder}/hydra",
+            f"trainer.default_local_dir={folder}/checkpoints",
+            # Paths of Ray's sockets have to be short.
+            f"+ray_kwargs.ray_init._temp_dir=/tmp/r{os.getpid()}_{number}",
+            *(["actor_rollout_ref.rl_safe.release_comms=true"] if wanted.who == GIVING else []),
+            *wanted.overrides,
+        ]
+        variables = {
+            "DEVICE": "cpu" if ON_CPU else "cuda",
+            "HYDRA_FULL_ERROR": "1",
+            "MODEL": str(model),
+            "PYTHON": sys.executable,
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            "VERL_USE_EXTERNAL_MODULES": glue if stock else f"{plugin},{glue}",
+            verl_glue.PORTS: str(self._ports[0] + number * verl_glue.PORTS_OF_JOB),
+            verl_glue.SAME_BATCHES: "1",
+            **({"ENTRY": "stock"} if stock else {}),
+            **(_OF_STOCK_ON_CPU if stock and ON_CPU else {}),
+        }
+        return Job(wanted.name, command, folder, {**variables, **wanted.variables}, fault=wanted.fault)
+
+    def folder_of(self, name: str) -> Path:
+        """Returns the folder of a job, whether or not it has begun."""
+        return self.folder / re.sub(r"\W+", "_", name)
+
+
+def _hold_ports() -> tuple[int, socket.socket]:
+    """Returns the first port of a range that no other benchmark has, and what holds it: a listener on that port."""
+    for first in range(_FIRST_PORT, 32_000, _PORTS):
+        listener = socket.socket()
+        try:
+            listener.bind(("127.0.0.1", first))
+        except OSError:
+            listener.close()
+            continue
+        return first, listener
+    raise ResourceError(
+        f"bench verl: ports {_FIRST_PORT}, and each {_PORTS} after it, are taken; end what listens there"
+    )
+
+
+def checkpoints_of(jobs: Jobs, name: str) -> Path:
+    """Returns where a job keeps its checkpoints."""
+    return jobs.folder_of(name) / "checkpoints"
+
+
+def metrics_of(output: str) -> dict[int, dict[str, float]]:
+    """Returns the metrics that verl's console logger printed, by step."""
+    found = {}
+    for line in output.splitlines():
+        if match := re.search(r"step:(\d+) - (.*)", line):
+            items = re.findall(r"([\w/@.]+):([-+.\de]+)", match[2])
+            found[int(match[1])] = {name: float(value) for name, value in items}
+    return found
+
+
+def slowest(job: Job | None, name: str) -> list[float]:
+    """Returns the seconds of each call, on its slowest rank; of a job that was not started none."""
+    by_call: dict[int, float] = {}
+    for call in job.calls(name) if job else ():
+        by_call[call.call] = max(by_call.get(call.call, 0.0), call.seconds)
+    return [by_call[number] for number in sorted(by_call)]
+
+
+def memory_of(job: Job | None) -> dict[str, float]:
+    """Returns device memory outside of torch after each call and before the first update, on the rank that has most."""
+    found: dict[str, float] = {}
+    last: dict[int, float] = {}
+    for call in job.calls() if job else ():
+        if call.outside_torch is None:
+            continue
+        name = call.name if call.name == "init_model" else f"{call.name} {call.call}"
+        if name == "update_actor 0":
+            found["update_actor 0 begins"] = max(found.get("update_actor 0 begins", 0), last.get(call.rank, 0))
+        found[name] = max(found.get(name, 0), call.outside_torch)
+        last[call.rank] = call.outside_torch
+    return found
+
+
+def end_of(job: Job) -> str:
+    """Returns the last lines of a job that did not end well, each cut."""
+    return "\n".join([job.name, *(line[:400] for line in job.output().splitlines()[-12:])])
