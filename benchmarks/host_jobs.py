@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,13 @@ OFFLINE = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RES_OPTIONS": "attempts:0",
+    "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "rl_safe_bench_inductor"),
+    # Else each training process starts as many processes that compile as there are cores.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "WANDB_MODE": "disabled",
 }
-"""Environment variables of a job on a machine without a network."""
+"""Environment variables of a job on a machine without a network. All jobs share what torch compiles."""
 LOGS = "RL_SAFE_BENCH_LOGS"
 """Environment variable: a folder that keeps the logs of the jobs."""
 _SETTLE_S = 20.0
@@ -84,9 +88,9 @@ class Job:
                     found.append(process)
         return found
 
-    def left(self) -> list[str]:
-        """Returns the command lines of the processes that outlive the command by more than `_SETTLE_S`."""
-        deadline = time.monotonic() + _SETTLE_S
+    def left(self, settle_s: float = _SETTLE_S) -> list[str]:
+        """Returns the command lines of the processes that outlive the command by more than some seconds."""
+        deadline = time.monotonic() + settle_s
         while (found := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
         lines = []

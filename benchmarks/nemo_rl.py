@@ -113,7 +113,7 @@ def _run(jobs: Sequence[Job], out: Path, report: Callable[[str], None], limit_s:
     runs = run_jobs(jobs, limit_s=limit_s, cut_s=CUT_S)
     keep_logs(runs, out / f"{'-'.join(job.name for job in jobs)}-{runs[0].number}.tar.gz")
     for run in runs:
-        took = (run.gone_s or time.time()) - run.started_s
+        took = (run.gone_s or time.time()) - run.running.started_s
         seconds = ", ".join(
             f"{name} {_worst(run, name)}" for name in (WORLD, LOGPROB, TRAIN, SEND, SAVE, REFIT, GENERATE)
         )
@@ -388,7 +388,7 @@ def _bounded(kind: str) -> list[str]:
 
 def _names_rank(run: Run) -> int:
     """Counts lines that name the lost rank: as a training rank, or as NeMo RL's worker of that number."""
-    return len(re.findall(r"\brank(?:s|\(s\))? \[?1\b|-0-1:", run.text()))
+    return len(re.findall(r"\brank(?:s|\(s\))? \[?1\b|-0-1:", run.running.output()))
 
 
 PARTS: Mapping[str, Callable[[Path, Path, Callable[[str], None]], list[Row]]] = {

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import psutil
-
-from benchmarks.host_meter import FAULT, FAULT_NAME, FOLDER, TURNS, Call, read_calls
+from benchmarks import host_jobs
+from benchmarks.host_meter import FAULT_NAME, TURNS, Call
 from benchmarks.nemo_rl_meter import JOB, OURS, SIDE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,13 +27,7 @@ KEPT_BYTES = 300_000
 """Most bytes of one log that are kept."""
 _POLL_S, _LEFT_AFTER_S = 0.2, 5.0
 _VARIABLES = {
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "HF_HUB_OFFLINE": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",
     "RAY_DEDUP_LOGS": "0",
-    "RES_OPTIONS": "attempts:0",
     "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
     "TORCH_CUDA_ARCH_LIST": "9.0",
     # Of the GPUs' machine, several jobs share the cores and the memory.
@@ -49,7 +39,6 @@ _SHARED = ("++policy.generation.vllm_kwargs.kv_cache_memory_bytes=1073741824",)
 _ERROR = re.compile(r"^(?:\([^)]*\) *)?(\w+(?:\.\w+)*(?:Error|Exception|Timeout)\b:? ?.*)$")
 _MISSED = re.compile(r"the bootstrap has missed (.*)")
 _TAKEN = re.compile(r"took (\d+) MiB")
-_IN_RAY = re.compile(r"\x1b\[[0-9;]*m")
 _VENVS = ("nemo_rl.algorithms.async_utils.ReplayBuffer", "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector")
 """Actors for whose Python NeMo RL calls uv, whatever it is told; it takes what is there."""
 
@@ -86,11 +75,8 @@ class Run:
     job: Job
     number: int
     """How often the job was started before."""
-    started_s: float
-    process: subprocess.Popen[bytes] = field(init=False)
+    running: host_jobs.Job
     exit_code: int | None = None
-    ended_s: float | None = None
-    """When its script ended."""
     gone_s: float | None = None
     """When its last process ended; None if some had to be killed."""
     left: list[str] = field(default_factory=list)
@@ -100,40 +86,36 @@ class Run:
     @property
     def meter(self) -> Path:
         """Folder of the records."""
-        return self.job.own / f"meter{self.number}"
+        return self.running.calls_folder
 
     @property
     def log(self) -> Path:
         """The output of the script."""
-        return self.job.own / f"run{self.number}.log"
+        return self.running.folder / "log"
 
     @property
     def ray(self) -> Path:
         """Ray's folder. Names of sockets in it may have 107 bytes."""
-        return self.job.own / f"t{self.number}"
+        return _ray_folder(self.job, self.number)
 
     @property
     def calls(self) -> list[Call]:
         """All metered calls."""
-        return read_calls(self.meter)
+        return self.running.calls()
 
     @property
     def fault_s(self) -> float | None:
         """When the fault happened."""
         return next((call.started_s for call in self.calls if call.name == FAULT_NAME), None)
 
-    def text(self) -> str:
-        """Returns the log without colours."""
-        return _IN_RAY.sub("", self.log.read_text(errors="replace"))
-
     def error(self) -> str:
         """Returns the last line of the log that names an error; empty if there is none."""
-        found = [match[1] for line in self.text().splitlines() if (match := _ERROR.match(line))]
+        found = [match[1] for line in self.running.output().splitlines() if (match := _ERROR.match(line))]
         return found[-1] if found else ""
 
     def late_mib(self) -> int:
         """Returns what our watch has noticed after the bootstrap."""
-        lines = [match[1] for match in _MISSED.finditer(self.text())]
+        lines = [match[1] for match in _MISSED.finditer(self.running.output())]
         return sum(int(taken[1]) for line in lines for taken in _TAKEN.finditer(line))
 
     def steps(self) -> list[dict[str, float]]:
@@ -166,7 +148,7 @@ def run_jobs(jobs: Sequence[Job], *, limit_s: float, cut_s: float = 120.0) -> li
                     _look_at(run, cut=time.time() - began > limit_s, cut_s=cut_s)
     finally:
         for run in runs:
-            _kill(_processes(run))
+            run.running.end()
     return runs
 
 
@@ -191,9 +173,7 @@ def _add(packed: tarfile.TarFile, path: Path, name: str) -> None:
 
 
 def _start(job: Job, place: int) -> Run:
-    number = len(list(job.own.glob("run*.log")))
-    run = Run(job=job, number=number, started_s=time.time())
-    run.meter.mkdir(parents=True)
+    number = len(list(job.own.glob("run*")))
     source = Path(os.environ["NEMO_RL_SRC"])
     script = RECIPES / "run_grpo_safe.py" if job.side == OURS else source / "examples" / "run_grpo.py"
     overrides = [
@@ -204,43 +184,35 @@ def _start(job: Job, place: int) -> Run:
         f"cluster.master_port_range_high={FIRST_PORT + (place + 1) * PORTS - 1}",
         *job.overrides,
     ]
-    with run.log.open("wb") as log:
-        run.process = subprocess.Popen(
-            [sys.executable, str(script), "--config", str(RECIPES / f"{job.recipe}.yaml"), *overrides],
-            cwd=job.own,
-            env=_environment(run),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    return run
+    command = [sys.executable, str(script), "--config", str(RECIPES / f"{job.recipe}.yaml"), *overrides]
+    variables = _variables(job, number)
+    folder = job.own / f"run{number}"
+    return Run(job=job, number=number, running=host_jobs.Job(job.name, command, folder, variables, fault=job.fault))
 
 
-def _environment(run: Run) -> dict[str, str]:
-    job = run.job
-    run.ray.mkdir()
+def _variables(job: Job, number: int) -> dict[str, str]:
+    _ray_folder(job, number).mkdir(parents=True)
     venvs = job.own / "venvs"
     for name in _VENVS:
         _take_this_python(venvs / name / "bin" / "python")
     found = {
-        **os.environ,
         **_VARIABLES,
         "PYTHONPATH": module_search_path(START),
-        "RAY_TMPDIR": str(run.ray),
+        "RAY_TMPDIR": str(_ray_folder(job, number)),
         "NRL_MEGATRON_CHECKPOINT_DIR": str(job.own / "converted"),
         "NEMO_RL_VENV_DIR": str(venvs),
         "HF_DATASETS_CACHE": str(job.own / "datasets"),
         "TRITON_CACHE_DIR": str(job.own / "triton"),
         SIDE: job.side,
         JOB: job.name,
-        FOLDER: str(run.meter),
     }
-    if job.fault:
-        found[FAULT] = job.fault
     if job.turns_with:
         found[TURNS] = f"{job.folder}:{job.name}:{job.turns_with}"
     return found
+
+
+def _ray_folder(job: Job, number: int) -> Path:
+    return job.own / f"t{number}"
 
 
 def _take_this_python(path: Path) -> None:
@@ -252,43 +224,19 @@ def _take_this_python(path: Path) -> None:
 
 def _look_at(run: Run, *, cut: bool, cut_s: float) -> None:
     now = time.time()
-    if run.exit_code is None:
-        run.exit_code = run.process.poll()
-        run.ended_s = None if run.exit_code is None else now
+    run.exit_code = run.running.poll()
     fault_s = run.fault_s if run.job.fault else None
     cut = cut or (fault_s is not None and now - fault_s > cut_s)
     if run.exit_code is None and not cut:
         return
-    left = _processes(run)
-    if not left:
+    ended_s = run.running.ended_s
+    if not run.running.processes():
         run.gone_s = now
-    elif cut or (run.ended_s is not None and now - run.ended_s > _LEFT_AFTER_S and not run.left):
-        run.left = [_name(process) for process in left]
+    elif cut or (ended_s is not None and now - ended_s > _LEFT_AFTER_S and not run.left):
+        run.left = run.running.left(settle_s=0)
         if cut or fault_s is None:
             run.was_cut = True
-            _kill(left)
-
-
-def _processes(run: Run) -> list[psutil.Process]:
-    """Living processes of a run: each inherits where it is to write its records."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(FOLDER) == str(run.meter) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
-def _name(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return " ".join(process.cmdline())[:80] or process.name()
-    return "gone"
-
-
-def _kill(processes: Sequence[psutil.Process]) -> None:
-    for process in processes:
-        with suppress(psutil.Error):
-            process.send_signal(signal.SIGKILL)
+            run.running.end()
 
 
 def _step(path: Path) -> dict[str, float]:

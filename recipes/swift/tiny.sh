@@ -5,23 +5,7 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 folder="${1:?give a folder for the model, the data and the checkpoints}"
-mkdir -p "$folder"
-
-python - "$folder" <<'PYTHON'
-import json
-import sys
-from pathlib import Path
-
-from rl_safe_workers.config import SeededModelConfig
-from rl_safe_workers.models.seeded import create_seeded_model
-
-folder = Path(sys.argv[1])
-if not (folder / "tiny-moe").exists():
-    create_seeded_model(folder / "tiny-moe", SeededModelConfig(), dtype="bfloat16")
-turns = [(f"{i} + {i}", f"{2 * i}") for i in range(64)]
-rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns]
-(folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-PYTHON
+python "$root/recipes/swift/tiny_inputs.py" "$folder"
 
 plugins=("$(python -m rl_safe_workers.adapters.swift)")
 options=(--attention_backend unfused) # needs no flash-attn

@@ -4,6 +4,7 @@
 # says how far it gets: verl 0.9.1 does not know the name of vLLM's CPU build.
 # ENTRY=verl takes verl's own entry, with our engines alone. ENTRY=stock takes verl's engines, too.
 # SUBMIT=1 submits it to the Ray cluster of RAY_ADDRESS, whose nodes see this folder; PYTHON is then a path that they have.
+# SUBMISSION is the job's id.
 # Further arguments are overrides of verl's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -80,6 +81,7 @@ else
 fi
 if [[ -n "${SUBMIT:-}" ]]; then
     submit=("$PYTHON" -m ray.scripts.scripts job submit --working-dir . --runtime-env ray_configs/verl_runtime_env.yaml)
+    [[ -z "${SUBMISSION:-}" ]] || submit+=(--submission-id "$SUBMISSION")
     exec "${submit[@]}" -- env ${VERL_PLATFORM:+VERL_PLATFORM="$VERL_PLATFORM"} HF_HUB_OFFLINE=1 "${main[@]}" "$@"
 fi
 exec "${main[@]}" "${cluster[@]}" "$@"

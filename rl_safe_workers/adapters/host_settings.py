@@ -8,9 +8,18 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator
 
-from rl_safe_workers.config import BootstrapConfig, PhaseTimeouts, RlSafeConfig, TimeoutsConfig
+from rl_safe_workers.config import BootstrapConfig, PhaseTimeouts, RlSafeConfig, Seconds, TimeoutsConfig
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.section import Contradiction, Section, read
+
+
+class RolloutTimeouts(PhaseTimeouts):
+    """Seconds that each phase may take under a host whose driver also waits for the rollout."""
+
+    sync: Seconds = 600.0
+    """To send the rollout its weights, and to put its engines to sleep or wake them up."""
+    rollout: Seconds = 3600.0
+    """Longest time without a response that ends."""
 
 
 class HostSettings(Section):

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.checkpoint.folders.durable import fsync
@@ -123,7 +122,7 @@ class ShardWriter:
         Args:
             control: This rank's place in the training world.
             folders: How many folders the host makes for a save, one in the other, above that of the shards.
-            pending: Sees to the end of saves in the background; None: megatron-core writes those itself.
+            pending: Sees to the end of saves in the background; None if there are none.
         """
         self._control, self._folders, self._pending = control, folders, pending
         self._savers: dict[str, Saver] = {}
@@ -133,7 +132,7 @@ class ShardWriter:
 
     @contextmanager
     def saving(self, kind: str, *, remaining: Callable[[], timedelta], optimizer_replicated: bool) -> Iterator[None]:
-        """Has saves of the body written by us, or by megatron-core with both flags off.
+        """Has saves of the body written by us.
 
         Args:
             kind: Names the saver, e.g. ``"training"``.
@@ -181,24 +180,20 @@ class ShardWriter:
         background = bool(given.arguments.get("async_sharded_save"))
         if self._control.rank == 0:
             logger.info(
-                "%s save to %s on the %d training ranks alone: fully_parallel_save=False, "
-                "validate_access_integrity=False, written by %s",
+                "%s save to %s on the %d training ranks alone, %s",
                 kind,
                 directory,
                 self._control.size,
-                "megatron-core in the background" if self._is_cores(background) else "rl_safe",
+                "in the background" if background else "at once",
             )
-        if self._is_cores(background):
-            given.arguments["sharded_strategy"] = bare_strategy(given.arguments.get("sharded_strategy"))
-            given.arguments["validate_access_integrity"] = False
-            return original(*given.args, **given.kwargs)
         saver = self._saver(kind, optimizer_replicated=optimizer_replicated)
         self._is_writing = True
         try:
             self._begin(saver, given.arguments, directory, remaining=remaining, background=background)
         finally:
             self._is_writing = False
-        if background and self._pending is not None:
+        if background:
+            assert self._pending is not None, "nobody would see to the end of the save"
             return self._pending.follow(saver)
         saver.finish(remaining())
         return None
@@ -222,9 +217,6 @@ class ShardWriter:
             background=background,
         )
 
-    def _is_cores(self, background: bool) -> bool:
-        return background and self._pending is None
-
     def _host_folder(self, directory: Path) -> Path:
         """Returns the folder above all that the host makes for a save, such as ``tmp_step_5/policy/weights/iter_5``."""
         return directory.parents[min(self._folders, len(directory.parents) - 1)]
@@ -238,13 +230,6 @@ class ShardWriter:
             )
             self._savers[kind] = Saver(self._control.scope(f"shards/{kind}"), replicas=replicas)
         return self._savers[kind]
-
-
-def bare_strategy(strategy: Any) -> Any:
-    """Megatron-core's strategy without the wrapper that is ``fully_parallel_save``."""
-    while isinstance(strategy, FullyParallelSaveStrategyWrapper):
-        strategy = strategy.base_strategy
-    return strategy
 
 
 def _make_durable(directory: Path, files: Mapping[str, WrittenFile], notes: Sequence[str]) -> str:

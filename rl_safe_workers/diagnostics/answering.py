@@ -111,30 +111,35 @@ def _note_places(file: Path, call_frame: CallFrame | None) -> None:
         pause.wait(PLACE_EVERY_S)
 
 
-def place_of_call(call_frame: CallFrame) -> str | None:
-    """Returns the line of code that a host's call in this process is at, e.g. ``"train.py:12 (step)"``, or None."""
+def stack_of_call(call_frame: CallFrame) -> Stack | None:
+    """Returns the stack of a host's call in this process; None if there is no such call."""
     scratch = os.memfd_create("stacks")
     try:
-        return _place_now(call_frame, scratch)
+        stack = _stack_now(call_frame, scratch)
     finally:
         os.close(scratch)
+    return stack if stack.is_in_a_call else None
 
 
 def _place_now(call_frame: CallFrame | None, scratch: int) -> str | None:
-    """Returns where the host's call is; without a call frame, where the main thread is.
+    """Returns where the host's call is, e.g. ``"train.py:12 (step)"``; without a call frame, where the main thread is.
 
     Args:
         call_frame: As for `answer_when_asked`.
         scratch: A file in memory, for the stacks.
     """
+    stack = _stack_now(call_frame, scratch)
+    known = stack.place if stack.is_in_a_call else None
+    return None if known is None else str(known)
+
+
+def _stack_now(call_frame: CallFrame | None, scratch: int) -> Stack:
     os.ftruncate(scratch, 0)
     os.lseek(scratch, 0, os.SEEK_SET)
     # faulthandler writes in C and lets no other thread run meanwhile. Code in Python that follows the frames of a
     # running thread (sys._current_frames, then f_back) ended a trainer by SIGSEGV with Python 3.11.7.
     faulthandler.dump_traceback(file=scratch, all_threads=True)
-    stack = Stack.parse(os.pread(scratch, _STACKS_BYTES, 0).decode("utf-8", errors="replace"), call_frame)
-    known = stack.place if stack.is_in_a_call else None
-    return None if known is None else str(known)
+    return Stack.parse(os.pread(scratch, _STACKS_BYTES, 0).decode("utf-8", errors="replace"), call_frame)
 
 
 def _answer_flight_requests(folder: Path, rank: int) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,7 @@ from rl_safe_workers.platforms import cpu
 from rl_safe_workers.trainer.policy import MegatronPolicy
 from tests.distributed.recording import recorded_collectives
 from tests.distributed.worker import run_config
+from tests.nemo_rl.sending import misbehave, send_weights
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -58,20 +61,57 @@ def initialize(config: dict[str, Any]) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
-def bridge_save(state: dict[str, Any], root: Path, iteration: str) -> None:
+class GlobalState:
+    """The part of Bridge's that its saves in the background read."""
+
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
+        self._async_calls_queue: Any = None
+
+    def initialize_async_checkpoint_worker(self) -> None:
+        raise AssertionError("a process for saves in the background was started")
+
+    @property
+    def async_calls_queue(self) -> Any:
+        return self._async_calls_queue
+
+
+def bridge_save(
+    state: dict[str, Any],
+    root: Path,
+    iteration: str,
+    *,
+    background: GlobalState | None = None,
+    finish: Callable[[], None] = lambda: None,
+) -> None:
     """As Bridge saves: both of megatron-core's flags on, barriers, and its own files last."""
     directory = root / iteration
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), group)
-    dist_checkpointing.save(
-        state, str(directory), strategy, validate_access_integrity=True, content_metadata=dict(CONTENT_METADATA)
+    request = dist_checkpointing.save(
+        state,
+        str(directory),
+        strategy,
+        validate_access_integrity=True,
+        async_sharded_save=background is not None,
+        content_metadata=dict(CONTENT_METADATA),
     )
+
+    def write_own_files() -> None:
+        finish()
+        if dist.get_rank() == 0:
+            (root / TRACKER).write_text("0")
+            (directory / "run_config.yaml").write_text(f"save: {root}\n")
+
+    if background is not None:
+        request.add_finalize_fn(write_own_files)
+        request.add_finalize_fn(lambda: dist.barrier())
+        background.async_calls_queue.schedule_async_request(request)
+        return
     dist.barrier()
-    if dist.get_rank() == 0:
-        (root / TRACKER).write_text("0")
-        (directory / "run_config.yaml").write_text(f"save: {root}\n")
+    write_own_files()
     dist.barrier()
 
 
@@ -89,9 +129,13 @@ def handle_model_import(
     initialize(config)
     policy = Policy(config)
     policy.build()
+    if late_s := config.get("late_s", {}).get(dist.get_rank()):
+        time.sleep(late_s)
     if config.get("fails_on") == dist.get_rank():
         raise OSError("no space left on device")
     bridge_save(model_state(policy.chunks), Path(pretrained_path), "iter_0000000")
+    if config.get("killed_importing"):
+        os._exit(1)  # everybody, as the host's launcher ends what is left
     parallel_state.destroy_model_parallel()
 
 
@@ -100,9 +144,12 @@ def setup_model_and_optimizer(
 ) -> Any:
     if not policy_cfg.get("no_groups"):
         initialize(policy_cfg)
+    state = GlobalState(megatron_cfg)
+    if getattr(megatron_cfg.checkpoint, "async_save", False):
+        state.initialize_async_checkpoint_worker()
     policy = Policy(policy_cfg)
     policy.build()
-    return SimpleNamespace(policy=policy, state=SimpleNamespace(cfg=megatron_cfg))
+    return SimpleNamespace(policy=policy, state=state)
 
 
 class HostImpl:
@@ -128,7 +175,12 @@ class HostImpl:
     def configure_worker(num_gpus: Any, bundle_indices: Any = None, num_gpus_per_node: Any = None) -> Any:
         return {"num_gpus": 0}, {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}, {}, {}
 
+    def _misbehave_in(self, call: str) -> None:
+        if misdeed := self.cfg.get(f"in_{call}", {}).get(self.rank):
+            misbehave(misdeed)
+
     def train(self, data: Any) -> dict[str, Any]:
+        self._misbehave_in("train")
         shards = parallel_state.get_data_parallel_world_size()
         rank = parallel_state.get_data_parallel_rank()
         per_rank = len(data) // shards
@@ -179,6 +231,7 @@ class HostImpl:
         c10d._world.pg_names[self.refit_pg] = "refit"
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, **kwargs: Any) -> None:
+        self._misbehave_in("save")
         if self.cfg.get("fails_saving_on") == self.rank:
             raise OSError("no space left on device")
         state = sharded_state(
@@ -188,7 +241,36 @@ class HostImpl:
             size=dist.get_world_size(),
             is_loading=False,
         )
-        bridge_save(state, Path(weights_path), "iter_0000000")
+        is_async = getattr(self.mcore_state.cfg.checkpoint, "async_save", False)
+        if is_async:
+            self.mcore_state.async_calls_queue.maybe_finalize_async_calls(True)
+        bridge_save(
+            state,
+            Path(weights_path),
+            "iter_0000000",
+            background=self.mcore_state if is_async else None,
+            finish=self.finish_save,
+        )
+
+    def finish_save(self) -> None:
+        if self.cfg.get("fails_finishing_on") == self.rank:
+            raise OSError("no space left on device")
+
+    def finalize_async_save(self) -> None:
+        if self.mcore_state.async_calls_queue is not None:
+            self.mcore_state.async_calls_queue.maybe_finalize_async_calls(True)
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        """As NeMo RL's, over Bridge's export: the weights of all ranks are gathered."""
+        return {name: (weight.shape, weight.dtype) for name, weight in self.policy.export_hf_weights()}
+
+    def broadcast_weights_for_collective(self, kv_scales: Any = None, **buffers: Any) -> int:
+        refit = self.cfg.get("refit", {}).get(self.rank)
+        engine = self.cfg.get("engine") if self.rank == 0 else None
+        return send_weights(self.policy.export_hf_weights(), refit, engine=engine)
+
+    def stream_weights_via_ipc_zmq(self, buffer_size_bytes: int = 0, kv_scales: Any = None) -> int:
+        return self.broadcast_weights_for_collective()
 
     def shutdown(self) -> bool:
         self.events.append("shutdown")

@@ -1,4 +1,4 @@
-"""The small host's worker as an actor, under a name that NeMo RL's builder can import."""
+"""The small host's worker and a rollout engine as actors, under names that NeMo RL's builder can import."""
 
 import ast
 import inspect
@@ -7,6 +7,10 @@ from typing import Any
 import ray
 from nemo_rl.distributed import worker_groups
 
+from rl_safe_workers.adapters.nemo_rl import refit_places
+from rl_safe_workers.adapters.weight_update import ROLLOUT
+from rl_safe_workers.models import gathering
+from tests.nemo_rl import sending
 from tests.nemo_rl.host import SafeWorker
 
 
@@ -25,6 +29,44 @@ def _wanted() -> int:
 class SafeHostWorker(SafeWorker):
     """As `worker.SafeMegatronPolicyWorker` is of NeMo RL's."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refit_places.ROLLOUT_PLACES[sending.PLACE] = ROLLOUT
+        refit_places.BETWEEN_TRAINERS = (gathering.__name__.replace(".", "/"),)
+        super().__init__(*args, **kwargs)
+
     @staticmethod
     def configure_worker(*args: Any, **kwargs: Any) -> Any:
         return SafeWorker.configure_worker(*args, **kwargs)[: _wanted()]
+
+    def is_alive(self) -> bool:
+        return True
+
+
+@ray.remote
+class EngineWorker:
+    """The calls that NeMo RL's ``VllmGeneration`` makes on its workers."""
+
+    def __init__(self, config: dict[str, Any], **kwargs: Any) -> None:
+        self._misdeeds = config.get("misdeeds", {})
+        self._engine = sending.Engine(config["engine"])
+
+    @staticmethod
+    def configure_worker(*args: Any, **kwargs: Any) -> Any:
+        return ({"num_gpus": 0}, {}, {}, {})[: _wanted()]
+
+    def report_device_id(self) -> list[str]:
+        return ["GPU-0"]
+
+    def update_weights_from_collective(self) -> bool:
+        return self._engine.receive(self._misdeeds.get("refit"))
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        return True
+
+    def generate(self, data: Any = None, greedy: bool = False) -> str:
+        if misdeed := self._misdeeds.get("generation"):
+            sending.misbehave(misdeed)
+        return "a response"
+
+    def shutdown(self) -> bool:
+        return True

@@ -64,6 +64,23 @@ def _master(**more: Any) -> Any:
     return SimpleNamespace(policy=policy, **more)
 
 
+ray = time = SimpleNamespace()
+"""Names that NeMo RL's loops look up in the module of `setup`, like the next one."""
+
+
+def refit_policy_generation(policy: Any, generation: Any) -> None:
+    """NeMo RL's."""
+
+
+class _Generation:
+    def __init__(self, ended: list[str]) -> None:
+        self._ended = ended
+
+    def shutdown(self) -> bool:
+        self._ended.append("generation")
+        return True
+
+
 @pytest.mark.parametrize("policy_class", [ByArgument, ByKey])
 def test_the_policy_is_made_of_our_workers_and_told_our_settings(policy_class, registry, ends, monkeypatch) -> None:
     monkeypatch.setattr(launch, "_policy_class", lambda: policy_class)
@@ -72,7 +89,7 @@ def test_the_policy_is_made_of_our_workers_and_told_our_settings(policy_class, r
     def setup(config: Any, tokenizer: str, policy_factory: Any = None) -> Any:
         policy = policy_factory(cluster=None, config=config.policy)
         policy.shutdown = lambda: ended.append("policy")
-        return policy, SimpleNamespace(shutdown=lambda: ended.append("generation") or True)
+        return policy, _Generation(ended)
 
     master = _master(rl_safe={"timeouts": {"save": 77}})
     policy, generation = launch.safe_setup(setup, ends)(master, "tokenizer")
@@ -116,7 +133,7 @@ def test_a_host_that_lacks_what_the_worker_derives_from_is_refused_before_there_
 ) -> None:
     old = _source(tmp_path / "old", without="MegatronPolicyWorkerImpl")
     monkeypatch.setattr(sys.modules["nemo_rl"], "__file__", str(old / "nemo_rl" / "__init__.py"))
-    refused = "lacks MegatronPolicyWorkerImpl .* and 7 other names.* from commit f00e1006b"
+    refused = "lacks MegatronPolicyWorkerImpl .* and 10 other names.* from commit f00e1006b"
     with pytest.raises(ConfigError, match=refused):
         launch.safe_setup(lambda config, policy_factory=None: pytest.fail("set up"), ends)(_master())
     # Our script does not even import the host's.
@@ -226,10 +243,14 @@ SETUP = "setup(config, tokenizer, dataset, val_dataset)"
 
 def _write_script(source: Path, body: str) -> None:
     (source / "examples" / "run_grpo.py").write_text(
+        "import ray, time\n"
         "ended = []\n"
         "class Part:\n"
-        "    def __init__(self, name): self.shutdown = lambda: ended.append(name)\n"
-        "def setup(config, *data, policy_factory=None): return Part('policy'), Part('generation')\n"
+        "    def shutdown(self): ended.append(type(self).__name__)\n"
+        "class Policy(Part): ...\n"
+        "class Generation(Part): ...\n"
+        "def refit_policy_generation(): ...\n"
+        "def setup(config, *data, policy_factory=None): return Policy(), Generation()\n"
         f"tokenizer = dataset = val_dataset = None\ndef main():\n{body}"
     )
 
@@ -278,7 +299,7 @@ def test_the_script_runs_with_our_setup_and_the_policy_is_ended_whatever_it_does
     _prepare_script(source, monkeypatch)
     with pytest.raises(AssertionError) if wrong else nullcontext():
         launch.main()
-    assert sys.modules.pop("run_grpo").ended == ["policy", "generation"]
+    assert sys.modules.pop("run_grpo").ended == ["Policy", "Generation"]
 
 
 @pytest.mark.parametrize("source", ["", "/nowhere"])

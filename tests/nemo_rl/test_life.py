@@ -21,7 +21,7 @@ from rl_safe_workers.checkpoint.state.model_state import model_state, restore_mo
 from rl_safe_workers.comms import teardown
 from rl_safe_workers.comms.live_groups import live_groups
 from rl_safe_workers.config import SeededModelConfig
-from rl_safe_workers.errors import CheckpointError, CommunicatorError
+from rl_safe_workers.errors import CheckpointError, CommunicatorError, PhaseTimeoutError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.seeded import create_seeded_model
 from rl_safe_workers.trainer.batch import SequenceBatch
@@ -67,7 +67,11 @@ def config_of(model: Path, folder: Path, **more: Any) -> dict[str, Any]:
 
 def start(rank: int, port: int, config: dict[str, Any], *, size: int = SIZE, workers: int = SIZE) -> SafeWorker:
     set_environment(rank, size, port)
-    os.environ[VARIABLE] = json.dumps({"timeouts": {"world": 40, "bootstrap": 40, "convert": 60, "save": 40}})
+    save_s = config.get("save_timeout", 40)
+    convert_s = config.get("convert_timeout", 60)
+    os.environ[VARIABLE] = json.dumps(
+        {"timeouts": {"world": 40, "bootstrap": 40, "convert": convert_s, "save": save_s}}
+    )
     return SafeWorker(config, worker_sharding_annotations=annotations(workers))
 
 
@@ -112,22 +116,6 @@ def test_a_worker_lives_from_set_up_to_shutdown(tiny_moe, tmp_path, port) -> Non
     assert is_complete(converted)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["converted"]
     assert (converted / "iter_0000000" / "run_config.yaml").read_text() == f"save: {converted}\n"
-
-
-def _checkpoint_settings(rank: int, port: int, config: dict[str, Any]) -> dict[str, bool]:
-    worker = start(rank, port, config, size=2, workers=2)
-    settings = vars(worker.mcore_state.cfg.checkpoint)
-    worker.shutdown()
-    return dict(settings)
-
-
-@pytest.mark.parametrize(("async_save", "constant"), [(True, True), (False, True), (True, False)])
-def test_no_save_is_asynchronous_with_a_cached_structure(async_save, constant, tiny_moe, tmp_path, port) -> None:
-    asked = {"async_save": async_save, "ckpt_assume_constant_structure": constant}
-    config = config_of(tiny_moe, tmp_path, checkpoint=asked)
-    for found in values(run_ranks(_checkpoint_settings, 2, port, config)):
-        assert found["async_save"] is async_save
-        assert found["ckpt_assume_constant_structure"] is (constant and not async_save)
 
 
 def _convert_twice(rank: int, port: int, config: dict[str, Any]) -> tuple[int, bool]:
@@ -193,6 +181,38 @@ def test_a_rank_that_fails_in_the_conversion_fails_all_and_leaves_nothing(tiny_m
     assert list(tmp_path.iterdir()) == []
 
 
+def _late_converting(rank: int, port: int, config: dict[str, Any]) -> tuple[str, float]:
+    started_s = time.monotonic()
+    try:
+        start(rank, port, config)
+    except RlSafeError as error:
+        return str(error), time.monotonic() - started_s
+    raise AssertionError("it was set up")
+
+
+def test_a_rank_that_is_twice_the_deadline_late_in_a_conversion_is_named(tiny_moe, tmp_path, port) -> None:
+    deadline_s = 8
+    config = config_of(tiny_moe, tmp_path, late_s={2: 2 * deadline_s}, convert_timeout=deadline_s)
+    outcomes = run_ranks(_late_converting, SIZE, port, config)
+    for outcome in (outcome for outcome in outcomes if outcome.rank != 2):
+        text, seconds = outcome.value
+        assert "rank 2" in text
+        assert "rl_safe.timeouts.convert" in text or "rl_safe.timeouts.save" in text
+        assert seconds < deadline_s + 10
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conversion_that_was_killed_is_redone_at_the_next_start(tiny_moe, tmp_path, port, other_port) -> None:
+    config = config_of(tiny_moe, tmp_path)
+    run_ranks(_make, SIZE, port, config | {"killed_importing": True})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["converted.incomplete", "converted.lock"]
+    for made, loaded in values(run_ranks(_convert_twice, SIZE, other_port, config)):
+        assert made > 0
+        assert loaded
+    assert is_complete(tmp_path / "converted")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["converted"]
+
+
 def _save(rank: int, port: int, config: dict[str, Any], root: Path) -> tuple[dict[str, int], str, str]:
     worker = start(rank, port, config)
     worker.train(batch())
@@ -221,6 +241,88 @@ def test_a_save_takes_the_hosts_barriers_alone_and_megatron_reads_it(tiny_moe, t
         assert list(counts.values()) == [2]
         assert "barrier" in next(iter(counts))
         assert loaded == saved
+
+
+IN_BACKGROUND = {"async_save": True, "ckpt_assume_constant_structure": True}
+"""As in NeMo RL's recipe for GRPO."""
+
+
+def _save_four_times(rank: int, port: int, config: dict[str, Any], root: Path) -> dict[str, Any]:
+    worker = start(rank, port, config)
+    saved, phases = [], []
+    for step in range(4):
+        worker.train(batch())
+        _move_every_tensor(worker, step)
+        saved.append(worker.digest())
+        worker.save_checkpoint(str(root / f"step_{step}" / "weights"))
+        assert worker.mcore_state.async_calls_queue.get_num_unfinalized_calls() == 1
+        # What the host trains on meanwhile is not in the save.
+        _move_every_tensor(worker, 10 + step)
+        if step % 2:  # the host's driver waits for each; the next save waits, too
+            worker.finalize_async_save()
+            assert (root / f"step_{step}" / "weights" / "iter_0000000" / "run_config.yaml").is_file() or rank
+            assert worker.mcore_state.async_calls_queue.get_num_unfinalized_calls() == 0
+        phases += [event.phase for event in worker.safe.trainer.lifecycle.drain_events()]
+    loaded = [_load(worker, root / f"step_{step}" / "weights" / "iter_0000000") for step in range(4)]
+    return {"saved": saved, "loaded": loaded, "phases": phases, "ended": worker.shutdown()}
+
+
+def _move_every_tensor(worker: SafeWorker, step: int) -> None:
+    """Changes each parameter and moment, into new storage, as an offload and an onload make it."""
+    for parameter in (p for chunk in worker.policy.chunks for p in chunk.parameters()):
+        parameter.data.add_(0.01 * (step + 1))
+    worker.policy.optimizer.reload_model_params()
+    for optimizer in getattr(worker.policy.optimizer, "chained_optimizers", [worker.policy.optimizer]):
+        for state in optimizer.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and name.startswith("exp_avg"):
+                    state[name] = value.detach().clone().add_(0.02 * (step + 1))
+
+
+def test_each_save_in_the_background_is_of_its_own_moment(tiny_moe, tmp_path, port) -> None:
+    config = config_of(tiny_moe, tmp_path, checkpoint=IN_BACKGROUND)
+    for found in values(run_ranks(_save_four_times, SIZE, port, config, tmp_path, timeout_s=200)):
+        assert found["loaded"] == found["saved"]
+        assert len(set(found["saved"])) == 4
+        # A save in its own, and the waits for it.
+        assert found["phases"].count(Phase.SAVE) == 4 + 2
+        assert found["ended"]
+    for step in range(4):
+        folder = tmp_path / f"step_{step}" / "weights"
+        assert (folder / "iter_0000000" / ".metadata").is_file()
+        assert (folder / "latest_checkpointed_iteration.txt").is_file()
+
+
+def _fail_finishing(rank: int, port: int, config: dict[str, Any], root: Path) -> tuple[str, float]:
+    worker = start(rank, port, config)
+    worker.save_checkpoint(str(root / "step_1" / "weights"))
+    started_s = time.monotonic()
+    if rank == config.get("absent"):
+        time.sleep(15)
+        os._exit(0)
+    try:
+        worker.finalize_async_save()
+    except (CheckpointError, PhaseTimeoutError) as error:
+        return str(error), time.monotonic() - started_s
+    raise AssertionError("it was finished")
+
+
+def test_a_rank_that_cannot_finish_a_save_in_the_background_is_named_on_every_rank(tiny_moe, tmp_path, port) -> None:
+    config = config_of(tiny_moe, tmp_path, checkpoint=IN_BACKGROUND, fails_finishing_on=1)
+    for rank, (text, seconds) in enumerate(values(run_ranks(_fail_finishing, SIZE, port, config, tmp_path))):
+        assert "no space left on device" in text
+        assert "training rank 1" in text or rank == 1
+        assert seconds < 10
+
+
+def test_a_rank_that_does_not_come_to_the_end_of_a_save_is_named(tiny_moe, tmp_path, port) -> None:
+    config = config_of(tiny_moe, tmp_path, checkpoint=IN_BACKGROUND, absent=2, save_timeout=5)
+    outcomes = run_ranks(_fail_finishing, SIZE, port, config, tmp_path)
+    for outcome in (outcome for outcome in outcomes if outcome.rank != 2):
+        text, seconds = outcome.value
+        assert "phase save: rank 2 of training world did not arrive" in text
+        assert "rl_safe.timeouts.save" in text
+        assert seconds < 5 + 10
 
 
 def _fail_saving(rank: int, port: int, config: dict[str, Any], root: Path) -> tuple[str, bool]:

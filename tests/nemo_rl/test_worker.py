@@ -1,27 +1,17 @@
-"""The worker that NeMo RL imports by name, over any class of that name; and saves in the background."""
+"""The worker that NeMo RL imports by name, over any class of that name."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import sys
-from datetime import timedelta
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed import HashStore
 
 from rl_safe_workers.adapters.nemo_rl.contract import NAMES
 from rl_safe_workers.adapters.nemo_rl.mixin import SafePolicyMixin
-from rl_safe_workers.adapters.shards import ShardWriter
-from rl_safe_workers.control.plane import ControlPlane
-from rl_safe_workers.control.seal import new_secret
-from rl_safe_workers.ranks import trainer_ids
 from tests.nemo_rl.host import HostImpl
 
 HOST = SafePolicyMixin.host_module
@@ -74,38 +64,3 @@ def test_over_the_hosts_own_class_ours_come_first_and_pass_on_what_it_takes() ->
             if all(one.kind is not one.VAR_POSITIONAL for one in given.values()):
                 names = iter(given)
                 assert all(name in names for name in expected.parameters), method
-
-
-def test_a_save_in_the_background_is_megatrons_own_with_both_flags_off(tmp_path: Path, monkeypatch) -> None:
-    seen: dict[str, Any] = {}
-
-    def save(
-        sharded_state_dict: Any,
-        checkpoint_dir: str,
-        sharded_strategy: Any = None,
-        validate_access_integrity: bool = True,
-        async_sharded_save: bool = False,
-        async_strategy: str = "nvrx",
-    ) -> str:
-        seen.update(locals())
-        return "request"
-
-    monkeypatch.setattr(dist_checkpointing, "save", save)
-    writer = ShardWriter(
-        ControlPlane(HashStore(), world="training world", rank=0, members=trainer_ids([0]), secret=new_secret()),
-        folders=3,
-    )
-    bare = TorchDistSaveShardedStrategy("torch_dist", 1)
-    with writer.saving("training", remaining=lambda: timedelta(seconds=1), optimizer_replicated=False):
-        request = dist_checkpointing.save(
-            {"a": 1},
-            str(tmp_path),
-            FullyParallelSaveStrategyWrapper(bare),
-            async_sharded_save=True,
-            validate_access_integrity=True,
-        )
-    assert request == "request"
-    assert seen["sharded_strategy"] is bare
-    assert seen["validate_access_integrity"] is False
-    assert seen["async_strategy"] == "nvrx"
-    assert dist_checkpointing.save is save

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -61,6 +62,11 @@ class LocalCluster:
         return f"{self.address(0)}:{self._port}"
 
     @property
+    def dashboard(self) -> str:
+        """Where jobs are submitted."""
+        return f"http://127.0.0.1:{self._dashboard_port}"
+
+    @property
     def environment(self) -> dict[str, str]:
         """For the nodes, and for whoever talks to them."""
         variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -110,17 +116,15 @@ class LocalCluster:
             f"--dashboard-agent-listen-port={free_port(address)}",
             *options,
         ]
+        self._launch(command, self.environment | {"PYTHONPATH": str(python_path)})
+        self.nodes.append(node)
+
+    def _launch(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Runs ``ray start`` until the node is up."""
         done = subprocess.run(
-            command,
-            env=self.environment | {"PYTHONPATH": str(python_path)},
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=START_S,
-            check=False,
+            command, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=START_S, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        self.nodes.append(node)
 
     @property
     def takes_jobs(self) -> bool:
@@ -160,7 +164,7 @@ class LocalCluster:
         )
 
     def job_command(self, verb: str, *arguments: str) -> list[str]:
-        return [*_RAY, "job", verb, f"--address=http://127.0.0.1:{self._dashboard_port}", *arguments]
+        return [*_RAY, "job", verb, f"--address={self.dashboard}", *arguments]
 
     def submit(self, name: str, command: Sequence[str], *options: str) -> Job:
         """Submits a job, and goes on."""
@@ -213,6 +217,40 @@ class LocalCluster:
 
 
 TOKEN = secrets.token_hex(24)
+
+
+class SeparateMachines(LocalCluster):
+    """Nodes that cannot see each other's processes, as on machines of their own. This process sees all of them."""
+
+    def __init__(self, **options: int) -> None:
+        super().__init__(**options)
+        self._machines: list[subprocess.Popen[bytes]] = []
+
+    def close(self) -> None:
+        super().close()
+        for machine in self._machines:
+            machine.wait()
+
+    def _launch(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        # The first process of a namespace has to stay: its end would be that of all others.
+        script = f"{shlex.join(command)} && exec sleep infinity"
+        own = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+        log = self.folder / f"start_{uuid.uuid4().hex}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                ["unshare", *own, "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", script],
+                env=environment,
+                cwd=self.folder,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+        self._machines.append(process)
+        deadline = time.monotonic() + START_S
+        while "Ray runtime started" not in (text := log.read_text(errors="replace")):
+            assert process.poll() is None, text
+            assert time.monotonic() < deadline, text
+            time.sleep(0.2)
 
 
 class Job:
@@ -268,8 +306,8 @@ def free_port(address: str) -> int:
 
 
 @contextmanager
-def local_cluster(nodes: int, **options: int) -> Iterator[LocalCluster]:
-    cluster = LocalCluster(**options)
+def local_cluster(nodes: int, *, kind: type[LocalCluster] = LocalCluster, **options: int) -> Iterator[LocalCluster]:
+    cluster = kind(**options)
     try:
         cluster.start(nodes)
         yield cluster

@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 CPU = HERE / "cpu" / "cpu_plugin.py"
 WATCH = HERE / "watch" / "watch_plugin.py"
 BREAK = HERE / "breaking" / "break_plugin.py"
+ENGINE = HERE / "engine" / "engine_plugin.py"
 ON_CPU = [
     *("--ddp_backend", "gloo", "--attention_backend", "unfused", "--padding_free", "false"),
     *("--gradient_accumulation_fusion", "false", "--moe_permute_fusion", "false", "--apply_rope_fusion", "false"),
@@ -31,6 +32,10 @@ TRAINING = [
     *("--lr", "1e-3", "--lr_warmup_fraction", "0.1", "--save_steps", "2", "--eval_iters", "0", "--logging_steps", "1"),
     *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--report_to", "tensorboard"),
     *("--check_model", "false", "--add_version", "false", "--save_safetensors", "false"),
+]
+GRPO = [
+    *("--rlhf_type", "grpo", "--num_generations", "2", "--max_completion_length", "16", "--reward_funcs", "sum"),
+    *("--offload_model", "true", "--offload_optimizer", "true"),
 ]
 PLAIN = ["--use_hf", "true", "--template", "qwen3"]
 
@@ -149,7 +154,7 @@ class Forge:
             limit_s: Ranks that live longer are killed.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        own = [PLUGIN] if ours else []
+        own = [*([ENGINE] if "--rlhf_type" in args else []), *([PLUGIN] if ours else [])]
         output = [] if "--output_dir" in args else ["--output_dir", str(folder / "out")]
         job = {
             "command": command,
@@ -182,3 +187,10 @@ class Forge:
         """Runs ``megatron sft`` of the tiny model."""
         args = ["--model", str(inputs / "model"), "--dataset", str(inputs / "data.jsonl"), *TRAINING, *more]
         return self.run(folder, "sft", args, **options)
+
+    def grpo(self, folder: Path, inputs: Path, *more: str, **options: Any) -> Job:
+        """Runs ``megatron rlhf --rlhf_type grpo`` of the tiny model, with the engine double in each rank."""
+        args = ["--model", str(inputs / "model"), "--dataset", str(inputs / "data.jsonl"), *TRAINING, *GRPO, *more]
+        if "--vllm_mode" not in more:
+            args += ["--vllm_mode", "colocate", "--sleep_level", "1"]
+        return self.run(folder, "rlhf", args, **options)

@@ -9,13 +9,26 @@ from pathlib import Path
 import pytest
 
 from rl_safe_workers.adapters.host_contract import HostName, HostText, lacks_name, lacks_text, package_root
-from rl_safe_workers.adapters.swift.swift_contract import BRIDGE_NAMES, BRIDGE_TEXTS, NAMES, TEXTS, check_swift
+from rl_safe_workers.adapters.swift.swift_contract import (
+    BRIDGE_NAMES,
+    BRIDGE_TEXTS,
+    GRPO_NAMES,
+    GRPO_TEXTS,
+    NAMES,
+    RAY_NAMES,
+    RAY_TEXTS,
+    TEXTS,
+    check_grpo,
+    check_ray_mode,
+    check_swift,
+)
 from rl_safe_workers.errors import ConfigError
 
 HOSTS = Path(sys.prefix) / "hosts"
 """A folder with the source of each other version, which scripts/setup makes."""
 SUPPORTED = ("4.3.2", "4.4.2", "4.5.2")
 """Besides the one that is installed."""
+EVERY_NAME, EVERY_TEXT = (*NAMES, *GRPO_NAMES, *RAY_NAMES), (*TEXTS, *GRPO_TEXTS, *RAY_TEXTS)
 TOO_OLD = ("4.1.0", "4.2.0")
 CHECKOUTS = [path for path in os.environ.get("SWIFT_SRC", "").split(os.pathsep) if path]
 """More sources, such as that of 4.4.3, which the package index lacks."""
@@ -27,15 +40,17 @@ def supported(request: pytest.FixtureRequest) -> Path:
 
 
 def test_a_supported_version_has_every_name(supported: Path) -> None:
-    assert [lack for expected in NAMES if (lack := lacks_name(supported, expected))] == []
+    assert [lack for expected in EVERY_NAME if (lack := lacks_name(supported, expected))] == []
 
 
 def test_a_supported_version_does_what_we_rely_on(supported: Path) -> None:
-    assert [lack for expected in TEXTS if (lack := lacks_text(supported, expected))] == []
+    assert [lack for expected in EVERY_TEXT if (lack := lacks_text(supported, expected))] == []
 
 
 def test_the_installed_hosts_are_taken() -> None:
     check_swift(package_root("swift"), package_root("mcore_bridge"))
+    check_grpo(package_root("swift"))
+    check_ray_mode(package_root("swift"))
 
 
 @pytest.mark.parametrize("version", TOO_OLD)
@@ -54,10 +69,10 @@ def test_a_bridge_that_makes_its_groups_otherwise_is_refused(tmp_path: Path) -> 
 
 def test_the_page_lists_every_name_and_what_the_host_must_do() -> None:
     page = (Path(__file__).parents[2] / "docs" / "swift.md").read_text()
-    for name in (*NAMES, *BRIDGE_NAMES):
+    for name in (*EVERY_NAME, *BRIDGE_NAMES):
         assert isinstance(name, HostName)
         signature = f"({', '.join(name.parameters)})" if name.parameters else ""
         assert f"| {name.file} | `{name.name}{signature}` | {name.why} |" in page
-    for text in (*TEXTS, *BRIDGE_TEXTS):
+    for text in (*EVERY_TEXT, *BRIDGE_TEXTS):
         assert isinstance(text, HostText)
         assert f"| {text.file} | `{text.text}` | {text.why} |" in page

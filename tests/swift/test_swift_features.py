@@ -7,15 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core import msc_utils
 
 from rl_safe_workers.adapters.swift.args_features import features_of
-from rl_safe_workers.adapters.swift.job import SwiftJob, why_no_async_save
+from rl_safe_workers.adapters.swift.job import SwiftComms, SwiftJob, why_no_async_save
+from rl_safe_workers.adapters.swift.rollout_phases import RolloutPhases
 from rl_safe_workers.adapters.swift.swift_settings import VARIABLE, job_settings
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
-from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.config import MegatronConfig
+from rl_safe_workers.errors import ConfigError, LifecycleError
 from rl_safe_workers.topology.groups import HOST_KINDS, WORLD, Features, Traffic, kinds_of
 from rl_safe_workers.topology.layout import ParallelLayout
+from rl_safe_workers.workers.safe_trainer import SafeTrainer
 
 
 def arguments(*, moe: bool = True, **more: Any) -> SimpleNamespace:
@@ -114,3 +118,28 @@ def test_a_save_that_fails_gets_no_tracker(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         _fail_after_the_tracker(SwiftJob(job_settings({})), tmp_path / TRACKER)
     assert not (tmp_path / TRACKER).exists()
+
+
+def test_generation_and_offload_are_refused_before_the_bootstrap() -> None:
+    job = SwiftJob(job_settings({}))
+    job._trainer = SafeTrainer(
+        training_rank=0,
+        training_size=1,
+        rl_safe=job.settings.rl_safe(),
+        megatron=MegatronConfig(),
+        device=torch.device("cpu"),
+        host_comms=SwiftComms(),
+    )
+    phases, called = RolloutPhases(job), list[object]()
+    with pytest.raises(LifecycleError, match="rollout on training rank 0: the bootstrap has not run"):
+        phases.starting(called.append)(SimpleNamespace())
+    offload = phases.offloading(lambda trainer: called.append(trainer))
+    with pytest.raises(LifecycleError, match="offload on training rank 0"), offload(SimpleNamespace()):
+        pass
+    assert called == []
+
+
+def test_generation_has_timeouts_of_its_own() -> None:
+    settings = job_settings({VARIABLE: '{"timeouts": {"rollout": 7, "sync": 8, "start": 9}, "release_comms": true}'})
+    timeouts = settings.rl_safe().timeouts
+    assert (timeouts.rollout, timeouts.sync, timeouts.start, settings.release_comms) == (7, 8, 9, True)

@@ -67,7 +67,16 @@ def test_an_unknown_key_is_refused_before_any_group(forge: Forge, inputs: Path, 
 
 
 def test_what_is_not_supported_yet_is_refused_by_name(forge: Forge, inputs: Path, tmp_path: Path) -> None:
-    args = ["--rlhf_type", "grpo", "--model", str(inputs / "model"), "--dataset", str(inputs / "data.jsonl")]
+    args = [
+        "--rlhf_type",
+        "gkd",
+        "--teacher_model",
+        str(inputs / "model"),
+        "--model",
+        str(inputs / "model"),
+        "--dataset",
+        str(inputs / "data.jsonl"),
+    ]
     job = forge.run(tmp_path, "rlhf", [*args, *EP2, "--vllm_mode", "colocate", "--use_vllm", "true"])
     assert job.statuses == [1, 1]
-    assert "ConfigError: --rlhf_type grpo is not supported yet" in job.log(0)
+    assert "ConfigError: --rlhf_type gkd is not supported yet" in job.log(0)

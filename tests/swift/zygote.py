@@ -22,8 +22,10 @@ warnings.simplefilter("ignore")
 def preload() -> None:
     import swift.megatron.pipelines.export.export
     import swift.megatron.pipelines.train.pretrain
+    import swift.megatron.pipelines.train.rlhf
     import swift.megatron.pipelines.train.sft
-    import swift.megatron.trainers  # noqa: F401
+    import swift.megatron.trainers
+    import swift.megatron.trainers.rollout_mixin  # noqa: F401
     import torch
 
     torch.set_num_threads(1)

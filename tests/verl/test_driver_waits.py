@@ -17,8 +17,10 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.replica import RolloutReplica
 
-from rl_safe_workers.adapters.verl import driver_waits, trainers
-from rl_safe_workers.adapters.verl.driver_waits import DriverWaits, guarded_samples
+from rl_safe_workers.adapters import driver_waits
+from rl_safe_workers.adapters.driver_waits import DriverWaits
+from rl_safe_workers.adapters.verl import trainers
+from rl_safe_workers.adapters.verl.guarded_objects import guarded_samples
 from rl_safe_workers.adapters.verl.settings import VerlTimeouts
 from rl_safe_workers.adapters.verl.trainers import SafeTrainerMixin
 from rl_safe_workers.errors import PhaseTimeoutError, RunError

@@ -31,6 +31,5 @@ def features_of(megatron_cfg: Any) -> Features:
         expert_bias=bool(getattr(model, "moe_router_enable_expert_bias", False)),
         aux_loss=balancing not in (None, "none"),
         context_exchange=context_exchange(getattr(model, "cp_comm_type", None), is_hybrid=is_hybrid),
-        background_saves=bool(getattr(getattr(megatron_cfg, "checkpoint", None), "async_save", False)),
         optimizer_instances=int(getattr(ddp, "num_distributed_optimizer_instances", 1) or 1),
     )

@@ -22,6 +22,9 @@ _BASE = "nemo_rl/models/policy/workers/base_policy_worker.py"
 _GENERATION = "nemo_rl/models/generation/megatron/megatron_worker.py"
 _SETUP = "nemo_rl/models/megatron/setup.py"
 _POLICY = "nemo_rl/models/policy/lm_policy.py"
+_VLLM = "nemo_rl/models/generation/vllm/vllm_generation.py"
+_GROUPS = "nemo_rl/distributed/worker_groups.py"
+_ROLLOUTS = "nemo_rl/experience/rollouts.py"
 
 
 _CLASS = "MegatronPolicyWorkerImpl"
@@ -53,6 +56,72 @@ NAMES: tuple[HostName, ...] = (
         name=f"{_CLASS}.save_checkpoint",
         parameters=("self", "weights_path", "optimizer_path"),
         why="phase save",
+    ),
+    HostName(
+        file=_WORKER,
+        name=f"{_CLASS}.prepare_refit_info",
+        parameters=("self",),
+        why="phase sync",
+    ),
+    HostName(
+        file=_WORKER,
+        name=f"{_CLASS}.broadcast_weights_for_collective",
+        parameters=("self", "kv_scales"),
+        why="phase sync",
+    ),
+    HostName(
+        file=_WORKER,
+        name=f"{_CLASS}.stream_weights_via_ipc_zmq",
+        parameters=("self", "buffer_size_bytes", "kv_scales"),
+        why="phase sync",
+    ),
+    HostName(
+        file=_WORKER,
+        name=f"{_CLASS}.prepare_nccl_reshard_refit_info",
+        parameters=("self", "train_parallelism", "gen_parallelism"),
+        why="phase sync",
+        optional=True,
+    ),
+    HostName(
+        file=_WORKER,
+        name=f"{_CLASS}.nccl_reshard_refit",
+        parameters=("self", "kv_scales"),
+        why="phase sync",
+        optional=True,
+    ),
+    HostName(
+        file=_WORKER,
+        name=f"{_CLASS}.init_remote_sparse_delta_baseline",
+        parameters=("self", "shard_rank", "shard_count"),
+        why="phase sync",
+        optional=True,
+    ),
+    HostName(
+        file=_WORKER,
+        name=f"{_CLASS}.stream_remote_sparse_weights",
+        parameters=("self", "transport", "targets"),
+        why="phase sync",
+        optional=True,
+    ),
+    HostName(
+        file=_WORKER,
+        name=f"{_CLASS}.finalize_async_save",
+        parameters=("self",),
+        why="phase save",
+        optional=True,
+    ),
+    HostName(
+        file=_GENERATION,
+        name="MegatronGenerationRefitMixin.swap_weights_via_reshard",
+        parameters=("self", "is_source"),
+        why="phase sync",
+        optional=True,
+    ),
+    HostName(
+        file=_BASE,
+        name="AbstractPolicyWorker.is_alive",
+        parameters=("self",),
+        why="asked by the driver when a wait has ended",
     ),
     HostName(file=_BASE, name="AbstractPolicyWorker.shutdown", parameters=("self",), why="preceded by our teardown"),
     HostName(
@@ -97,6 +166,99 @@ NAMES: tuple[HostName, ...] = (
         name="setup",
         parameters=("master_config", "tokenizer"),
         why="wrapped by our script",
+    ),
+    HostName(
+        file="nemo_rl/algorithms/grpo.py",
+        name="refit_policy_generation",
+        parameters=("policy", "policy_generation"),
+        why="given a deadline",
+    ),
+    HostName(
+        file="nemo_rl/weight_sync/factory.py",
+        name="create_weight_synchronizer",
+        parameters=("policy", "generation"),
+        why="what it makes is given a deadline",
+        optional=True,
+    ),
+    HostName(
+        file=_ROLLOUTS,
+        name="run_multi_turn_rollout",
+        parameters=("policy_generation",),
+        why="given a deadline",
+    ),
+    HostName(
+        file=_ROLLOUTS,
+        name="run_async_multi_turn_rollout",
+        parameters=("policy_generation",),
+        why="given a deadline",
+    ),
+    HostName(
+        file=_ROLLOUTS,
+        name="run_nemo_gym_rollout_sync",
+        parameters=("policy_generation",),
+        why="given a deadline",
+        optional=True,
+    ),
+    HostName(
+        file=_ROLLOUTS,
+        name="run_async_nemo_gym_rollout",
+        parameters=("policy_generation",),
+        why="given a deadline",
+        optional=True,
+    ),
+    HostName(
+        file=_VLLM,
+        name="VllmGeneration.generate",
+        parameters=("self", "data"),
+        why="responses are counted",
+    ),
+    HostName(
+        file=_VLLM,
+        name="VllmGeneration.generate_async",
+        parameters=("self", "data"),
+        why="responses are counted",
+    ),
+    HostName(
+        file=_VLLM,
+        name="VllmGeneration.prepare_for_generation",
+        parameters=("self",),
+        why="given a deadline",
+    ),
+    HostName(
+        file=_VLLM,
+        name="VllmGeneration.finish_generation",
+        parameters=("self",),
+        why="given a deadline",
+    ),
+    HostName(
+        file=_VLLM,
+        name="VllmGeneration.shutdown",
+        parameters=("self",),
+        why="called after the policy's",
+    ),
+    HostName(
+        file=_GROUPS,
+        name="RayWorkerGroup.workers",
+        parameters=("self",),
+        why="the processes that a wait may be for",
+    ),
+    HostName(
+        file=_GROUPS,
+        name="RayWorkerGroup.dp_size",
+        parameters=("self",),
+        why="how many engines there are",
+    ),
+    HostName(
+        file=_GROUPS,
+        name="RayWorkerGroup.get_dp_leader_worker_idx",
+        parameters=("self", "dp_shard_idx"),
+        why="which worker has an engine",
+    ),
+    HostName(
+        file=_GROUPS,
+        name="RayWorkerGroup.shutdown",
+        parameters=("self", "cleanup_method", "timeout", "force"),
+        why="kills workers after a failure",
     ),
     HostName(
         file="nemo_rl/distributed/ray_actor_environment_registry.py",
@@ -166,7 +328,7 @@ TEXTS: tuple[HostText, ...] = (
     ),
     HostText(file=_SETUP, within="validate_model_paths", text="'iter_0000000'", why="what the host takes for finished"),
     HostText(
-        file="nemo_rl/distributed/worker_groups.py",
+        file=_GROUPS,
         within="RayWorkerGroup.shutdown",
         text="timeout=timeout",
         why="the host's patience",
@@ -176,6 +338,31 @@ TEXTS: tuple[HostText, ...] = (
         within="",
         text="ACTOR_ENVIRONMENT_REGISTRY",
         why="our worker is entered there",
+    ),
+    HostText(file=_SETUP, within="setup_model_and_optimizer", text="GlobalState()", why="looked up in the module"),
+    HostText(
+        file="nemo_rl/algorithms/grpo.py",
+        within="async_grpo_train",
+        text="ray.get(replay_buffer.size.remote())",
+        why="looked up in the module: the loop polls for responses",
+    ),
+    HostText(
+        file="nemo_rl/algorithms/grpo.py",
+        within="async_grpo_train",
+        text="time.sleep(0.5)",
+        why="looked up in the module: the loop waits for the next poll",
+    ),
+    HostText(
+        file="nemo_rl/algorithms/grpo.py",
+        within="async_grpo_train",
+        text="refit_policy_generation(policy, policy_generation, colocated_inference",
+        why="looked up in the module",
+    ),
+    HostText(
+        file="nemo_rl/algorithms/grpo.py",
+        within="grpo_train",
+        text="run_async_multi_turn_rollout(policy_generation=policy_generation",
+        why="looked up in the module",
     ),
     HostText(
         file="examples/run_grpo.py",
@@ -198,6 +385,12 @@ BRIDGE_NAMES: tuple[HostName, ...] = (
         parameters=("state", "model", "optimizer", "opt_param_scheduler"),
         why="every save goes through it",
     ),
+    HostName(
+        file="src/megatron/bridge/training/state.py",
+        name="GlobalState.initialize_async_checkpoint_worker",
+        parameters=("self",),
+        why="patched: no process for saves in the background",
+    ),
 )
 
 BRIDGE_TEXTS: tuple[HostText, ...] = (
@@ -212,6 +405,30 @@ BRIDGE_TEXTS: tuple[HostText, ...] = (
         within="save_checkpoint",
         text="cfg.to_yaml(config_filename)",
         why="writes the last file of a save",
+    ),
+    HostText(
+        file="src/megatron/bridge/training/state.py",
+        within="GlobalState.async_calls_queue",
+        text="return self._async_calls_queue",
+        why="set to ours",
+    ),
+    HostText(
+        file="src/megatron/bridge/training/checkpointing.py",
+        within="schedule_async_save",
+        text="async_queue.schedule_async_request(async_request)",
+        why="ours does nothing",
+    ),
+    HostText(
+        file="src/megatron/bridge/training/checkpointing.py",
+        within="maybe_finalize_async_save",
+        text="async_queue.maybe_finalize_async_calls(blocking",
+        why="ours waits for our save",
+    ),
+    HostText(
+        file="src/megatron/bridge/training/checkpointing.py",
+        within="save_checkpoint",
+        text="async_save_request.add_finalize_fn(",
+        why="called once our save is complete",
     ),
     HostText(
         file="src/megatron/bridge/training/initialize.py",

@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import sys
+import uuid
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,10 @@ from types import ModuleType
 from typing import Any
 
 import rl_safe_workers
+from rl_safe_workers import env
+from rl_safe_workers.adapters.job_processes import JobProcesses, answer_sigterm, stopped_by, taking_all_along
 from rl_safe_workers.adapters.nemo_rl.contract import NAMES, TEXTS, check_host
+from rl_safe_workers.adapters.nemo_rl.guarded_driver import GuardedDriver
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings
 from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.checkpoint.folders.claim import claimed
@@ -110,18 +114,24 @@ def _policy_class() -> Any:
     return Policy
 
 
-def safe_setup(setup: Callable[..., Any], ends: ExitStack) -> Callable[..., Any]:
-    """Wraps ``nemo_rl.algorithms.grpo.setup``: our workers, a folder of checkpoints that no other run uses, an end.
+def safe_setup(
+    setup: Callable[..., Any], ends: ExitStack, *, on_ray: Callable[[], object] = lambda: None
+) -> Callable[..., Any]:
+    """Wraps ``nemo_rl.algorithms.grpo.setup``.
+
+    It gets our workers, a folder of checkpoints that no other run uses, deadlines for the driver's waits, and an end.
 
     Args:
         setup: NeMo RL's.
         ends: To be closed when the run ends. Lets the folder go, and ends what was made: what ends it in NeMo RL
             depends on its version, and on the algorithm.
+        on_ray: Called before anything is made, when Ray is up.
     """
 
     @functools.wraps(setup)
     def wrapped(master_config: Any, *args: Any, policy_factory: Any = None, **kwargs: Any) -> Any:
         settings = NemoRlSettings.read(_node(master_config, NODE), source=NODE)
+        on_ray()
         if policy_factory is not None:
             kwargs[FACTORY] = policy_factory
         if not settings.enabled:
@@ -129,16 +139,19 @@ def safe_setup(setup: Callable[..., Any], ends: ExitStack) -> Callable[..., Any]
         give_settings(_node(master_config, "policy"), settings)
         ends.enter_context(claimed(_folders_of(_node(master_config, "checkpointing"))))
         logger.info("policy workers are %s in %s", WORKER, register())
+        module = sys.modules[setup.__module__]
+        driver = GuardedDriver(settings.timeouts, ends)
+        driver.guard_setup(module)
         if FACTORY in inspect.signature(setup).parameters:
             kwargs[FACTORY] = safe_factory(policy_factory or _policy_class())
             made = setup(master_config, *args, **kwargs)
         else:
             # Older: it looks the class up in its module.
-            with replaced(sys.modules[setup.__module__], "Policy", safe_factory):
+            with replaced(module, "Policy", safe_factory):
                 made = setup(master_config, *args, **kwargs)
-        policy, generation = made[:2]
-        end_policy_first(policy, generation)
-        ends.callback((policy if generation is None else generation).shutdown)
+        driver.policy, driver.generation = made[:2]
+        driver.guard_loops(module)
+        ends.callback(driver.end)
         return made
 
     return wrapped
@@ -154,26 +167,6 @@ def _folders_of(checkpointing: Mapping[str, Any] | None) -> dict[str, Path]:
     if not checkpointing or not checkpointing["enabled"]:
         return {}
     return {"checkpointing.checkpoint_dir": Path(checkpointing["checkpoint_dir"]).absolute()}
-
-
-def end_policy_first(policy: Any, generation: Any) -> None:
-    """Has the policy's workers end before the rollout's.
-
-    NeMo RL ends the rollout alone or first, and may leave the policy to Python's garbage collection, when Ray may be
-    gone. Its ``shutdown`` of what has ended already does nothing.
-    """
-    if generation is None or generation is policy:
-        return
-    end_generation = generation.shutdown
-
-    def shutdown(*args: Any, **kwargs: Any) -> Any:
-        try:
-            policy.shutdown()
-        finally:
-            ended = end_generation(*args, **kwargs)
-        return ended
-
-    generation.shutdown = shutdown
 
 
 def load_script(source: Path, name: str = "run_grpo") -> ModuleType:
@@ -209,6 +202,8 @@ class _Called:
 def main() -> None:
     """Runs ``examples/run_grpo.py`` of the checkout that ``NEMO_RL_SRC`` names, with its own arguments.
 
+    A signal that stops it becomes the exit status: 128 and its number.
+
     Raises:
         ConfigError: If there is no such script, it is one of a NeMo RL that this adapter does not fit, the node
             ``rl_safe`` cannot be used, or the script has ended without calling our ``setup``.
@@ -218,9 +213,25 @@ def main() -> None:
         raise ConfigError("NEMO_RL_SRC is not set: it names a checkout of NeMo RL, in its image /opt/nemo-rl")
     share_package(os.environ)
     script = load_script(Path(source))
-    with ExitStack() as ends:
-        setup = _Called(safe_setup(script.setup, ends))
-        script.setup = setup  # type: ignore[attr-defined]
-        script.main()
-        if not setup.was_called:
-            raise ConfigError(f"{script.__file__} has not called its own setup(): NeMo RL's own workers ran, if any")
+    run_id = uuid.uuid4().hex[:12]
+    env.mark_run(run_id)  # NeMo RL hands its workers this environment, and so a Ray that it starts
+    answer_sigterm()
+    try:
+        with taking_all_along(run_id) as processes, ExitStack() as ends:
+            _run(script, ends, processes)
+    except KeyboardInterrupt:
+        signum = stopped_by()
+        sys.stderr.write(f"rl_safe: stopped by {signum.name}; what was started has ended\n")
+        sys.exit(128 + signum)
+
+
+def _run(script: Any, ends: ExitStack, processes: JobProcesses) -> None:
+    def on_ray() -> None:
+        answer_sigterm()
+        processes.watch_nodes()
+
+    setup = _Called(safe_setup(script.setup, ends, on_ray=on_ray))
+    script.setup = setup
+    script.main()
+    if not setup.was_called:
+        raise ConfigError(f"{script.__file__} has not called its own setup(): NeMo RL's own workers ran, if any")

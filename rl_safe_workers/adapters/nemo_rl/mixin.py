@@ -83,6 +83,46 @@ class SafePolicyMixin:
         join = super().init_collective_mcore_generation  # type: ignore[misc]
         self.safe.join_host(lambda: join(*args, **kwargs))
 
+    def prepare_refit_info(self, *args: Any, **kwargs: Any) -> Any:
+        """Describes the weights of a refit, as phase ``sync``."""
+        send = super().prepare_refit_info  # type: ignore[misc]
+        return self.safe.sync(lambda: send(*args, **kwargs))
+
+    def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> Any:
+        """Sends weights over the communicator with the rollout ranks, as phase ``sync``."""
+        send = super().broadcast_weights_for_collective  # type: ignore[misc]
+        return self.safe.sync(lambda: send(*args, **kwargs))
+
+    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
+        """Sends weights to the rollout engine on this GPU, as phase ``sync``."""
+        send = super().stream_weights_via_ipc_zmq  # type: ignore[misc]
+        return self.safe.sync(lambda: send(*args, **kwargs))
+
+    def prepare_nccl_reshard_refit_info(self, *args: Any, **kwargs: Any) -> Any:
+        """Plans how shards of weights travel to the rollout ranks, as phase ``sync``."""
+        send = super().prepare_nccl_reshard_refit_info  # type: ignore[misc]
+        return self.safe.sync(lambda: send(*args, **kwargs))
+
+    def nccl_reshard_refit(self, *args: Any, **kwargs: Any) -> Any:
+        """Sends shards of weights to the rollout ranks, as phase ``sync``."""
+        send = super().nccl_reshard_refit  # type: ignore[misc]
+        return self.safe.sync(lambda: send(*args, **kwargs))
+
+    def init_remote_sparse_delta_baseline(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the weights that changes are counted from, as phase ``sync``."""
+        send = super().init_remote_sparse_delta_baseline  # type: ignore[misc]
+        return self.safe.sync(lambda: send(*args, **kwargs))
+
+    def stream_remote_sparse_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """Sends changes of weights to the rollout, as phase ``sync``."""
+        send = super().stream_remote_sparse_weights  # type: ignore[misc]
+        return self.safe.sync(lambda: send(*args, **kwargs))
+
+    def swap_weights_via_reshard(self, *args: Any, **kwargs: Any) -> Any:
+        """Sends weights to rollout ranks that are Megatron's, as phase ``sync``."""
+        send = super().swap_weights_via_reshard  # type: ignore[misc]
+        return self.safe.sync(lambda: send(*args, **kwargs))
+
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Saves as the host does, with both of megatron-core's flags off.
 
@@ -96,14 +136,26 @@ class SafePolicyMixin:
         with self.safe.saving(optimizer_replicated=not self.safe.distributed_optimizer):
             super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
-    def shutdown(self) -> bool:
+    def finalize_async_save(self) -> None:
+        """Waits until the save in the background is complete, on every rank.
+
+        Raises:
+            CheckpointError: On every rank, if one has failed.
+            PhaseTimeoutError: If a rank does not arrive, or has not written, in time; names it.
+        """
+        self.safe.finish_saves(super().finalize_async_save)  # type: ignore[misc]
+
+    def shutdown(self, failure: str | None = None) -> bool:
         """Ends the groups as all ranks agree, then what the host ends. Within the host's 30 s. Idempotent.
+
+        Args:
+            failure: None if all is well, else one line of what has failed, here or in the driver.
 
         Returns:
             Whether every rank was well.
         """
         try:
-            failed = self.safe.end()
+            failed = self.safe.end(failure)
         except (CommunicatorError, PhaseTimeoutError) as error:
             # Aborted: the process can end. NeMo RL kills it in any case, and would print no more than this.
             logger.warning("shutdown: %s", error)

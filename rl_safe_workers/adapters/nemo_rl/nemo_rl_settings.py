@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from rl_safe_workers.adapters.host_settings import HostSettings
-from rl_safe_workers.config import PhaseTimeouts, Seconds
+from rl_safe_workers.adapters.host_settings import HostSettings, RolloutTimeouts
+from rl_safe_workers.config import Seconds
 
 NODE = "rl_safe"
 VARIABLE = "RL_SAFE_NEMO_RL"
@@ -33,7 +33,7 @@ def _check_teardown(seconds: float) -> float:
     return seconds
 
 
-class NemoRlTimeouts(PhaseTimeouts):
+class NemoRlTimeouts(RolloutTimeouts):
     """Seconds that each phase may take under NeMo RL."""
 
     world: Seconds = 600.0

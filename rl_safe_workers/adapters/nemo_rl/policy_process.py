@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -20,11 +21,15 @@ from megatron.core import parallel_state
 
 from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.nemo_rl.bridge_features import features_of
+from rl_safe_workers.adapters.nemo_rl.bridge_saves import BridgeSaves
 from rl_safe_workers.adapters.nemo_rl.conversion import convert, is_from_hf
 from rl_safe_workers.adapters.nemo_rl.import_groups import end_groups_since, groups_now
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlSettings
+from rl_safe_workers.adapters.nemo_rl.refit_places import awaited_rollout
 from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.adapters.save_queue import SaveQueue
 from rl_safe_workers.adapters.shards import ShardWriter
+from rl_safe_workers.adapters.weight_update import WeightUpdate
 from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.errors import CommunicatorError, in_one_line
@@ -34,6 +39,9 @@ from rl_safe_workers.workers.communicators import HostComms
 from rl_safe_workers.worlds.training_world import set_group_timeouts
 
 logger = logging.getLogger(__name__)
+
+_STARTS_QUEUE = "initialize_async_checkpoint_worker"
+"""Method of Bridge's ``GlobalState``, called in ``setup_model_and_optimizer`` where NeMo RL has ``async_save``."""
 
 
 class NemoRlComms(HostComms):
@@ -60,6 +68,7 @@ class PolicyProcess(HostedTrainer):
     Attributes:
         import_groups: How many groups an import has made, which were ended.
         distributed_optimizer: Whether the optimizer's state is shared out.
+        saves: The save in the background; None until there is a world.
     """
 
     def __init__(self, settings: NemoRlSettings) -> None:
@@ -68,6 +77,7 @@ class PolicyProcess(HostedTrainer):
         self.import_groups = 0
         self._importing = False
         self.distributed_optimizer = True
+        self.saves: BridgeSaves | None = None
 
     @contextmanager
     def setting_up(self, host: Any, config: Mapping[str, Any], *, workers: int | None) -> Iterator[None]:
@@ -116,7 +126,9 @@ class PolicyProcess(HostedTrainer):
                 "saves and Megatron's groups would wait; this adapter supports NeMo RL's separate worlds alone"
             )
         self.take_world(self.settings.rl_safe(), comms=NemoRlComms(), outside_timeout=self._outside_timeout)
-        self._writer = ShardWriter(self.trainer.control, folders=3)
+        self.saves = BridgeSaves(self.trainer)
+        self.trainer.add_part(self.saves)
+        self._writer = ShardWriter(self.trainer.control, folders=3, pending=self.saves)
 
     def _importing_model(self, original: Callable[..., None]) -> Callable[..., None]:
         def handle_model_import(
@@ -162,10 +174,19 @@ class PolicyProcess(HostedTrainer):
                 self.distributed_optimizer = self.trainer.features.distributed_optimizer
             # So that its logs say what is done; what is done, `ShardWriter` decides.
             megatron_cfg.checkpoint.fully_parallel_save = False
-            _refuse_stale_saves(megatron_cfg.checkpoint)
-            return original(policy_cfg, megatron_cfg, *args, **kwargs)
+            state = getattr(sys.modules[original.__module__], "GlobalState", None)
+            with nullcontext() if state is None else replaced(state, _STARTS_QUEUE, self._starting_queue):
+                return original(policy_cfg, megatron_cfg, *args, **kwargs)
 
         return setup_model_and_optimizer
+
+    def _starting_queue(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Wraps the method that starts the process which would write saves in the background."""
+
+        def initialize_async_checkpoint_worker(state: Any) -> None:
+            state._async_calls_queue = SaveQueue(lambda: self.saves)
+
+        return initialize_async_checkpoint_worker
 
     def _creating_groups(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wraps Megatron's ``initialize_model_parallel``, which Bridge calls through its module."""
@@ -180,10 +201,42 @@ class PolicyProcess(HostedTrainer):
 
         return initialize_model_parallel
 
+    def finish_saves(self, finish: Callable[[], object]) -> None:
+        """Waits for the save in the background, as phase ``save``. Collective over: the training world, by the store.
+
+        Args:
+            finish: The host's own wait, which finds nothing more to do.
+
+        Raises:
+            CheckpointError: On every rank, if one has failed.
+            PhaseTimeoutError: Naming the ranks that have not written, or did not come, in time.
+        """
+        with self.trainer.phase(Phase.SAVE) if self.saves else nullcontext():
+            finish()
+
     @property
     def _outside_timeout(self) -> timedelta:
         """Longest wait of one collective outside of phases."""
         return timedelta(seconds=self.settings.timeouts.world)
+
+    def sync(self, send: Callable[[], Any]) -> Any:
+        """Does a step of a refit that all ranks take part in, as phase ``sync``; returns its value.
+
+        Collective over: the training world. Sent weights also wait for the rollout.
+
+        Raises:
+            LifecycleError: If the bootstrap has not run.
+            PhaseTimeoutError: If it does not end in time; names the ranks that did not come, or says that the rollout
+                did not.
+            RunError: If another rank has failed; names it.
+        """
+        if self.trainer.lifecycle.current is not None:
+            return send()  # the host calls one step in another
+        self.trainer.comms.require("weight sync")
+        update = WeightUpdate(self.trainer, send, awaited=awaited_rollout)
+        with self.trainer.phase(Phase.SYNC):
+            update.begin()
+            return update.finish()
 
     def join_host(self, join: Callable[[], object]) -> None:
         """Joins the host's communicator with the rollout ranks, which waits for them without end, in time.
@@ -203,17 +256,3 @@ class PolicyProcess(HostedTrainer):
                 joint = groups_now() - before
                 world = self.trainer.world
                 self.trainer.world = replace(world, host_groups=world.host_groups | joint)
-
-
-def _refuse_stale_saves(checkpoint: Any) -> None:
-    """Turns ``ckpt_assume_constant_structure`` off if saves are asynchronous, and says so.
-
-    With both on, saves after the first one may repeat it, or hold old optimizer state (NeMo RL issue 3312). Both are on
-    in NeMo RL's recipe for GRPO since July 2026.
-    """
-    if getattr(checkpoint, "async_save", False) and getattr(checkpoint, "ckpt_assume_constant_structure", False):
-        checkpoint.ckpt_assume_constant_structure = False
-        logger.warning(
-            "async_save with ckpt_assume_constant_structure can write stale weights (NeMo RL issue 3312): the second "
-            "is turned off; rl-safe audit STEP LATER_STEP compares two saves"
-        )

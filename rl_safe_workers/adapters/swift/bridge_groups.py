@@ -1,4 +1,4 @@
-"""The groups that mcore-bridge would create after the bootstrap, created in time."""
+"""The groups that mcore-bridge and ms-swift would create after the bootstrap, created in time."""
 
 from __future__ import annotations
 
@@ -39,3 +39,34 @@ def create_ep_pp_groups(gpt_bridge: Any, *, timeout: timedelta) -> None:
         if dist.get_rank() in ranks:
             gpt_bridge.EP_PP_GROUP = group
             gpt_bridge.EP_PP_SIZE, gpt_bridge.EP_PP_RANK = expert * pipeline, dist.get_rank(group)
+
+
+def create_rollout_groups(*, timeout: timedelta) -> Any:
+    """Creates the groups of ranks with the same samples, as ms-swift's ``create_rollout_group``; returns this rank's.
+
+    Collective over: the training world.
+
+    Args:
+        timeout: Longest wait of one collective.
+
+    Returns:
+        None if context is not parallel: ms-swift then takes a group of Megatron's.
+    """
+    context = parallel_state.get_context_parallel_world_size()
+    if context == 1:
+        return None
+    generator = parallel_state.RankGenerator(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        ep=1,
+        dp=parallel_state.get_data_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        cp=context,
+        order="tp-cp-ep-dp-pp",
+        rank_offset=0,
+    )
+    own = None
+    for ranks in generator.get_ranks("tp-cp-ep-pp"):
+        group = parallel_state.create_group(sorted(ranks), timeout=timeout, group_desc="ROLLOUT_GROUP")
+        if dist.get_rank() in ranks:
+            own = group
+    return own

@@ -11,17 +11,23 @@ from types import TracebackType
 from typing import Any
 
 from rl_safe_workers.adapters.host_contract import package_root
-from rl_safe_workers.adapters.swift.swift_contract import check_swift
+from rl_safe_workers.adapters.swift.swift_contract import check_ray_mode, check_swift
 from rl_safe_workers.adapters.swift.swift_settings import job_settings
-from rl_safe_workers.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _job: Any = None
+_is_actor = False
+
+
+def in_actor() -> None:
+    """Says that this process is a training worker of Ray mode."""
+    global _is_actor
+    _is_actor = True
 
 
 def job() -> Any:
-    """Returns this process's `SwiftJob`; None if nothing is installed."""
+    """Returns this process's `SwiftJob`, or the driver's `RayWaits`; None if nothing is installed."""
     return _job
 
 
@@ -34,6 +40,9 @@ def install() -> None:
     global _job
     if _job is not None or multiprocessing.parent_process() is not None:
         return
+    is_ray = "swift.ray.megatron" in sys.modules
+    if is_ray and not _is_actor and "RAY_SWIFT_GROUP" in os.environ:
+        return  # a worker of a driver that leaves us out
     if "swift.megatron" not in sys.modules:
         logger.warning("rl_safe: this job does not use ms-swift's Megatron pipelines, so the plugin does nothing")
         return
@@ -41,13 +50,18 @@ def install() -> None:
     if not settings.enabled:
         logger.warning("rl_safe: off, by RL_SAFE_SWIFT")
         return
-    if "swift.ray.megatron" in sys.modules:
-        raise ConfigError("ms-swift's Ray mode is not supported yet: leave our plugin out")
     check_swift(package_root("swift"), package_root("mcore_bridge"))
+    if is_ray and not _is_actor:
+        check_ray_mode(package_root("swift"))
+        from rl_safe_workers.adapters.swift.ray_driver import install_driver
+
+        _job = install_driver(settings)
+        logger.warning("rl_safe active: driver")
+        return
 
     from rl_safe_workers.adapters.swift.job import SwiftJob
 
-    made = SwiftJob(settings)
+    made = SwiftJob(settings, is_actor=_is_actor)
     _replace(made)
     _see_failures(made)
     _job = made
@@ -61,14 +75,14 @@ def _replace(job: Any) -> None:
     from swift.megatron.trainers.base import BaseMegatronTrainer
     from swift.megatron.utils import megatron_lm_utils
 
+    from rl_safe_workers.adapters.save_queue import SaveQueue
     from rl_safe_workers.adapters.swift.flow_callback import safe_flow
-    from rl_safe_workers.adapters.swift.save_queue import SaveQueue
 
     dist.init_process_group = job.creating_world(dist.init_process_group)
     dist.barrier = job.waiting(dist.barrier)
     megatron_lm_utils._initialize_mpu = job.creating_groups(megatron_lm_utils._initialize_mpu)
-    megatron_lm_utils.AsyncCallsQueue = lambda *args, **kwargs: SaveQueue(job)
-    megatron_lm_utils._async_calls_queue = SaveQueue(job)
+    megatron_lm_utils.AsyncCallsQueue = lambda *args, **kwargs: SaveQueue(lambda: job.saves)
+    megatron_lm_utils._async_calls_queue = SaveQueue(lambda: job.saves)
     megatron_callbacks_map["default_flow"] = safe_flow(megatron_callbacks_map["default_flow"], job)
     BaseMegatronTrainer.__init__ = job.building(BaseMegatronTrainer.__init__)
     BaseMegatronTrainer.train = job.looping(BaseMegatronTrainer.train)

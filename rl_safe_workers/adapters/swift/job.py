@@ -6,8 +6,10 @@ import functools
 import inspect
 import io
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from rl_safe_workers.adapters.given_comms import GivenComms, world_backend
+from rl_safe_workers.adapters.host_contract import package_root
 from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.adapters.shards import PendingShards, ShardWriter
 from rl_safe_workers.adapters.swift.args_features import features_of
-from rl_safe_workers.adapters.swift.bridge_groups import create_ep_pp_groups
+from rl_safe_workers.adapters.swift.bridge_groups import create_ep_pp_groups, create_rollout_groups
 from rl_safe_workers.adapters.swift.export import exported
-from rl_safe_workers.adapters.swift.swift_settings import SwiftSettings
+from rl_safe_workers.adapters.swift.swift_contract import check_grpo
+from rl_safe_workers.adapters.swift.swift_settings import OUTSIDE, SwiftSettings
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER, write_tracker
 from rl_safe_workers.comms.bootstrap import HostGroups
+from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import NO_VERDICT
@@ -37,13 +43,11 @@ from rl_safe_workers.workers.communicators import HostComms
 
 logger = logging.getLogger(__name__)
 
-OUTSIDE = "outside"
-"""Stands for the phase in waits outside of phases; the setting is ``timeouts.outside``."""
 _FOLDERS = 1
 """How many folders ms-swift makes above the shards: ``checkpoint-4/iter_0000004``."""
 _HEARD = timedelta(seconds=2)
 """How long a rank that fails listens for the failures of others."""
-_ON_POLICY = ("grpo", "gkd")
+_NOT_YET = "gkd"
 
 
 class SwiftComms(HostComms):
@@ -52,13 +56,22 @@ class SwiftComms(HostComms):
     missing_groups = "ms-swift has not made Megatron's groups by initialize_model_parallel()"
     makes_groups = True
 
+    def __init__(self) -> None:
+        self.generates = False
+        """True if ms-swift's own trainer generates."""
+
     def groups(self) -> HostGroups:
         """Returns the groups that ms-swift itself issues collectives on, with what Megatron does not issue there."""
         return [
             # Metrics: megatron/trainers/base.py:600.
             (parallel_state.get_data_parallel_group(), "dp", (OpClass.REDUCE,)),
             # Was an update successful, and its gradient norm: megatron/utils/parallel_utils.py:14, 24.
-            (parallel_state.get_model_parallel_group(), "mp", (OpClass.REDUCE,)),
+            # Generation gathers samples and advantages: megatron/trainers/grpo_trainer.py:270, 317.
+            (
+                parallel_state.get_model_parallel_group(),
+                "mp",
+                (OpClass.REDUCE, OpClass.GATHER_SCATTER) if self.generates else (OpClass.REDUCE,),
+            ),
             # broadcast_object_list of shapes of weights: mcore_bridge/bridge/gpt_bridge.py:328.
             (parallel_state.get_pipeline_model_parallel_group(), "pp", (OpClass.REDUCE,)),
         ]
@@ -67,9 +80,18 @@ class SwiftComms(HostComms):
 class SwiftJob(HostedTrainer):
     """The trainer behind ms-swift's pipelines: the world, groups, bootstrap, phases with deadlines, saves, the exit."""
 
-    def __init__(self, settings: SwiftSettings) -> None:
-        """Records the settings. Touches nothing."""
-        self.settings = settings
+    def __init__(self, settings: SwiftSettings, *, is_actor: bool = False) -> None:
+        """Records the settings. Touches nothing.
+
+        Args:
+            settings: Ours.
+            is_actor: Whether this process is a worker of Ray mode.
+        """
+        self.settings, self._is_actor = settings, is_actor
+        self.rollout_group: Any = None
+        """The group of ranks with the same samples, if context is parallel; else ms-swift takes one of Megatron's."""
+        self._given: GivenComms | None = None
+        self._comms = SwiftComms()
         self.saves: PendingShards | None = None
         self._step = ExitStack()
         """The phase that a callback has entered."""
@@ -83,10 +105,24 @@ class SwiftJob(HostedTrainer):
         def init_process_group(*args: Any, **kwargs: Any) -> None:
             given = inspect.signature(original).bind(*args, **kwargs)
             given.arguments["timeout"] = timedelta(seconds=self.settings.timeouts.world)
+            if self.settings.release_comms and not self.has_world:
+                is_cpu = not torch.cuda.is_available()
+                # Nobody knows yet whether there will be stages that send unbatched.
+                backend = world_backend(is_cpu=is_cpu, sends_unbatched=True)
+                given.arguments["backend"] = backend or given.arguments.get("backend")
             original(*given.args, **given.kwargs)
             if not self.has_world:
                 outside = timedelta(seconds=self.settings.timeouts.outside)
-                self.take_world(self.settings.rl_safe(), comms=SwiftComms(), outside_timeout=outside)
+                self.take_world(
+                    self.settings.rl_safe(),
+                    comms=self._comms,
+                    outside_timeout=outside,
+                    releases_comms=self.settings.release_comms,
+                )
+                self._given = GivenComms(
+                    self.trainer, taken_back_by="the end of a generation", remedy="leave release_comms out"
+                )
+                self.trainer.add_part(self._given)
                 self.saves = PendingShards(self.trainer)
                 self.trainer.add_part(self.saves)
                 self._writer = ShardWriter(self.trainer.control, folders=_FOLDERS, pending=self.saves)
@@ -118,8 +154,14 @@ class SwiftJob(HostedTrainer):
 
         @functools.wraps(original)
         def _initialize_mpu(args: Any) -> None:
-            if getattr(args, "rlhf_type", None) in _ON_POLICY:
+            if getattr(args, "rlhf_type", None) == _NOT_YET:
                 raise ConfigError(f"--rlhf_type {args.rlhf_type} is not supported yet: leave our plugin out")
+            self._comms.generates = getattr(args, "rlhf_type", None) == "grpo" and not self._is_actor
+            if self._comms.generates:
+                from rl_safe_workers.adapters.swift.rollout_phases import install_rollout
+
+                check_grpo(package_root("swift"))
+                install_rollout(self)
             if reason := why_no_async_save(args):
                 raise ConfigError(reason)
             self._optimizer_replicated = not args.use_distributed_optimizer
@@ -128,6 +170,8 @@ class SwiftJob(HostedTrainer):
                 def initialize_model_parallel(*sizes: Any, **more: Any) -> None:
                     self.trainer.features = features_of(args)
                     self.create_groups(create, *sizes, **more)
+                    assert self._given is not None, "made with the world"
+                    self._given.check()
 
                 return initialize_model_parallel
 
@@ -137,10 +181,12 @@ class SwiftJob(HostedTrainer):
         return _initialize_mpu
 
     def create_own_groups(self) -> None:
-        """As `HostedTrainer.create_own_groups`: mcore-bridge's, which it creates with the first model."""
+        """As `HostedTrainer.create_own_groups`: mcore-bridge's with the first model, ms-swift's in a generation."""
         from mcore_bridge.bridge import gpt_bridge
 
         create_ep_pp_groups(gpt_bridge, timeout=self.trainer.remaining())
+        if self._comms.generates:
+            self.rollout_group = create_rollout_groups(timeout=self.trainer.remaining())
 
     def building(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wraps the constructor of ms-swift's trainer, which builds the model and reads its weights."""
@@ -149,6 +195,7 @@ class SwiftJob(HostedTrainer):
         def build(trainer: Any, *args: Any, **kwargs: Any) -> None:
             with self.outermost(Phase.CONVERT):
                 original(trainer, *args, **kwargs)
+                self.meet_again()
 
         return build
 
@@ -159,6 +206,74 @@ class SwiftJob(HostedTrainer):
     def finish_phase(self) -> None:
         """Leaves the phase that `begin` has entered."""
         self._step.close()
+
+    def turn(self, phase: Phase) -> None:
+        """Goes from one phase of a step to another; nothing if it is in it. Collective over: the training world.
+
+        Ranks generate alone, so those that have ended wait for the others within the deadline of that phase.
+        """
+        current = self.trainer.lifecycle.current
+        if current is phase:
+            return
+        if current is Phase.ROLLOUT:
+            self.meet_again()
+        self.finish_phase()
+        self.begin(phase)
+
+    @contextmanager
+    def aside(self, phase: Phase) -> Iterator[None]:
+        """Leaves the phase of a step for another one, and enters it again. Collective over: the training world.
+
+        After a failure of the body the phase stays entered, for `fail_with`.
+        """
+        before = self.trainer.lifecycle.current
+        self.turn(phase)
+        yield
+        if before is not None:
+            self.turn(before)
+
+    def meet_again(self) -> None:
+        """Waits for all ranks within the phase's deadline, and names who is missing. Collective over: the world."""
+        trainer = self.trainer
+        trainer.control.barrier(trainer.lifecycle.current or OUTSIDE, trainer.deadline)
+
+    def phase_name(self) -> str:
+        """Returns the name of the phase that this rank is in."""
+        return str(self.trainer.lifecycle.current or OUTSIDE)
+
+    def patience(self) -> Deadline:
+        """Returns how long this rank waits for an engine: a little less than the others wait for this rank."""
+        if self.trainer.lifecycle.current is None:
+            return Deadline.after(timedelta(seconds=self.settings.timeouts.outside))
+        return Deadline(time.monotonic(), self.trainer.deadline.plus(-_HEARD).at_s)
+
+    @contextmanager
+    def engines_groups(self) -> Iterator[None]:
+        """Tells the groups that the body creates apart from the trainers': a vLLM engine in this process has its own.
+
+        No bootstrap connects them, and no release touches them.
+        """
+        before = set(torch_groups.registered_groups())
+        yield
+        world = self.trainer.world
+        self.trainer.world = replace(world, host_groups=frozenset(torch_groups.registered_groups()) - before)
+
+    def give_comms(self) -> None:
+        """Gives the communicators' memory to an engine, if the settings say so. Collective over: the training world."""
+        assert self._given is not None, "made with the world"
+        with self.outermost(Phase.ROLLOUT):
+            self._given.give(Phase.ROLLOUT)
+
+    def take_back_comms(self) -> None:
+        """Takes it back. Collective over: the training world. Idempotent."""
+        assert self._given is not None, "made with the world"
+        self._given.take_back()
+
+    def end(self, failure: str | None = None) -> dict[int, str]:
+        """As `HostedTrainer.end`; an engine's groups end with all others."""
+        if self.has_world:
+            self.trainer.world = replace(self.trainer.world, host_groups=frozenset())
+        return super().end(failure)
 
     def saving_checkpoint(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         """Wraps the trainer's ``save_checkpoint``."""

@@ -21,6 +21,14 @@ _ARGS = "swift/megatron/arguments/megatron_args.py"
 _FLOW = "swift/megatron/callbacks/default_flow.py"
 _CALLBACK = "swift/megatron/callbacks/base.py"
 _TRAINER = "BaseMegatronTrainer"
+_ROLLOUT = "swift/megatron/trainers/rollout_mixin.py"
+_GRPO = "swift/megatron/trainers/grpo_trainer.py"
+_GROUP = "swift/ray/megatron/worker_group.py"
+_WORKER = "swift/ray/megatron/megatron_worker.py"
+_REPLICA = "swift/ray/megatron/rollout/replica.py"
+_ADAPTER = "swift/ray/megatron/rollout/adapter.py"
+_SENDER = "swift/ray/megatron/rollout/weight_transfer.py"
+_MANAGER = "swift/ray/megatron/checkpoint_engine/manager.py"
 
 NAMES: tuple[HostName, ...] = (
     HostName(
@@ -134,6 +142,264 @@ TEXTS: tuple[HostText, ...] = (
     HostText(file=_SFT, within="MegatronSft.run", text="dist.destroy_process_group()", why="left to our teardown"),
 )
 
+GRPO_NAMES: tuple[HostName, ...] = (
+    HostName(
+        file=_ROLLOUT,
+        name="create_rollout_group",
+        parameters=("trainer",),
+        why="replaced: our groups, created in time",
+    ),
+    HostName(
+        file=_ROLLOUT,
+        name="MegatronRolloutMixin._prepare_vllm_engine",
+        parameters=("self",),
+        why="replaced: the engine's calls end",
+    ),
+    HostName(
+        file=_ROLLOUT,
+        name="MegatronRolloutMixin._move_model_to_vllm",
+        parameters=("self",),
+        why="phase sync",
+    ),
+    HostName(
+        file=_ROLLOUT,
+        name="MegatronRolloutMixin.offload_context",
+        parameters=("self",),
+        why="replaced: communicators give their memory",
+    ),
+    HostName(
+        file=_GRPO,
+        name="MegatronGRPOTrainer._init_rollout_engine",
+        parameters=("self",),
+        why="phase start",
+    ),
+    HostName(
+        file=_GRPO,
+        name="MegatronGRPOTrainer._generate_and_score_completions",
+        parameters=("self",),
+        why="phase rollout",
+    ),
+    HostName(
+        file=_GRPO,
+        name="MegatronGRPOTrainer._maybe_compute_logps",
+        parameters=("self", "batch"),
+        why="phase logprob",
+    ),
+    HostName(
+        file="swift/megatron/pipelines/train/rlhf.py",
+        name="MegatronRLHF._prepare_vllm_client",
+        parameters=("self",),
+        why="replaced: the client's calls end",
+    ),
+)
+
+GRPO_TEXTS: tuple[HostText, ...] = (
+    HostText(
+        file=_ROLLOUT,
+        within="create_rollout_group",
+        text="if trainer._rollout_group is not None",
+        why="finds the group that we have created",
+    ),
+    HostText(
+        file=_ROLLOUT,
+        within="create_rollout_group",
+        text="get_ranks('tp-cp-ep-pp')",
+        why="the ranks of those groups",
+    ),
+    HostText(
+        file=_ROLLOUT,
+        within="MegatronRolloutMixin._init_rollout_engine",
+        text="self.engine = self._prepare_vllm_engine()",
+        why="looked up in the class",
+    ),
+    HostText(
+        file=_ROLLOUT,
+        within="MegatronRolloutMixin._generate_completions",
+        text="self._move_model_to_vllm()",
+        why="looked up in the class",
+    ),
+    HostText(
+        file=_ROLLOUT,
+        within="MegatronRolloutMixin._colocate_rollout",
+        text="self.engine.infer(",
+        why="replaced: its waits end",
+    ),
+)
+
+RAY_NAMES: tuple[HostName, ...] = (
+    HostName(
+        file=_GROUP,
+        name="WorkerGroup.__init__",
+        parameters=("self", "name", "worker_handles"),
+        why="notes the training ranks",
+    ),
+    HostName(
+        file=_GROUP,
+        name="WorkerGroup.execute",
+        parameters=("self", "method_name"),
+        why="replaced: a deadline for each call",
+    ),
+    HostName(
+        file=_GROUP,
+        name="WorkerGroup.shutdown",
+        parameters=("self",),
+        why="replaced: nothing after a failure",
+    ),
+    HostName(
+        file=_REPLICA,
+        name="RolloutReplica._spawn_actors",
+        parameters=("self",),
+        why="notes the engines",
+    ),
+    HostName(
+        file=_REPLICA,
+        name="RolloutReplica._parallel_launch_all",
+        parameters=("cls", "replicas"),
+        why="phase start",
+    ),
+    HostName(
+        file=_MANAGER,
+        name="CheckpointEngineManager.wake_up_rollout",
+        parameters=("self", "tags"),
+        why="communicators give their memory before",
+    ),
+    HostName(
+        file=_WORKER,
+        name="MegatronWorker.init_actor",
+        parameters=("self", "cfg"),
+        why="overridden",
+    ),
+    HostName(
+        file=_WORKER,
+        name="MegatronWorker.setup",
+        parameters=("self", "args_override"),
+        why="overridden: a failure is told",
+    ),
+    HostName(
+        file=_WORKER,
+        name="MegatronWorker.train_step",
+        parameters=("self",),
+        why="overridden: a failure is told",
+    ),
+    HostName(
+        file=_WORKER,
+        name="MegatronWorker.compute_logps",
+        parameters=("self",),
+        why="phase logprob",
+    ),
+    HostName(
+        file=_WORKER,
+        name="MegatronWorker.compute_ref_logps",
+        parameters=("self",),
+        why="phase logprob",
+    ),
+    HostName(
+        file=_WORKER,
+        name="MegatronWorker.update_weights",
+        parameters=("self",),
+        why="phase sync",
+    ),
+    HostName(
+        file=_WORKER,
+        name="MegatronWorker.send_checkpoint_weights",
+        parameters=("self",),
+        why="phase sync",
+    ),
+    HostName(
+        file=_WORKER,
+        name="MegatronWorker.offload_to_cpu",
+        parameters=("self",),
+        why="refused before the bootstrap",
+    ),
+    HostName(
+        file=_WORKER,
+        name="MegatronWorker.reload_to_gpu",
+        parameters=("self",),
+        why="takes the communicators' memory back before",
+    ),
+    HostName(
+        file=_WORKER,
+        name="MegatronWorker.finalize",
+        parameters=("self",),
+        why="overridden: the exit",
+    ),
+    HostName(
+        file=_SENDER,
+        name="BucketedWeightSender.__init__",
+        parameters=("self",),
+        why="replaced: its waits end",
+    ),
+    HostName(
+        file=_ADAPTER,
+        name="RolloutAdapter.update_weights",
+        parameters=("self", "weight_iter"),
+        why="replaced: names the engine",
+    ),
+)
+
+RAY_TEXTS: tuple[HostText, ...] = (
+    HostText(
+        file="swift/ray/megatron/pipeline.py",
+        within="MegatronRayPipeline.init",
+        text="self._build_dataset()",
+        why="the driver imports the plugin before it makes actors",
+    ),
+    HostText(
+        file="swift/ray/megatron/pipeline.py",
+        within="MegatronRayPipeline._spawn_train_group",
+        text="from .megatron_worker import MegatronWorker",
+        why="replaced: looked up in the module",
+    ),
+    HostText(
+        file="swift/ray/megatron/pipeline.py",
+        within="MegatronRayPipeline._spawn_train_group",
+        text="wg.broadcast('init_actor', cfg",
+        why="takes our settings along",
+    ),
+    HostText(
+        file=_WORKER,
+        within="MegatronWorker.init_actor",
+        text="parse_args_from_dict(MegatronRLHFArguments, cfg)",
+        why="imports the plugin in an actor",
+    ),
+    HostText(
+        file=_GROUP,
+        within="WorkerGroup.execute",
+        text="ray.get(futures)",
+        why="replaced: looked up in the module",
+    ),
+    HostText(
+        file="swift/ray/megatron/base_trainer.py",
+        within="BaseRayTrainer._distribute_to_replicas",
+        text="ray.get(refs)",
+        why="replaced: looked up in the module",
+    ),
+    HostText(
+        file=_REPLICA,
+        within="RolloutReplica._parallel_launch_all",
+        text="ray.get(all_refs)",
+        why="replaced: looked up in the module",
+    ),
+    HostText(
+        file=_MANAGER,
+        within="CheckpointEngineManager._sync_weights_nccl",
+        text="ray.get(train_init_refs + rollout_init_refs)",
+        why="replaced: looked up in the module",
+    ),
+    HostText(
+        file=_ADAPTER,
+        within="RolloutAdapter.update_weights",
+        text="ray.get, rpc_ref",
+        why="replaced: looked up in the module",
+    ),
+    HostText(
+        file=_SENDER,
+        within="BucketedWeightSender.__init__",
+        text="self.timeout_ms = ",
+        why="the waits of a transfer",
+    ),
+)
+
 BRIDGE_NAMES: tuple[HostName, ...] = (
     HostName(
         file="mcore_bridge/bridge/gpt_bridge.py",
@@ -169,12 +435,23 @@ def check_swift(swift: Path, bridge: Path) -> None:
     Raises:
         ConfigError: Naming what it lacks.
     """
-    for host, root, names, texts in (
-        ("ms-swift", swift, NAMES, TEXTS),
-        ("mcore-bridge", bridge, BRIDGE_NAMES, BRIDGE_TEXTS),
-    ):
-        if lack := lacking(root, names, texts):
-            raise ConfigError(
-                f"the {host} in {root} lacks {lack}, which rl_safe_workers needs: use ms-swift {SINCE} to {UNTIL} "
-                "(docs/swift.md), or leave our plugin out"
-            )
+    _check("ms-swift", swift, NAMES, TEXTS)
+    _check("mcore-bridge", bridge, BRIDGE_NAMES, BRIDGE_TEXTS)
+
+
+def check_grpo(swift: Path) -> None:
+    """As `check_swift`, for GRPO in ms-swift's own trainer."""
+    _check("ms-swift", swift, GRPO_NAMES, GRPO_TEXTS)
+
+
+def check_ray_mode(swift: Path) -> None:
+    """As `check_swift`, for Ray mode."""
+    _check("ms-swift", swift, RAY_NAMES, RAY_TEXTS)
+
+
+def _check(host: str, root: Path, names: tuple[HostName, ...], texts: tuple[HostText, ...]) -> None:
+    if lack := lacking(root, names, texts):
+        raise ConfigError(
+            f"the {host} in {root} lacks {lack}, which rl_safe_workers needs: use ms-swift {SINCE} to {UNTIL} "
+            "(docs/swift.md), or leave our plugin out"
+        )

@@ -12,6 +12,8 @@ from rl_safe_workers.config import PhaseTimeouts, RlSafeConfig, Seconds, Timeout
 
 VARIABLE = "RL_SAFE_SWIFT"
 """The settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
+OUTSIDE = "outside"
+"""Stands for the phase in waits outside of phases; the setting is ``timeouts.outside``."""
 
 
 class SwiftTimeouts(PhaseTimeouts):
@@ -23,12 +25,20 @@ class SwiftTimeouts(PhaseTimeouts):
     """For each wait outside of phases: ranks wait in one while a rank prepares the dataset."""
     convert: Seconds = 3600.0
     """To build the model and read its weights, and for an export."""
+    start: Seconds = 1800.0
+    """To start vLLM, and in Ray mode the processes of the job."""
+    rollout: Seconds = 3600.0
+    """For generation and rewards."""
+    sync: Seconds = 1800.0
+    """To bring weights to vLLM."""
 
 
 class SwiftSettings(HostSettings):
     """The variable's keys. With ``enabled`` false the plugin does nothing."""
 
     timeouts: SwiftTimeouts = Field(default_factory=SwiftTimeouts)
+    release_comms: bool = False
+    """True if the memory of communicators goes to vLLM on the same GPUs during generation."""
 
     def rl_safe(self, **timeouts: float) -> RlSafeConfig:
         """As `HostSettings.rl_safe`; ``outside`` is no phase."""

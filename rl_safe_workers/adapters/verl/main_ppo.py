@@ -7,15 +7,12 @@ either it is verl's own entry.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
 import ray
@@ -23,66 +20,38 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
 from rl_safe_workers import env
+from rl_safe_workers.adapters.job_processes import JobProcesses, answer_sigterm, stopped_by, taking_all_along
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
 from rl_safe_workers.checkpoint.folders.claim import claimed
 from rl_safe_workers.errors import RlSafeError
-from rl_safe_workers.reaping.guardian import Guardian
-from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
-from rl_safe_workers.reaping.processes import ended, reap, run_processes
 
 _CONFIG_PATH = ("--config-path", "-cp")
-KILL_AFTER_S = 10.0
-"""Seconds that a process gets between being asked to end and being killed."""
 
 
 class _StartedLast:
     """A class of Ray actors of which verl makes one, right after it has started Ray."""
 
-    def __init__(self, actor_class: Any) -> None:
-        self._actor_class = actor_class
+    def __init__(self, actor_class: Any, processes: JobProcesses) -> None:
+        self._actor_class, self._processes = actor_class, processes
 
     def options(self, **options: Any) -> _StartedLast:
         """As Ray's."""
-        return _StartedLast(self._actor_class.options(**options))
+        return _StartedLast(self._actor_class.options(**options), self._processes)
 
     def remote(self, *arguments: Any) -> Any:
-        """As Ray's. From now on SIGTERM is ours: Ray's handler would end this process and show its own stack."""
-        signal.signal(signal.SIGTERM, _stop)
+        """As Ray's, which is up by now."""
+        answer_sigterm()
+        self._processes.watch_nodes()
         return self._actor_class.remote(*arguments)
 
 
-def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    """Takes the path of Ctrl-C: of what a handler raises, a wait of Ray's passes on nothing else."""
-    _signals.append(signal.Signals(signum))
-    raise KeyboardInterrupt
+def safe_task_runner(processes: JobProcesses) -> _StartedLast:
+    """Returns verl's task runner, a Ray actor, made to choose among our trainers.
 
-
-_signals: list[signal.Signals] = []
-"""Signals that were answered; not Ctrl-C, which Python answers."""
-
-
-@contextmanager
-def _taking_all_along(run_id: str) -> Iterator[None]:
-    """Ends Ray, if it is ours, and every process of the run on this machine when the body is left or this process dies.
-
-    Processes outlive the actors that had started them, e.g. the 32 workers with which each trainer compiles.
+    Args:
+        processes: Of the job.
     """
-    since = Moment.now()
-    guardian = Guardian(run_id, since=since, kill_after_s=KILL_AFTER_S)
-    try:
-        yield
-    finally:
-        pids = {process.pid for process in run_processes(run_id)}
-        segments = segments_of(pids)
-        ray.shutdown()
-        reap(run_id, kill_after_s=KILL_AFTER_S)
-        remove_ipc_files(ended(pids), since=since, segments=segments)
-        guardian.dismiss(timeout_s=KILL_AFTER_S)
-
-
-def safe_task_runner() -> _StartedLast:
-    """Returns verl's task runner, a Ray actor, made to choose among our trainers."""
     from verl.trainer.main_ppo import TaskRunnerV1
 
     plain: Any = TaskRunnerV1.__ray_actor_class__
@@ -97,7 +66,7 @@ def safe_task_runner() -> _StartedLast:
             use_trainers()
             super().run(config)
 
-    return _StartedLast(ray.remote(SafeTaskRunner))
+    return _StartedLast(ray.remote(SafeTaskRunner), processes)
 
 
 def run(config: DictConfig) -> None:
@@ -121,8 +90,8 @@ def run(config: DictConfig) -> None:
     run_id = uuid.uuid4().hex[:12]
     prepare_job(config, settings, run_id)
     env.mark_run(run_id)  # for a Ray that this process starts
-    with claimed(_folders_of(config)), _taking_all_along(run_id):
-        stock.run_ppo(config, task_runner_class=safe_task_runner())
+    with claimed(_folders_of(config)), taking_all_along(run_id) as processes:
+        stock.run_ppo(config, task_runner_class=safe_task_runner(processes))
 
 
 def _folders_of(config: DictConfig) -> dict[str, Path]:
@@ -162,7 +131,7 @@ def _main(config: DictConfig) -> None:
         sys.stderr.write(f"rl_safe: {error}\n")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        (signum,) = _signals[:1] or [signal.SIGINT]
+        signum = stopped_by()
         sys.stderr.write(f"rl_safe: stopped by {signum.name}; what was started has ended\n")
         sys.exit(128 + signum)
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from rl_safe_workers.adapters.given_comms import GivenComms
 from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.verl import environment
-from rl_safe_workers.adapters.verl.given_comms import GivenComms
 from rl_safe_workers.adapters.verl.host_groups import DELTA_KEYS, verl_groups
 from rl_safe_workers.adapters.verl.pending_saves import PendingSaves
 from rl_safe_workers.adapters.verl.settings import NODE, VerlSettings
@@ -87,7 +87,13 @@ class TrainerProcess(HostedTrainer):
             outside_timeout=timeout,
             releases_comms=settings.release_comms,
         )
-        self.saves, self.given = PendingSaves(self.trainer, self.tracker), GivenComms(self.trainer)
+        self.saves = PendingSaves(self.trainer, self.tracker)
+        # verl gathers token counts before it enters a phase of ours.
+        self.given = GivenComms(
+            self.trainer,
+            taken_back_by="train_mode() or eval_mode() of an engine",
+            remedy="start the job with rl_safe_workers.adapters.verl.main_ppo",
+        )
         self.trainer.add_part(self.saves)
         self.trainer.add_part(self.given)
 

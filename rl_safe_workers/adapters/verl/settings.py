@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
-from rl_safe_workers.adapters.host_settings import HostSettings
-from rl_safe_workers.config import PhaseTimeouts, RlSafeConfig, Seconds
+from rl_safe_workers.adapters.host_settings import HostSettings, RolloutTimeouts
+from rl_safe_workers.config import RlSafeConfig, Seconds
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.topology.groups import dispatcher_of
 
@@ -28,13 +28,10 @@ TAKEN = {
 """Keys of the settings that are no keys of the node, and where in verl's configuration they come from."""
 
 
-class VerlTimeouts(PhaseTimeouts):
+class VerlTimeouts(RolloutTimeouts):
     """Seconds that each phase may take under verl."""
 
     load: Seconds = 1800.0
-    sync: Seconds = 600.0
-    rollout: Seconds = 3600.0
-    """Longest time without a response that ends."""
 
 
 class VerlSettings(HostSettings):

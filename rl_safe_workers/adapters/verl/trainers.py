@@ -12,14 +12,8 @@ import ray
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-from rl_safe_workers.adapters.verl.driver_waits import (
-    DriverWaits,
-    Party,
-    guarded_agents,
-    guarded_samples,
-    guarded_transfer,
-    last_line,
-)
+from rl_safe_workers.adapters.driver_waits import DriverWaits, Party, last_line
+from rl_safe_workers.adapters.verl.guarded_objects import guarded_agents, guarded_samples, guarded_transfer
 from rl_safe_workers.adapters.verl.settings import VerlSettings, read_settings
 from rl_safe_workers.adapters.verl.workers import safe_worker
 from rl_safe_workers.errors import RunError, in_one_line

@@ -15,12 +15,13 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from rl_safe_workers.adapters.given_comms import world_backend
 from rl_safe_workers.adapters.verl import environment
-from rl_safe_workers.adapters.verl.given_comms import world_backend
+from rl_safe_workers.adapters.verl.coroutine_update import CoroutineUpdate, RolloutCalls
 from rl_safe_workers.adapters.verl.process import existing_process, trainer_process
 from rl_safe_workers.adapters.verl.settings import STRATEGY
-from rl_safe_workers.adapters.verl.weight_update import RolloutCalls, WeightUpdate
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +88,12 @@ class _Syncs(_Calls):
             PhaseTimeoutError: If it does not end in time; names the ranks or the rollout engine that it waits for.
         """
         stock = functools.partial(super().update_weights, global_steps=global_steps, mode=mode)  # type: ignore[misc]
-        return await WeightUpdate(trainer_process(), stock, calls=self._rollout_calls).run()
+        return await CoroutineUpdate(trainer_process(), stock, calls=self._rollout_calls).run()
 
     @functools.cached_property
     def _rollout_calls(self) -> RolloutCalls:
-        before_cache = trainer_process().given.give
-        return RolloutCalls([self.rollout, self.checkpoint_engine], before_cache=before_cache)
+        give = functools.partial(trainer_process().given.give, Phase.SYNC)
+        return RolloutCalls([self.rollout, self.checkpoint_engine], before_cache=give)
 
 
 class SafeActorRolloutRefWorker(_Syncs, ActorRolloutRefWorker):

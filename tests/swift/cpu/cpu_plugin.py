@@ -32,3 +32,11 @@ def _to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 # mcore-bridge moves what it gathers to the GPU (bridge/gpt_bridge.py:388).
 torch.Tensor.to = _to_cpu  # type: ignore[assignment,method-assign]
+
+
+def _unpinned(make: Any) -> Any:
+    return functools.wraps(make)(lambda *args, **kwargs: make(*args, **{**kwargs, "pin_memory": False}))
+
+
+# ms-swift offloads to pinned memory (megatron/trainers/utils.py:118), which only a machine with a GPU has.
+torch.empty = _unpinned(torch.empty)

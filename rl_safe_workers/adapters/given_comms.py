@@ -1,18 +1,20 @@
 """The trainers' communicators, whose memory goes to the rollout engines on the same GPUs while these are awake.
 
-verl's order of a step, in which the trainers have nothing to tell each other between the second line and the last::
+A host's order of a step, in which the trainers have nothing to tell each other between the second line and the last::
 
-    update_weights    the bridge gathers weights, parameters go to the host
-                      given away here, before the KV cache is allocated (engine_workers.py:823)
+    weight sync       the bridge gathers weights, parameters go to the host
+                      given away here, before an engine allocates its KV cache
     generation
-    sleep_replicas    the engines free their memory (trainer_sync.py:41)
-    infer_batch ...   taken back here, before parameters come to the device
+    sleep             the engines free their memory
+                      taken back here, before parameters come to the device
+    log-probabilities, update
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -27,13 +29,12 @@ from rl_safe_workers.worlds.training_rank import Part
 
 logger = logging.getLogger(__name__)
 
-_TAKEN_BACK_BY = "train_mode() or eval_mode() of an engine"
-
 
 def world_backend(*, is_cpu: bool, sends_unbatched: bool) -> str | None:
-    """Returns the backend of a default group whose communicators can give their memory away; None for verl's own.
+    """Returns the backend of a default group whose communicators can give their memory away; None for the host's own.
 
-    verl's own can where NCCL suspends communicators. Every later group, Megatron's or verl's, inherits the backend.
+    The host's own can where NCCL suspends communicators. Every later group, Megatron's or the host's, inherits the
+    backend.
 
     Args:
         is_cpu: Whether the trainers are on CPUs.
@@ -55,9 +56,16 @@ class GivenComms(Part):
         seconds: Seconds that giving and taking have taken since the metrics were last asked for.
     """
 
-    def __init__(self, rank: SafeTrainer) -> None:
+    def __init__(self, rank: SafeTrainer, *, taken_back_by: str, remedy: str) -> None:
+        """Holds the communicators.
+
+        Args:
+            rank: This training rank.
+            taken_back_by: What takes the memory back, for the error of a caller that uses a group before.
+            remedy: What to do where the groups cannot give memory away, for the warning.
+        """
         super().__init__(rank)
-        self._offloader = rank.offloader
+        self._offloader, self._taken_back_by, self._remedy = rank.offloader, taken_back_by, remedy
         self.are_away, self.freed_bytes, self.seconds = False, 0, 0.0
 
     def check(self) -> None:
@@ -67,14 +75,17 @@ class GivenComms(Part):
             offloader.releases_comms = False
             logger.warning(
                 "training rank %d: communicators keep their memory, whatever release_comms says: the default group's "
-                "backend is %s, and NCCL does not suspend its communicators; start the job with "
-                "rl_safe_workers.adapters.verl.main_ppo",
+                "backend is %s, and NCCL does not suspend its communicators; %s",
                 self.rank.training_rank,
                 dist.get_backend_config(),
+                self._remedy,
             )
 
-    def give(self) -> None:
-        """Gives the memory away. Collective over: the training world. Part of phase ``sync``. Idempotent.
+    def give(self, phase: Phase) -> None:
+        """Gives the memory away. Collective over: the training world. Idempotent.
+
+        Args:
+            phase: The phase that this is part of.
 
         Raises:
             CommunicatorError: On every rank, if one failed; names it.
@@ -83,13 +94,13 @@ class GivenComms(Part):
         if self.are_away or not self._offloader.releases_comms:
             return
         started_s = time.monotonic()
-        self.freed_bytes = self._offloader.release_comms(phase=Phase.SYNC, missing_call=_TAKEN_BACK_BY)
+        self.freed_bytes = self._offloader.release_comms(phase=phase, missing_call=self._taken_back_by)
         # A release that NCCL refuses turns itself off.
         self.are_away = self._offloader.releases_comms
         self.seconds += time.monotonic() - started_s
 
     def take_back(self) -> None:
-        """Takes the memory back, as phase ``bootstrap``. Collective over: the training world. Idempotent.
+        """Takes the memory back, within a phase or as ``bootstrap``. Collective over: the training world. Idempotent.
 
         Raises:
             CommunicatorError: As `give`.
@@ -98,12 +109,13 @@ class GivenComms(Part):
         if not self.are_away:
             return
         started_s = time.monotonic()
-        with self.rank.phase(Phase.BOOTSTRAP):
-            self._offloader.rebuild_comms(phase=Phase.BOOTSTRAP)
+        phase = self.rank.lifecycle.current
+        with self.rank.phase(Phase.BOOTSTRAP) if phase is None else nullcontext():
+            self._offloader.rebuild_comms(phase=phase or Phase.BOOTSTRAP)
         self.are_away = False
         self.seconds += time.monotonic() - started_s
 
     def before(self, phase: Phase) -> None:
-        """Takes the memory back before a phase with collectives. verl has some before its phases, see the engine."""
+        """Takes the memory back before a phase with collectives. A host may have some before its phases."""
         if phase in USES_STATE:
             self.take_back()

@@ -1,18 +1,23 @@
-"""Stands in for megatron-core's queue of saves in the background, which asks all ranks in every step."""
+"""Stands in for megatron-core's queue of saves in the background, which asks all ranks whether one has ended."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from rl_safe_workers.adapters.swift.job import SwiftJob
+from rl_safe_workers.adapters.shards import PendingShards
 
 
 class SaveQueue:
-    """The names that ms-swift calls, over `PendingShards`: no collective, and no process for a save."""
+    """The names that hosts call, over `PendingShards`: no collective, and no process for a save."""
 
-    def __init__(self, job: SwiftJob) -> None:
-        """Holds this rank's job."""
-        self._job = job
+    def __init__(self, saves: Callable[[], PendingShards | None]) -> None:
+        """Holds no save itself.
+
+        Args:
+            saves: Returns this rank's save in the background; None until there is a world.
+        """
+        self._saves = saves
 
     def schedule_async_request(self, request: Any) -> None:
         """Does nothing: the save has begun, and its end is seen to."""
@@ -23,7 +28,7 @@ class SaveQueue:
         Raises:
             CheckpointError: On every rank, if the save has failed and this waits.
         """
-        saves = self._job.saves
+        saves = self._saves()
         if saves is not None:
             if blocking:
                 saves.finish()
@@ -32,7 +37,7 @@ class SaveQueue:
 
     def get_num_unfinalized_calls(self) -> int:
         """Returns how many saves are in the background."""
-        return len(self._job.saves or ())
+        return len(self._saves() or ())
 
     def close(self, abort: bool = False) -> None:
         """Does nothing: there is no process to end."""

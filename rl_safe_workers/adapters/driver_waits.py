@@ -1,0 +1,182 @@
+"""The waits of a host's driver for trainers and rollout engines, each with a deadline and somebody to blame.
+
+verl's and NeMo RL's drivers wait without end: they call ``ray.get`` without a timeout, or poll. An adapter has those
+waits go through `DriverWaits`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import ray
+
+from rl_safe_workers.adapters.host_settings import RolloutTimeouts
+from rl_safe_workers.adapters.weight_update import ROLLOUT
+from rl_safe_workers.control.deadline import Background, Deadline
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RunError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import RankId
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_WORKERS_FIRST_S = 4.0
+"""Seconds that the driver waits longer than its workers, who know better whom they wait for."""
+_ANSWER_S = 3.0
+"""Seconds in which a process that is well answers a question."""
+
+
+class Party(NamedTuple):
+    """A process that the driver may wait for."""
+
+    name: str
+    rank: RankId | None
+    """Its rank; None for a process that neither trains nor generates."""
+    ask: Callable[[], Any]
+    """Asks it something, and returns the reference to its answer."""
+
+
+class Standstill:
+    """For how long nothing has changed."""
+
+    def __init__(self) -> None:
+        """Has seen nothing yet."""
+        self._seen: object = self  # equal to nothing else
+        self._since_s = 0.0
+
+    def seconds(self, found: object) -> float:
+        """Returns for how many seconds it has looked as it does now.
+
+        Args:
+            found: Something that is equal as long as nothing changes.
+        """
+        now_s = time.monotonic()
+        if found != self._seen:
+            self._seen, self._since_s = found, now_s
+        return now_s - self._since_s
+
+
+class DriverWaits:
+    """Bounds the driver's waits, and finds the processes that do not answer when one has ended."""
+
+    def __init__(self, timeouts: RolloutTimeouts, parties: Callable[[], Sequence[Party]]) -> None:
+        """Guards nothing yet.
+
+        Args:
+            timeouts: The deadlines, by phase.
+            parties: Lists the processes of the job that exist by now.
+        """
+        self._timeouts, self._parties = timeouts, parties
+        self._bounding = threading.local()
+
+    @property
+    def is_bounding(self) -> bool:
+        """True in work that `bounded` does."""
+        return bool(getattr(self._bounding, "here", False))
+
+    def timeout_s(self, phase: Phase) -> float:
+        """Returns the timeout of a phase in seconds."""
+        found: float = getattr(self._timeouts, phase.value)
+        return found
+
+    def bounded(
+        self, phase: Phase, what: str, work: Callable[[], T], *, progress: Callable[[], object] = lambda: None
+    ) -> T:
+        """Does some work of the host's on a thread of its own; returns its value.
+
+        Args:
+            phase: The phase whose timeout bounds it.
+            what: The work, for errors.
+            work: What may wait for another process.
+            progress: Returns something that changes as the work gets on. The timeout begins anew with each change.
+
+        Raises:
+            PhaseTimeoutError: If nothing changes for the timeout; names the processes that do not answer.
+            RunError: If it fails, and a process does not answer.
+        """
+        if self.is_bounding:
+            return work()  # the outermost bound counts
+        standstill = Standstill()
+
+        def check() -> None:
+            waited_s = standstill.seconds(progress())
+            if waited_s >= self.timeout_s(phase) + _WORKERS_FIRST_S:
+                raise self.late(phase, what, waited_s)
+
+        def run() -> T:
+            self._bounding.here = True
+            return work()
+
+        check()
+        try:
+            return Background(run, name=what).wait(Deadline.after(math.inf), on_tick=check)
+        except ray.exceptions.RayError as error:
+            if (blaming := self.blaming(what, error)) is None:
+                raise
+            raise blaming from error
+
+    def blaming(self, what: str, error: ray.exceptions.RayError) -> RunError | None:
+        """Returns the error of a wait that has failed, with the processes that do not answer; None if all answer.
+
+        Args:
+            what: The work that has failed.
+            error: What Ray has raised.
+        """
+        silent = [] if _names_missing(error) else self._silent()
+        if not silent:
+            return None
+        return RunError(f"{what}: {_told(silent)}; {last_line(error)}", culprit=_first_rank(silent))
+
+    def late(self, phase: Phase, what: str, waited_s: float, detail: str = "") -> PhaseTimeoutError:
+        """Returns the error of a wait that has passed its deadline; asks every process whether it is well."""
+        silent = self._silent()
+        ranks = [party.rank for party, _ in silent if party.rank is not None]
+        return PhaseTimeoutError(
+            phase=phase,
+            awaited=Awaited(what, frozenset(p.rank for p in self._parties() if p.rank is not None)),
+            missing=ranks,
+            waited_s=waited_s,
+            setting=f"rl_safe.timeouts.{phase}",
+            detail="; ".join(filter(None, (detail, _told(silent) or "every process that was asked answers"))),
+        )
+
+    def _silent(self) -> list[tuple[Party, str]]:
+        """Asks every process something; returns those without an answer, and why."""
+        asked = {party.ask(): party for party in self._parties()}
+        if not asked:
+            return []
+        answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
+        found = [(asked[call], "does not answer") for call in late]
+        for call in answered:
+            try:
+                ray.get(call)
+            except ray.exceptions.RayActorError:
+                found.append((asked[call], "has died"))
+            except ray.exceptions.RayError as error:
+                logger.debug("%s answers with %s", asked[call].name, last_line(error))
+        return found
+
+
+def _told(silent: Sequence[tuple[Party, str]]) -> str:
+    return ", ".join(f"{party.name} {why}" for party, why in silent)
+
+
+def _first_rank(silent: Sequence[tuple[Party, str]]) -> RankId | None:
+    return next((party.rank for party, _ in silent if party.rank is not None), None)
+
+
+def last_line(error: BaseException) -> str:
+    """Returns the last line of an error's text; Ray puts the cause there."""
+    return (str(error).splitlines() or [""])[-1]
+
+
+def _names_missing(error: ray.exceptions.RayError) -> bool:
+    """Returns True if a worker has already told whom it waits for, and not just that it is some engine."""
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
+    return isinstance(cause, PhaseTimeoutError) and not cause.awaited.name.startswith(ROLLOUT)

@@ -1,0 +1,147 @@
+"""The processes of a host's job, which end with it on every node, however it ends.
+
+The processes of a job carry its mark. Ray ends its actors with the job, but not what these have started, e.g. the 32
+workers with which a trainer compiles. On the driver's machine the driver ends them, and on every other node an actor.
+If the driver is killed, guardians do it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rl_safe_workers import env
+from rl_safe_workers.errors import first_line
+from rl_safe_workers.reaping.guardian import Guardian
+from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
+from rl_safe_workers.reaping.processes import ended, reap, run_processes
+
+logger = logging.getLogger(__name__)
+
+KILL_AFTER_S = 10.0
+"""Seconds that a process gets between being asked to end and being killed."""
+_NODE_STARTS_S = 60.0
+"""Seconds in which the actor of a node starts."""
+_NODE_ENDS_S = 2 * KILL_AFTER_S + 5.0
+"""Seconds in which the actor of a node ends the processes there."""
+
+
+class MachineProcesses:
+    """The processes of a job on one machine. On other nodes than the driver's this is a Ray actor."""
+
+    def __init__(self, run_id: str) -> None:
+        """Starts the guardian, which ends them when this process dies."""
+        self._run_id, self._since = run_id, Moment.now()
+        self._guardian = Guardian(run_id, since=self._since, kill_after_s=KILL_AFTER_S)
+
+    def is_ready(self) -> bool:
+        """Returns True: the guardian runs."""
+        return True
+
+    def end(self, stop: Callable[[], object] = lambda: None) -> None:
+        """Ends them, removes what they have left in shared memory, and dismisses the guardian.
+
+        Args:
+            stop: Ends some of them by itself.
+        """
+        pids = {process.pid for process in run_processes(self._run_id)}
+        segments = segments_of(pids)
+        stop()
+        reap(self._run_id, kill_after_s=KILL_AFTER_S)
+        remove_ipc_files(ended(pids), since=self._since, segments=segments)
+        self._guardian.dismiss(timeout_s=KILL_AFTER_S)
+
+
+class JobProcesses:
+    """The processes of a job on every node of its cluster."""
+
+    def __init__(self, run_id: str) -> None:
+        """Watches over this machine; `watch_nodes` adds the others."""
+        self._run_id, self._here = run_id, MachineProcesses(run_id)
+        self._nodes: dict[Any, str] = {}
+        """The actor of each other node, with the node's address."""
+
+    def watch_nodes(self) -> None:
+        """Starts an actor on each other node of the cluster. Call it once Ray is up: before, nothing is done.
+
+        If one cannot start, a warning names its node: there only Ray ends processes.
+        """
+        if not ray.is_initialized():  # what follows would start it
+            return
+        here = ray.get_runtime_context().get_node_id()
+        # The actor itself has no mark: it ends whoever has one.
+        options = {"num_cpus": 0, "runtime_env": {"env_vars": {env.RUN_ID: ""}}}
+        keeper = ray.remote(MachineProcesses)
+        others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+        for node in others:
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            actor = keeper.options(**options, scheduling_strategy=strategy).remote(self._run_id)
+            self._nodes[actor] = node["NodeManagerAddress"]
+        starting = {actor.is_ready.remote(): actor for actor in self._nodes}
+        for actor, why in _failures(starting, _NODE_STARTS_S):
+            node_name = self._nodes.pop(actor)
+            logger.warning("on node %s nothing ends the job's processes but Ray: %s", node_name, why)
+
+    def end(self) -> None:
+        """Ends every process of the job, on every node, and Ray if this process has started it."""
+        if ray.is_initialized():
+            ending = {actor.end.remote(): actor for actor in self._nodes}
+            for actor, why in _failures(ending, _NODE_ENDS_S):
+                logger.warning("node %s has not confirmed that no process is left there: %s", self._nodes[actor], why)
+        self._here.end(ray.shutdown)
+
+
+def _failures(calls: dict[Any, Any], patience_s: float) -> list[tuple[Any, str]]:
+    """Waits for calls of actors; returns those that have failed, or have not ended in time, and why."""
+    if not calls:
+        return []
+    done, late = ray.wait(list(calls), num_returns=len(calls), timeout=patience_s)
+    found = [(calls[call], f"no answer within {patience_s:.0f} s") for call in late]
+    for call in done:
+        try:
+            ray.get(call)
+        except ray.exceptions.RayError as error:
+            found.append((calls[call], first_line(error)))
+    return found
+
+
+@contextmanager
+def taking_all_along(run_id: str) -> Iterator[JobProcesses]:
+    """Ends every process of a job when the body is left or this process dies.
+
+    Args:
+        run_id: Marks the job's processes.
+    """
+    processes = JobProcesses(run_id)
+    try:
+        yield processes
+    finally:
+        processes.end()
+
+
+_signals: list[signal.Signals] = []
+"""Signals that were answered; not Ctrl-C, which Python answers."""
+
+
+def answer_sigterm() -> None:
+    """Answers SIGTERM as Ctrl-C. Call it again once Ray is up: Ray's handler would end this process with its stack."""
+    signal.signal(signal.SIGTERM, _stop)
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    """Takes the path of Ctrl-C: of what a handler raises, a wait of Ray's passes on nothing else."""
+    _signals.append(signal.Signals(signum))
+    raise KeyboardInterrupt
+
+
+def stopped_by() -> signal.Signals:
+    """Returns the signal behind a KeyboardInterrupt."""
+    (signum,) = _signals[:1] or [signal.SIGINT]
+    return signum

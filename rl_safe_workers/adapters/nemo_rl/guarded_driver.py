@@ -1,0 +1,281 @@
+"""The waits of NeMo RL's driver for generation and for refits of the rollout, each with a deadline.
+
+NeMo RL's loops look up what they wait in as names of their module, or as methods of the classes of their objects. These
+are replaced there while the script runs, and not in the objects: those are also sent to other processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import ray
+
+from rl_safe_workers.adapters.driver_waits import DriverWaits, Party, Standstill
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
+from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.errors import RlSafeError, in_one_line
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import RankId, Role, trainer_id
+
+logger = logging.getLogger(__name__)
+
+REFIT = "refit_policy_generation"
+ROLLOUTS = (
+    *("run_multi_turn_rollout", "run_async_multi_turn_rollout"),
+    *("run_nemo_gym_rollout_sync", "run_async_nemo_gym_rollout"),
+)
+"""Functions with which NeMo RL's loops generate; of the last two, a version has one."""
+MAKES_SYNC = "create_weight_synchronizer"
+"""Function that makes what refits the rollout, in newer versions."""
+_AFTER_FAILURE_S = 4.0
+"""Seconds that trainers get to abort their groups after a failure: one that waits for another does not answer."""
+ENGINE_CALLS = (
+    *("prepare_refit_info", "prepare_for_generation", "finish_generation", "invalidate_kv_cache"),
+    *("snapshot_step_metrics", "get_step_metrics", "clear_logger_metrics", "get_logger_metrics"),
+)
+"""Methods of NeMo RL's generation that wait for engines, besides generation and refits."""
+
+
+def parties_of(policy: Any, generation: Any) -> list[Party]:
+    """Lists the processes that NeMo RL's driver waits for: trainers, and the leader of each rollout engine.
+
+    Args:
+        policy: NeMo RL's ``Policy``.
+        generation: What generates; None, or the policy itself, if there is nothing else.
+    """
+    trainers = getattr(getattr(policy, "worker_group", None), "workers", ())
+    found = [
+        Party(f"training rank {rank}", trainer_id(rank), worker.is_alive.remote) for rank, worker in enumerate(trainers)
+    ]
+    if generation is None or generation is policy:
+        return found
+    for engine, worker in enumerate(_leaders(getattr(generation, "worker_group", None))):
+        found.append(Party(f"rollout engine {engine}", RankId(Role.ROLLOUT, engine), _question(generation, worker)))
+    return found
+
+
+def _leaders(group: Any) -> Sequence[Any]:
+    """Returns the workers that hold an engine: the first of each data-parallel shard."""
+    if group is None:
+        return ()
+    return [group.workers[group.get_dp_leader_worker_idx(shard)] for shard in range(group.dp_size)]
+
+
+def _question(generation: Any, worker: Any) -> Callable[[], Any]:
+    """Returns a call that the engine behind a worker has to answer, too, where there is one."""
+    vllm = (getattr(generation, "cfg", None) or {}).get("vllm_cfg")
+    if not vllm:
+        return worker.is_alive.remote  # type: ignore[no-any-return]
+    name = "report_device_id_async" if vllm.get("async_engine") else "report_device_id"
+    return getattr(worker, name).remote  # type: ignore[no-any-return]
+
+
+class GuardedDriver:
+    """Bounds the waits of NeMo RL's driver, and ends its workers.
+
+    Attributes:
+        policy: NeMo RL's ``Policy``, once there is one.
+        generation: What generates; the policy itself, or None, if there is nothing else.
+    """
+
+    def __init__(self, timeouts: NemoRlTimeouts, ends: ExitStack) -> None:
+        """Guards nothing yet.
+
+        Args:
+            timeouts: The deadlines.
+            ends: Closed when the script has ended; puts everything back.
+        """
+        self.policy: Any = None
+        self.generation: Any = None
+        self._ends = ends
+        self._waits = DriverWaits(timeouts, lambda: parties_of(self.policy, self.generation))
+        self._responses = 0
+        """Responses that have ended, counted where this process generates."""
+
+    def guard_setup(self, module: Any) -> None:
+        """Guards what NeMo RL's ``setup`` itself waits in.
+
+        Args:
+            module: The module of ``setup``.
+        """
+        if hasattr(module, MAKES_SYNC):
+            self._replace(module, MAKES_SYNC, self._making_sync)
+
+    def guard_loops(self, module: Any) -> None:
+        """Guards the waits of NeMo RL's loops, and has the policy's workers end before the rollout's.
+
+        NeMo RL ends the rollout alone or first, and may leave the policy to Python's garbage collection, when Ray may
+        be gone.
+
+        Args:
+            module: The module of ``setup``, which has the loops.
+        """
+        kind = type(self.policy if self.generation is None else self.generation)
+        if self.has_engines:
+            self._replace(kind, "shutdown", self._ending_policy_first)
+        self._replace(module, REFIT, self._bounding(Phase.SYNC, "the refit"))
+        for name in ROLLOUTS:
+            if hasattr(module, name):
+                self._replace(module, name, self._bounding(Phase.ROLLOUT, "generation", self._ended_responses))
+        for name in ENGINE_CALLS:
+            if hasattr(kind, name):
+                self._replace(kind, name, self._bounding(Phase.SYNC, f"the rollout's {name}"))
+        for name, counting in (("generate", self._counting), ("generate_async", self._counting_each)):
+            if hasattr(kind, name):
+                self._replace(kind, name, counting)
+        # The asynchronous loop has its responses from an actor, and polls it.
+        polls = _Polls(self._waits)
+        self._replace(module, "ray", lambda stock: _Names(stock, get=polls.get))
+        self._replace(module, "time", lambda stock: _Names(stock, sleep=polls.sleep))
+
+    @property
+    def has_engines(self) -> bool:
+        """True if something else than the policy generates."""
+        return self.generation is not None and self.generation is not self.policy
+
+    def end(self) -> None:
+        """Ends all workers. What has ended already is left alone."""
+        (self.generation if self.has_engines else self.policy).shutdown()
+
+    def _ending_policy_first(self, end_generation: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(end_generation)
+        def shutdown(generation: Any, *args: Any, **kwargs: Any) -> Any:
+            if generation is not self.generation:
+                return end_generation(generation, *args, **kwargs)
+            if (failure := sys.exc_info()[1]) is not None:
+                self._end_at_once(failure)
+            try:
+                self.policy.shutdown()
+            finally:
+                ended = end_generation(generation, *args, **kwargs)
+            return ended
+
+        return shutdown
+
+    def _end_at_once(self, failure: BaseException) -> None:
+        """Ends all workers after a failure: those that wait for somebody are not waited for."""
+        groups = [getattr(each, "worker_group", None) for each in (self.policy, self.generation)]
+        if not any(group is not None and group.workers for group in groups):
+            return
+        cause = failure.cause if isinstance(failure, ray.exceptions.RayTaskError) else failure
+        if isinstance(failure, ray.exceptions.RayError) and not isinstance(cause, RlSafeError):
+            cause = self._waits.blaming("the job", failure) or cause
+        logger.error("the job has failed: %s", in_one_line(cause))
+        trainers = groups[0]
+        if trainers is not None and trainers.workers:
+            calls = [worker.shutdown.remote(in_one_line(cause)) for worker in trainers.workers]
+            ray.wait(calls, num_returns=len(calls), timeout=_AFTER_FAILURE_S)
+        for group in groups:
+            if group is not None:
+                group.shutdown(force=True)
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        self._ends.enter_context(replaced(owner, name, make))
+
+    def _ended_responses(self) -> int:
+        return self._responses
+
+    def _bounding(
+        self, phase: Phase, what: str, progress: Callable[[], object] = lambda: None
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(stock)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return self._waits.bounded(phase, what, functools.partial(stock, *args, **kwargs), progress=progress)
+
+            return call
+
+        return make
+
+    def _making_sync(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def create(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(stock).bind(*args, **kwargs).arguments
+            self.policy, self.generation = given["policy"], given["generation"]
+            made = stock(*args, **kwargs)
+            kind = type(made)
+            self._replace(kind, "init_communicator", self._bounding(Phase.JOINT, "joining the rollout"))
+            self._replace(kind, "sync_weights", self._bounding(Phase.SYNC, "the refit"))
+            return made
+
+        return create
+
+    def _counting(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            found = stock(*args, **kwargs)
+            self._responses += 1
+            return found
+
+        return generate
+
+    def _counting_each(self, stock: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        @functools.wraps(stock)
+        async def generate_async(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            async for response in stock(*args, **kwargs):
+                self._responses += 1
+                yield response
+
+        return generate_async
+
+
+class _Names:
+    """A module as another one sees it, with some of its functions replaced."""
+
+    def __init__(self, stock: Any, **functions: Callable[..., Any]) -> None:
+        vars(self).update(functions)
+        self._stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+
+class _Polls:
+    """The polls of the asynchronous loop for finished responses, as long as an answer changes from time to time."""
+
+    def __init__(self, waits: DriverWaits) -> None:
+        self._waits, self._standstill = waits, Standstill()
+        self._answers: list[int] = []
+        """Numbers that were answered since the last pause, such as how many prompts have all their responses."""
+
+    def get(self, refs: Any, *, timeout: float | None = None, **options: Any) -> Any:
+        """As ``ray.get``, with the timeout of generation where the loop gives none.
+
+        Raises:
+            PhaseTimeoutError: If there is no answer in time.
+            RunError: If the call fails, and a process does not answer.
+        """
+        if timeout is not None or self._waits.is_bounding:
+            return ray.get(refs, timeout=timeout, **options)
+        limit_s = self._waits.timeout_s(Phase.ROLLOUT)
+        try:
+            found = ray.get(refs, timeout=limit_s, **options)
+        except ray.exceptions.GetTimeoutError:
+            raise self._waits.late(Phase.ROLLOUT, "generation", limit_s) from None
+        except ray.exceptions.RayError as error:
+            if (blaming := self._waits.blaming("generation", error)) is None:
+                raise
+            raise blaming from error
+        if isinstance(found, int):
+            self._answers.append(found)
+        return found
+
+    def sleep(self, seconds: float) -> None:
+        """As ``time.sleep``, with which the loop waits for the next poll.
+
+        Raises:
+            PhaseTimeoutError: If the answers have been the same for the timeout of generation.
+        """
+        answers, self._answers = tuple(self._answers), []
+        waited_s = self._standstill.seconds(answers)
+        if waited_s >= self._waits.timeout_s(Phase.ROLLOUT):
+            detail = "no prompt's responses have ended for that long"
+            raise self._waits.late(Phase.ROLLOUT, "generation", waited_s, detail)
+        time.sleep(seconds)

@@ -1,0 +1,176 @@
+"""ms-swift's training worker of Ray mode with our phases, in an actor of its own. Importing it imports ms-swift."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import ray
+from swift.ray.megatron.megatron_worker import MegatronWorker
+from swift.ray.megatron.worker_group import dispatch_collect
+
+from rl_safe_workers.adapters.swift import install
+from rl_safe_workers.adapters.swift.silent_engine import silent_engine
+from rl_safe_workers.adapters.swift.swift_settings import VARIABLE
+from rl_safe_workers.lifecycle import Phase
+
+WORK: dict[str, Phase | None] = {
+    "setup": None,
+    "train_step": None,  # ms-swift's callbacks enter its phases
+    "compute_logps": Phase.LOGPROB,
+    "compute_ref_logps": Phase.LOGPROB,
+    "compute_teacher_logps": Phase.LOGPROB,
+    "compute_teacher_logits": Phase.LOGPROB,
+    "init_teacher_model": Phase.CONVERT,
+    "update_weights": Phase.SYNC,
+    "send_checkpoint_weights": Phase.SYNC,
+    "prepare_checkpoint_engine": None,
+    "init_checkpoint_process_group": None,
+    "finalize_checkpoint_engine": None,
+    "merge_lora": None,
+    "unmerge_lora": None,
+    "finalize_generation": None,
+    "offload_to_cpu": None,
+    "reload_to_gpu": None,
+}
+"""The phase of each method that ms-swift's driver calls; None: it enters none, or its own. A failure is told to the
+other ranks at once."""
+
+
+class SafeMegatronWorker(MegatronWorker):
+    """ms-swift's worker. Its methods enter phases, and tell the other ranks of a failure."""
+
+    def init_actor(self, *args: Any, rl_safe: str, **kwargs: Any) -> None:
+        """Builds the model as ms-swift does, whose arguments import our plugin, on every rank.
+
+        Args:
+            *args: ms-swift's.
+            rl_safe: Our settings as JSON: an actor on another node does not have the driver's environment.
+            **kwargs: ms-swift's.
+        """
+        os.environ[VARIABLE] = rl_safe
+        install.in_actor()
+        _bound_waits_for_engines()
+        with _told():
+            super().init_actor(*args, **kwargs)
+
+    @dispatch_collect(dispatch="broadcast", collect="first")
+    def give_comms(self) -> None:
+        """Gives the communicators' memory to an engine that is about to take it, if the settings say so."""
+        with _told():
+            install.job().give_comms()
+
+    @dispatch_collect(dispatch="broadcast", collect="first")
+    def finalize(self) -> Any:
+        """Ends the training as ms-swift does, and then the groups, as all ranks agree."""
+        with _told():
+            found = super().finalize()
+            install.job().leave()
+        return found
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        if (job := install.job()) is not None:
+            job.fail_with(error)
+        raise
+
+
+def _safe(name: str, phase: Phase | None) -> Callable[..., Any]:
+    original = getattr(MegatronWorker, name)
+
+    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        job = install.job()
+        with _told():
+            if name == "offload_to_cpu":
+                job.trainer.comms.require("offload")
+            elif name == "reload_to_gpu":
+                job.take_back_comms()
+            with nullcontext() if phase is None else job.trainer.phase(phase), _parameters(worker, name):
+                return original(worker, *args, **kwargs)
+
+    # With ms-swift's mark of how to call it, and with a name of its own, by which an actor finds it.
+    call.__dict__.update(vars(original))
+    call.__name__, call.__qualname__, call.__doc__ = name, f"{SafeMegatronWorker.__name__}.{name}", original.__doc__
+    return call
+
+
+for _name, _phase in WORK.items():
+    if hasattr(MegatronWorker, _name):
+        setattr(SafeMegatronWorker, _name, _safe(_name, _phase))
+
+
+@contextmanager
+def _parameters(worker: Any, method: str) -> Iterator[None]:
+    """Brings the parameters back for an export of weights.
+
+    ms-swift 4.6.0 offloads them before (checkpoint_engine/manager.py:79), and exports from memory that it has freed.
+    """
+    from swift.megatron.trainers import utils
+
+    models = worker._megatron.wrapped_models if method == "update_weights" else []
+    if all(buffer.param_data.untyped_storage().size() for buffer in _parameter_buffers(models)):
+        yield
+        return
+    utils.load_megatron_model_to_gpu(models, load_grad=False)
+    yield
+    utils.offload_megatron_model_to_cpu(models)
+
+
+def _parameter_buffers(models: list[Any]) -> Iterator[Any]:
+    """Yields the buffers of Megatron's distributed optimizer, which hold the parameters."""
+    for model in models:
+        for name in ("buffers", "expert_parallel_buffers"):
+            found = getattr(model, name, None)
+            yield from (one for one in found if one.param_data is not None) if isinstance(found, list) else ()
+
+
+def _bound_waits_for_engines() -> None:
+    """Bounds the waits of this process for an engine: ms-swift has none, or ten minutes."""
+    from swift.ray.megatron.rollout import adapter
+    from swift.ray.megatron.rollout.weight_transfer import BucketedWeightSender
+
+    original = BucketedWeightSender.__init__
+
+    @functools.wraps(original)
+    def init(sender: Any, *args: Any, **kwargs: Any) -> None:
+        original(sender, *args, **kwargs)
+        sender.timeout_ms = min(sender.timeout_ms, int(1e3 * install.job().patience().remaining().total_seconds()))
+
+    update = adapter.RolloutAdapter.update_weights
+
+    @functools.wraps(update)
+    def update_weights(one: Any, *args: Any, **kwargs: Any) -> None:
+        import zmq
+
+        patience = install.job().patience()
+        try:
+            update(one, *args, **kwargs)
+        except zmq.Again:
+            engine = f"the vLLM engine of rollout replica {one.replica_rank}"
+            raise silent_engine(engine, install.job().phase_name(), patience) from None
+
+    BucketedWeightSender.__init__ = init
+    adapter.RolloutAdapter.update_weights = update_weights
+    adapter.ray = _PatientRay()
+
+
+class _PatientRay:
+    """Stands in for ``ray`` where a worker waits for its engine."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ray, name)
+
+    def get(self, reference: Any) -> Any:
+        """As ``ray.get``, within what is left of the phase."""
+        patience = install.job().patience()
+        try:
+            return ray.get(reference, timeout=patience.remaining().total_seconds())
+        except ray.exceptions.GetTimeoutError:
+            raise silent_engine("the vLLM engine of this rank", install.job().phase_name(), patience) from None

@@ -1,0 +1,104 @@
+"""verl's weight sync: a coroutine that blocks in places, and the calls in which it waits for the rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
+from typing import Any
+
+from rl_safe_workers.adapters.verl.process import TrainerProcess
+from rl_safe_workers.adapters.weight_update import ROLLOUT, WeightUpdate
+from rl_safe_workers.frames import Frame, relative, telling_frame
+from rl_safe_workers.lifecycle import Phase
+
+_CALLS = ("resume", "release", "update_weights", "send_weights")
+"""Coroutines of a rollout or a checkpoint engine of verl's, in which a rank waits for rollout engines."""
+_CACHE = "kv_cache"
+"""The tag with which verl has an engine allocate its KV cache."""
+
+
+class RolloutCalls:
+    """Notes the calls in which this rank waits for the rollout.
+
+    Attributes:
+        awaited: The rollout that this rank is in a call of; None if it is in none.
+    """
+
+    def __init__(self, rollout: Sequence[Any], *, before_cache: Callable[[], object]) -> None:
+        """Notes each call of some objects from now on.
+
+        Args:
+            rollout: The objects through which this rank reaches the rollout; None among them is passed over.
+            before_cache: Called before a call that makes an engine allocate its KV cache.
+        """
+        self.awaited: str | None = None
+        self._before_cache = before_cache
+        for one in rollout:
+            for name in _CALLS:
+                if hasattr(one, name):
+                    setattr(one, name, self._noted(one, getattr(one, name)))
+
+    def _noted(self, rollout: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+        replica = getattr(rollout, "replica_rank", None)
+        name = ROLLOUT if replica is None else f"rollout replica {replica}"
+
+        @wraps(stock)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            if any(_CACHE in value for value in (*args, *kwargs.values()) if isinstance(value, list)):
+                self._before_cache()
+            self.awaited = name
+            try:
+                return await stock(*args, **kwargs)
+            finally:
+                self.awaited = None
+
+        return call
+
+
+class CoroutineUpdate:
+    """verl's ``update_weights`` on one training rank."""
+
+    def __init__(
+        self, process: TrainerProcess, update: Callable[[], Coroutine[Any, Any, Any]], *, calls: RolloutCalls
+    ) -> None:
+        """Begins nothing yet.
+
+        Args:
+            process: This process.
+            update: verl's own sync.
+            calls: This rank's calls of the rollout.
+        """
+        self._process, self._update, self._calls = process, update, calls
+        self._coroutine: Coroutine[Any, Any, Any] | None = None
+
+    async def run(self) -> Any:
+        """Does the sync as a phase, and returns what verl's returns. Collective over: the training world.
+
+        Raises:
+            PhaseTimeoutError: As `WeightUpdate.finish`.
+            RunError: As `WeightUpdate.finish`.
+        """
+        trainer = self._process.trainer
+        update = WeightUpdate(trainer, self._send, awaited=self._awaited, place=self._place)
+        with trainer.phase(Phase.SYNC):
+            update.begin()
+            return await asyncio.to_thread(update.finish)
+
+    def _send(self) -> Any:
+        self._coroutine = self._update()
+        return asyncio.run(self._coroutine)
+
+    def _awaited(self, frames: Sequence[Frame]) -> str | None:
+        return None if self._process.is_gathering else self._calls.awaited
+
+    def _place(self) -> str | None:
+        """Returns the line of code in which the coroutine awaits something; None if it awaits nothing, but works."""
+        awaiting: list[Frame] = []
+        waiting: Any = self._coroutine
+        while (frame := getattr(waiting, "cr_frame", None)) is not None and not waiting.cr_running:
+            code = frame.f_code
+            awaiting.insert(0, Frame(file=relative(code.co_filename), line=frame.f_lineno, function=code.co_name))
+            waiting = waiting.cr_await
+        found = telling_frame(awaiting)
+        return None if found is None else str(found)

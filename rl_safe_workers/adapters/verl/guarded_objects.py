@@ -1,0 +1,103 @@
+"""verl's objects that its driver waits in, each of whose waits has a deadline.
+
+They are attributes of the trainer, so each is guarded when verl sets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from rl_safe_workers.adapters.driver_waits import DriverWaits, Standstill
+from rl_safe_workers.lifecycle import Phase
+
+SYNC_CALLS = (
+    *("update_weights", "sleep_replicas", "wake_up_replicas", "abort_replicas"),
+    *("resume_generation_replicas", "release_kv_cache_replicas", "resume_kv_cache_replicas"),
+)
+"""Methods of verl's ``CheckpointEngineManager`` that wait for training ranks or for rollout engines."""
+
+
+class GuardedCalls:
+    """One of verl's objects, some of whose methods end in time. Everything else is the object's own."""
+
+    def __init__(self, stock: Any, waits: DriverWaits, phases: Mapping[str, Phase], *, what: str) -> None:
+        """Guards the object.
+
+        Args:
+            stock: verl's object.
+            waits: The driver's waits.
+            phases: The phase of each method that is to end in time, by its name.
+            what: What its methods do, for errors.
+        """
+        self._stock, self._waits, self._phases, self._what = stock, waits, phases, what
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_stock":  # asked of a copy that is being made
+            raise AttributeError(name)
+        value = getattr(self._stock, name)
+        if name not in self._phases:
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            what = f"{self._what} ({name})"
+            return self._waits.bounded(self._phases[name], what, partial(value, *args, **kwargs))
+
+        return call
+
+
+def guarded_transfer(manager: Any, waits: DriverWaits) -> GuardedCalls:
+    """Guards verl's ``CheckpointEngineManager``, which sends weights and puts engines to sleep."""
+    return GuardedCalls(manager, waits, dict.fromkeys(SYNC_CALLS, Phase.SYNC), what="the weight sync")
+
+
+def guarded_agents(manager: Any, waits: DriverWaits) -> GuardedCalls:
+    """Guards verl's ``AgentLoopManager``, which hands prompts to the agent loops."""
+    return GuardedCalls(manager, waits, {"generate_sequences": Phase.ROLLOUT}, what="handing out prompts")
+
+
+def guarded_samples(buffer: Any, waits: DriverWaits) -> Any:
+    """Has verl's ``ReplayBuffer`` raise once no response has ended for the timeout of generation.
+
+    verl polls every two seconds (replay_buffer.py:391). A sampler of the user's that polls otherwise is bound as a
+    whole.
+    """
+    if not hasattr(buffer, "_wait_for_next_poll"):
+        return GuardedCalls(
+            buffer, waits, {"sample": Phase.ROLLOUT, "wait_for_sampleable": Phase.ROLLOUT}, what="generation"
+        )
+    buffer._wait_for_next_poll = _Polls(buffer, waits).wait
+    return buffer
+
+
+class _Polls:
+    """verl's polls for finished prompts, as long as something changes from time to time."""
+
+    def __init__(self, buffer: Any, waits: DriverWaits) -> None:
+        self._buffer, self._waits, self._stock = buffer, waits, buffer._wait_for_next_poll
+        self._standstill = Standstill()
+
+    def wait(self, partition_id: str, last_debug_time: float) -> Any:
+        """Waits for the next poll.
+
+        Raises:
+            PhaseTimeoutError: If nothing has changed for the timeout of generation.
+        """
+        found = self._progress(partition_id)
+        waited_s = self._standstill.seconds(found)
+        if waited_s >= self._waits.timeout_s(Phase.ROLLOUT):
+            _, pending, running, finished, failed, _ = found
+            detail = (
+                f"no response has ended for that long; prompts: {len(pending)} pending, {len(running)} running, "
+                f"{len(finished)} finished, {len(failed)} failed"
+            )
+            raise self._waits.late(Phase.ROLLOUT, "generation", waited_s, detail)
+        return self._stock(partition_id, last_debug_time)
+
+    def _progress(self, partition_id: str) -> tuple[Any, ...]:
+        """Returns something that changes whenever a response ends. No prompt has the key of an earlier one."""
+        buffer = self._buffer
+        prompts = (buffer.pending_keys, buffer.running_keys, buffer.finished_keys, buffer.failure_keys)
+        responses = len(buffer.partitions[partition_id])
+        return partition_id, *(frozenset(keys[partition_id]) for keys in prompts), responses

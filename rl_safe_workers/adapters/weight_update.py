@@ -1,0 +1,125 @@
+"""A host's weight sync on one training rank: with a deadline, an agreement of all trainers, and somebody to blame.
+
+A sync may wait without end: in a collective of the bridge, or for a rollout engine that never answers. So it runs on a
+thread of its own, and at the deadline all training ranks tell each other where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from rl_safe_workers.control.bounded import in_background
+from rl_safe_workers.control.deadline import Background, DeadlineExceededError
+from rl_safe_workers.control.failure import as_ours
+from rl_safe_workers.diagnostics.answering import stack_of_call
+from rl_safe_workers.diagnostics.stacks import CallFrame
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError
+from rl_safe_workers.frames import Frame
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.worlds.training_rank import TrainingRank
+from rl_safe_workers.worlds.training_world import set_group_timeouts
+
+ROLLOUT = "the rollout"
+"""Begins the name of a rollout of which the rank does not know which engine it waits for."""
+_HEARD = timedelta(seconds=2)
+"""How long the ranks listen to each other once the deadline has passed, or one of them has failed."""
+_THREAD = CallFrame("adapters/weight_update.py", "_on_this_thread")
+
+
+class WeightUpdate:
+    """One weight sync on one training rank, within phase ``sync``."""
+
+    def __init__(
+        self,
+        trainer: TrainingRank,
+        send: Callable[[], Any],
+        *,
+        awaited: Callable[[Sequence[Frame]], str | None],
+        place: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Begins nothing yet.
+
+        Args:
+            trainer: This rank.
+            send: The host's own sync.
+            awaited: Takes the frames that the sync's thread is in, innermost first. Returns the rollout that this rank
+                waits for; None if it waits for training ranks.
+            place: Returns the line of code that the sync is at, if its thread does not show it.
+        """
+        self._trainer, self._send, self._awaited, self._place_of_host = trainer, send, awaited, place
+        self._work: Background[Any] | None = None
+
+    def begin(self) -> None:
+        """Begins the sync, on this thread's device. Does not wait."""
+        # A collective that times out may end this process, which first has to tell the others what it waits for.
+        set_group_timeouts(self._trainer.remaining() + 2 * _HEARD)
+        self._work = in_background(self._on_this_thread)
+
+    def finish(self) -> Any:
+        """Waits for the sync, and returns its value. Collective over: the training world, through the store.
+
+        Raises:
+            PhaseTimeoutError: If it does not end within the deadline of the phase; names the ranks that did not come,
+                or the rollout that this rank waits for.
+            RunError: If another rank has failed; names it.
+        """
+        assert self._work is not None, "begun"
+        value, place, failure = None, None, None
+        try:
+            value = self._work.wait(self._trainer.deadline)
+        except DeadlineExceededError:
+            place, failure = self._blame()
+        except Exception as error:
+            failure = error
+        self._agree(place, failure)
+        return value
+
+    def _on_this_thread(self) -> Any:
+        return self._send()
+
+    def _blame(self) -> tuple[str | None, Exception | None]:
+        """Returns the line in which this rank waits for training ranks; or the error that blames the rollout."""
+        stack = stack_of_call(_THREAD)
+        rollout = self._awaited(() if stack is None else stack.frames)
+        at = self._place_of_host() or (None if stack is None else stack.place)
+        place = "code that could not be read" if at is None else str(at)
+        if rollout is None:
+            return place, None
+        who = f"{rollout}, awaited by training rank {self._trainer.training_rank},"
+        return None, self._late(who, f"it waits in {place}")
+
+    def _late(self, name: str, detail: str) -> PhaseTimeoutError:
+        return PhaseTimeoutError(
+            phase=Phase.SYNC,
+            awaited=Awaited(name),
+            waited_s=self._trainer.deadline.waited_s,
+            setting=f"rl_safe.timeouts.{Phase.SYNC}",
+            detail=detail,
+        )
+
+    def _agree(self, place: str | None, failure: Exception | None) -> None:
+        """Learns how the others have fared. Collective over: the training world, through the store.
+
+        Args:
+            place: Where this rank still waits for training ranks; None if it does not.
+            failure: What this rank has failed with; None if it is well.
+        """
+        deadline = self._trainer.deadline.plus(_HEARD)
+        if failure is not None:
+            deadline = deadline.at_most(_HEARD)
+        gathering = self._trainer.control.gathering("weight update", phase=Phase.SYNC)
+        try:
+            gathering.settle(deadline, failure=failure, report=place, decide=self._refuse_standstill)
+        except PhaseTimeoutError:
+            if failure is None:
+                raise
+            # The others may not know of it yet, but this rank does.
+            raise as_ours(failure) from failure
+
+    def _refuse_standstill(self, places: Sequence[str | None]) -> None:
+        """Fails on every rank if ranks wait for each other, and none of them for the rollout."""
+        waiting = [f"training rank {rank} in {place}" for rank, place in enumerate(places) if place is not None]
+        if waiting:
+            raise self._late("the weight sync", f"waiting for other training ranks: {', '.join(waiting)}")

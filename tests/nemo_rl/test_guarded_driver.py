@@ -1,0 +1,308 @@
+"""The driver's waits: they end in time, name the processes that do not answer, and leave the host's names alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+
+import pytest
+import ray
+
+from rl_safe_workers.adapters import driver_waits
+from rl_safe_workers.adapters.driver_waits import Standstill
+from rl_safe_workers.adapters.nemo_rl import guarded_driver
+from rl_safe_workers.adapters.nemo_rl.guarded_driver import ENGINE_CALLS, REFIT, ROLLOUTS, GuardedDriver
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
+from rl_safe_workers.errors import PhaseTimeoutError, RunError
+from rl_safe_workers.ranks import RankId, Role, trainer_id
+
+TIMEOUTS = NemoRlTimeouts(sync=1.0, rollout=1.0, joint=1.0)
+LIMIT_S = 10.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _workers_are_no_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_waits, "_WORKERS_FIRST_S", 0.5)
+
+
+@ray.remote(num_cpus=0)
+class _Worker:
+    """A worker of either kind, some of whose calls may have no answer."""
+
+    def __init__(self, silent: str = "") -> None:
+        self._silent = silent
+
+    def is_alive(self) -> bool:
+        return True
+
+    def call(self, name: str, answer: Any = None) -> Any:
+        if self._silent == name:
+            time.sleep(60)
+        return answer
+
+    def shutdown(self, failure: str | None = None) -> bool:
+        return failure is None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def _started(silent: str = "") -> Any:
+    worker = _Worker.remote(silent)
+    assert ray.get(worker.is_alive.remote())
+    return worker
+
+
+class _Group:
+    """NeMo RL's RayWorkerGroup, as far as this goes."""
+
+    def __init__(self, *workers: Any) -> None:
+        self.workers = list(workers)
+        self.dp_size = len(workers)
+
+    def get_dp_leader_worker_idx(self, shard: int) -> int:
+        return shard
+
+    def ask(self, name: str, answer: Any = None) -> list[Any]:
+        return [worker.call.remote(name, answer) for worker in self.workers]
+
+    def shutdown(self, force: bool = False) -> bool:
+        for worker in self.workers:
+            ray.kill(worker)
+        self.workers = []
+        return True
+
+
+class _Policy:
+    def __init__(self, *workers: Any) -> None:
+        self.worker_group = _Group(*workers)
+
+    def shutdown(self) -> bool:
+        return not self.worker_group.workers or self.worker_group.shutdown()
+
+
+class _Generation(_Policy):
+    cfg: Any = {}  # noqa: RUF012
+
+    def prepare_for_generation(self) -> list[Any]:
+        return ray.get(self.worker_group.ask("wake_up"))  # type: ignore[no-any-return]
+
+    def generate(self, turns: int = 1) -> list[Any]:
+        time.sleep(0.3 * turns)
+        return ray.get(self.worker_group.ask("generate"))  # type: ignore[no-any-return]
+
+    async def generate_async(self) -> AsyncIterator[int]:
+        await asyncio.sleep(0.3)
+        yield 1
+
+
+class _Synchronizer:
+    def __init__(self, generation: _Generation) -> None:
+        self._generation = generation
+
+    def init_communicator(self) -> list[Any]:
+        return ray.get(self._generation.worker_group.ask("init_collective"))  # type: ignore[no-any-return]
+
+    def sync_weights(self) -> list[Any]:
+        return ray.get(self._generation.worker_group.ask("sync_weights"))  # type: ignore[no-any-return]
+
+
+def _loops() -> Any:
+    """NeMo RL's module of `setup`, with loops that look names up in it as NeMo RL's do."""
+    module: Any = ModuleType("nemo_rl.algorithms.grpo")
+    exec(LOOPS, vars(module))
+    return module
+
+
+LOOPS = """
+import asyncio, ray, time
+
+def refit_policy_generation(policy, generation):
+    ray.get(policy.worker_group.ask("broadcast"))
+    return ray.get(generation.worker_group.ask("update_weights"))
+
+def run_multi_turn_rollout(policy_generation, turns):
+    return [policy_generation.generate() for _ in range(turns)]
+
+def run_async_multi_turn_rollout(policy_generation, turns):
+    async def run():
+        return [one for _ in range(turns) async for one in policy_generation.generate_async()]
+    return asyncio.run(run())
+
+def create_weight_synchronizer(policy, generation, **more):
+    return more["kind"](generation)
+
+def wait_for_batch(buffer, sizes, ready):
+    while True:
+        size = ray.get(buffer.call.remote("size", sizes.pop(0) if len(sizes) > 1 else sizes[0]))
+        if ray.get(buffer.call.remote("ready", size >= ready)):
+            return size
+        time.sleep(0.25)
+
+def step(policy, generation, buffer):
+    ray.get(buffer.call.remote("prepare_for_refit"))
+    return refit_policy_generation(policy, generation)
+"""
+
+
+@pytest.fixture
+def ends() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def _guarded(ends: ExitStack, trainers: list[Any], engines: list[Any]) -> tuple[Any, GuardedDriver]:
+    module, driver = _loops(), GuardedDriver(TIMEOUTS, ends)
+    driver.guard_setup(module)
+    driver.policy, driver.generation = _Policy(*trainers), _Generation(*engines)
+    driver.guard_loops(module)
+    return module, driver
+
+
+def _late(call: Callable[[], Any]) -> tuple[PhaseTimeoutError, float]:
+    started_s = time.monotonic()
+    with pytest.raises(PhaseTimeoutError) as caught:
+        call()
+    return caught.value, time.monotonic() - started_s
+
+
+def test_an_engine_that_takes_no_weights_is_named(ends) -> None:
+    module, driver = _guarded(ends, [_started()], [_started(), _started("update_weights")])
+    error, waited_s = _late(lambda: module.refit_policy_generation(driver.policy, driver.generation))
+    assert (error.phase, error.missing) == ("sync", {RankId(Role.ROLLOUT, 1)})
+    assert "rollout engine 1 does not answer" in str(error)
+    assert str(error).endswith("to wait longer raise rl_safe.timeouts.sync")
+    assert waited_s < TIMEOUTS.sync + LIMIT_S
+
+
+def test_a_trainer_that_sends_no_weights_is_named(ends) -> None:
+    module, driver = _guarded(ends, [_started(), _started("broadcast")], [_started()])
+    error, _ = _late(lambda: module.refit_policy_generation(driver.policy, driver.generation))
+    assert error.missing == {trainer_id(1)}
+
+
+def test_an_engine_that_has_died_in_a_refit_is_named_at_once(ends) -> None:
+    engine = _started()
+    os.kill(ray.get(engine.pid.remote()), signal.SIGKILL)
+    module, driver = _guarded(ends, [_started()], [engine])
+    with pytest.raises(RunError, match="the refit: rollout engine 0 has died; ") as caught:
+        module.refit_policy_generation(driver.policy, driver.generation)
+    assert caught.value.culprit == RankId(Role.ROLLOUT, 0)
+
+
+def test_an_engine_that_does_not_wake_up_is_named(ends) -> None:
+    _, driver = _guarded(ends, [_started()], [_started("wake_up")])
+    error, _ = _late(driver.generation.prepare_for_generation)
+    assert (error.phase, error.missing) == ("sync", {RankId(Role.ROLLOUT, 0)})
+    assert "the rollout's prepare_for_generation" in str(error)
+
+
+def test_an_engine_that_does_not_join_is_named(ends) -> None:
+    module, driver = _loops(), GuardedDriver(TIMEOUTS, ends)
+    driver.guard_setup(module)
+    generation = _Generation(_started(), _started("init_collective"))
+    made = module.create_weight_synchronizer(policy=_Policy(), generation=generation, kind=_Synchronizer)
+    error, _ = _late(made.init_communicator)
+    assert (error.phase, error.missing) == ("joint", {RankId(Role.ROLLOUT, 1)})
+
+
+@pytest.mark.parametrize("name", ROLLOUTS[:2])
+def test_generation_may_take_longer_than_the_timeout_if_responses_end(name, ends) -> None:
+    module, driver = _guarded(ends, [], [_started()])
+    started_s = time.monotonic()
+    assert len(getattr(module, name)(driver.generation, 8)) == 8
+    assert time.monotonic() - started_s > 1.5 * TIMEOUTS.rollout
+
+
+def test_generation_without_any_response_ends_at_the_timeout_and_names_the_engine(ends) -> None:
+    module, driver = _guarded(ends, [_started()], [_started("generate")])
+    error, waited_s = _late(lambda: module.run_multi_turn_rollout(driver.generation, 1))
+    assert (error.phase, error.missing) == ("rollout", {RankId(Role.ROLLOUT, 0)})
+    assert str(error).endswith("to wait longer raise rl_safe.timeouts.rollout")
+    assert waited_s < TIMEOUTS.rollout + LIMIT_S
+
+
+def test_polls_end_once_no_response_has_ended_for_the_timeout(ends) -> None:
+    module, _ = _guarded(ends, [_started()], [_started()])
+    error, waited_s = _late(lambda: module.wait_for_batch(_started(), [0, 1], ready=4))
+    assert error.phase == "rollout"
+    assert "no prompt's responses have ended for that long; every process that was asked answers" in str(error)
+    assert TIMEOUTS.rollout <= error.waited_s < waited_s < TIMEOUTS.rollout + LIMIT_S
+
+
+def test_polls_go_on_as_long_as_responses_end(ends) -> None:
+    module, _ = _guarded(ends, [], [])
+    started_s = time.monotonic()
+    assert module.wait_for_batch(_started(), [0, 0, 1, 1, 2, 2, 3, 3, 4], ready=4) == 4
+    assert time.monotonic() - started_s > 1.5 * TIMEOUTS.rollout
+
+
+def test_the_wait_for_responses_before_a_refit_is_of_generation(ends) -> None:
+    module, driver = _guarded(ends, [_started()], [_started()])
+    buffer = _started("prepare_for_refit")
+    error, _ = _late(lambda: module.step(driver.policy, driver.generation, buffer))
+    assert error.phase == "rollout"
+    assert len(module.step(driver.policy, driver.generation, _started())) == 1
+
+
+def test_what_was_replaced_is_put_back() -> None:
+    with ExitStack() as stack:
+        module, _ = _guarded(stack, [], [])
+        names = [name for name in (REFIT, *ROLLOUTS, "ray", "time") if hasattr(module, name)]
+        before = {name: vars(_loops())[name] for name in ("ray", "time")}
+        assert all(getattr(module, name) is not before.get(name) for name in names)
+        assert all(hasattr(vars(_Generation)[name], "__wrapped__") for name in ("prepare_for_generation", "generate"))
+    assert module.ray is ray
+    assert module.time is time
+    assert not any(hasattr(value, "__wrapped__") for value in vars(_Generation).values())
+    assert not hasattr(module.refit_policy_generation, "__wrapped__")
+    assert "prepare_for_generation" in ENGINE_CALLS
+
+
+def test_after_a_failure_nobody_is_waited_for_that_waits_himself(ends, caplog) -> None:
+    busy = _started("train")
+    _, driver = _guarded(ends, [busy, _started()], [_started()])
+    driver.policy.worker_group.ask("train")
+    started_s = time.monotonic()
+    try:
+        raise RunError("the job is over")
+    except RunError:
+        driver.end()
+    assert time.monotonic() - started_s < guarded_driver._AFTER_FAILURE_S + 2
+    assert (driver.policy.worker_group.workers, driver.generation.worker_group.workers) == ([], [])
+    assert "the job has failed: the job is over" in caplog.text
+
+
+def test_a_failure_that_names_nobody_is_told_with_who_has_died(ends, caplog) -> None:
+    dead = _started()
+    os.kill(ray.get(dead.pid.remote()), signal.SIGKILL)
+    _, driver = _guarded(ends, [_started(), dead], [_started()])
+    try:
+        ray.get(driver.policy.worker_group.ask("train"))
+    except ray.exceptions.RayActorError:
+        driver.end()
+    assert "the job has failed: the job: training rank 1 has died; " in caplog.text
+
+
+def test_a_standstill_begins_anew_with_each_change(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(driver_waits.time, "monotonic", lambda: now[0])
+    standstill, found = Standstill(), []
+    for at, seen in [(1, "a"), (3, "a"), (4, "b"), (9, "b"), (10, "a")]:
+        now[0] = float(at)
+        found.append(standstill.seconds(seen))
+    assert found == [0, 2, 0, 5, 0]

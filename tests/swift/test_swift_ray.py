@@ -1,0 +1,110 @@
+"""ms-swift's Ray mode, with real Ray: a good run, and one training actor of two that fails.
+
+All failures: scripts/test --swift --every-failure, which also runs stock ms-swift beside ours and prints a table.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.swift.commands import End
+from tests.swift.ray_jobs import run_ray
+
+pytestmark = pytest.mark.timeout(600)
+
+TIMEOUT_S = 20.0
+"""Seconds of every phase but the teardown."""
+SETTINGS = {
+    "timeouts": {"bootstrap": 60, "teardown": 5}
+    | dict.fromkeys(("world", "outside", "start", "convert", "train", "logprob", "save", "rollout", "sync"), TIMEOUT_S)
+}
+PLACES, WAYS = ("setup", "step", "save"), ("kill", "raise", "hang")
+SAMPLE = {("step", "raise")}
+CASES = [
+    pytest.param(place, way, marks=() if (place, way) in SAMPLE else pytest.mark.every_failure, id=f"{place}-{way}")
+    for place in PLACES
+    for way in WAYS
+]
+
+
+def losses(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "out" / "logging.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def own(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, End]:
+    folder = tmp_path_factory.mktemp("own") / "job"
+    return folder, run_ray(folder, inputs, ours=True, settings={"release_comms": True}, limit_s=300)
+
+
+def test_a_job_trains_saves_and_leaves_nothing(own: tuple[Path, End]) -> None:
+    folder, end = own
+    assert end.status == 0, end.output[-4000:]
+    assert end.left == []
+    assert len(losses(folder)) == 4
+    tracker = folder / "out" / "checkpoint-4" / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text() == "4"
+
+
+def test_the_phases_have_really_run_in_the_actors(own: tuple[Path, End]) -> None:
+    for rank in (0, 1):
+        record = json.loads((own[0] / f"record{rank}.json").read_text())
+        # Each step: weights, communicators given away and taken back, two log-probabilities, an update.
+        assert record["phases"] == {
+            "world": 1,
+            "groups": 1,
+            "bootstrap": 5,
+            "convert": 1,
+            "sync": 4,
+            "rollout": 4,
+            "logprob": 8,
+            "train": 4,
+            "save": 2,
+        }
+        assert record["released"]["step"] == [False] * 4
+        assert record["saves"][0]["all"] == 0
+
+
+def test_the_losses_are_those_of_stock_to_the_last_bit(own: tuple[Path, End], inputs: Path, tmp_path: Path) -> None:
+    stock = run_ray(tmp_path / "job", inputs, ours=False, limit_s=300)
+    assert stock.status == 0, stock.output[-4000:]
+    assert losses(own[0]) == losses(tmp_path / "job")
+
+
+@pytest.mark.parametrize(("place", "way"), CASES)
+def test_a_failing_actor_ends_the_driver_which_names_it(
+    place: str, way: str, inputs: Path, tmp_path: Path, rows: list[str]
+) -> None:
+    end = run_ray(tmp_path / "job", inputs, ours=True, settings=SETTINGS, BREAK=f"{place}:{way}")
+    rows.append(end.row(f"ours ray {place} {way}"))
+    assert end.status == 1, end.output[-4000:]
+    assert end.seconds < TIMEOUT_S + 10
+    assert end.left == []
+    assert end.named_by_us, end.output[-4000:]
+
+
+@pytest.mark.every_failure
+@pytest.mark.parametrize(("place", "way"), [(place, way) for place in PLACES for way in WAYS])
+def test_stock_beside_it(place: str, way: str, inputs: Path, tmp_path: Path, rows: list[str]) -> None:
+    end = run_ray(tmp_path / "job", inputs, ours=False, BREAK=f"{place}:{way}")
+    rows.append(end.row(f"stock ray {place} {way}"))
+    # What else it does is in the table.
+    if way == "hang":
+        assert end.status is None
+    if place != "setup" and way == "raise":
+        assert end.status is None
+        assert "base_trainer.py" in end.place
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[list[str]]:
+    """Lines printed after the tests."""
+    lines: list[str] = []
+    yield lines
+    sys.stdout.write("\n" + "\n".join(sorted(lines)) + "\n")
