@@ -19,13 +19,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from rl_safe_workers.adapters.given_comms import GivenComms, world_backend
+from rl_safe_workers.adapters.host_contract import package_root
 from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.adapters.shards import PendingShards, ShardWriter
 from rl_safe_workers.adapters.swift.args_features import features_of
 from rl_safe_workers.adapters.swift.bridge_groups import create_ep_pp_groups, create_rollout_groups
 from rl_safe_workers.adapters.swift.export import exported
-from rl_safe_workers.adapters.swift.swift_contract import check_grpo, package_root
+from rl_safe_workers.adapters.swift.swift_contract import check_grpo
 from rl_safe_workers.adapters.swift.swift_settings import OUTSIDE, SwiftSettings
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER, write_tracker
 from rl_safe_workers.comms.bootstrap import HostGroups

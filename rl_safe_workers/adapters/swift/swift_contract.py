@@ -6,7 +6,6 @@ Nothing of them is imported. `check_swift` compares it with what is installed be
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 from rl_safe_workers.adapters.host_contract import HostName, HostText, lacking
@@ -456,15 +455,3 @@ def _check(host: str, root: Path, names: tuple[HostName, ...], texts: tuple[Host
             f"the {host} in {root} lacks {lack}, which rl_safe_workers needs: use ms-swift {SINCE} to {UNTIL} "
             "(docs/swift.md), or leave our plugin out"
         )
-
-
-def package_root(name: str) -> Path:
-    """Returns the folder that holds a package, without importing it.
-
-    Raises:
-        ConfigError: If it is not installed.
-    """
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise ConfigError(f"{name} is not installed")
-    return Path(spec.origin).parents[1]
