@@ -220,6 +220,12 @@ def saves(jobs: Jobs) -> list[Row]:
     ]
     done = jobs.run(wanted)
     rows = _exit_rows(jobs, wanted, done)
+    both = [metrics_of(done[name].output()) if name in done else {} for name in ("ours save", "stock save")]
+    for key in ("actor/loss", "actor/grad_norm"):
+        gaps = [apart(*(of_steps.get(step, {}).get(key) for of_steps in both)) for step in range(1, SAVED_STEPS + 1)]
+        rows.append(
+            row(f"{key} of {SAVED_STEPS} steps, largest relative difference", "", largest(gaps), at_most(RELATIVE))
+        )
     for label in ("save", "async save"):
         ours, stock = (_median(done.get(f"{who} {label}"), "save_checkpoint") for who in (OURS, STOCK))
         rows.append(row(f"of a small model: {label}", "s", ours, at_most(1), stock))
@@ -269,6 +275,11 @@ def apart(one: float | None, other: float | None) -> float:
     if not one or not other or not isfinite(one) or not isfinite(other):
         return float("nan")
     return abs(one - other) / abs(one)
+
+
+def largest(gaps: Sequence[float]) -> float:
+    """Returns the largest; nan if one is nan."""
+    return max(gaps) if all(isfinite(gap) for gap in gaps) else float("nan")
 
 
 def variants(jobs: Jobs) -> list[Row]:

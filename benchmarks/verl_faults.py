@@ -15,7 +15,7 @@ import psutil
 from benchmarks import host_meter
 from benchmarks.gpus import gpu_row
 from benchmarks.host_jobs import Job
-from benchmarks.table import Row, at_least, at_most
+from benchmarks.table import Goal, Row, at_least, at_most
 from benchmarks.verl_jobs import ON_CPU, OURS, STOCK, UNCOMPILED, WITHOUT_VLLM, Jobs, Wanted, Watch
 
 TIMEOUT_S = 40.0
@@ -25,8 +25,9 @@ HANDING_OUT_S = 60.0
 ALLOWED_S = 20.0 if ON_CPU else 10.0
 CUT_STOCK_S, CUT_OURS_S = (45.0 if ON_CPU else 120.0), HANDING_OUT_S + 45
 """Jobs are ended so long after the fault."""
-NAMED = re.compile(r"phase \w+: .*(rank 1 of|rollout (rank|replica) \d)|rank 1 .*(died|is dead|has ended)")
+NAMED = re.compile(r"phase \w+: .*(rank 1 of|rollout (rank|replica) \d)|rank 1: The actor (is dead|died)")
 """Lines of ours that name who is missing."""
+PHASE = re.compile(r"phase \w+: ")
 _ERRORS = ("ActorDiedError", "EngineDeadError", "Connection closed", "Connection reset", "Error: ")
 _AFTER_SYNC_S = 0.5
 
@@ -99,7 +100,7 @@ class FaultWatch(Watch):
         self.at_s: float | None = None
         """When the fault came, in seconds since the epoch."""
         self.took_s: float | None = None
-        self._was_cut, self._left, self._named, self._status = False, 0, False, None
+        self._was_cut, self._left, self._names_who, self._names_phase = False, 0, False, False
 
     def look(self, job: Job) -> None:
         """Notes when the fault comes; ends the job later."""
@@ -130,7 +131,8 @@ class FaultWatch(Watch):
         goal = at_most(deadline_s + ALLOWED_S) if ours else at_least(0)
         rows = [_row(f"{name}: {'cut' if self._was_cut else 'ended'} after", "s", self.took_s, goal)]
         if ours:
-            rows.append(_row(f"{name}: who is missing is named", "", self._named, at_least(1)))
+            rows.append(_row(f"{name}: who is missing is named", "", self._names_who, at_least(1)))
+            rows.append(_row(f"{name}: the phase is named", "", self._names_phase, at_least(1)))
         if not self._was_cut:
             rows.append(_row(f"{name}: processes left", "", self._left, at_most(0) if ours else at_least(0)))
         return rows
@@ -147,7 +149,7 @@ class FaultWatch(Watch):
     def _tell(self, job: Job, end: str) -> None:
         lines = [line.strip() for line in job.output().splitlines()]
         named = [line for line in lines if NAMED.search(line)]
-        self._named = bool(named)
+        self._names_who, self._names_phase = bool(named), any(PHASE.search(line) for line in lines)
         errors = named or [line for line in lines if any(text in line for text in _ERRORS)]
         self._jobs.report(f"{job.name}: {end} {self.took_s:.1f} s after the fault: {(errors or ['no error'])[0][:400]}")
 
@@ -181,5 +183,5 @@ def _engine(job: Job) -> int:
     raise RuntimeError(f"{job.name} has no process EngineCore")
 
 
-def _row(name: str, unit: str, ours: float, goal: object, peer: float | None = None) -> Row:
-    return gpu_row(f"verl, {name}", unit, ours, goal, peer)
+def _row(name: str, unit: str, ours: float, goal: Goal) -> Row:
+    return gpu_row(f"verl, {name}", unit, ours, goal)

@@ -65,6 +65,21 @@ def test_figures_that_tell_nothing_are_not_equal() -> None:
     assert verl.apart(2.0, 3.0) == 0.5
     for one, other in ((0.0, 0.0), (None, 1.0), (1.0, None), (1.0, float("nan"))):
         assert isnan(verl.apart(one, other))
+    assert verl.largest([0.0, 0.5]) == 0.5
+    assert isnan(verl.largest([0.5, float("nan"), 0.0]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "phase train: rank 1 of training world did not arrive within 30.0 s",
+        "phase rollout: rollout rank 1 of generation did not arrive within 60.4 s",
+        "teardown: rank 0 did not end within 4 s; rank 1: The actor is dead because its worker process has died.",
+    ],
+)
+def test_a_line_that_names_who_is_missing_is_found(line: str) -> None:
+    assert verl_faults.NAMED.search(line)
+    assert not verl_faults.NAMED.search("ActorDiedError: The actor died unexpectedly before finishing this task.")
 
 
 def test_steps_that_both_have_are_paired() -> None:
@@ -116,6 +131,7 @@ def test_a_fault_of_ours_is_timed_and_its_rank_named(jobs: Jobs) -> None:
     rows = {row.name: row for row in watch.rows("x")}
     assert 1 < rows["verl, x: ended after"].ours < 20
     assert rows["verl, x: who is missing is named"].met
+    assert rows["verl, x: the phase is named"].met
     assert rows["verl, x: processes left"].met
 
 
