@@ -80,7 +80,7 @@ _SAVING = (
     *WITHOUT_VLLM,
     f"{ACTOR}.megatron.dist_ckpt_optim_fully_reshardable=true",
 )
-"""Of jobs that save, and of those that resume at another layout: verl's other format cannot be cut anew."""
+"""Overrides of jobs that save, and of jobs that resume at another layout: verl's other format cannot be cut anew."""
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:

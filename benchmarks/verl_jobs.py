@@ -102,7 +102,7 @@ class Wanted:
     who: str
     """`STOCK`, `OURS` or `GIVING`."""
     overrides: Sequence[str] = ()
-    """Of verl's configuration."""
+    """Overrides of verl's configuration."""
     model: str = "small_moe"
     """One of `_MODELS`."""
     variables: Mapping[str, str] = field(default_factory=dict)
