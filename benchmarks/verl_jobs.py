@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import socket
 import sys
 import threading
@@ -77,6 +78,8 @@ UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 _OF_STOCK_ON_CPU = {verl_glue.STOCK_ON_CPU: "1", "VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
 _FIRST_PORT, _PORTS = 20_000, 3000
 """Each benchmark on a machine has a range of ports. The system gives connections ports from 32,768 on."""
+_RAY_FOLDERS = f"/tmp/r{os.getpid()}"
+"""Begins the folders of Ray: the paths of its sockets have to be short."""
 _POLL_S = 0.2
 
 
@@ -131,6 +134,11 @@ class Jobs:
         self.is_quiet.set()
         self._places.release(1000)
 
+    def clean(self) -> None:
+        """Removes what Ray leaves."""
+        for path in Path(_RAY_FOLDERS).parent.glob(f"{Path(_RAY_FOLDERS).name}_*"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def run(self, wanted: Sequence[Wanted]) -> dict[str, Job]:
         """Runs jobs until each has ended; returns those that were started, by name."""
         with ThreadPoolExecutor(len(wanted)) as pool:
@@ -182,8 +190,7 @@ class Jobs:
             *_COMMON,
             f"hydra.run.dir={folder}/hydra",
             f"trainer.default_local_dir={folder}/checkpoints",
-            # Paths of Ray's sockets have to be short.
-            f"+ray_kwargs.ray_init._temp_dir=/tmp/r{os.getpid()}_{number}",
+            f"+ray_kwargs.ray_init._temp_dir={_RAY_FOLDERS}_{number}",
             *(["actor_rollout_ref.rl_safe.release_comms=true"] if wanted.who == GIVING else []),
             *wanted.overrides,
         ]
