@@ -196,4 +196,4 @@ class Forge:
         args = ["--model", str(inputs / "model"), "--dataset", str(inputs / "data.jsonl"), *TRAINING, *GRPO, *more]
         if "--vllm_mode" not in more:
             args += ["--vllm_mode", "colocate", "--sleep_level", "1"]
-        return self.run(folder, "rlhf", args, **options)
+        return self.run(folder, "rlhf", args, **{"limit_s": 400.0, **options})
