@@ -40,7 +40,7 @@ _ERROR = re.compile(r"^(?:\([^)]*\) *)?(\w+(?:\.\w+)*(?:Error|Exception|Timeout)
 _MISSED = re.compile(r"the bootstrap has missed (.*)")
 _TAKEN = re.compile(r"took (\d+) MiB")
 _VENVS = ("nemo_rl.algorithms.async_utils.ReplayBuffer", "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector")
-"""Actors for whose Python NeMo RL calls uv, whatever it is told; it takes what is there."""
+"""NeMo RL always makes a Python for these actors with uv, unless one is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Run:
         return next((call.started_s for call in self.calls if call.name == FAULT_NAME), None)
 
     def error(self) -> str:
-        """Returns the last line of the log that names an error; empty if there is none."""
+        """Returns the last line of the log with an error, or an empty string."""
         found = [match[1] for line in self.running.output().splitlines() if (match := _ERROR.match(line))]
         return found[-1] if found else ""
 

@@ -359,7 +359,7 @@ def _late_rows(layout: str, ways: dict[str, SwiftJob], report: Report) -> list[R
 
 
 def _largest(values: Iterable[float]) -> float:
-    """The largest of some figures; NaN if there is none, or if one was not measured."""
+    """Returns the largest figure. Returns NaN without figures, or if a figure is NaN."""
     found = list(values)
     return math.nan if not found or any(map(math.isnan, found)) else max(found)
 

@@ -55,7 +55,7 @@ class MachineProcesses:
 
         Args:
             kill_after_s: Seconds between asking a process to end and killing it.
-            stop: Ends some of them by itself.
+            stop: Ends some of the processes, e.g. ``ray.shutdown``. It is called first.
         """
         pids = {process.pid for process in run_processes(self._run_id)}
         segments = segments_of(pids)
@@ -82,7 +82,7 @@ class JobProcesses:
         if not ray.is_initialized():  # what follows would start it
             return
         here = ray.get_runtime_context().get_node_id()
-        # The actor itself has no mark: it ends whoever has one.
+        # The actor has no mark, because it ends every process that has the mark.
         options = {"num_cpus": 0, "runtime_env": {"env_vars": {env.RUN_ID: ""}}}
         keeper = ray.remote(MachineProcesses)
         others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]

@@ -122,7 +122,7 @@ class ShardWriter:
         Args:
             control: This rank's place in the training world.
             folders: How many folders the host makes for a save, one in the other, above that of the shards.
-            pending: Sees to the end of saves in the background; None if there are none.
+            pending: Finishes saves in the background. None: every save ends before the call does.
         """
         self._control, self._folders, self._pending = control, folders, pending
         self._savers: dict[str, Saver] = {}

@@ -155,5 +155,5 @@ def _missing(rank: int, model: Path) -> str:
 
 def test_a_rank_that_does_not_come_to_the_taking_back_is_named(tiny_moe) -> None:
     text = values(run_verl_ranks(_missing, 2, tiny_moe))[0]
-    assert f"phase {Phase.BOOTSTRAP}: rank 1 of training world did not arrive within 4." in text
+    assert f"phase {Phase.BOOTSTRAP}: rank 1 of training world did not arrive within 4.0 s" in text
     assert float(text.split()[0]) < 8
