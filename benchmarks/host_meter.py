@@ -212,7 +212,7 @@ class _Turns:
             fcntl.flock(self._turns, fcntl.LOCK_EX)
             self._turns.seek(0)
             had_the_last = self._turns.read().endswith(f"{self._mine.stem}\n")
-            if not had_the_last or not _runs(int(self._other.read_text())):
+            if not had_the_last or not runs(int(self._other.read_text())):
                 return
             fcntl.flock(self._turns, fcntl.LOCK_UN)
             time.sleep(_POLL_S)
@@ -224,7 +224,8 @@ class _Turns:
         fcntl.flock(self._turns, fcntl.LOCK_UN)
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Returns True while a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks.host_jobs import OFFLINE, Job
-from benchmarks.host_meter import FAULT_NAME, Call
+from benchmarks.host_meter import FAULT_NAME, Call, runs
 from rl_safe_workers.adapters.swift.__main__ import PLUGIN
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +165,7 @@ class SwiftJob:
         """Notes who has ended; returns True once all commands have, with all their processes."""
         for command in self._commands:
             for path in command.calls_folder.glob("*.jsonl"):
-                if (pid := int(path.stem)) not in self.rank_ended_s and not _runs(pid):
+                if (pid := int(path.stem)) not in self.rank_ended_s and not runs(pid):
                     self.rank_ended_s[pid] = time.time()
         self.statuses = [command.poll() for command in self._commands]
         if None in self.statuses:
@@ -238,10 +236,3 @@ def free_port() -> int:
             listener.bind(("127.0.0.1", port))
             return port
     raise AssertionError("there is always another one")
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
