@@ -25,13 +25,15 @@ from rl_safe_workers.comms.megatron_groups import limits_of_groups, nccl_config,
 from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.comms.teardown import abort_groups
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
-from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.control.failure import Failure
-from rl_safe_workers.errors import CommunicatorError, ConfigError, LifecycleError, RlSafeError, in_one_line
+from rl_safe_workers.control.plane import NO_VERDICT
+from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, join_neighbours
+from rl_safe_workers.errors import CommunicatorError, ConfigError, LifecycleError, RlSafeError, RunError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.device_memory import free_bytes
-from rl_safe_workers.ranks import trainer_id
+from rl_safe_workers.ranks import RankId, trainer_id
 from rl_safe_workers.topology.budget import plan_limits
 from rl_safe_workers.topology.comms_plan import CommsPlan
 from rl_safe_workers.topology.groups import Features
@@ -56,6 +58,10 @@ _MOST = Features(
 )
 """The features that connect most."""
 _SECOND = timedelta(seconds=1)
+_HEARD_S = 1.0
+"""Seconds in which a rank that leaves reads what others have failed with."""
+_OUTSIDE = "outside"
+"""Name of no phase, for errors."""
 _ABORT = timedelta(seconds=10)
 """Timeout for aborting groups that cannot be destroyed in order."""
 
@@ -76,6 +82,8 @@ class _Script:
     trainer: SafeTrainer
     groups: frozenset[str] = frozenset()
     """torch's names of the groups that the bootstrap has connected or left out."""
+    neighbours: Neighbours | None = None
+    """The ranks on this machine, once `bootstrap` has begun."""
     not_ended: str | None = None
     """The reason why a teardown could not destroy the groups in order; None if there was no such teardown."""
 
@@ -198,6 +206,7 @@ def bootstrap(
     trainer, lifecycle = script.trainer, script.trainer.lifecycle
     if not lifecycle.has_completed(Phase.WORLD):
         trainer.entry.adopt_world()
+        script.neighbours = join_neighbours(trainer.entry.job_key, rank=trainer.training_rank)
     with lifecycle.enter(Phase.GROUPS):
         _agree_on_plan(trainer, features, max_ctas, check_memory=not script.groups)
     report = trainer.comms.bootstrap()
@@ -274,8 +283,28 @@ def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
         except Exception:
             abort_groups(trainer.world, timeout=_ABORT)
             raise
-    if failed := trainer.teardown(leaving_on):
+    error = sys.exc_info()[1]
+    if leaving_on is not None and isinstance(error, Exception):
+        trainer.control.report_failure(error, phase=str(trainer.lifecycle.last_failed or _OUTSIDE))
+    failed = trainer.teardown(leaving_on)
+    if failed:
+        _blame(script, failed)
         raise CommunicatorError("teardown: " + "; ".join(f"rank {other} {reason}" for other, reason in failed.items()))
+    if script.neighbours is not None:
+        script.neighbours.leave()
+
+
+def _blame(script: _Script, failed: Mapping[int, str]) -> None:
+    """Says with which rank the failure began, and where it is. Not collective."""
+    control = script.trainer.control
+    reports: dict[RankId, RunError] = {}
+    attempt("reading the failures", lambda: reports.update(control.reported_failures()), timeout_s=_HEARD_S)
+    silent = [rank for rank, reason in failed.items() if reason == NO_VERDICT]
+    if not reports or not silent:
+        return  # the error that is about to be raised says all
+    culprits, why = blame(reports, silent=silent, among=script.neighbours)
+    names = ", ".join(str(rank.rank) for rank in sorted(culprits)) or "?"
+    logger.error("rank %d: the script has failed on rank %s: %s", script.trainer.training_rank, names, why)
 
 
 def _failure_in_flight() -> str | None:

@@ -11,6 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from rl_safe_workers.diagnostics.answering import stack_file
 from rl_safe_workers.diagnostics.flight_recorder import Work, works_waited_in
 from rl_safe_workers.diagnostics.inquiry import Answers
 from rl_safe_workers.errors import PhaseTimeoutError, RankError, StoreLostError, Victim
-from rl_safe_workers.frames import relative
 from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks, trainer_id, trainer_ids
 
 _EVIDENCE = re.compile(r"verdict\.json|stack_\w+\.txt|flight_\w+")
@@ -205,6 +205,13 @@ def keep(answers: Answers, found: Mapping[str, Any], target: Path) -> None:
             (target / name).write_bytes(zlib.decompress(contents))
 
 
+def _from_here(folder: Path) -> Path:
+    """Returns a folder relative to the working directory if it is in there."""
+    with suppress(OSError, ValueError):  # the working directory may have been removed
+        return folder.relative_to(Path.cwd())
+    return folder
+
+
 def _training_ranks(ranks: Collection[RankId]) -> set[int]:
     return {one.rank for one in ranks if one.role is Role.TRAINER}
 
@@ -267,7 +274,7 @@ def verdict(
             for place, of_place in sorted(places.items(), key=lambda item: min(item[1]))
         ),
         *([f"no answer from {_nodes(answers.silent)}"] if answers.silent else []),
-        *([] if target is None else [f"evidence in {relative(str(target))}"]),
+        *([] if target is None else [f"evidence in {_from_here(target)}"]),
     ]
     return "; ".join(parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class WorldEntry(Part):
 
     Attributes:
         door: Of the store, on the rank that serves it; else None.
+        job_key: The same on every rank of a host's world, secret, and no other job's; empty before `adopt_world`.
     """
 
     def __init__(self, rank: TrainingRank, *, world_options: Callable[[], Any]) -> None:
@@ -37,6 +39,7 @@ class WorldEntry(Part):
         super().__init__(rank)
         self._world_options = world_options
         self.door: Door | None = None
+        self.job_key = ""
 
     def serve_store(self, host: str) -> StoreAddress:
         """Starts the run's store in this process, which must then be the last of the trainers to end."""
@@ -112,5 +115,6 @@ class WorldEntry(Part):
             deadline = Deadline.after(self.rank.timeout(Phase.WORLD))
             shared = SharedSecret(self.rank.store, rank=rank, size=size, phase=Phase.WORLD, deadline=deadline)
             self.rank.open_control(shared.secret)
+            self.job_key = hashlib.sha256(b"job" + shared.secret).hexdigest()[:16]
             self.rank.control.barrier(Phase.WORLD, deadline)
             shared.withdraw()

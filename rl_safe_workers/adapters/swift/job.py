@@ -34,10 +34,10 @@ from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import NO_VERDICT
+from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, join_neighbours
 from rl_safe_workers.errors import CommunicatorError, ConfigError, RlSafeError, RunError, first_line, in_one_line
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import RankId, trainer_ids
-from rl_safe_workers.root_cause import root_cause
+from rl_safe_workers.ranks import RankId
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.communicators import HostComms
 
@@ -97,6 +97,8 @@ class SwiftJob(HostedTrainer):
         self._step = ExitStack()
         """The phase that a callback has entered."""
         self._optimizer_replicated = False
+        self._neighbours: Neighbours | None = None
+        """The job's ranks on this machine; None in Ray mode, where the driver asks."""
         self._has_ended = False
 
     def creating_world(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -124,6 +126,8 @@ class SwiftJob(HostedTrainer):
                     self.trainer, taken_back_by="the end of a generation", remedy="leave release_comms out"
                 )
                 self.trainer.add_part(self._given)
+                if not self._is_actor:
+                    self._neighbours = join_neighbours(self.trainer.entry.job_key, rank=dist.get_rank())
                 self.saves = PendingShards(self.trainer)
                 self.trainer.add_part(self.saves)
                 self._writer = ShardWriter(self.trainer.control, folders=_FOLDERS, pending=self.saves)
@@ -384,6 +388,8 @@ class SwiftJob(HostedTrainer):
             reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in failed.items())
             raise CommunicatorError(f"this rank is well, and the job has failed: {reasons}")
         self._has_ended = True
+        if self._neighbours is not None:
+            self._neighbours.leave()
 
     def fail_with(self, error: BaseException) -> None:
         """Ends this rank's part of the job after a failure: tells the others, and says where the failure began.
@@ -420,12 +426,9 @@ class SwiftJob(HostedTrainer):
         trainer = self.trainer
         reports: dict[RankId, RunError] = {}
         within(lambda: reports.update(trainer.control.reported_failures()), _HEARD, what="reading the failures")
-        cause = root_cause(reports, pending=trainer_ids(silent))
-        culprits = ", ".join(str(rank.rank) for rank in sorted(cause.culprits)) or "?"
-        what = first_line(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"
-        logger.error(
-            "training rank %d: the job has failed on training rank %s: %s", trainer.training_rank, culprits, what
-        )
+        culprits, why = blame(reports, silent=silent, among=self._neighbours)
+        names = ", ".join(str(rank.rank) for rank in sorted(culprits)) or "?"
+        logger.error("training rank %d: the job has failed on training rank %s: %s", trainer.training_rank, names, why)
 
 
 def why_no_async_save(args: Any) -> str:

@@ -1,0 +1,160 @@
+"""The ranks of a job on one machine. Each can find out where the others are, so that no driver is needed.
+
+    neighbours = join_neighbours(key, rank=dist.get_rank())                            # early, on every rank
+    culprits, why = blame(control.reported_failures(), silent=[1], among=neighbours)   # on each rank that fails
+    neighbours.leave()                                                                 # at an orderly end
+
+They meet in a folder of their own beside other temporary files. The first rank to fail asks all of them; the others
+wait until it has their answers, because a launcher ends every process once the first has failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
+from rl_safe_workers.diagnostics.inquiry import RankProcess
+from rl_safe_workers.errors import ResourceError, first_line
+from rl_safe_workers.foreign_files import read_foreign
+from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
+from rl_safe_workers.root_cause import root_cause
+
+PATIENCE_S = 2.0
+"""Longest wait for each of: the processes' answers, the evidence."""
+_PREFIX = "rl_safe_ranks_"
+_VERDICT, _DONE = "verdict", "done"
+_ENTRY_BYTES = 64
+_LOOK_S = 0.05
+
+
+class Neighbours:
+    """This rank among those of its job on this machine.
+
+    Attributes:
+        folder: The folder in which they meet. Only this user may read it.
+        evidence: Stacks, Flight Recorder files and ``verdict.json``, once somebody has judged.
+    """
+
+    def __init__(self, key: str, *, rank: int) -> None:
+        """Joins them, and lets them ask this process where it is; see `answer_when_asked`.
+
+        Args:
+            key: Names the job: the same on each rank, and secret.
+            rank: The training rank.
+
+        Raises:
+            ResourceError: If the folder is another user's.
+        """
+        self._rank = rank
+        self.folder = Path(tempfile.gettempdir()) / f"{_PREFIX}{key}"
+        self.evidence = self.folder / _VERDICT
+        _remove_leftovers()
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        found = self.folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise ResourceError(f"{self.folder} is not a private folder of this user; remove it")
+        answer_when_asked(self.folder, trainer_id(rank))
+        (self.folder / f"process_{rank}").write_text(f"{os.getpid()} {psutil.Process().create_time()}")
+
+    def judge(self, reports: Reports) -> Diagnosis | None:
+        """Asks the ranks here that have not reported where they are; says with which one the failure began.
+
+        It takes twice `PATIENCE_S` at most.
+
+        Args:
+            reports: The failures that ranks have reported.
+
+        Returns:
+            None if another rank has judged before. It has ended then, or its time is over.
+        """
+        try:
+            self.evidence.mkdir(mode=0o700)
+        except FileExistsError:
+            self._await_judge()
+            return None
+        # A rank that has reported is on its way out: where it is now says nothing.
+        silent = [one for one in _ranks_of(self.folder) if one.rank_id not in reports]
+        diagnosis = diagnose(silent, patience_s=PATIENCE_S, reports=reports, evidence=self.evidence)
+        (self.evidence / _DONE).touch()
+        return diagnosis
+
+    def _await_judge(self) -> None:
+        deadline = Deadline.after(2 * PATIENCE_S)
+        while not (self.evidence / _DONE).exists() and not deadline.expired:
+            time.sleep(_LOOK_S)
+
+    def leave(self) -> None:
+        """Takes this rank out; the last one removes the folder. Evidence stays."""
+        (self.folder / f"process_{self._rank}").unlink(missing_ok=True)
+        if not any(self.folder.glob("process_*")) and not self.evidence.exists():
+            shutil.rmtree(self.folder, ignore_errors=True)  # another rank may be about to do the same
+
+
+@functools.cache
+def join_neighbours(key: str, *, rank: int) -> Neighbours:
+    """Returns this rank's `Neighbours`. A host that builds its groups anew meets the same ones."""
+    return Neighbours(key, rank=rank)
+
+
+def blame(
+    reports: Reports, *, silent: Collection[int], among: Neighbours | None = None
+) -> tuple[Collection[RankId], str]:
+    """Says with which ranks a job's failure began, and what they did, in one line.
+
+    Args:
+        reports: The failures that ranks have reported, at least one.
+        silent: The training ranks that have said nothing.
+        among: Where to ask if the culprits have not told what they did; None: nowhere.
+
+    Returns:
+        The ranks, none if nobody knows, and the line.
+    """
+    cause = root_cause(reports, pending=trainer_ids(silent))
+    if among is not None and not (cause.is_told and cause.culprits <= reports.keys()):
+        diagnosis = among.judge(reports)
+        if diagnosis is not None and diagnosis.culprits:
+            return diagnosis.culprits, diagnosis.verdict
+    return cause.culprits, first_line(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"
+
+
+def _ranks_of(folder: Path) -> list[RankProcess]:
+    """Returns the ranks that have joined in a folder; none whose process number is another process's by now."""
+    found = []
+    for file in folder.glob("process_*"):
+        with suppress(OSError, ValueError):  # it has left meanwhile
+            entry = read_foreign(file, limit_bytes=_ENTRY_BYTES, within=folder, uid=os.getuid())
+            pid, created_s = entry.decode().split()
+            if _is_another(int(pid), float(created_s)):
+                continue
+            rank_id = trainer_id(int(file.name.removeprefix("process_")))
+            found.append(RankProcess(rank_id=rank_id, pid=int(pid), folder=folder))
+    return sorted(found, key=lambda one: one.rank_id)
+
+
+def _is_another(pid: int, created_s: float) -> bool:
+    try:
+        return bool(psutil.Process(pid).create_time() != created_s)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _remove_leftovers() -> None:
+    """Removes the folders of jobs that were killed. One with evidence stays for its reader."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's, or removed meanwhile
+            if folder.lstat().st_uid == os.geteuid() and not (folder / _VERDICT).exists():
+                is_joined = any(folder.glob("process_*"))
+                if is_joined and not any(psutil.pid_exists(one.pid) for one in _ranks_of(folder)):
+                    shutil.rmtree(folder)

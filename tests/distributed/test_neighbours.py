@@ -1,0 +1,150 @@
+"""The ranks of a script on one machine say with which of them a failure began: real processes, no driver."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from rl_safe_workers import bootstrap, standalone, teardown
+from rl_safe_workers.diagnostics.neighbours import Neighbours
+from rl_safe_workers.errors import ResourceError
+from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.store import connect_store
+from tests.distributed.ranks import Outcome, run_ranks, values
+
+SIZE, CULPRIT = 3, 1
+PATIENCE = timedelta(seconds=3)
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder for temporary files of this test alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def _train(
+    rank: int, address: StoreAddress, temporary: Path, break_down: Callable[[], None] | None
+) -> tuple[str, list[str]]:
+    """Reduces with the others as a script does, which rank 1 does not.
+
+    Rank 0 kills rank 1 once the others have failed.
+
+    Returns:
+        The class of the error that the rank leaves on, and its lines in the log.
+    """
+    tempfile.tempdir = str(temporary)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    standalone.logger.addHandler(handler)
+    store = connect_store(address, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    try:
+        try:
+            bootstrap()
+            if rank == CULPRIT and break_down is not None:
+                break_down()
+            dist.all_reduce(torch.ones(1))
+        finally:
+            teardown()
+    except Exception as error:
+        if rank == 0:
+            for file in temporary.glob(f"rl_safe_ranks_*/process_{CULPRIT}"):
+                with suppress(ProcessLookupError):
+                    os.kill(int(file.read_text().split()[0]), signal.SIGKILL)
+        return type(error).__name__, lines
+    return "", lines
+
+
+def _dawdle() -> None:
+    time.sleep(60)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _ends(address: StoreAddress, temporary: Path, break_down: Callable[[], None]) -> tuple[list[str], list[Outcome]]:
+    outcomes = run_ranks(_train, SIZE, address, temporary, break_down)
+    return [line for outcome in outcomes if outcome.error is None for line in outcome.value[1]], outcomes
+
+
+@pytest.mark.parametrize(
+    ("break_down", "doing"),
+    [(_dawdle, r"is at tests/distributed/test_neighbours.py:\d+ \(_dawdle\)"), (_stop, "is stopped at ")],
+    ids=["in a line of its own", "stopped"],
+)
+def test_the_silent_rank_is_named_with_its_place_by_one_of_the_others(
+    break_down: Callable[[], None], doing: str, address: StoreAddress, temporary: Path
+) -> None:
+    lines, _ = _ends(address, temporary, break_down)
+    assert len(lines) == SIZE - 1
+    assert all("the script has failed on rank 1: " in line for line in lines)
+    (told,) = [line for line in lines if "it has said nothing" not in line]
+    assert f"trainer rank {CULPRIT} " in told
+    assert re.search(doing, told), told
+    assert "trainer rank 0 is" not in told
+    assert "trainer rank 2 is" not in told
+    (folder,) = temporary.glob("rl_safe_ranks_*")
+    assert json.loads((folder / "verdict" / "verdict.json").read_text())["verdict"] in told
+    assert (folder / "verdict" / "stack_trainer_1.txt").stat().st_size > 0
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def _fail() -> None:
+    raise ValueError("no such column")
+
+
+def test_a_rank_that_tells_its_own_failure_is_not_asked(address: StoreAddress, temporary: Path) -> None:
+    lines, outcomes = _ends(address, temporary, _fail)
+    assert [outcome.value[0] for outcome in outcomes][CULPRIT] == "ValueError"
+    assert {line.partition("failed on ")[2].partition(":")[0] for line in lines} <= {"rank 1"}
+    assert not list(temporary.glob("rl_safe_ranks_*/verdict"))
+
+
+def test_nothing_is_left_of_an_orderly_end(address: StoreAddress, temporary: Path) -> None:
+    assert values(run_ranks(_train, SIZE, address, temporary, None)) == [("", [])] * SIZE
+    assert not list(temporary.glob("rl_safe_ranks_*"))
+
+
+def test_another_users_folder_or_one_that_others_may_read_is_refused(temporary: Path) -> None:
+    (temporary / f"rl_safe_ranks_{KEY}").mkdir(mode=0o755)
+    with pytest.raises(ResourceError, match="is not a private folder of this user; remove it"):
+        Neighbours(KEY, rank=0)
+
+
+def test_what_killed_jobs_left_goes_and_evidence_stays(temporary: Path) -> None:
+    left, judged, alive = (temporary / f"rl_safe_ranks_{name}" for name in ("left", "judged", "alive"))
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process.wait()
+    for folder, pid in ((left, process.pid), (judged, process.pid), (alive, os.getpid())):
+        folder.mkdir(mode=0o700)
+        (folder / "process_0").write_text(f"{pid} {psutil.Process().create_time()}")
+    (left / "process_1").write_text(f"{os.getpid()} 1.0")  # the process number is another process's by now
+    (judged / "verdict").mkdir()
+    source = (
+        "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from rl_safe_workers.diagnostics.neighbours import *; "
+        f"Neighbours('{KEY}', rank=0).leave()"
+    )
+    subprocess.run([sys.executable, "-c", source, str(temporary)], check=True, timeout=60)
+    assert sorted(path.name for path in temporary.iterdir()) == [alive.name, judged.name]
