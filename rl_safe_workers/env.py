@@ -189,7 +189,7 @@ def record_collectives(folder: Path) -> None:
     Args:
         folder: As ``HANG_DIR``.
     """
-    for name, value in (TRAINER_ACTORS | _nccl_flights(folder)).items():
+    for name, value in {**TRAINER_ACTORS, **_nccl_flights(folder)}.items():
         os.environ.setdefault(name, value)
 
 

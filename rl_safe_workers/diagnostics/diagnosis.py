@@ -11,6 +11,7 @@ knows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,7 +116,7 @@ def diagnose_answers(
     known = {**_failures_of_processes(answers, phase), **reported}
     waiting = waiting_for_others(answers)
     busy = {one.rank_id for one in answers.ranks if _is_busy(one)} - known.keys() - waiting
-    root = _root(known, busy, host_error)
+    root = _root(known, busy, host_error, phase)
     error = None if root is None else root.error
     states = {one.rank_id: _state(one, reported.get(one.rank_id), phase) for one in answers.ranks}
     wait = _seen_wait(answers, waiting, busy) if error is None else wait_of(error)
@@ -128,6 +129,9 @@ def diagnose_answers(
             wait = replace(wait, missing=missing, arrived=wait.arrived | (wait.missing - missing))
         hang, found = judge(error, wait, answers, evidence)
         culprits = hang.culprits or wait.missing or frozenset(busy - wait.arrived)
+        found["verdict"] = "; ".join([hang.verdict, *_other_phases(reported, culprits, wait.phase)])
+        if root is not None and not root.is_told:
+            culprits -= known.keys()  # who has only waited is not to blame
     elif root is not None:
         culprits = root.culprits
         # Where no culprit has said anything itself, another rank repeats what it has heard.
@@ -146,11 +150,13 @@ def diagnose_answers(
     return Diagnosis(verdict=found["verdict"], advice=advice, culprits=culprits, error=error, ranks=states)
 
 
-def _root(known: Reports, busy: Collection[RankId], host_error: RunError | None) -> RootCause | None:
+def _root(known: Reports, busy: Collection[RankId], host_error: RunError | None, phase: str | None) -> RootCause | None:
     """Returns the failure that all others follow from: of a rank that is known, else the one that the host names."""
     root = root_cause(known, pending=busy) if known else None
     if root is not None and root.is_told:
         return root
+    if (astray := _root_of_astray(known, phase)) is not None:
+        return astray
     if isinstance(host_error, PhaseTimeoutError) and (host_error.missing or root is None):
         return RootCause(host_error, culprits=host_error.missing, is_told=True)
     if host_error is not None and host_error.culprit is not None:
@@ -161,12 +167,42 @@ def _root(known: Reports, busy: Collection[RankId], host_error: RunError | None)
     return root
 
 
+def _root_of_astray(known: Reports, phase: str | None) -> RootCause | None:
+    """Returns the wait of most ranks for those that wait in another phase; None if that is not what has happened.
+
+    Args:
+        known: What each rank has failed with.
+        phase: The phase that the host waits in. It decides where as many ranks are in one phase as in the other.
+    """
+    late = {rank_id: error for rank_id, error in known.items() if isinstance(error, PhaseTimeoutError)}
+    counts = Counter(error.phase for error in late.values())
+    most = max(counts.values(), default=0)
+    usual = [name for name, count in counts.items() if count == most]
+    if phase in usual:
+        usual = [str(phase)]
+    if len(counts) < 2 or len(usual) > 1:
+        return None
+    astray = frozenset(rank_id for rank_id, error in late.items() if error.phase != usual[0])
+    told = next(error for error in late.values() if error.phase == usual[0])
+    return RootCause(told.naming(astray), culprits=astray, is_told=True) if astray <= told.missing else None
+
+
 def _is_busy(one: RankProcess) -> bool:
     """Returns True if others may wait for a process: it runs a call of the host's, or cannot tell that it does not."""
     if one.is_gone:
         return False
     # An engine that answers nobody's signal is not known to do anything.
     return one.rank_id.role is Role.TRAINER if one.stack is None else one.stack.is_in_a_call
+
+
+def _other_phases(reported: Reports, culprits: Collection[RankId], phase: str | None) -> list[str]:
+    """Returns, in words, the other phases that culprits have waited in; empty if none is known."""
+    reports = {one: reported[one] for one in sorted(culprits) if one in reported}
+    return [
+        f"{one} waited in phase {report.phase}"
+        for one, report in reports.items()
+        if isinstance(report, PhaseTimeoutError) and report.phase != phase
+    ]
 
 
 def _others(answers: Answers, culprits: Collection[RankId]) -> list[str]:
@@ -256,7 +292,9 @@ def _advice(error: RunError | None, wait: Wait | None, culprits: Collection[Rank
         pids = [str(one.pid) for one in answers.ranks if one.rank_id in culprits]
         return f"find out what has sent SIGSTOP, such as a debugger or a scheduler; kill -CONT {' '.join(pids)} goes on"
     if isinstance(error, PhaseTimeoutError):
-        return f"if the phase only takes longer, raise {error.setting}; else see stack_<role>_<rank>.txt of who is named"
+        return (
+            f"if the phase only takes longer, raise {error.setting}; else see stack_<role>_<rank>.txt of who is named"
+        )
     if wait is not None or isinstance(cause, Victim):
         return "see stack_<role>_<rank>.txt of the rank that is named: the others wait for what it does there"
     return "correct what the line does; verdict.json has every rank's place"
