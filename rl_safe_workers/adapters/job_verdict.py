@@ -41,7 +41,7 @@ _DEAD = "DEAD"
 
 
 class _Actor(NamedTuple):
-    """What Ray's table says of a rank's actor."""
+    """A rank's actor, as Ray's table has it."""
 
     rank_id: RankId
     pid: int

@@ -52,7 +52,7 @@ class Diagnosis:
     verdict: str
     """One line."""
     advice: str
-    """What to do, in one line."""
+    """The next thing to do, in one line."""
     culprits: frozenset[RankId]
     """Ranks that the failure began with; empty if none is known."""
     error: RunError | None
@@ -127,7 +127,7 @@ def diagnose_answers(
             # Of the ranks that the error names, some wait themselves.
             missing = (root.culprits - waiting) or root.culprits or wait.missing
             wait = replace(wait, missing=missing, arrived=wait.arrived | (wait.missing - missing))
-        hang, found = judge(error, wait, answers, evidence)
+        hang, found = judge(error, wait, answers, None)
         culprits = hang.culprits or wait.missing or frozenset(busy - wait.arrived)
         found["verdict"] = "; ".join([hang.verdict, *_other_phases(reported, culprits, wait.phase)])
         if root is not None and not root.is_told:
@@ -140,7 +140,7 @@ def diagnose_answers(
             f"{one}{home_of(one, answers)} {states.get(one) or _unseen(known.get(one), phase)}"
             for one in sorted(culprits)
         ]
-        found = {"verdict": "; ".join([*names, *_others(answers, culprits), *said])}
+        found = {"verdict": "; ".join([*names, *_others(answers, culprits, known), *said])}
         found["error"] = f"{type(error).__name__}: {error}"
     advice = _advice(error, wait, culprits, answers)
     if evidence is not None:
@@ -205,9 +205,14 @@ def _other_phases(reported: Reports, culprits: Collection[RankId], phase: str | 
     ]
 
 
-def _others(answers: Answers, culprits: Collection[RankId]) -> list[str]:
-    """Returns, in words, the collective that others were in when a rank failed; empty if none is known."""
+def _others(answers: Answers, culprits: Collection[RankId], known: Reports) -> list[str]:
+    """Returns, in words, the collective that another rank was in when a rank failed; empty if none is known."""
     works = works_waited_in(answers.records, {one.rank for one in culprits if one.role is Role.TRAINER})
+    for rank, record in answers.records.items():
+        report = known.get(trainer_id(rank))
+        # What has failed because of another rank was the last that it began.
+        if isinstance(report, RankError) and isinstance(report.cause, Victim) and record.last is not None:
+            works.setdefault(rank, record.last)
     others = sorted(rank for rank in works if trainer_id(rank) not in culprits)
     return [f"trainer rank {others[0]} was in {works[others[0]]}"] if others else []
 

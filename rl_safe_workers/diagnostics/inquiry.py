@@ -133,7 +133,7 @@ class Answers:
     more_flights: Sequence[Callable[[], Mapping[str, bytes]]] = ()
     """Give more of them when called: those of other nodes, which would keep the rest waiting."""
     reports: Mapping[RankId, RunError] = field(default_factory=dict)
-    """What ranks have left by `answering.leave_failure`."""
+    """Failures that ranks have left by `answering.leave_failure`."""
     last_places: Mapping[RankId, str] = field(default_factory=dict)
     """The line of code that each rank was last seen at, of ranks without a process, too."""
 

@@ -159,7 +159,8 @@ CASES = {
     ),
     "trainer_stopped_in_a_step": Case(
         *("train", {"in_train": {1: "stops"}}, trainer_id(1), Phase.TRAIN, Stopped),
-        r"trainer rank 1 on [0-9.]+ is stopped in phase train at \S+/sending.py:\d+ \(misbehave\)$",
+        r"trainer rank 1 on [0-9.]+ is stopped in phase train at \S+/sending.py:\d+ \(misbehave\); "
+        r"trainer rank 0 was in \w+ of \w+$",
     ),
     "trainer_that_raises_in_a_step": Case(
         *("train", {"in_train": {1: "raises"}}, trainer_id(1), Phase.TRAIN, Raised),

@@ -40,6 +40,7 @@ def install(file: Path) -> None:
                 raise ValueError("no such expert")
             time.sleep(1.5)  # so that it has noted where it is
             os.kill(os.getpid(), signal.SIGKILL if misdeed == "killed" else signal.SIGSTOP)
+            time.sleep(1.5)  # a signal to itself may come a few lines later
             return loss_function(*args, **kwargs)
 
         return stock(engine, data, go_wrong)

@@ -74,7 +74,8 @@ FAULTS = {
     ),
     "trainer_stopped": (
         *("train stopped", "train"),
-        r"trainer rank 1 on \S+ is stopped in phase train(, last seen)? at \S+faulty_training.py:\d+ \(go_wrong\)",
+        r"trainer rank 1 on \S+ is stopped in phase train(, last seen)? at \S+faulty_training.py:\d+ \(go_wrong\); "
+        r"trainer rank 0 was in \w+ of \w+$",
     ),
     "trainer_raises": (
         *("train raises", "train"),

@@ -96,7 +96,7 @@ class SafeTrainerMixin:
 
     @cached_property
     def rl_safe_verdict(self) -> JobVerdict:
-        """What judges a failure, with the evidence beside the run's checkpoints."""
+        """The judge of a failure, with the evidence beside the run's checkpoints."""
         root = Path(self.config.trainer.default_local_dir).absolute()
         return JobVerdict(self._parties, root / f"rl_safe_failure_{env.run_id() or os.getpid()}")
 
