@@ -240,6 +240,10 @@ class _Inquiry:
         for rank in self.ranks:
             if not rank.is_gone:
                 self._read_stack(rank, max(0, before.get(rank.rank_id, 0)), deadline)
+        # Last: ranks that wait for each other give up at about the same time, and the host hears of the first.
+        for rank in self.ranks:
+            if rank.folder is not None and (report := read_failure(rank.folder, rank.rank_id)) is not None:
+                self.reports[rank.rank_id] = report
 
     def _look_at(self, rank: RankProcess) -> None:
         """Asks the system for a process, and the host for its exit code; opens no file of the run."""
@@ -261,8 +265,6 @@ class _Inquiry:
                     self.last_places[rank_id] = place
         for rank in self.ranks:
             rank.last_place = self.last_places.get(rank.rank_id)
-            if rank.folder is not None and (report := read_failure(rank.folder, rank.rank_id)) is not None:
-                self.reports[rank.rank_id] = report
 
     def _read_stack(self, rank: RankProcess, offset: int, deadline: Deadline) -> None:
         with suppress(psutil.Error, OSError):

@@ -19,6 +19,8 @@ from tests.verl.host import show
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S, ALLOWED_S = 10.0, 20.0
 """The deadline, and how much later the job may have ended: verl polls every two seconds, and Ray has to end, too."""
+HANDING_OUT_S = 40.0
+"""The deadline of generation: on a busy machine agent loops are slow to take their first prompts."""
 
 
 def _job(folder: Path, *overrides: str, fault: str = "") -> tuple[int, str, float]:
@@ -104,7 +106,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_ends_the_job_and_its_first_line_says_where_it_began(name, tmp_path) -> None:
     fault, phase, told = FAULTS[name]
-    limits = [f"actor_rollout_ref.rl_safe.timeouts.{each}={TIMEOUT_S}" for each in {phase, "logprob"}]
+    limit_s = HANDING_OUT_S if phase == "rollout" else TIMEOUT_S
+    limits = [f"actor_rollout_ref.rl_safe.timeouts.{each}={limit_s}" for each in {phase, "logprob"}]
     status, output, took_s = _job(tmp_path, *limits, fault=fault)
     last = output.rpartition("\nrl_safe: ")[2].splitlines()[:3]
     show(f"{name}: ended {took_s:.1f} s after the fault:", *last)
@@ -114,5 +117,5 @@ def test_a_fault_ends_the_job_and_its_first_line_says_where_it_began(name, tmp_p
     evidence = Path(last[2].removeprefix("evidence in "))
     assert evidence.parent == tmp_path / "checkpoints"
     assert {"verdict.json", "stack_trainer_0.txt", "stack_rollout_0.txt"} <= {path.name for path in evidence.iterdir()}
-    assert took_s < TIMEOUT_S + ALLOWED_S
+    assert took_s < limit_s + ALLOWED_S
     assert not list(Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}{evidence.name.rpartition('_')[2]}*"))
