@@ -61,10 +61,11 @@ def _generate(generation: Any) -> list[Any]:
 
 def _train(policy: Any, data: Any) -> list[Any]:
     """The wait in NeMo RL's ``Policy.train``. One rank may be told to do something else."""
-    workers = policy.worker_group.workers
-    calls = [worker.train.remote(data=data) for worker in workers]
-    if (astray := policy.cfg.get("in_other_phase")) is not None:
-        calls[astray] = workers[astray].get_logprobs.remote(data=data)
+    astray = policy.cfg.get("in_other_phase")
+    calls = [
+        (worker.get_logprobs if rank == astray else worker.train).remote(data=data)
+        for rank, worker in enumerate(policy.worker_group.workers)
+    ]
     return ray.get(calls)  # type: ignore[no-any-return]
 
 
