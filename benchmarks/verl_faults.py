@@ -25,9 +25,9 @@ HANDING_OUT_S = 60.0
 ALLOWED_S = 20.0 if ON_CPU else 10.0
 CUT_STOCK_S, CUT_OURS_S = (45.0 if ON_CPU else 120.0), HANDING_OUT_S + 45
 """Jobs are ended so long after the fault."""
-NAMED = re.compile(r"phase \w+: .*(rank 1 of|rollout (rank|replica) \d)|rank 1: The actor (is dead|died)")
-"""Lines of ours that name who is missing."""
-PHASE = re.compile(r"phase \w+: ")
+NAMED = re.compile(r"^rl_safe: .*(trainer|rollout) rank \d on ")
+"""The first line of our verdict, if it names who is to blame."""
+PHASE = re.compile(r"^rl_safe: .*phase \w+")
 _ERRORS = ("ActorDiedError", "EngineDeadError", "Connection closed", "Connection reset", "Error: ")
 _AFTER_SYNC_S = 0.5
 

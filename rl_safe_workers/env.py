@@ -50,6 +50,8 @@ NCCL_SOCKET_IFNAME = "NCCL_SOCKET_IFNAME"
 """``lo`` if all processes are on this machine. NCCL's ranks find each other over this interface."""
 NCCL_CUMEM_ENABLE = "NCCL_CUMEM_ENABLE"
 """Read only: with ``0``, NCCL does not map its memory itself and cannot release it."""
+GLOBAL_RANK = "RANK"
+"""Read only: the number of this process among all that a launcher or a host framework has started together."""
 LOCAL_RANK = "LOCAL_RANK"
 """Read only: the number of this process on its host. It selects the GPU if the launcher leaves all GPUs visible."""
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
@@ -156,8 +158,7 @@ def actor_env(
         if device == "cpu":
             variables |= CPU_TRAINERS
         if hang_dir is not None:
-            variables[TORCH_NCCL_DEBUG_INFO_TEMP_FILE] = str(hang_dir / NCCL_FLIGHTS)
-            variables[TORCH_NCCL_DEBUG_INFO_PIPE_FILE] = str(hang_dir / NCCL_REQUESTS)
+            variables |= _nccl_flights(hang_dir)
     if role == "rollout":
         variables |= ROLLOUT_ACTORS
         if kv_cache_gib >= 1 and float(kv_cache_gib).is_integer():
@@ -171,6 +172,25 @@ def actor_env(
     if node is not None:
         variables[NODE] = node
     return variables
+
+
+def _nccl_flights(folder: Path) -> dict[str, str]:
+    return {
+        TORCH_NCCL_DEBUG_INFO_TEMP_FILE: str(folder / NCCL_FLIGHTS),
+        TORCH_NCCL_DEBUG_INFO_PIPE_FILE: str(folder / NCCL_REQUESTS),
+    }
+
+
+def record_collectives(folder: Path) -> None:
+    """Has torch's Flight Recorder answer in a folder, in a trainer that a host has started. What is set stays.
+
+    Call it before there is a process group.
+
+    Args:
+        folder: As ``HANG_DIR``.
+    """
+    for name, value in {**TRAINER_ACTORS, **_nccl_flights(folder)}.items():
+        os.environ.setdefault(name, value)
 
 
 def base_dir() -> Path:
@@ -197,9 +217,21 @@ def gloo_interface() -> str | None:
     return os.environ.get(GLOO_SOCKET_IFNAME) or None
 
 
-def mark_run(run_id: str) -> None:
-    """Sets the mark of a run in this process, for children that a library launches, such as Ray's own processes."""
+def mark_run(run_id: str, *, hang_dir: Path | None = None) -> None:
+    """Sets the mark of a run in this process, for children that a library launches, such as Ray's own processes.
+
+    Args:
+        run_id: Id of the run.
+        hang_dir: The value of ``HANG_DIR``; None leaves it out.
+    """
     os.environ[RUN_ID] = run_id
+    if hang_dir is not None:
+        os.environ[HANG_DIR] = str(hang_dir)
+
+
+def run_id() -> str | None:
+    """Returns the mark of the run that this process belongs to; None if it belongs to none."""
+    return os.environ.get(RUN_ID) or None
 
 
 def marked(run_id: str) -> dict[str, str]:
@@ -229,6 +261,12 @@ def become_gpuless() -> None:
     os.environ.update({**ALL_ACTORS, CUDA_VISIBLE_DEVICES: ""})
 
 
+def global_rank() -> int | None:
+    """Returns this process's number among all of its launch; None if no launcher has set it."""
+    value = os.environ.get(GLOBAL_RANK)
+    return int(value) if value and value.isdecimal() else None
+
+
 def local_rank() -> int | None:
     """Returns this process's number among the ranks of its host; None if no launcher has set it."""
     value = os.environ.get(LOCAL_RANK)
@@ -255,6 +293,12 @@ def actor_of(environ: Mapping[str, str]) -> RankId | None:
     """Returns the id of the actor that a process is, or is a child of; None for any other process."""
     role, rank = environ.get(ROLE), environ.get(RANK, "")
     return RankId(Role(role), int(rank)) if role in tuple(Role) and rank.isdecimal() else None
+
+
+def wanted_hang_dir() -> Path | None:
+    """Returns the folder of ``HANG_DIR``, which need not exist yet; None if it is not set."""
+    value = os.environ.get(HANG_DIR)
+    return Path(value) if value else None
 
 
 def hang_dir(environ: Mapping[str, str] | None = None) -> Path | None:

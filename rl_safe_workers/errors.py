@@ -13,6 +13,7 @@
         ├── LifecycleError            a phase entered before the phases that it requires
         ├── PhaseTimeoutError         a phase passed its deadline; names the missing ranks
         ├── RankError                 one rank failed; carries its id, phase, cause and traceback
+        ├── JobError                  a host's job failed; carries the verdict and what it rests on
         ├── ClusterError              Ray could not be started or joined
         │   └── NodeMismatchError     nodes with other versions, other code or other files
         ├── NodeLostError             a node of the cluster is gone; carries its name and its ranks
@@ -322,6 +323,30 @@ class RankError(RunError):
         of = fields["cause"]
         cause = _PLAIN_CAUSES[of]() if isinstance(of, str) else Repeats(RankId(Role(of[0]), of[1]))
         return cls(**{**fields, "rank_id": RankId(Role(role), rank), "cause": cause})
+
+
+class JobError(RunError):
+    """A job under a host framework has failed. The first line is the verdict, the second says what to do.
+
+    Attributes:
+        culprits: The ranks that the failure began with; empty if none is known.
+        phase: The phase that the driver was in; None outside of phases.
+        cause: The reason why the culprit failed; None if others only wait for it.
+        evidence: The folder with stacks, the Flight Recorder's files and ``verdict.json``.
+    """
+
+    def __init__(
+        self,
+        *,
+        verdict: str,
+        advice: str,
+        culprits: Iterable[RankId],
+        phase: str | None,
+        cause: Cause | None,
+        evidence: str,
+    ) -> None:
+        self.culprits, self.phase, self.cause, self.evidence = frozenset(culprits), phase, cause, evidence
+        super().__init__(f"{verdict}\n{advice}\nevidence in {evidence}", culprit=min(self.culprits, default=None))
 
 
 class ClusterError(RunError):

@@ -5,6 +5,7 @@ The functions use typed facts only. They do not read the text of our own message
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -79,6 +80,25 @@ def report_of(error: Exception, rank_id: RankId, phase: str) -> PhaseTimeoutErro
         raised_at=raised_at,
         place=place_of(error),
     )
+
+
+def report_to_text(report: PhaseTimeoutError | RankError) -> str:
+    """Returns a rank's report as one line, for `report_from_text`."""
+    kind = "late" if isinstance(report, PhaseTimeoutError) else "failed"
+    return json.dumps({kind: report.as_json()})
+
+
+def report_from_text(text: str | bytes) -> PhaseTimeoutError | RankError:
+    """Reads the report of another rank.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    try:
+        ((kind, fields),) = json.loads(text).items()
+        return (PhaseTimeoutError if kind == "late" else RankError).from_json(fields)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"no report of a rank: {error}") from error
 
 
 def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId] = ()) -> RootCause:

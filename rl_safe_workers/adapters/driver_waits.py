@@ -10,7 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import ray
@@ -20,7 +21,7 @@ from rl_safe_workers.adapters.weight_update import ROLLOUT
 from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RunError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import RankId
+from rl_safe_workers.ranks import RankId, Role
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,20 @@ class Party(NamedTuple):
     name: str
     rank: RankId | None
     """Its rank; None for a process that neither trains nor generates."""
+    actor: Any
+    """Ray's handle of it."""
     ask: Callable[[], Any]
     """Asks it something, and returns the reference to its answer."""
+
+
+class Silent(NamedTuple):
+    """A process that has not answered a question."""
+
+    party: Party
+    is_dead: bool
+
+    def __str__(self) -> str:
+        return f"{self.party.name} {'has died' if self.is_dead else 'does not answer'}"
 
 
 class Standstill:
@@ -63,7 +76,11 @@ class Standstill:
 
 
 class DriverWaits:
-    """Bounds the driver's waits, and finds the processes that do not answer when one has ended."""
+    """Bounds the driver's waits, and finds the processes that do not answer when one has ended.
+
+    Attributes:
+        failed_in: The phase of the wait that has failed; None if the last wait went well, or was outside of phases.
+    """
 
     def __init__(self, timeouts: RolloutTimeouts, parties: Callable[[], Sequence[Party]]) -> None:
         """Guards nothing yet.
@@ -74,6 +91,7 @@ class DriverWaits:
         """
         self._timeouts, self._parties = timeouts, parties
         self._bounding = threading.local()
+        self.failed_in: Phase | None = None
 
     @property
     def is_bounding(self) -> bool:
@@ -84,6 +102,21 @@ class DriverWaits:
         """Returns the timeout of a phase in seconds."""
         found: float = getattr(self._timeouts, phase.value)
         return found
+
+    @contextmanager
+    def waiting(self, phase: Phase) -> Iterator[None]:
+        """Notes the phase that the driver waits in, for the case that the body fails. Sets no deadline.
+
+        Args:
+            phase: The phase that the job's processes go through in the body.
+        """
+        self.failed_in = None
+        try:
+            yield
+        except BaseException:
+            if self.failed_in is None:  # else a wait in the body says it better
+                self.failed_in = phase
+            raise
 
     def bounded(
         self,
@@ -109,6 +142,12 @@ class DriverWaits:
         """
         if self.is_bounding:
             return work()  # the outermost bound counts
+        with self.waiting(phase):
+            return self._bounded(phase, what, work, progress, workers_first)
+
+    def _bounded(
+        self, phase: Phase, what: str, work: Callable[[], T], progress: Callable[[], object], workers_first: bool
+    ) -> T:
         standstill = Standstill()
         limit_s = self.timeout_s(phase) + (_WORKERS_FIRST_S if workers_first else 0.0)
 
@@ -139,12 +178,13 @@ class DriverWaits:
         silent = [] if _names_missing(error) else self._silent()
         if not silent:
             return None
-        return RunError(f"{what}: {_told(silent)}; {last_line(error)}", culprit=_first_rank(silent))
+        return RunError(f"{what}: {_told(silent)}; {last_line(error)}", culprit=_culprit(silent))
 
     def late(self, phase: Phase, what: str, waited_s: float, detail: str = "") -> PhaseTimeoutError:
         """Returns the error of a wait that has passed its deadline; asks every process whether it is well."""
+        self.failed_in = phase
         silent = self._silent()
-        ranks = [party.rank for party, _ in silent if party.rank is not None]
+        ranks = [one.party.rank for one in silent if one.party.rank is not None]
         return PhaseTimeoutError(
             phase=phase,
             awaited=Awaited(what, frozenset(p.rank for p in self._parties() if p.rank is not None)),
@@ -154,29 +194,36 @@ class DriverWaits:
             detail="; ".join(filter(None, (detail, _told(silent) or "every process that was asked answers"))),
         )
 
-    def _silent(self) -> list[tuple[Party, str]]:
-        """Asks every process something; returns those without an answer, and why."""
+    def _silent(self) -> list[Silent]:
+        """Asks every process something; returns those without an answer."""
         asked = {party.ask(): party for party in self._parties()}
         if not asked:
             return []
         answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
-        found = [(asked[call], "does not answer") for call in late]
+        found = [Silent(asked[call], is_dead=False) for call in late]
         for call in answered:
             try:
                 ray.get(call)
             except ray.exceptions.RayActorError:
-                found.append((asked[call], "has died"))
+                found.append(Silent(asked[call], is_dead=True))
             except ray.exceptions.RayError as error:
                 logger.debug("%s answers with %s", asked[call].name, last_line(error))
         return found
 
 
-def _told(silent: Sequence[tuple[Party, str]]) -> str:
-    return ", ".join(f"{party.name} {why}" for party, why in silent)
+def _told(silent: Sequence[Silent]) -> str:
+    return ", ".join(map(str, silent))
 
 
-def _first_rank(silent: Sequence[tuple[Party, str]]) -> RankId | None:
-    return next((party.rank for party, _ in silent if party.rank is not None), None)
+def _culprit(silent: Sequence[Silent]) -> RankId | None:
+    """Returns the rank that a failed call is about: one that has died, else an engine that does not answer.
+
+    A trainer that does not answer may be in the call still, and wait for somebody itself.
+    """
+    ranks = [one for one in silent if one.party.rank is not None]
+    dead = [one for one in ranks if one.is_dead]
+    engines = [one for one in ranks if one.party.rank is not None and one.party.rank.role is Role.ROLLOUT]
+    return next((one.party.rank for one in (*dead, *engines)), None)
 
 
 def last_line(error: BaseException) -> str:

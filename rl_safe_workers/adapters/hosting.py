@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from rl_safe_workers.adapters.rank_answers import FailureNotes
 from rl_safe_workers.adapters.shards import ShardWriter
 from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
@@ -72,6 +73,7 @@ class HostedTrainer:
             releases_comms=releases_comms,
             outside_timeout=outside_timeout,
         )
+        self._trainer.add_part(FailureNotes(self._trainer))
         self._trainer.entry.adopt_world()
 
     def create_groups(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,7 @@
 """The processes of a host's job, which end with it on every node, however it ends.
 
+They also leave there, in a folder that ends with the job, what the driver asks for after a failure.
+
 The processes of a job carry its mark. Ray ends its actors with the job, but not what these have started, e.g. the 32
 workers with which a trainer compiles. On the driver's machine the driver ends them, and on every other node an actor.
 If the driver is killed, guardians do it.
@@ -8,9 +10,12 @@ If the driver is killed, guardians do it.
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -18,10 +23,12 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_safe_workers import env
+from rl_safe_workers.adapters.job_inquiry import Place, ask_here
+from rl_safe_workers.diagnostics.inquiry import Answers
 from rl_safe_workers.errors import first_line
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
-from rl_safe_workers.reaping.processes import ended, reap, run_processes
+from rl_safe_workers.reaping.processes import TEMP_PREFIX, ended, reap, run_processes
 from rl_safe_workers.reaping.quick_exit import exit_at_once
 
 logger = logging.getLogger(__name__)
@@ -39,17 +46,27 @@ _NODE_ENDS_S = 2 * KILL_AFTER_S + 5.0
 class MachineProcesses:
     """The processes of a job on one machine. On other nodes than the driver's this is a Ray actor."""
 
-    def __init__(self, run_id: str) -> None:
-        """Starts the guardian, which ends them when this process dies."""
-        self._run_id, self._since = run_id, Moment.now()
+    def __init__(self, run_id: str, folder: Path) -> None:
+        """Starts the guardian, which ends them when this process dies.
+
+        Args:
+            run_id: Marks them.
+            folder: Where ranks leave their answers; see `folder_of`.
+        """
+        self._run_id, self._since, self._folder = run_id, Moment.now(), folder
         self._guardian = Guardian(run_id, since=self._since, kill_after_s=KILL_AFTER_S)
+        self._guardian.tell(folders=[folder])
 
     def is_ready(self) -> bool:
         """Returns True: the guardian runs."""
         return True
 
+    def ask(self, places: Sequence[Place], patience_s: float) -> Answers:
+        """As `ask_here`."""
+        return ask_here(places, patience_s, self._folder)
+
     def end(self, *, kill_after_s: float, stop: Callable[[], object] = lambda: None) -> None:
-        """Ends them, removes what they have left in shared memory, and dismisses the guardian.
+        """Ends them, removes what they have left in shared memory and in their folder, and dismisses the guardian.
 
         Args:
             kill_after_s: Seconds between asking a process to end and killing it.
@@ -60,15 +77,38 @@ class MachineProcesses:
         stop()
         reap(self._run_id, kill_after_s=kill_after_s)
         remove_ipc_files(ended(pids), since=self._since, segments=segments)
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._guardian.dismiss(timeout_s=KILL_AFTER_S)
 
 
+def folder_of(run_id: str) -> Path:
+    """Returns the folder for what the ranks of a job leave on each machine. The first of them makes it."""
+    return Path(tempfile.gettempdir(), f"{TEMP_PREFIX}{run_id}")
+
+
+def _name_of_keeper(run_id: str, node_id: str) -> str:
+    return f"{TEMP_PREFIX}{run_id}_{node_id}"
+
+
+def keeper_of(run_id: str | None, node_id: str) -> Any:
+    """Returns the actor that looks after a job's processes on another node than the entry's; None if there is none."""
+    try:
+        return ray.get_actor(_name_of_keeper(run_id or "", node_id))
+    except ValueError:
+        return None
+
+
 class JobProcesses:
-    """The processes of a job on every node of its cluster."""
+    """The processes of a job on every node of its cluster.
+
+    Attributes:
+        folder: Where ranks leave their answers, each on its own machine: `env.HANG_DIR` of the job.
+    """
 
     def __init__(self, run_id: str) -> None:
         """Watches over this machine; `watch_nodes` adds the others."""
-        self._run_id, self._here = run_id, MachineProcesses(run_id)
+        self._run_id, self.folder = run_id, folder_of(run_id)
+        self._here = MachineProcesses(run_id, self.folder)
         self._nodes: dict[Any, str] = {}
         """The actor of each other node, with the node's address."""
 
@@ -86,7 +126,8 @@ class JobProcesses:
         others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
         for node in others:
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            actor = keeper.options(**options, scheduling_strategy=strategy).remote(self._run_id)
+            name = _name_of_keeper(self._run_id, node["NodeID"])
+            actor = keeper.options(name=name, **options, scheduling_strategy=strategy).remote(self._run_id, self.folder)
             self._nodes[actor] = node["NodeManagerAddress"]
         starting = {actor.is_ready.remote(): actor for actor in self._nodes}
         for actor, why in _failures(starting, _NODE_STARTS_S):

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from rl_safe_workers.adapters.job_inquiry import SYNC_CALL
 from rl_safe_workers.control.bounded import in_background
 from rl_safe_workers.control.deadline import Background, DeadlineExceededError
 from rl_safe_workers.control.failure import as_ours
 from rl_safe_workers.diagnostics.answering import stack_of_call
-from rl_safe_workers.diagnostics.stacks import CallFrame
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError
 from rl_safe_workers.frames import Frame
 from rl_safe_workers.lifecycle import Phase
@@ -25,7 +25,6 @@ ROLLOUT = "the rollout"
 """Begins the name of a rollout of which the rank does not know which engine it waits for."""
 _HEARD = timedelta(seconds=2)
 """How long the ranks listen to each other once the deadline has passed, or one of them has failed."""
-_THREAD = CallFrame("adapters/weight_update.py", "_on_this_thread")
 
 
 class WeightUpdate:
@@ -81,7 +80,7 @@ class WeightUpdate:
 
     def _blame(self) -> tuple[str | None, Exception | None]:
         """Returns the line in which this rank waits for training ranks; or the error that blames the rollout."""
-        stack = stack_of_call(_THREAD)
+        stack = stack_of_call(SYNC_CALL)
         rollout = self._awaited(() if stack is None else stack.frames)
         at = self._place_of_host() or (None if stack is None else stack.place)
         place = "code that could not be read" if at is None else str(at)

@@ -27,14 +27,13 @@ from rl_safe_workers.control.failure import Failure, as_ours
 from rl_safe_workers.errors import (
     Awaited,
     PhaseTimeoutError,
-    RankError,
     RlSafeError,
     RunError,
     StoreLostError,
     first_line,
 )
 from rl_safe_workers.ranks import RankId
-from rl_safe_workers.root_cause import report_of
+from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
 
 logger = logging.getLogger(__name__)
 
@@ -180,10 +179,9 @@ class ControlPlane:
         """
         self._check_inside()
         report = report_of(error, self.members[self.rank], phase)
-        kind = "late" if isinstance(report, PhaseTimeoutError) else "failed"
         self._board.phase = phase
         try:
-            self._board.put(self._failure_key(self.rank), json.dumps({kind: report.as_json()}).encode())
+            self._board.put(self._failure_key(self.rank), report_to_text(report).encode())
         except StoreLostError as lost:
             logger.warning("%s; so nobody learns there of: %s", lost, first_line(error))
 
@@ -198,8 +196,7 @@ class ControlPlane:
         found: dict[RankId, RunError] = {}
         for rank, rank_id in enumerate(self.members):
             if (message := self._board.peek(self._failure_key(rank))) is not None:
-                ((kind, fields),) = json.loads(message).items()
-                found[rank_id] = (PhaseTimeoutError if kind == "late" else RankError).from_json(fields)
+                found[rank_id] = report_from_text(message)
         return found
 
     def _check_inside(self) -> None:

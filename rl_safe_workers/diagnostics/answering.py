@@ -1,10 +1,11 @@
 """A rank's side of the diagnostics: it tells where it is, whatever its main thread is doing.
 
-Three files end up in a folder of the run on the rank's own machine:
+Up to four files end up in a folder of the run on the rank's own machine:
 
     stack_<role>_<rank>.txt    the stacks of all threads, added each time that the rank gets `STACK_SIGNAL`
     place_<role>_<rank>.txt    the last line of code that the rank noted, every half second; it outlives the process
     flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups, once somebody asks
+    failure_<role>_<rank>.json what the rank has failed with, if its host calls `leave_failure`
 
 Nothing here needs torch, Ray or a driver. torch itself writes the Flight Recorder's file for NCCL.
 """
@@ -12,6 +13,7 @@ Nothing here needs torch, Ray or a driver. torch itself writes the Flight Record
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -20,8 +22,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack
+from rl_safe_workers.errors import RunError
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.ranks import RankId, Role
+from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
+
+logger = logging.getLogger(__name__)
 
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank write its stacks. Ray's workers leave it alone; SIGUSR1 is taken by Ray Tune."""
@@ -30,6 +36,7 @@ GLOO_FLIGHTS, GLOO_REQUESTS = "flight_gloo_", "request_gloo_"
 PLACE_EVERY_S = 0.5
 """Seconds between two notes of where a rank is. A note takes some 0.4 ms."""
 _PLACE_BYTES = 4096
+_FAILURE_BYTES = 2**20
 _STACKS_BYTES = 2**20
 """Most bytes of the stacks of all threads."""
 
@@ -57,6 +64,46 @@ def read_place(folder: Path, rank_id: RankId) -> str | None:
     return None
 
 
+def failure_file(rank_id: RankId) -> str:
+    """Returns the name of the file that holds what a rank has failed with."""
+    return f"failure_{rank_id.role}_{rank_id.rank}.json"
+
+
+def leave_failure(folder: Path, error: Exception, rank_id: RankId, phase: str) -> None:
+    """Leaves what this rank has failed with for those who ask later. Where that is impossible, it is logged.
+
+    Args:
+        folder: What the rank gave to `answer_when_asked`.
+        error: What it has caught.
+        rank_id: This process.
+        phase: The phase that it was in.
+    """
+    text = report_to_text(report_of(error, rank_id, phase))
+    unfinished = folder / f"unfinished_{failure_file(rank_id)}"
+    try:
+        with os.fdopen(_open(unfinished, 0), "w", encoding="utf-8") as file:
+            file.write(text)
+        unfinished.rename(folder / failure_file(rank_id))
+    except OSError as lost:
+        logger.warning("%s cannot leave its failure in %s: %s", rank_id, folder, lost)
+
+
+def read_failure(folder: Path, rank_id: RankId) -> RunError | None:
+    """Returns what a rank has left by `leave_failure`; None if there is nothing that can be read.
+
+    Args:
+        folder: What the rank gave to `answer_when_asked`.
+        rank_id: The rank, dead or alive.
+    """
+    with suppress(FileNotFoundError):
+        file = folder / failure_file(rank_id)
+        try:
+            return report_from_text(read_foreign(file, limit_bytes=_FAILURE_BYTES, within=folder, uid=os.getuid()))
+        except ValueError as error:
+            logger.warning("%s cannot be read: %s", file, error)
+    return None
+
+
 def last_noted_s(folder: Path, rank_id: RankId) -> float | None:
     """Returns the Unix time, in seconds, when a rank last noted where it is; None if it never did.
 
@@ -77,6 +124,7 @@ def answer_when_asked(folder: Path, rank_id: RankId, call_frame: CallFrame | Non
         rank_id: This process.
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
     """
+    (folder / failure_file(rank_id)).unlink(missing_ok=True)  # of an earlier process
     stacks = _open(folder / stack_file(rank_id), os.O_APPEND)
     # faulthandler writes in C, without the lock that Python code needs.
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)

@@ -11,6 +11,7 @@ knows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +20,24 @@ from typing import Any
 
 from rl_safe_workers.control.deadline import attempt
 from rl_safe_workers.diagnostics.answering import PLACE_EVERY_S, last_noted_s
-from rl_safe_workers.diagnostics.hang import Wait, judge, keep, wait_of, waiting_for_others
+from rl_safe_workers.diagnostics.flight_recorder import works_waited_in
+from rl_safe_workers.diagnostics.hang import Wait, home_of, judge, keep, wait_of, waiting_for_others
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
 from rl_safe_workers.diagnostics.stacks import CallFrame
-from rl_safe_workers.errors import Cause, Died, Raised, RankError, RunError, Stopped, first_line
+from rl_safe_workers.errors import (
+    Cause,
+    Died,
+    PhaseTimeoutError,
+    Raised,
+    RankError,
+    RunError,
+    Stopped,
+    Victim,
+    first_line,
+)
 from rl_safe_workers.lifecycle import unix_now
-from rl_safe_workers.ranks import RankId
-from rl_safe_workers.root_cause import root_cause
+from rl_safe_workers.ranks import RankId, Role, trainer_id
+from rl_safe_workers.root_cause import RootCause, root_cause
 
 Reports = Mapping[RankId, RunError]
 
@@ -39,6 +51,8 @@ class Diagnosis:
 
     verdict: str
     """One line."""
+    advice: str
+    """The next thing to do, in one line."""
     culprits: frozenset[RankId]
     """Ranks that the failure began with; empty if none is known."""
     error: RunError | None
@@ -65,19 +79,46 @@ def diagnose(
         evidence: Folder that gets ``verdict.json``, stacks and Flight Recorder files; None: nothing is written.
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
     """
+
+    def ask(patience_s: float) -> Answers:
+        return ask_ranks(lambda: ranks, patience_s=patience_s, call_frame=call_frame)
+
+    return diagnose_answers(ask, patience_s=patience_s, reports=reports, evidence=evidence)
+
+
+def diagnose_answers(
+    ask: Callable[[float], Answers],
+    *,
+    patience_s: float,
+    reports: Reports | Callable[[], Reports] | None = None,
+    evidence: Path | None = None,
+    phase: str | None = None,
+    host_error: RunError | None = None,
+) -> Diagnosis:
+    """As `diagnose`, for processes on any machines.
+
+    Args:
+        ask: Asks the processes, and waits for no longer than the seconds that it is given.
+        patience_s: As for `diagnose`.
+        reports: As for `diagnose`.
+        evidence: As for `diagnose`.
+        phase: The phase that the host waits in; None if it is not known.
+        host_error: What the host's driver has failed with. It counts where no rank tells whom the failure began with.
+    """
     reported: dict[RankId, RunError] = {}
     attempt(
         "reading the ranks' reports",
         lambda: reported.update(reports() if callable(reports) else reports or {}),
         timeout_s=patience_s,
     )
-    answers = ask_ranks(lambda: ranks, patience_s=patience_s, call_frame=call_frame)
-    known = {**_failures_of_processes(answers.ranks), **reported}
+    answers = ask(patience_s)
+    reported |= answers.reports
+    known = {**_failures_of_processes(answers, phase), **reported}
     waiting = waiting_for_others(answers)
-    busy = {one.rank_id for one in answers.ranks if not one.is_gone} - known.keys() - waiting
-    root = root_cause(known, pending=busy) if known else None
+    busy = {one.rank_id for one in answers.ranks if _is_busy(one)} - known.keys() - waiting
+    root = _root(known, busy, host_error, phase)
     error = None if root is None else root.error
-    states = {one.rank_id: _state(one, reported.get(one.rank_id)) for one in answers.ranks}
+    states = {one.rank_id: _state(one, reported.get(one.rank_id), phase) for one in answers.ranks}
     wait = _seen_wait(answers, waiting, busy) if error is None else wait_of(error)
     found: dict[str, Any] = {"verdict": "no rank has failed, and no rank waits for others"}
     culprits = frozenset[RankId]()
@@ -86,39 +127,120 @@ def diagnose(
             # Of the ranks that the error names, some wait themselves.
             missing = (root.culprits - waiting) or root.culprits or wait.missing
             wait = replace(wait, missing=missing, arrived=wait.arrived | (wait.missing - missing))
-        hang, found = judge(error, wait, answers, evidence)
+        hang, found = judge(error, wait, answers, None)
         culprits = hang.culprits or wait.missing or frozenset(busy - wait.arrived)
+        found["verdict"] = "; ".join([hang.verdict, *_other_phases(reported, culprits, wait.phase)])
+        if root is not None and not root.is_told:
+            culprits -= known.keys()  # who has only waited is not to blame
     elif root is not None:
         culprits = root.culprits
         # Where no culprit has said anything itself, another rank repeats what it has heard.
         said = [] if any(one in known for one in culprits) else [first_line(root.error)]
-        names = [f"{one} {states.get(one, 'is unknown here')}" for one in sorted(culprits)]
-        found = {"verdict": "; ".join([*names, *said]), "error": f"{type(error).__name__}: {error}"}
+        names = [
+            f"{one}{home_of(one, answers)} {states.get(one) or _unseen(known.get(one), phase)}"
+            for one in sorted(culprits)
+        ]
+        found = {"verdict": "; ".join([*names, *_others(answers, culprits, known), *said])}
+        found["error"] = f"{type(error).__name__}: {error}"
+    advice = _advice(error, wait, culprits, answers)
     if evidence is not None:
-        contents = {**found, "ranks": {str(one): state for one, state in states.items()}}
+        told = {} if host_error is None else {"driver": str(host_error)}
+        contents = {**found, "advice": advice, **told, "ranks": {str(one): state for one, state in states.items()}}
         attempt("keeping the evidence", lambda: keep(answers, contents, evidence), timeout_s=patience_s)
-    return Diagnosis(verdict=found["verdict"], culprits=culprits, error=error, ranks=states)
+    return Diagnosis(verdict=found["verdict"], advice=advice, culprits=culprits, error=error, ranks=states)
 
 
-def _failures_of_processes(ranks: Sequence[RankProcess]) -> dict[RankId, RankError]:
+def _root(known: Reports, busy: Collection[RankId], host_error: RunError | None, phase: str | None) -> RootCause | None:
+    """Returns the failure that all others follow from: of a rank that is known, else the one that the host names."""
+    root = root_cause(known, pending=busy) if known else None
+    if root is not None and root.is_told:
+        return root
+    if (astray := _root_of_astray(known, phase)) is not None:
+        return astray
+    if isinstance(host_error, PhaseTimeoutError) and (host_error.missing or root is None):
+        return RootCause(host_error, culprits=host_error.missing, is_told=True)
+    if host_error is not None and host_error.culprit is not None:
+        return RootCause(host_error, culprits=frozenset({host_error.culprit}), is_told=True)
+    if root is not None and isinstance(root.error, PhaseTimeoutError) and root.error.awaited.members is None:
+        # It waits for something that is no rank.
+        return RootCause(root.error, culprits=frozenset(), is_told=True)
+    return root
+
+
+def _root_of_astray(known: Reports, phase: str | None) -> RootCause | None:
+    """Returns the wait of most ranks for those that wait in another phase; None if that is not what has happened.
+
+    Args:
+        known: What each rank has failed with.
+        phase: The phase that the host waits in. It decides where as many ranks are in one phase as in the other.
+    """
+    late = {rank_id: error for rank_id, error in known.items() if isinstance(error, PhaseTimeoutError)}
+    counts = Counter(error.phase for error in late.values())
+    most = max(counts.values(), default=0)
+    usual = [name for name, count in counts.items() if count == most]
+    if phase in usual:
+        usual = [str(phase)]
+    if len(counts) < 2 or len(usual) > 1:
+        return None
+    astray = frozenset(rank_id for rank_id, error in late.items() if error.phase != usual[0])
+    told = next(error for error in late.values() if error.phase == usual[0])
+    return RootCause(told.naming(astray), culprits=astray, is_told=True) if astray <= told.missing else None
+
+
+def _is_busy(one: RankProcess) -> bool:
+    """Returns True if others may wait for a process: it runs a call of the host's, or cannot tell that it does not."""
+    if one.is_gone:
+        return False
+    # An engine that answers nobody's signal is not known to do anything.
+    return one.rank_id.role is Role.TRAINER if one.stack is None else one.stack.is_in_a_call
+
+
+def _other_phases(reported: Reports, culprits: Collection[RankId], phase: str | None) -> list[str]:
+    """Returns, in words, the other phases that culprits have waited in; empty if none is known."""
+    reports = {one: reported[one] for one in sorted(culprits) if one in reported}
+    return [
+        f"{one} waited in phase {report.phase}"
+        for one, report in reports.items()
+        if isinstance(report, PhaseTimeoutError) and report.phase != phase
+    ]
+
+
+def _others(answers: Answers, culprits: Collection[RankId], known: Reports) -> list[str]:
+    """Returns, in words, the collective that another rank was in when a rank failed; empty if none is known."""
+    works = works_waited_in(answers.records, {one.rank for one in culprits if one.role is Role.TRAINER})
+    for rank, record in answers.records.items():
+        report = known.get(trainer_id(rank))
+        # What has failed because of another rank was the last that it began.
+        if isinstance(report, RankError) and isinstance(report.cause, Victim) and record.last is not None:
+            works.setdefault(rank, record.last)
+    others = sorted(rank for rank in works if trainer_id(rank) not in culprits)
+    return [f"trainer rank {others[0]} was in {works[others[0]]}"] if others else []
+
+
+def _failures_of_processes(answers: Answers, phase: str | None) -> dict[RankId, RankError]:
     """Returns the failure of each process that has ended badly or is stopped."""
-    ended = {one.rank_id: _failure(one, _cause_of_end(one)) for one in ranks if one.is_gone and one.exit_code != 0}
-    return ended | {one.rank_id: _failure(one, Stopped()) for one in ranks if one.is_stopped}
+    gone = [one for one in answers.ranks if one.is_gone and one.exit_code != 0]
+    ended = {one.rank_id: _failure(one, _cause_of_end(one, answers), phase) for one in gone}
+    return ended | {one.rank_id: _failure(one, Stopped(), phase) for one in answers.ranks if one.is_stopped}
 
 
-def _cause_of_end(one: RankProcess) -> Cause:
+def _cause_of_end(one: RankProcess, answers: Answers) -> Cause:
     """Tells a process that something else has killed from one that gave up by itself.
 
-    A rank that loses a peer often ends with an exit code or by SIGABRT. That says as little as an exception.
+    A rank that loses a peer often ends with an exit code or by SIGABRT. That says as little as an exception. torch
+    writes the record of NCCL's collectives before it ends a rank by SIGABRT whose collective has timed out.
     """
+    if one.exit_code is None and one.never_ends:
+        record = answers.records.get(one.rank_id.rank) if one.rank_id.role is Role.TRAINER else None
+        return Died() if record is None or record.under_way is None else Victim()
     return Died() if one.exit_code is not None and one.exit_code < 0 and one.exit_code != -SIGABRT else Raised()
 
 
-def _failure(one: RankProcess, cause: Cause) -> RankError:
+def _failure(one: RankProcess, cause: Cause, phase: str | None) -> RankError:
     noted_s = None if one.folder is None else last_noted_s(one.folder, one.rank_id)
     return RankError(
         rank_id=one.rank_id,
-        phase="unknown",
+        phase=phase or "unknown",
         cause=cause,
         text=one.where(),
         trace="",
@@ -142,13 +264,42 @@ def _seen_wait(answers: Answers, waiting: Collection[RankId], busy: Collection[R
     )
 
 
-def _state(one: RankProcess, report: RunError | None) -> str:
+def _state(one: RankProcess, report: RunError | None, phase: str | None) -> str:
     """Returns the end of a sentence about a rank: what it has failed with, else where it is."""
-    if isinstance(report, RankError):
+    if isinstance(report, RankError) and not isinstance(report.cause, Died | Stopped):
         line = (report.text.splitlines() or [""])[0]
         return f"failed in phase {report.phase} at {report.place or 'an unknown line'}: {line}"
+    during = "" if phase is None else f" in phase {phase}"
     if not one.is_stopped:
-        return one.where()
+        return one.where(during)
     if one.stack is not None and one.stack.place is not None:
-        return f"is stopped at {one.stack.place}"
-    return "is stopped" if one.last_place is None else f"is stopped, last seen at {one.last_place}"
+        return f"is stopped{during} at {one.stack.place}"
+    return f"is stopped{during}" + ("" if one.last_place is None else f", last seen at {one.last_place}")
+
+
+def _unseen(report: RunError | None, phase: str | None) -> str:
+    """Returns the same about a rank whose process has not been found."""
+    if isinstance(report, RankError) and isinstance(report.cause, Died):
+        return "died" + ("" if phase is None else f" in phase {phase}")
+    return "is unknown here"
+
+
+def _advice(error: RunError | None, wait: Wait | None, culprits: Collection[RankId], answers: Answers) -> str:
+    """Returns what to do, in one line."""
+    node = home_of(min(culprits), answers).removeprefix(" on ") if culprits else ""
+    cause = error.cause if isinstance(error, RankError) else None
+    if isinstance(cause, Died):
+        return (
+            f"nothing of the rank's own says why: look in the kernel's log of {node or 'its machine'} for the OOM "
+            "killer, in Ray's logs for the end of its output, and for somebody who kills processes there"
+        )
+    if isinstance(cause, Stopped):
+        pids = [str(one.pid) for one in answers.ranks if one.rank_id in culprits]
+        return f"find out what has sent SIGSTOP, such as a debugger or a scheduler; kill -CONT {' '.join(pids)} goes on"
+    if isinstance(error, PhaseTimeoutError):
+        return (
+            f"if the phase only takes longer, raise {error.setting}; else see stack_<role>_<rank>.txt of who is named"
+        )
+    if wait is not None or isinstance(cause, Victim):
+        return "see stack_<role>_<rank>.txt of the rank that is named: the others wait for what it does there"
+    return "correct what the line does; verdict.json has every rank's place"

@@ -288,6 +288,11 @@ def _absence(rank_id: RankId, answers: Answers) -> str:
     return f"has no process {'on this machine' if home is None else 'there'}{last_seen}"
 
 
+def home_of(rank_id: RankId, answers: Answers) -> str:
+    """Returns the node that a rank is on, e.g. ``" on 10.0.0.4"``; empty where all are on this machine."""
+    return _homes((rank_id,), answers)
+
+
 def _homes(ranks: Collection[RankId], answers: Answers) -> str:
     nodes = {answers.homes[one]: None for one in sorted(ranks) if one in answers.homes}
     return f" on {_nodes(list(nodes))}" if nodes else ""

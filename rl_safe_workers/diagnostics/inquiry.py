@@ -20,9 +20,17 @@ import psutil
 
 from rl_safe_workers import env
 from rl_safe_workers.control.deadline import Deadline, attempt
-from rl_safe_workers.diagnostics.answering import GLOO_FLIGHTS, GLOO_REQUESTS, STACK_SIGNAL, read_place, stack_file
+from rl_safe_workers.diagnostics.answering import (
+    GLOO_FLIGHTS,
+    GLOO_REQUESTS,
+    STACK_SIGNAL,
+    read_failure,
+    read_place,
+    stack_file,
+)
 from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_spy
+from rl_safe_workers.errors import RunError
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.processes import run_processes
@@ -48,6 +56,8 @@ class RankProcess:
     """Where it leaves its answers; None: in the folder that its environment names (`env.HANG_DIR`)."""
     poll: Callable[[], int | None] | None = None
     """Returns the exit code once the process has ended, as `subprocess.Popen.poll`; None if nobody can tell."""
+    never_ends: bool = False
+    """True if its host keeps it whatever it raises, as Ray does an actor: if it has ended, something has killed it."""
     exit_code: int | None = None
     """Negative for a signal; None if it has not ended, or nobody can tell."""
     status: str = _UNKNOWN
@@ -76,10 +86,14 @@ class RankProcess:
         """True if its call waits for other ranks, as its stack shows."""
         return self.stack is not None and self.stack.waits_for_others
 
-    def where(self) -> str:
-        """Returns the end of a sentence that begins with the rank."""
+    def where(self, during: str = "") -> str:
+        """Returns the end of a sentence that begins with the rank.
+
+        Args:
+            during: When it ended, if it has, e.g. ``" in phase train"``.
+        """
         if self.is_gone:
-            return f"{self._end()}{self._last_seen()}"
+            return f"{self._end()}{during}{self._last_seen()}"
         notable = f", {self.status}" if self.is_stopped or self.status == psutil.STATUS_DISK_SLEEP else ""
         if self.status == _UNKNOWN:
             return f"could not be looked at in time{self._last_seen()}"
@@ -93,7 +107,7 @@ class RankProcess:
 
     def _end(self) -> str:
         if self.exit_code is None:
-            return "has no process any more"
+            return "died" if self.never_ends else "has no process any more"
         if self.exit_code >= 0:
             return f"has ended with exit code {self.exit_code}"
         known = {one.value: one.name for one in signal.Signals}
@@ -118,6 +132,8 @@ class Answers:
     """Nodes that have not answered."""
     more_flights: Sequence[Callable[[], Mapping[str, bytes]]] = ()
     """Give more of them when called: those of other nodes, which would keep the rest waiting."""
+    reports: Mapping[RankId, RunError] = field(default_factory=dict)
+    """Failures that ranks have left by `answering.leave_failure`."""
     last_places: Mapping[RankId, str] = field(default_factory=dict)
     """The line of code that each rank was last seen at, of ranks without a process, too."""
 
@@ -146,6 +162,7 @@ def ask_ranks(
         ranks=[replace(rank) for rank in inquiry.ranks],
         records=read_flights(flights),
         flights={name: zlib.compress(contents, level=1) for name, contents in flights.items()},
+        reports=dict(inquiry.reports),
         last_places=dict(inquiry.last_places),
     )
 
@@ -177,6 +194,7 @@ class _Inquiry:
     Attributes:
         ranks: Those found, trainers first.
         flights: Contents of Flight Recorder files, by name.
+        reports: See `Answers.reports`.
         last_places: See `Answers.last_places`.
     """
 
@@ -185,6 +203,7 @@ class _Inquiry:
         self._processes: dict[int, psutil.Process] = {}
         self.ranks: list[RankProcess] = []
         self.flights: dict[str, bytes] = {}
+        self.reports: dict[RankId, RunError] = {}
         self.last_places: dict[RankId, str] = {}
 
     def ask(self, find: Callable[[], Iterable[RankProcess]], patience_s: float) -> None:
@@ -221,6 +240,10 @@ class _Inquiry:
         for rank in self.ranks:
             if not rank.is_gone:
                 self._read_stack(rank, max(0, before.get(rank.rank_id, 0)), deadline)
+        # Last: ranks that wait for each other give up at about the same time, and the host hears of the first.
+        for rank in self.ranks:
+            if rank.folder is not None and (report := read_failure(rank.folder, rank.rank_id)) is not None:
+                self.reports[rank.rank_id] = report
 
     def _look_at(self, rank: RankProcess) -> None:
         """Asks the system for a process, and the host for its exit code; opens no file of the run."""

@@ -111,7 +111,7 @@ def join_neighbours(key: str, *, rank: int) -> Neighbours:
 def blame(
     reports: Reports, *, silent: Collection[int], among: Neighbours | None = None
 ) -> tuple[Collection[RankId], str]:
-    """Says with which ranks a job's failure began, and what they did, in one line.
+    """Says with which ranks a job's failure began, and what they did.
 
     Args:
         reports: The failures that ranks have reported, at least one.
@@ -119,13 +119,13 @@ def blame(
         among: Where to ask if the culprits have not told what they did; None: nowhere.
 
     Returns:
-        The ranks, none if nobody knows, and the line.
+        The ranks, none if nobody knows; and a line, which a second one about what to do may follow.
     """
     cause = root_cause(reports, pending=trainer_ids(silent))
     if among is not None and not (cause.is_told and cause.culprits <= reports.keys()):
         diagnosis = among.judge(reports)
         if diagnosis is not None and diagnosis.culprits:
-            return diagnosis.culprits, diagnosis.verdict
+            return diagnosis.culprits, f"{diagnosis.verdict}\n{diagnosis.advice}\nevidence in {among.evidence}"
     return cause.culprits, first_line(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"
 
 

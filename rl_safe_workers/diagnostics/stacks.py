@@ -31,12 +31,14 @@ class CallFrame(NamedTuple):
     file: str
     """The end of its path."""
     function: str
+    other: CallFrame | None = None
+    """Another function in which they do; a host may use several threads."""
 
     def is_in(self, frames: Sequence[Frame]) -> bool:
-        """Returns True if one of the frames is a call of the function."""
+        """Returns True if one of the frames is a call of the function, or of the other one."""
         return any(
             frame.function.rpartition(".")[2] == self.function and frame.file.endswith(self.file) for frame in frames
-        )
+        ) or (self.other is not None and self.other.is_in(frames))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ Imports no Ray, because the guardian, which does not import Ray, uses this modul
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -83,6 +84,17 @@ def make_run_folder(run_id: str) -> Path:
     pid = os.getpid()
     (folder / RUN_FILE).write_text(f"{run_id} {pid} {started_ticks(pid)} {process_namespace()}", encoding="ascii")
     return folder
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that only this user may enter, if it is not there.
+
+    Raises:
+        OSError: If that is impossible, or another user may write to what is there.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not _is_private(folder):
+        raise PermissionError(errno.EPERM, "is not this user's alone", str(folder))
 
 
 def remove_leftovers(temp: Path) -> None:

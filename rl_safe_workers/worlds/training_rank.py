@@ -56,6 +56,9 @@ class Part:
         """Watches over a phase's body."""
         return nullcontext()
 
+    def failed(self, phase: Phase, error: Exception) -> None:
+        """Hears what a phase has failed with, which is raised then. Does not wait and does not raise."""
+
     def abort(self, reason: str) -> None:
         """Tells the others that this rank will not finish what they may wait for. Does not wait.
 
@@ -202,7 +205,7 @@ class TrainingRank:
             PhaseTimeoutError: If some trainer does not arrive in time; names it.
         """
         self.before(phase)
-        with self.lifecycle.enter(phase):
+        with self.lifecycle.enter(phase), self._telling(phase):
             self.meet(phase)
             try:
                 with ExitStack() as watches:
@@ -212,6 +215,16 @@ class TrainingRank:
             finally:
                 if self.outside_timeout is not None:
                     set_group_timeouts(self.outside_timeout)
+
+    @contextmanager
+    def _telling(self, phase: Phase) -> Iterator[None]:
+        """Tells the parts of the body's failure."""
+        try:
+            yield
+        except Exception as error:
+            for part in self.parts:
+                part.failed(phase, error)
+            raise
 
     def meet(self, phase: Phase) -> None:
         """Sets the deadline of a phase, and waits for all trainers. Collective over: the training world.

@@ -72,13 +72,14 @@ def test_figures_that_tell_nothing_are_not_equal() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "phase train: rank 1 of training world did not arrive within 30.0 s",
-        "phase rollout: rollout rank 1 of generation did not arrive within 60.4 s",
-        "teardown: rank 0 did not end within 4 s; rank 1: The actor is dead because its worker process has died.",
+        "rl_safe: trainer rank 1 on 10.0.0.4 died in phase train, last seen at my_loss.py:40 (loss)",
+        "rl_safe: hang: phase rollout, generation: rollout rank 0 arrived, rollout rank 1 did not within 60.4 s; "
+        "rollout rank 1 on 10.0.0.4 is in no call",
     ],
 )
 def test_a_line_that_names_who_is_missing_is_found(line: str) -> None:
     assert verl_faults.NAMED.search(line)
+    assert verl_faults.PHASE.search(line)
     assert not verl_faults.NAMED.search("ActorDiedError: The actor died unexpectedly before finishing this task.")
 
 

@@ -18,7 +18,8 @@ def send_weights(weights: Iterator[Any], misdeed: str | None, *, engine: str | N
     Args:
         weights: Gathered from all ranks while they are sent.
         misdeed: ``silent``: the engine does not answer; ``fails``: it is gone; ``stops``: this rank does nothing more;
-            ``dies``: this rank ends.
+            ``dies``: this rank ends;
+            ``raises``: this rank has an error of its own.
         engine: The socket of an `Engine`, which answers to each weight; None: nobody is sent anything.
     """
     sent = 0
@@ -64,6 +65,8 @@ def misbehave(misdeed: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if misdeed == "dies":
         os._exit(1)
+    if misdeed == "raises":
+        raise ValueError("no such expert")
     ours, theirs = socket.socketpair()
     with ours:
         if misdeed == "fails":

@@ -10,14 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import ray
 
 from rl_safe_workers.adapters.nemo_rl.guarded_driver import GuardedDriver
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
-from rl_safe_workers.errors import RlSafeError
+from rl_safe_workers.errors import Died, JobError, Raised, RunError, Stopped, Victim
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import RankId, Role, trainer_id
 from tests.distributed import reference
 from tests.nemo_rl.source import host_code, needs_source
 from tests.nemo_rl.test_ray_worker_group import ENGINE, cluster, config_of, group_of, tiny_moe
@@ -57,6 +59,16 @@ def _generate(generation: Any) -> list[Any]:
     return ray.get(futures)  # type: ignore[no-any-return]
 
 
+def _train(policy: Any, data: Any) -> list[Any]:
+    """The wait in NeMo RL's ``Policy.train``. One rank may be told to do something else."""
+    astray = policy.cfg.get("in_other_phase")
+    calls = [
+        (worker.get_logprobs if rank == astray else worker.train).remote(data=data)
+        for rank, worker in enumerate(policy.worker_group.workers)
+    ]
+    return ray.get(calls)  # type: ignore[no-any-return]
+
+
 @pytest.fixture
 def engines_cluster(cluster: Any) -> Iterator[Any]:
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -71,10 +83,19 @@ class Job:
 
     def __init__(self, policy: Any, generation: Any, module: Any, driver: GuardedDriver) -> None:
         self.policy, self.generation, self.module, self.driver = policy, generation, module, driver
+        self.failed_s = 0.0
+
+    def run(self, call: str, *arguments: Any) -> None:
+        """Makes one call as a script would, and ends the job."""
+        started_s = time.monotonic()
+        with self.driver.ending():
+            try:
+                getattr(self, call)(*arguments)
+            finally:
+                self.failed_s = time.monotonic() - started_s
 
     def train(self) -> None:
-        data = reference.random_batch(rows=4)
-        ray.get(self.policy.worker_group.run_all_workers_single_data("train", data=data))
+        self.policy.train(reference.random_batch(rows=4))
 
     def save(self, folder: Path) -> None:
         self.policy.save_checkpoint(weights_path=str(folder / "step_1" / "weights"))
@@ -91,16 +112,17 @@ def job(clusters: tuple[Any, Any], model: Path, folder: Path, **misdeeds: Any) -
     engine = {"engine": str(folder / "s"), "misdeeds": misdeeds.pop("engine", {})}
     config = config_of(model, folder, engine=engine["engine"], **misdeeds)
     policy = _host("Policy", ("broadcast_weights_for_collective", "save_checkpoint", "shutdown"))
+    type(policy).train = _train
     generation = _host("VllmGeneration", ("update_weights_from_collective", "prepare_for_generation", "shutdown"))
     policy.cfg, policy.worker_group = (
-        {},
-        group_of(clusters[0], config, timeouts=dict.fromkeys(PHASES[:3], TIMEOUT_S) | {"teardown": 4.0}),
+        {"in_other_phase": misdeeds.get("in_other_phase")},
+        group_of(clusters[0], config, timeouts=dict.fromkeys((*PHASES[:3], "logprob"), TIMEOUT_S) | {"teardown": 4.0}),
     )
     generation.cfg = {"vllm_cfg": {"async_engine": False}, "colocated": {"enabled": False}}
     generation.weight_synchronizer, generation.worker_group = None, group_of(clusters[1], engine, worker=ENGINE, size=1)
     with ExitStack() as ends:
         module = _refit()
-        driver = GuardedDriver(NemoRlTimeouts(**dict.fromkeys(PHASES, TIMEOUT_S)), ends)
+        driver = GuardedDriver(NemoRlTimeouts(**dict.fromkeys(PHASES, TIMEOUT_S)), ends, evidence=folder / "failure")
         driver.guard_setup(module)
         driver.policy, driver.generation = policy, generation
         driver.guard_loops(module)
@@ -119,50 +141,104 @@ def test_a_job_refits_saves_and_ends(cluster, engines_cluster, tiny_moe, tmp_pat
         assert (made.policy.worker_group.workers, made.generation.worker_group.workers) == ([], [])
 
 
+class Case(NamedTuple):
+    call: str
+    misdeeds: dict[str, Any]
+    culprit: RankId
+    phase: Phase
+    cause: type | None
+    """None where the rank only does not come."""
+    told: str
+    """In the first line."""
+
+
+ENGINE_0 = RankId(Role.ROLLOUT, 0)
 CASES = {
-    "trainer_killed_in_a_step": ("train", {"in_train": {1: "dies"}}, "training rank 1 has died"),
-    "trainer_stopped_in_a_step": (
-        "train",
-        {"in_train": {1: "stops"}},
-        "the job has failed: the job: training rank 1 does not answer; .*Timed out",
+    "trainer_killed_in_a_step": Case(
+        *("train", {"in_train": {1: "dies"}}, trainer_id(1), Phase.TRAIN, Died),
+        r"trainer rank 1 on [0-9.]+ died in phase train",
     ),
-    "trainer_killed_in_a_save": ("save", {"in_save": {1: "dies"}}, "training rank 1 has died"),
-    "trainer_stopped_in_a_save": ("save", {"in_save": {1: "stops"}}, "phase save: rank 1 of training world did not"),
-    "trainer_killed_in_a_refit": ("refit", {"refit": {1: "dies"}}, "training rank 1 has died"),
-    "trainer_stopped_in_a_refit": ("refit", {"refit": {1: "stops"}}, "phase sync: rank 1 of training world did not"),
-    "engine_killed_in_a_refit": ("refit", {"engine": {"refit": "dies"}}, "rollout engine 0 has died"),
-    "engine_stopped_in_a_refit": (
-        "refit",
-        {"engine": {"refit": "stops"}},
-        "rollout engine 0 does not answer; .*phase sync: the rollout, awaited by training rank 0,",
+    "trainer_stopped_in_a_step": Case(
+        *("train", {"in_train": {1: "stops"}}, trainer_id(1), Phase.TRAIN, Stopped),
+        r"trainer rank 1 on [0-9.]+ is stopped in phase train at \S+/sending.py:\d+ \(misbehave\); "
+        r"trainer rank 0 was in \w+ of \w+$",
     ),
-    "engine_killed_in_generation": ("generate", {"engine": {"generation": "dies"}}, "rollout engine 0 has died"),
-    "engine_stopped_in_generation": (
-        "generate",
-        {"engine": {"generation": "stops"}},
-        "phase rollout: rollout rank 0 of generation did not arrive .*rollout engine 0 does not answer",
+    "trainer_that_raises_in_a_step": Case(
+        *("train", {"in_train": {1: "raises"}}, trainer_id(1), Phase.TRAIN, Raised),
+        r"trainer rank 1 on [0-9.]+ failed in phase train at \S+/sending.py:\d+ \(misbehave\): ValueError: no such",
+    ),
+    "trainer_asleep_in_a_step": Case(
+        *("train", {"in_train": {1: "silent"}}, trainer_id(1), Phase.TRAIN, Victim),
+        r"hang: phase train, the trainers, \w+ of \w+: trainer rank 0 waited in vain; "
+        r"trainer rank 1 on [0-9.]+ is at \S+/sending.py:\d+ \(misbehave\)",
+    ),
+    "trainer_in_another_phase": Case(
+        *("train", {"in_other_phase": 1}, trainer_id(1), Phase.TRAIN, None),
+        r"hang: phase train, training world: 0 arrived, 1 did not within \S+ s; trainer rank 1 on [0-9.]+ .*"
+        r"; trainer rank 1 waited in phase logprob$",
+    ),
+    "trainer_killed_in_a_save": Case(
+        *("save", {"in_save": {1: "dies"}}, trainer_id(1), Phase.SAVE, Died),
+        r"trainer rank 1 on [0-9.]+ died in phase save",
+    ),
+    "trainer_stopped_in_a_save": Case(
+        *("save", {"in_save": {1: "stops"}}, trainer_id(1), Phase.SAVE, Stopped),
+        r"trainer rank 1 on [0-9.]+ is stopped in phase save at ",
+    ),
+    "trainer_killed_in_a_refit": Case(
+        *("refit", {"refit": {1: "dies"}}, trainer_id(1), Phase.SYNC, Died),
+        r"trainer rank 1 on [0-9.]+ died in phase sync",
+    ),
+    "trainer_stopped_in_a_refit": Case(
+        *("refit", {"refit": {1: "stops"}}, trainer_id(1), Phase.SYNC, Stopped),
+        r"trainer rank 1 on [0-9.]+ is stopped in phase sync",
+    ),
+    "engine_killed_in_a_refit": Case(
+        *("refit", {"engine": {"refit": "dies"}}, ENGINE_0, Phase.SYNC, Died),
+        r"rollout rank 0 on [0-9.]+ died in phase sync",
+    ),
+    "engine_stopped_in_a_refit": Case(
+        *("refit", {"engine": {"refit": "stops"}}, ENGINE_0, Phase.SYNC, Stopped),
+        r"rollout rank 0 on [0-9.]+ is stopped in phase sync",
+    ),
+    "engine_silent_in_a_refit": Case(
+        *("refit", {"engine": {"refit": "silent"}}, ENGINE_0, Phase.SYNC, None),
+        r"rollout rank 0 on [0-9.]+ is at \S+/sending.py:\d+ \(misbehave\); .*rollout engine 0 does not answer",
+    ),
+    "engine_killed_in_generation": Case(
+        *("generate", {"engine": {"generation": "dies"}}, ENGINE_0, Phase.ROLLOUT, Died),
+        r"rollout rank 0 on [0-9.]+ died in phase rollout",
+    ),
+    "engine_stopped_in_generation": Case(
+        *("generate", {"engine": {"generation": "stops"}}, ENGINE_0, Phase.ROLLOUT, Stopped),
+        r"rollout rank 0 on [0-9.]+ is stopped in phase rollout",
+    ),
+    "engine_silent_in_generation": Case(
+        *("generate", {"engine": {"generation": "silent"}}, ENGINE_0, Phase.ROLLOUT, None),
+        r"hang: phase rollout, generation: .* did not within \S+ s; rollout rank 0 on [0-9.]+ is at \S+/sending.py:",
     ),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_job_with_a_lost_worker_ends_in_time_and_names_it(
-    case, cluster, engines_cluster, tiny_moe, tmp_path, caplog
+@pytest.mark.parametrize("name", CASES)
+def test_a_job_with_a_lost_worker_ends_in_time_and_its_first_line_says_why(
+    name, cluster, engines_cluster, tiny_moe, tmp_path
 ) -> None:
-    call, misdeeds, named = CASES[case]
-    with job((cluster, engines_cluster), tiny_moe, tmp_path, **misdeeds) as made:
-        started_s, failure = time.monotonic(), None
-        try:
-            getattr(made, call)(*([tmp_path] if call == "save" else []))
-        except (RlSafeError, ray.exceptions.RayError) as error:
-            failure, failed_s = error, time.monotonic() - started_s
-            made.driver.end()
-        assert failure is not None
+    case = CASES[name]
+    with job((cluster, engines_cluster), tiny_moe, tmp_path, **case.misdeeds) as made:
+        started_s = time.monotonic()
+        with pytest.raises(JobError) as caught:
+            made.run(case.call, *([tmp_path] if case.call == "save" else []))
         ended_s = time.monotonic() - started_s
         assert (made.policy.worker_group.workers, made.generation.worker_group.workers) == ([], [])
-    told = f"{failure}\n{caplog.text}"
-    sys.stderr.write(
-        f"{case}: error after {failed_s:.1f} s, all ended after {ended_s:.1f} s: {str(failure).splitlines()[-1]}\n"
-    )
-    assert re.search(named, told, re.DOTALL), told
+    error = caught.value
+    sys.stderr.write(f"{name}: failed after {made.failed_s:.1f} s, all ended after {ended_s:.1f} s: {error}\n")
+    first, advice, folder = str(error).splitlines()
+    assert re.match(case.told, first), first
+    assert (error.culprits, error.phase) == ({case.culprit}, case.phase)
+    assert type(error.cause) is (case.cause or type(None))
+    assert isinstance(error.__cause__, RunError | ray.exceptions.RayError)
+    assert advice
+    assert folder == f"evidence in {tmp_path / 'failure'}"
+    assert {"verdict.json", "stack_trainer_0.txt"} <= {path.name for path in (tmp_path / "failure").iterdir()}
     assert ended_s < ALLOWED_S

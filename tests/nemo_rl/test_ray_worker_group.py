@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ray
 
+from rl_safe_workers import env
 from rl_safe_workers.adapters.nemo_rl.conversion import is_complete
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import VARIABLE
 from rl_safe_workers.config import SeededModelConfig
@@ -28,9 +29,10 @@ pytestmark = [needs_source, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{SOURCE}")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv(env.HANG_DIR, str(tmp_path / "answers"))  # as `launch.main` does
     monkeypatch.syspath_prepend(SOURCE)
     from nemo_rl.distributed import ray_actor_environment_registry, virtual_cluster
 

@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.diagnostics.answering import place_file, read_place
+from rl_safe_workers.diagnostics.answering import (
+    failure_file,
+    leave_failure,
+    place_file,
+    read_failure,
+    read_place,
+)
 from rl_safe_workers.diagnostics.inquiry import RankProcess
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, Raised, RankError
 from rl_safe_workers.frames import Frame, place_of, relative, telling_frame
 from rl_safe_workers.ranks import trainer_id
 
@@ -104,3 +111,31 @@ def test_a_stack_of_libraries_alone_tells_its_innermost_line() -> None:
 def test_a_process_that_has_ended_is_told_of(exit_code: int | None, place: str | None, said: str) -> None:
     process = RankProcess(rank_id=trainer_id(0), pid=1, status="gone", exit_code=exit_code, last_place=place)
     assert process.where() == said
+
+
+def test_a_rank_leaves_what_it_has_failed_with(tmp_path: Path) -> None:
+    rank_id = trainer_id(1)
+    assert read_failure(tmp_path, rank_id) is None
+    try:
+        raise ValueError("no such expert")
+    except ValueError as error:
+        leave_failure(tmp_path, error, rank_id, "train")
+    found = read_failure(tmp_path, rank_id)
+    assert isinstance(found, RankError)
+    assert (found.rank_id, found.phase, found.cause) == (rank_id, "train", Raised())
+    assert found.text == "ValueError: no such expert"
+    assert "test_answering.py" in str(found.place)
+    late = PhaseTimeoutError(phase="save", awaited=Awaited("all"), waited_s=1.0, setting="rl_safe.timeouts.save")
+    leave_failure(tmp_path, late, rank_id, "save")
+    assert str(read_failure(tmp_path, rank_id)) == str(late)
+
+
+def test_a_failure_that_nobody_can_read_is_none(tmp_path: Path) -> None:
+    (tmp_path / failure_file(trainer_id(0))).write_text('{"late": {}}')
+    (tmp_path / failure_file(trainer_id(1))).write_text("no JSON")
+    assert [read_failure(tmp_path, trainer_id(rank)) for rank in range(3)] == [None] * 3
+
+
+def test_a_failure_that_cannot_be_left_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    leave_failure(tmp_path / "gone", ValueError("no"), trainer_id(0), "train")
+    assert "trainer rank 0 cannot leave its failure" in caplog.text

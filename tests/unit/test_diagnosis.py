@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl_safe_workers.diagnostics import diagnosis
-from rl_safe_workers.diagnostics.diagnosis import Diagnosis, diagnose
+from rl_safe_workers.diagnostics.diagnosis import Diagnosis, diagnose, diagnose_answers
+from rl_safe_workers.diagnostics.flight_recorder import Record, Work
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess
 from rl_safe_workers.diagnostics.stacks import Stack
 from rl_safe_workers.errors import (
     Awaited,
+    Died,
     PhaseTimeoutError,
     Raised,
     RankError,
@@ -22,7 +26,7 @@ from rl_safe_workers.errors import (
     Victim,
 )
 from rl_safe_workers.frames import Frame
-from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
+from rl_safe_workers.ranks import RankId, Role, trainer_id, trainer_ids
 
 Judge = Callable[..., Diagnosis]
 WAIT = Frame(file="rl_safe_workers/control/board.py", line=1, function="wait")
@@ -200,3 +204,133 @@ def test_the_evidence_names_every_rank(judged: Judge, tmp_path: Path) -> None:
         "stack_trainer_0.txt",
         "stack_trainer_1.txt",
     }
+
+
+ENGINE = RankId(Role.ROLLOUT, 0)
+
+
+def actor(rank: int, *frames: Frame, status: str = "sleeping", in_a_call: bool = True) -> RankProcess:
+    """A process that Ray keeps whatever it raises."""
+    found = process(rank, *frames, status=status, last_place="mine.py:3 (send)")
+    found.never_ends = True
+    if found.stack is not None:
+        found.stack = replace(found.stack, is_in_a_call=in_a_call)
+    return found
+
+
+def engine(*frames: Frame, status: str = "sleeping") -> RankProcess:
+    found = actor(0, *frames, status=status, in_a_call=False)
+    found.rank_id = ENGINE
+    return found
+
+
+def of_host(
+    *ranks: RankProcess,
+    reports: Mapping[RankId, RunError] | None = None,
+    host_error: RunError | None = None,
+    **more: Any,
+) -> Diagnosis:
+    answers = Answers(ranks=ranks, homes={one.rank_id: "10.0.0.4" for one in ranks}, **more)
+    return diagnose_answers(
+        lambda _: answers, patience_s=1.0, reports=reports or {}, phase="train", host_error=host_error
+    )
+
+
+def test_an_actor_that_has_ended_was_killed_and_is_named_with_its_node_and_the_hosts_phase() -> None:
+    found = of_host(waits(0), actor(1, status="gone"))
+    assert found.verdict == "trainer rank 1 on 10.0.0.4 died in phase train, last seen at mine.py:3 (send)"
+    assert isinstance(found.error, RankError)
+    assert (found.error.cause, found.error.phase) == (Died(), "train")
+    assert "the kernel's log of 10.0.0.4" in found.advice
+
+
+def test_an_actor_that_torch_has_ended_because_its_collective_timed_out_is_a_victim() -> None:
+    work = Work(op="all_reduce", group="dp", number=3, has_ended=False, created_s=1.0)
+    found = of_host(actor(0, status="gone"), actor(1, WORK), records={0: Record.of([work])})
+    assert found.culprits == {trainer_id(1)}
+
+
+def test_a_stopped_actor_is_named_with_the_collective_that_others_were_in() -> None:
+    # gloo's record says of a failed collective that it has ended.
+    work = Work(op="all_reduce", group="dp", number=3, has_ended=True, created_s=1.0)
+    found = of_host(
+        actor(0, WORK),
+        actor(1, status="stopped"),
+        reports={trainer_id(0): failed(0, Victim())},
+        records={0: Record.of([work])},
+    )
+    assert found.verdict == (
+        "trainer rank 1 on 10.0.0.4 is stopped in phase train, last seen at mine.py:3 (send); "
+        "trainer rank 0 was in all_reduce of dp"
+    )
+    assert found.advice.endswith("kill -CONT 1 goes on")
+
+
+def test_what_a_rank_has_left_in_its_folder_counts_as_its_report() -> None:
+    answers = Answers(ranks=[waits(0), actor(1, WORK, in_a_call=False)], reports={trainer_id(1): failed(1, Raised())})
+    found = diagnose_answers(lambda _: answers, patience_s=1.0)
+    assert found.verdict == "trainer rank 1 failed in phase train at mine.py:5 (f): ValueError: no"
+
+
+def test_a_process_that_is_in_no_call_of_its_host_holds_nobody_up() -> None:
+    reports = {trainer_id(0): failed(0, Victim())}
+    found = of_host(actor(0, WORK, in_a_call=False), actor(1, WORK), engine(WORK), engine(), reports=reports)
+    assert found.culprits == {trainer_id(1)}
+
+
+def test_the_drivers_error_names_who_does_not_answer_where_no_rank_does() -> None:
+    late_there = PhaseTimeoutError(
+        phase="sync", awaited=Awaited("rollout replica 0"), waited_s=9.0, setting="rl_safe.timeouts.sync"
+    )
+    host = RunError("the sync: rollout replica 0 does not answer", culprit=ENGINE)
+    found = of_host(
+        actor(0, WORK, in_a_call=False),
+        actor(1, WORK),
+        engine(WORK),
+        reports={trainer_id(0): late_there},
+        host_error=host,
+    )
+    assert found.culprits == {ENGINE}
+    assert found.verdict == ("rollout rank 0 on 10.0.0.4 is in no call; the sync: rollout replica 0 does not answer")
+
+
+def test_a_wait_for_something_that_is_no_rank_blames_no_rank() -> None:
+    late_there = PhaseTimeoutError(
+        phase="sync", awaited=Awaited("the rollout"), waited_s=9.0, setting="rl_safe.timeouts.sync"
+    )
+    found = of_host(actor(0, WORK, in_a_call=False), actor(1, WORK), reports={trainer_id(0): late_there})
+    assert found.culprits == set()
+    assert found.verdict.startswith("phase sync: the rollout did not finish within 9.0 s")
+
+
+def test_a_rank_that_is_known_counts_before_the_drivers_error() -> None:
+    host = RunError("the step: rollout replica 0 does not answer", culprit=ENGINE)
+    assert of_host(waits(0), actor(1, status="stopped"), engine(WORK), host_error=host).culprits == {trainer_id(1)}
+
+
+@pytest.mark.parametrize(
+    ("phases", "astray"),
+    [
+        (["train", "save", "train"], {1}),
+        (["save", "save", "train"], {2}),  # the most count, whatever the host waits for
+        (["save", "train"], {0}),
+        (["save", "logprob"], set()),  # nobody can know
+        (["train", "train"], set()),
+    ],
+)
+def test_ranks_that_wait_in_another_phase_than_most_are_named(phases: list[str], astray: set[int]) -> None:
+    everyone = frozenset(trainer_ids(range(len(phases))))
+    reports = {
+        trainer_id(rank): PhaseTimeoutError(
+            phase=phase,
+            awaited=Awaited("training world", everyone),
+            missing=[trainer_id(other) for other, theirs in enumerate(phases) if theirs != phase],
+            waited_s=6.0,
+            setting=f"rl_safe.timeouts.{phase}",
+        )
+        for rank, phase in enumerate(phases)
+    }
+    found = of_host(*(actor(rank, WORK, in_a_call=False) for rank in range(len(phases))), reports=reports)
+    assert culprits(found) == astray
+    for rank in astray:
+        assert f"; trainer rank {rank} waited in phase {phases[rank]}" in found.verdict

@@ -40,6 +40,14 @@ EXAMPLES: dict[str, errors.RlSafeError] = {
     "NodeLostError": errors.NodeLostError(
         nodes=["10.0.0.4"], phase="train", ranks=trainer_ids([2, 3]), detail="it died"
     ),
+    "JobError": errors.JobError(
+        verdict="trainer rank 1 died in phase train",
+        advice="look at its log",
+        culprits=trainer_ids([1]),
+        phase="train",
+        cause=errors.Died(),
+        evidence="/runs/1/failure",
+    ),
     "LogprobGapError": errors.LogprobGapError(step=3, gap=0.1, bound=1e-5),
     "PhaseTimeoutError": errors.PhaseTimeoutError(
         phase="save",

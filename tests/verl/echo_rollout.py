@@ -2,7 +2,7 @@
 
 verl imports it by ``actor_rollout_ref.model.external_lib``, in the driver and in each worker. The file that
 ``rollout.custom.fault`` names says which call of replica 1 has no answer. ``rollout.custom.tokens`` is the length of an
-answer, 8 by default.
+answer, 8 by default. Faults of training ranks are in `faulty_training`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import ray
 import torch
 from verl.workers.rollout import base
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+
+from tests.verl import faulty_training
 
 VICTIM = 1
 
@@ -81,6 +83,7 @@ class EchoAdapter(base.BaseRollout):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.replica_rank = int(os.environ["RANK"])
+        faulty_training.install(Path(str((self.config.custom or {}).get("fault", ""))))
         self._server: Any = None
 
     async def _call(self, method: str, *args: Any) -> None:

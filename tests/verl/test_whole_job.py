@@ -7,16 +7,20 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from rl_safe_workers.reaping.processes import TEMP_PREFIX
 from tests.verl.host import show
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S, ALLOWED_S = 10.0, 20.0
 """The deadline, and how much later the job may have ended: verl polls every two seconds, and Ray has to end, too."""
+HANDING_OUT_S = 40.0
+"""The deadline of generation: on a busy machine agent loops are slow to take their first prompts."""
 
 
 def _job(folder: Path, *overrides: str, fault: str = "") -> tuple[int, str, float]:
@@ -65,19 +69,53 @@ def test_a_job_trains_and_gives_its_communicators_away_between_updates(tmp_path)
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
 
 
+FAULTS = {
+    "trainer_killed": (
+        *("train killed", "train"),
+        r"trainer rank 1 on \S+ died in phase train, last seen at \S+faulty_training.py:\d+ \(go_wrong\)",
+    ),
+    "trainer_stopped": (
+        *("train stopped", "train"),
+        r"trainer rank 1 on \S+ is stopped in phase train(, last seen)? at \S+faulty_training.py:\d+ \(go_wrong\); "
+        r"trainer rank 0 was in \w+ of \w+$",
+    ),
+    "trainer_raises": (
+        *("train raises", "train"),
+        r"trainer rank 1 on \S+ failed in phase train at \S+faulty_training.py:\d+ \(go_wrong\): ValueError: no such",
+    ),
+    "trainer_in_another_phase": (
+        *("train elsewhere", "train"),
+        r"hang: phase train, training world: 0 arrived, 1 did not within \S+ s; trainer rank 1 on \S+ ",
+    ),
+    "generation": (
+        *("generate 1", "rollout"),
+        r"hang: phase rollout, generation: trainer rank 0-1, rollout rank 0 arrived, rollout rank 1 did not within ",
+    ),
+    "sync": (
+        *("wake_kv_cache 1", "sync"),
+        r"rollout rank 1 on \S+ .*rollout replica 1 does not answer",
+    ),
+    "sleep": (
+        *("sleep 1", "sync"),
+        r"hang: phase sync, the weight sync \(sleep_replicas\): .* arrived, rollout rank 1 did not within ",
+    ),
+}
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("fault", "phase", "named"),
-    [
-        ("generate 1", "rollout", "rollout rank 1 of generation did not arrive"),
-        ("wake_kv_cache 1", "sync", "rollout replica 1, awaited by training rank 1, did not finish"),
-        ("sleep 1", "sync", "rollout rank 1 of the weight sync (sleep_replicas) did not arrive"),
-    ],
-    ids=["generation", "sync", "sleep"],
-)
-def test_an_engine_that_does_not_answer_ends_the_job_and_is_named(fault, phase, named, tmp_path) -> None:
-    status, output, took_s = _job(tmp_path, f"actor_rollout_ref.rl_safe.timeouts.{phase}={TIMEOUT_S}", fault=fault)
-    show(f"{fault}: ended {took_s:.1f} s after the fault")
-    assert status not in (0, None)
-    assert f"phase {phase}: {named} within" in output
-    assert TIMEOUT_S <= took_s < TIMEOUT_S + ALLOWED_S
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_ends_the_job_and_its_first_line_says_where_it_began(name, tmp_path) -> None:
+    fault, phase, told = FAULTS[name]
+    limit_s = HANDING_OUT_S if phase == "rollout" else TIMEOUT_S
+    limits = [f"actor_rollout_ref.rl_safe.timeouts.{each}={limit_s}" for each in {phase, "logprob"}]
+    status, output, took_s = _job(tmp_path, *limits, fault=fault)
+    last = output.rpartition("\nrl_safe: ")[2].splitlines()[:3]
+    show(f"{name}: ended {took_s:.1f} s after the fault:", *last)
+    assert status == 1
+    assert re.match(told, last[0]), last[0]
+    assert last[1]
+    evidence = Path(last[2].removeprefix("evidence in "))
+    assert evidence.parent == tmp_path / "checkpoints"
+    assert {"verdict.json", "stack_trainer_0.txt", "stack_rollout_0.txt"} <= {path.name for path in evidence.iterdir()}
+    assert took_s < limit_s + ALLOWED_S
+    assert not list(Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}{evidence.name.rpartition('_')[2]}*"))

@@ -11,16 +11,18 @@ import inspect
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Party, Standstill
+from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
 from rl_safe_workers.adapters.patches import replaced
-from rl_safe_workers.errors import RlSafeError, in_one_line
+from rl_safe_workers.errors import in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 
@@ -41,6 +43,14 @@ ENGINE_CALLS = (
     *("snapshot_step_metrics", "get_step_metrics", "clear_logger_metrics", "get_logger_metrics"),
 )
 """Methods of NeMo RL's generation that wait for engines, besides generation and refits."""
+POLICY_CALLS = {
+    "train": Phase.TRAIN,
+    "get_logprobs": Phase.LOGPROB,
+    "get_reference_policy_logprobs": Phase.LOGPROB,
+    "save_checkpoint": Phase.SAVE,
+    "finalize_async_save": Phase.SAVE,
+}
+"""Methods of NeMo RL's ``Policy`` that wait for trainers, and the phase that these go through."""
 
 
 def parties_of(policy: Any, generation: Any) -> list[Party]:
@@ -52,12 +62,14 @@ def parties_of(policy: Any, generation: Any) -> list[Party]:
     """
     trainers = getattr(getattr(policy, "worker_group", None), "workers", ())
     found = [
-        Party(f"training rank {rank}", trainer_id(rank), worker.is_alive.remote) for rank, worker in enumerate(trainers)
+        Party(f"training rank {rank}", trainer_id(rank), worker, worker.is_alive.remote)
+        for rank, worker in enumerate(trainers)
     ]
     if generation is None or generation is policy:
         return found
     for engine, worker in enumerate(_leaders(getattr(generation, "worker_group", None))):
-        found.append(Party(f"rollout engine {engine}", RankId(Role.ROLLOUT, engine), _question(generation, worker)))
+        ask = _question(generation, worker)
+        found.append(Party(f"rollout engine {engine}", RankId(Role.ROLLOUT, engine), worker, ask))
     return found
 
 
@@ -85,19 +97,24 @@ class GuardedDriver:
         generation: What generates; the policy itself, or None, if there is nothing else.
     """
 
-    def __init__(self, timeouts: NemoRlTimeouts, ends: ExitStack) -> None:
+    def __init__(self, timeouts: NemoRlTimeouts, ends: ExitStack, *, evidence: Path) -> None:
         """Guards nothing yet.
 
         Args:
             timeouts: The deadlines.
             ends: Closed when the script has ended; puts everything back.
+            evidence: The folder for the evidence of a failure.
         """
         self.policy: Any = None
         self.generation: Any = None
         self._ends = ends
-        self._waits = DriverWaits(timeouts, lambda: parties_of(self.policy, self.generation))
+        self._waits = DriverWaits(timeouts, self._parties)
+        self._verdict = JobVerdict(self._parties, evidence)
         self._responses = 0
         """Responses that have ended, counted where this process generates."""
+
+    def _parties(self) -> list[Party]:
+        return parties_of(self.policy, self.generation)
 
     def guard_setup(self, module: Any) -> None:
         """Guards what NeMo RL's ``setup`` itself waits in.
@@ -127,6 +144,9 @@ class GuardedDriver:
         for name in ENGINE_CALLS:
             if hasattr(kind, name):
                 self._replace(kind, name, self._bounding(Phase.SYNC, f"the rollout's {name}"))
+        for name, phase in POLICY_CALLS.items():
+            if hasattr(type(self.policy), name):
+                self._replace(type(self.policy), name, self._noting(phase))
         for name, counting in (("generate", self._counting), ("generate_async", self._counting_each)):
             if hasattr(kind, name):
                 self._replace(kind, name, counting)
@@ -143,6 +163,27 @@ class GuardedDriver:
     def end(self) -> None:
         """Ends all workers. What has ended already is left alone."""
         (self.generation if self.has_engines else self.policy).shutdown()
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Ends all workers when the body, which runs the script, is left.
+
+        Raises:
+            JobError: If the body has failed because of a worker; says which.
+        """
+        try:
+            yield
+        except Exception as error:
+            verdict = self._verdict.on(error, self._waits.failed_in)
+            self._end_at_once(error)
+            self.end()
+            if verdict is error:
+                raise
+            raise verdict from error
+        except BaseException:
+            self.end()
+            raise
+        self.end()
 
     def _ending_policy_first(self, end_generation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(end_generation)
@@ -164,10 +205,10 @@ class GuardedDriver:
         groups = [getattr(each, "worker_group", None) for each in (self.policy, self.generation)]
         if not any(group is not None and group.workers for group in groups):
             return
-        cause = failure.cause if isinstance(failure, ray.exceptions.RayTaskError) else failure
-        if isinstance(failure, ray.exceptions.RayError) and not isinstance(cause, RlSafeError):
-            cause = self._waits.blaming("the job", failure) or cause
-        logger.error("the job has failed: %s", in_one_line(cause))
+        cause = self._verdict.on(failure, self._waits.failed_in)
+        if cause is failure:
+            cause = failure.cause if isinstance(failure, ray.exceptions.RayTaskError) else failure
+            logger.error("the job has failed: %s", in_one_line(cause))
         trainers = groups[0]
         if trainers is not None and trainers.workers:
             calls = [worker.shutdown.remote(in_one_line(cause)) for worker in trainers.workers]
@@ -189,6 +230,17 @@ class GuardedDriver:
             @functools.wraps(stock)
             def call(*args: Any, **kwargs: Any) -> Any:
                 return self._waits.bounded(phase, what, functools.partial(stock, *args, **kwargs), progress=progress)
+
+            return call
+
+        return make
+
+    def _noting(self, phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(stock)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self._waits.waiting(phase):
+                    return stock(*args, **kwargs)
 
             return call
 

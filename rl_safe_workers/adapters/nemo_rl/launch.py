@@ -17,7 +17,13 @@ from typing import Any
 
 import rl_safe_workers
 from rl_safe_workers import env
-from rl_safe_workers.adapters.job_processes import JobProcesses, answer_sigterm, stopped_by, taking_all_along
+from rl_safe_workers.adapters.job_processes import (
+    JobProcesses,
+    answer_sigterm,
+    folder_of,
+    stopped_by,
+    taking_all_along,
+)
 from rl_safe_workers.adapters.nemo_rl.contract import NAMES, TEXTS, check_host
 from rl_safe_workers.adapters.nemo_rl.guarded_driver import GuardedDriver
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings
@@ -140,7 +146,7 @@ def safe_setup(
         ends.enter_context(claimed(_folders_of(_node(master_config, "checkpointing"))))
         logger.info("policy workers are %s in %s", WORKER, register())
         module = sys.modules[setup.__module__]
-        driver = GuardedDriver(settings.timeouts, ends)
+        driver = GuardedDriver(settings.timeouts, ends, evidence=_evidence_of(master_config))
         driver.guard_setup(module)
         if FACTORY in inspect.signature(setup).parameters:
             kwargs[FACTORY] = safe_factory(policy_factory or _policy_class())
@@ -151,14 +157,14 @@ def safe_setup(
                 made = setup(master_config, *args, **kwargs)
         driver.policy, driver.generation = made[:2]
         driver.guard_loops(module)
-        ends.callback(driver.end)
+        ends.enter_context(driver.ending())
         return made
 
     return wrapped
 
 
 def _node(master_config: Any, name: str) -> Any:
-    """One of the top-level keys; the configuration is a mapping in older NeMo RL, and an object since."""
+    """A key of the configuration, which is a mapping in older NeMo RL, and an object since; None if it has none."""
     return master_config.get(name) if isinstance(master_config, Mapping) else getattr(master_config, name, None)
 
 
@@ -167,6 +173,12 @@ def _folders_of(checkpointing: Mapping[str, Any] | None) -> dict[str, Path]:
     if not checkpointing or not checkpointing["enabled"]:
         return {}
     return {"checkpointing.checkpoint_dir": Path(checkpointing["checkpoint_dir"]).absolute()}
+
+
+def _evidence_of(master_config: Any) -> Path:
+    """Returns the folder for the evidence of a failure, beside the run's logs."""
+    logs = _node(_node(master_config, "logger"), "log_dir") or "logs"
+    return Path(logs).absolute() / f"rl_safe_failure_{env.run_id() or os.getpid()}"
 
 
 def load_script(source: Path, name: str = "run_grpo") -> ModuleType:
@@ -214,7 +226,9 @@ def main() -> None:
     share_package(os.environ)
     script = load_script(Path(source))
     run_id = uuid.uuid4().hex[:12]
-    env.mark_run(run_id)  # NeMo RL hands its workers this environment, and so a Ray that it starts
+    env.mark_run(
+        run_id, hang_dir=folder_of(run_id)
+    )  # NeMo RL hands its workers this environment, and so a Ray that it starts
     answer_sigterm()
     try:
         with taking_all_along(run_id) as processes, ExitStack() as ends:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import worker_settings
 from rl_safe_workers.adapters.nemo_rl.policy_process import PolicyProcess
+from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 
@@ -32,6 +33,7 @@ class SafePolicyMixin:
             CheckpointError: On every rank, if the conversion failed on one.
             PhaseTimeoutError: If a rank does not come in time; names it.
         """
+        listen()
         self.safe = PolicyProcess(worker_settings())
         annotations = kwargs.get("worker_sharding_annotations")
         workers = None if annotations is None else int(annotations.size)

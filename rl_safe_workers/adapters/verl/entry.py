@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rl_safe_workers import env
+from rl_safe_workers.adapters.job_processes import folder_of
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.compatibility import check_verl
 from rl_safe_workers.adapters.verl.settings import (
@@ -105,7 +106,7 @@ def prepare_job(config: DictConfig, settings: VerlSettings, run_id: str) -> dict
     Raises:
         ConfigError: If the configuration or the job that this is submitted to says otherwise.
     """
-    variables = {**environment.job_variables(settings), env.RUN_ID: run_id}
+    variables = {**environment.job_variables(settings), env.RUN_ID: run_id, env.HANG_DIR: str(folder_of(run_id))}
     with open_dict(config):
         ray_init: Any = config.ray_kwargs.ray_init
         runtime_env: Any = OmegaConf.to_container(ray_init.get("runtime_env") or OmegaConf.create({}), resolve=True)

@@ -24,6 +24,7 @@ from rl_safe_workers.adapters.job_processes import (
     JobProcesses,
     answer_sigterm,
     failing_at_once,
+    folder_of,
     stopped_by,
     taking_all_along,
 )
@@ -95,7 +96,7 @@ def run(config: DictConfig) -> None:
     )
     run_id = uuid.uuid4().hex[:12]
     prepare_job(config, settings, run_id)
-    env.mark_run(run_id)  # for a Ray that this process starts
+    env.mark_run(run_id, hang_dir=folder_of(run_id))  # for a Ray that this process starts
     with claimed(_folders_of(config)), taking_all_along(run_id) as processes:
         stock.run_ppo(config, task_runner_class=safe_task_runner(processes))
 
@@ -133,8 +134,9 @@ def _main(config: DictConfig) -> None:
     try:
         run(config)
     except RlSafeError as error:
-        # Hydra would show a traceback of its own and exit with 1.
-        sys.stderr.write(f"rl_safe: {error}\n")
+        # Hydra would show a traceback of its own and exit with 1. Ray has shown where the error comes from.
+        told = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        sys.stderr.write(f"rl_safe: {told}\n")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         signum = stopped_by()

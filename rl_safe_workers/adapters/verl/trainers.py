@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import ray
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
+from rl_safe_workers import env
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Party, last_line
+from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.verl.guarded_objects import guarded_agents, guarded_samples, guarded_transfer
 from rl_safe_workers.adapters.verl.settings import VerlSettings, read_settings
 from rl_safe_workers.adapters.verl.workers import safe_worker
 from rl_safe_workers.errors import RunError, in_one_line
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role, format_ranks, trainer_id
 
 logger = logging.getLogger(__name__)
@@ -50,6 +55,16 @@ class _Guarded:
         vars(trainer)[self._name] = self._guard(value, trainer.rl_safe_waits)
 
 
+def _within(name: str, phase: Phase) -> Callable[..., Any]:
+    """Returns a method that does what verl's of the same name does, and notes the phase that it waits in."""
+
+    def method(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        with trainer.rl_safe_waits.waiting(phase):
+            return getattr(super(SafeTrainerMixin, trainer), name)(*args, **kwargs)
+
+    return method
+
+
 class SafeTrainerMixin:
     """Mixed over one of verl's trainers; guarded attributes and methods without ``rl_safe`` or ``_`` are verl's."""
 
@@ -59,6 +74,15 @@ class SafeTrainerMixin:
     standalone_checkpoint_manager = _Guarded(guarded_transfer)
     agent_loop_manager = _Guarded(guarded_agents)
     replay_buffer = _Guarded(guarded_samples)
+    # Trainers keep the deadlines of these phases themselves: each call may be several of them.
+    _compute_old_log_prob = _within("_compute_old_log_prob", Phase.LOGPROB)
+    _compute_ref_log_prob = _within("_compute_ref_log_prob", Phase.LOGPROB)
+    _compute_values = _within("_compute_values", Phase.LOGPROB)
+    _update_critic = _within("_update_critic", Phase.TRAIN)
+    _update_actor = _within("_update_actor", Phase.TRAIN)
+    _save_checkpoint = _within("_save_checkpoint", Phase.SAVE)
+    _load_checkpoint = _within("_load_checkpoint", Phase.LOAD)
+    _setup = _within("_setup", Phase.START)
 
     @cached_property
     def rl_safe_settings(self) -> VerlSettings:
@@ -70,21 +94,28 @@ class SafeTrainerMixin:
         """The deadlines of this trainer's waits."""
         return DriverWaits(self.rl_safe_settings.timeouts, self._parties)
 
+    @cached_property
+    def rl_safe_verdict(self) -> JobVerdict:
+        """The judge of a failure, with the evidence beside the run's checkpoints."""
+        root = Path(self.config.trainer.default_local_dir).absolute()
+        return JobVerdict(self._parties, root / f"rl_safe_failure_{env.run_id() or os.getpid()}")
+
     def _parties(self) -> list[Party]:
         """Lists the processes that this trainer waits for, as far as there are any."""
         found = {}
         for group in self._worker_groups():
             for rank, worker in enumerate(group.workers):
-                found[worker] = Party(f"training rank {rank}", trainer_id(rank), worker.__ray_ready__.remote)
+                ask = worker.__ray_ready__.remote
+                found[worker] = Party(f"training rank {rank}", trainer_id(rank), worker, ask)
         for name in _TRANSFERS:
             for replica in getattr(getattr(self, name, None), "replicas", ()):
                 rank_id = RankId(Role.ROLLOUT, replica.replica_rank)
                 for server in replica.servers:
                     # A question that its engine has to answer, too. The job is over, so nothing is lost with the cache.
                     ask = server.clear_kv_cache.remote
-                    found[server] = Party(f"rollout replica {replica.replica_rank}", rank_id, ask)
+                    found[server] = Party(f"rollout replica {replica.replica_rank}", rank_id, server, ask)
         for number, worker in enumerate(getattr(getattr(self, "agent_loop_manager", None), "agent_loop_workers", ())):
-            found[worker] = Party(f"agent loop worker {number}", None, worker.__ray_ready__.remote)
+            found[worker] = Party(f"agent loop worker {number}", None, worker, worker.__ray_ready__.remote)
         return list(found.values())
 
     def _worker_groups(self) -> list[Any]:
@@ -97,12 +128,15 @@ class SafeTrainerMixin:
         try:
             yield
         except BaseException as error:
+            verdict = self.rl_safe_verdict.on(error, self.rl_safe_waits.failed_in)
             # The workers are told, and the error goes on whatever they answer.
-            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            cause = error.cause if verdict is error and isinstance(error, ray.exceptions.RayTaskError) else verdict
             failure = f"{when}: {in_one_line(cause)}"
             logger.error("%s", failure)
             self.end_groups(failure)
-            raise
+            if verdict is error:
+                raise
+            raise verdict from error
 
     def _init_resource_pool_mgr(self) -> None:
         """Chooses workers as verl does, then takes ours in the place of each."""

@@ -16,6 +16,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from rl_safe_workers.adapters.given_comms import world_backend
+from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.coroutine_update import CoroutineUpdate, RolloutCalls
 from rl_safe_workers.adapters.verl.process import existing_process, trainer_process
@@ -58,6 +59,7 @@ class SafeTrainingWorker(_Calls, TrainingWorker):
         Raises:
             ConfigError: If verl has chosen an engine of its own.
         """
+        listen()
         settings, is_cpu = environment.settings(), environment.is_cpu()
         backend = "gloo" if is_cpu else None
         if settings.release_comms:

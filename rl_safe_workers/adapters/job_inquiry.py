@@ -1,0 +1,30 @@
+"""Where the ranks of a job are that run on one machine. Imports no torch: an actor on each node uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
+from rl_safe_workers.diagnostics.stacks import CallFrame
+from rl_safe_workers.ranks import RankId
+
+SYNC_CALL = CallFrame("adapters/weight_update.py", "_on_this_thread")
+"""Where a weight sync runs."""
+CALL_FRAME = CallFrame("ray/_private/function_manager.py", "actor_method_executor", SYNC_CALL)
+"""Where the calls of a rank's actor run. Of its constructor Ray says nothing, so that counts as no call."""
+
+Place = tuple[RankId, int]
+"""A rank and the id of its process."""
+
+
+def ask_here(places: Sequence[Place], patience_s: float, folder: Path | None) -> Answers:
+    """Asks ranks on this machine where they are.
+
+    Args:
+        places: The ranks, each an actor of Ray's, with the ids of their processes.
+        patience_s: Longest wait, in seconds.
+        folder: Where they leave their answers; None: nobody knows.
+    """
+    ranks = [RankProcess(rank_id=rank_id, pid=pid, folder=folder, never_ends=True) for rank_id, pid in places]
+    return ask_ranks(lambda: ranks, patience_s=patience_s, folder=folder, call_frame=CALL_FRAME)

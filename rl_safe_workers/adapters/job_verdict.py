@@ -1,0 +1,183 @@
+"""The verdict on a failed job of a host framework: the driver asks the processes of all nodes, and `diagnose` judges.
+
+It holds no judgement of its own: it finds the processes of ranks by Ray's table of actors, asks each node for its own,
+and adds what Ray says of actors that have died.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import ray
+
+from rl_safe_workers import env
+from rl_safe_workers.adapters.driver_waits import Party, last_line
+from rl_safe_workers.adapters.job_inquiry import Place, ask_here
+from rl_safe_workers.adapters.job_processes import keeper_of
+from rl_safe_workers.compat.ray_tables import actor_id, actor_table
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.diagnostics.diagnosis import diagnose_answers
+from rl_safe_workers.diagnostics.inquiry import Answers
+from rl_safe_workers.errors import (
+    Died,
+    JobError,
+    Raised,
+    RankError,
+    RunError,
+    UsageError,
+    first_line,
+)
+from rl_safe_workers.lifecycle import Phase, unix_now
+from rl_safe_workers.ranks import RankId
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 3.0
+"""Longest wait, in seconds, for each of: Ray's table, the processes' answers, the evidence."""
+_DEAD = "DEAD"
+
+
+class _Actor(NamedTuple):
+    """A rank's actor, as Ray's table has it."""
+
+    rank_id: RankId
+    pid: int
+    node_id: str
+    node: str
+    """The node's address."""
+    is_dead: bool
+
+
+class JobVerdict:
+    """Says what a job has failed of, once."""
+
+    def __init__(self, parties: Callable[[], Sequence[Party]], evidence: Path) -> None:
+        """Asks nobody yet.
+
+        Args:
+            parties: Lists the processes of the job that exist by now.
+            evidence: The folder for the evidence, of this job alone; made if there is a failure.
+        """
+        self._parties, self._evidence = parties, evidence
+        self._given: tuple[BaseException, BaseException] | None = None
+        """The failure that was judged, and its verdict."""
+
+    def on(self, error: BaseException, phase: Phase | None) -> BaseException:
+        """Returns the job's error: with a verdict if it is about ranks of the job, else as it is. Never raises.
+
+        To be called before the processes are ended. It takes four times `PATIENCE_S` at most, mostly a second.
+
+        Args:
+            error: What the driver has failed with, or what `on` has made of it.
+            phase: The phase that the driver was in; None outside of phases.
+        """
+        if self._given is None or error not in self._given:
+            self._given = error, self._judged(error, phase)
+        return self._given[1]
+
+    def _judged(self, error: BaseException, phase: Phase | None) -> BaseException:
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        if not isinstance(cause, RunError | ray.exceptions.RayError) and cause is error:
+            return error  # the driver's own
+        if isinstance(cause, JobError | UsageError):
+            return error
+        parties = {actor_id(party.actor): party.rank for party in self._parties() if party.rank is not None}
+        actors: list[_Actor] = []
+
+        def reports() -> Mapping[RankId, RunError]:
+            actors.extend(_actors(parties))
+            return _reports(actors, parties, error, phase)
+
+        found = diagnose_answers(
+            lambda patience_s: _ask(actors, patience_s),
+            patience_s=PATIENCE_S,
+            reports=reports,
+            evidence=self._evidence,
+            phase=phase,
+            host_error=cause if isinstance(cause, RunError) else None,
+        )
+        if not found.culprits and found.error is None:
+            return error
+        verdict = JobError(
+            verdict=found.verdict,
+            advice=found.advice,
+            culprits=found.culprits,
+            phase=phase,
+            cause=found.error.cause if isinstance(found.error, RankError) else None,
+            evidence=str(self._evidence),
+        )
+        logger.error("the job has failed: %s", verdict)
+        return verdict
+
+
+def _actors(parties: Mapping[str, RankId]) -> list[_Actor]:
+    """Returns what Ray knows of the ranks' actors, the first one of each rank."""
+    found: dict[RankId, _Actor] = {}
+    for row in actor_table():
+        rank_id = parties.get(row["ActorID"])
+        if rank_id is None or rank_id in found:
+            continue
+        address = row["Address"]
+        found[rank_id] = _Actor(rank_id, row["Pid"], address["NodeID"], address["IPAddress"], row["State"] == _DEAD)
+    return list(found.values())
+
+
+def _reports(
+    actors: Sequence[_Actor], parties: Mapping[str, RankId], error: BaseException, phase: Phase | None
+) -> dict[RankId, RunError]:
+    """Returns what Ray knows of failures: actors that have died, or whose constructor has raised."""
+    found = {one.rank_id: _report(one.rank_id, phase, Died(), "the process died") for one in actors if one.is_dead}
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, ray.exceptions.RayActorError) and (rank_id := parties.get(str(link.actor_id))) is not None:
+            raised = link.actor_init_failed
+            found[rank_id] = _report(
+                rank_id, phase, Raised() if raised else Died(), last_line(link) if raised else "the process died"
+            )
+        link = link.__cause__
+    return dict(found)
+
+
+def _report(rank_id: RankId, phase: Phase | None, cause: Died | Raised, text: str) -> RankError:
+    named = "unknown" if phase is None else phase
+    return RankError(rank_id=rank_id, phase=named, cause=cause, text=text, trace="", raised_at=unix_now())
+
+
+def _ask(actors: Sequence[_Actor], patience_s: float) -> Answers:
+    """Asks the ranks of every node at once, each by a process that is there."""
+    deadline = Deadline.after(patience_s)
+    here = ray.get_runtime_context().get_node_id()
+    nodes: dict[str, list[Place]] = {}
+    names = {one.node_id: one.node for one in actors}
+    for one in actors:
+        nodes.setdefault(one.node_id, []).append((one.rank_id, one.pid))
+    asked, silent = {}, []
+    for node_id, places in nodes.items():
+        if node_id == here:
+            continue
+        keeper = keeper_of(env.run_id(), node_id)
+        if keeper is None:
+            silent.append(node_id)
+        else:
+            asked[keeper.ask.remote(places, 0.8 * patience_s)] = node_id
+    told = [ask_here(nodes[here], 0.8 * patience_s, env.hang_dir())] if here in nodes else []
+    ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=max(0, deadline.left_s)) if asked else ([], [])
+    silent += [asked[call] for call in late]
+    for call in ready:
+        try:
+            told.append(ray.get(call))
+        except ray.exceptions.RayError as error:
+            logger.warning("node %s cannot be asked: %s", names[asked[call]], first_line(error))
+            silent.append(asked[call])
+    return Answers(
+        ranks=sorted((rank for one in told for rank in one.ranks), key=lambda rank: rank.rank_id),
+        records={rank: record for one in told for rank, record in one.records.items()},
+        flights={name: contents for one in told for name, contents in one.flights.items()},
+        reports={rank: report for one in told for rank, report in one.reports.items()},
+        last_places={rank: place for one in told for rank, place in one.last_places.items()},
+        homes={one.rank_id: one.node for one in actors},
+        silent=[names[node_id] for node_id in silent],
+    )
