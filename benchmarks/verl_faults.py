@@ -22,12 +22,15 @@ TIMEOUT_S = 40.0
 """The deadline of the phases in which a fault comes. Steps are shorter, the first one too; it is not compiled."""
 HANDING_OUT_S = 60.0
 """The same of generation: the first time, agent loops are slow to take prompts."""
-ALLOWED_S = 20.0 if ON_CPU else 10.0
+ALLOWED_S = 10.0
 CUT_STOCK_S, CUT_OURS_S = (45.0 if ON_CPU else 120.0), HANDING_OUT_S + 45
 """Jobs are ended so long after the fault."""
-NAMED = re.compile(r"phase \w+: .*(rank 1 of|rollout (rank|replica) \d)|rank 1: The actor (is dead|died)")
+NAMED = re.compile(
+    r"phase \w+: .*(rank 1 of|rollout (rank|replica) \d)|rank 1: The actor (is dead|died)"
+    r"|rl_safe: .*(trainer|rollout) rank 1 (on|did not) "
+)
 """Lines of ours that name who is missing."""
-PHASE = re.compile(r"phase \w+: ")
+PHASE = re.compile(r"phase \w+: |rl_safe: .*\bphase \w+\b")
 _ERRORS = ("ActorDiedError", "EngineDeadError", "Connection closed", "Connection reset", "Error: ")
 _AFTER_SYNC_S = 0.5
 
