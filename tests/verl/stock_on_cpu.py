@@ -19,6 +19,7 @@ def apply() -> None:
     _make_buffers_on_cpu()
     _begin_with_a_step()
     _leave_steps()
+    _count_steps_apart()
 
 
 def _make_buffers_on_cpu() -> None:
@@ -52,7 +53,7 @@ def _begin_with_a_step() -> None:
 
 
 def _leave_steps() -> None:
-    """Has the load of ``fully_reshardable`` not ask for steps (distrib_optimizer.py:937): they are in the groups."""
+    """Has the load of ``fully_reshardable`` not ask for steps (distrib_optimizer.py:940): they are in the groups."""
     stock = DistributedOptimizer._set_main_param_and_optimizer_states
 
     @functools.wraps(stock)
@@ -62,3 +63,16 @@ def _leave_steps() -> None:
         stock(self, model_param, {"step": state["step"], **tensors})
 
     DistributedOptimizer._set_main_param_and_optimizer_states = put
+
+
+def _count_steps_apart() -> None:
+    """Gives each parameter a count of steps of its own: a load gives all the same tensor (distrib_optimizer.py:825)."""
+    stock = DistributedOptimizer.load_state_dict
+
+    @functools.wraps(stock)
+    def load(self: Any, state_dict: Any) -> None:
+        stock(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    DistributedOptimizer.load_state_dict = load

@@ -15,8 +15,8 @@ SIZE = 4
 ENGINES = {"ours": "SafeMegatronEngine", "stock": "MegatronEngineWithLMHead"}
 
 
-Resumed = tuple[str, dict[str, str], tuple[float, float]]
-"""The engine's class, a rank's state, and loss and gradient norm of the update that follows."""
+Resumed = tuple[str, dict[str, str], list[tuple[float, float]]]
+"""The engine's class, a rank's state, and loss and gradient norm of the two updates that follow."""
 
 
 def _save(rank: int, model: Path, root: Path, settings: dict[str, Any]) -> Resumed:
@@ -24,14 +24,14 @@ def _save(rank: int, model: Path, root: Path, settings: dict[str, Any]) -> Resum
     train(worker, 1)
     worker.save_checkpoint(str(root / "global_step_1" / "actor"), global_step=1)
     saved = state_of(worker)
-    return type(worker.engine).__name__, saved, train(worker, 2)
+    return type(worker.engine).__name__, saved, [train(worker, seed) for seed in (2, 3)]
 
 
 def _resume(rank: int, model: Path, root: Path, settings: dict[str, Any]) -> Resumed:
     worker = training_worker(model, **settings)
     worker.load_checkpoint(str(root / "global_step_1" / "actor"))
     loaded = state_of(worker)
-    return type(worker.engine).__name__, loaded, train(worker, 2)
+    return type(worker.engine).__name__, loaded, [train(worker, seed) for seed in (2, 3)]
 
 
 @pytest.mark.parametrize("saver", ["ours", "stock"])
@@ -47,6 +47,6 @@ def test_a_run_resumes_bit_equal_whoever_has_saved(saver, loader, settings, tiny
     assert [differences(a[1], b[1]) for a, b in zip(saved, resumed, strict=True)] == [{}] * SIZE
     went_on = [figures for *_, figures in saved]
     assert [figures for *_, figures in resumed] == went_on
-    assert all(loss > 0 and norm > 0 for loss, norm in went_on)
+    assert all(loss > 0 and norm > 0 for figures in went_on for loss, norm in figures)
     manifest = json.loads((tmp_path / "global_step_1" / "actor" / "ckpt_contents.json").read_text())
     assert manifest["schema_version"] == 2
