@@ -186,14 +186,19 @@ def run_layout(
 
 
 def median_with_bounds(values: Sequence[float]) -> dict[str, float]:
-    """Returns the median and its 95 % interval, which the binomial distribution gives as two of the values."""
+    """Returns the median of ratios and its 95 % interval, under the names of a table's figures."""
+    return dict(zip(("step_ratio", "step_ratio_low", "step_ratio_high"), median_and_interval(values), strict=True))
+
+
+def median_and_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the median, and both ends of its 95 % interval: the binomial distribution gives two of the values."""
     ordered, count = sorted(values), len(values)
     tail, below = 0.0, 0
     while tail + comb(count, below) / 2**count <= 0.025:
         tail += comb(count, below) / 2**count
         below += 1
     low = max(below - 1, 0)
-    return {"step_ratio": median(ordered), "step_ratio_low": ordered[low], "step_ratio_high": ordered[-1 - low]}
+    return median(ordered), ordered[low], ordered[-1 - low]
 
 
 def _worst(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:

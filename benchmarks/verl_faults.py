@@ -22,7 +22,7 @@ TIMEOUT_S = 40.0
 """The deadline of the phases in which a fault comes. Steps are shorter, the first one too; it is not compiled."""
 HANDING_OUT_S = 60.0
 """The same of generation: the first time, agent loops are slow to take prompts."""
-ALLOWED_S = 20.0 if ON_CPU else 10.0
+ALLOWED_S = 10.0
 CUT_STOCK_S, CUT_OURS_S = (45.0 if ON_CPU else 120.0), HANDING_OUT_S + 45
 """Jobs are ended so long after the fault."""
 NAMED = re.compile(r"^rl_safe: .*(trainer|rollout) rank \d on ")

@@ -32,6 +32,7 @@ AT_ONCE = int(os.environ.get("RL_SAFE_BENCH_AT_ONCE", "2" if ON_CPU else "8"))
 """Jobs that run at the same time. Each starts some ten processes that import torch."""
 MIB = 2**20
 ACTOR = "actor_rollout_ref.actor"
+PLUGIN = "rl_safe_workers.adapters.verl.plugin"
 _MODEL = SeededModelConfig(
     num_hidden_layers=8,
     hidden_size=512,
@@ -181,8 +182,7 @@ class Jobs:
             number = next(self._numbers)
             self._ports = self._ports or _hold_ports()
         stock = wanted.who == STOCK
-        glue = "benchmarks.verl_glue"
-        plugin = "rl_safe_workers.adapters.verl.plugin"
+        glue = verl_glue.__name__
         command = [
             "bash",
             str(ROOT / "recipes/verl/quickstart.sh"),
@@ -200,7 +200,7 @@ class Jobs:
             "MODEL": str(model),
             "PYTHON": sys.executable,
             "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-            "VERL_USE_EXTERNAL_MODULES": glue if stock else f"{plugin},{glue}",
+            "VERL_USE_EXTERNAL_MODULES": glue if stock else f"{PLUGIN},{glue}",
             verl_glue.PORTS: str(self._ports[0] + number * verl_glue.PORTS_OF_JOB),
             verl_glue.SAME_BATCHES: "1",
             **({"ENTRY": "stock"} if stock else {}),

@@ -14,10 +14,12 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from benchmarks import host_meter, verl, verl_faults, verl_jobs
+from benchmarks import host_meter, verl, verl_bare_steps, verl_faults, verl_jobs
 from benchmarks.host_jobs import Job
+from benchmarks.table import at_most
 from benchmarks.verl_jobs import OURS, STOCK, Jobs, Wanted
 
+ACTIVE = "rl_safe/active"
 LOG = """
 (TaskRunnerV1 pid=1) step:4 - actor/loss:-0.48 - actor/grad_norm:1.5e-02 - num_turns/max:np.int32(2) - timing_s/gen:2.0
 (TaskRunnerV1 pid=1) noise
@@ -83,12 +85,62 @@ def test_a_line_that_names_who_is_missing_is_found(line: str) -> None:
     assert not verl_faults.NAMED.search("ActorDiedError: The actor died unexpectedly before finishing this task.")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "phase train: rank 1 of training world did not arrive within 40.0 s",
+        "rl_safe: trainer rank 1 on 10.0.0.1 died in phase train",
+        "rl_safe: hang: phase rollout, generation: rollout rank 0 arrived, rollout rank 1 did not within 10.0 s",
+    ],
+)
+def test_a_line_that_names_rank_and_phase_is_found(line: str) -> None:
+    assert verl_faults.NAMED.search(line)
+    assert verl_faults.PHASE.search(line)
+    assert not verl_faults.PHASE.search("trainer rank 0 cannot enter phase teardown while phase sync is running")
+
+
 def test_steps_that_both_have_are_paired() -> None:
-    rows = {row.name: row for row in verl.paired_rows("x", [1.0] * 9 + [5.0], [2.0] * 9)}
+    rows = {row.name: row for row in verl.paired_rows("x", [1.0] * 9 + [5.0], [2.0] * 9, goal=at_most(1))}
     assert rows[f"verl, x: steps of both, the first {verl.LEFT_OUT} left out"].ours == 9
     assert rows["verl, x: median of the steps' ratios"].ours == 0.5
-    (row,) = verl.paired_rows("x", [], [2.0])
+    (row,) = verl.paired_rows("x", [], [2.0], goal=at_most(1))
     assert not row.met
+
+
+def test_a_step_with_phases_is_compared_with_the_bare_one_beside_it() -> None:
+    steps = [
+        {"timing_s/step": 1.0 + 0.01 * n} | ({} if verl_bare_steps.is_bare(n) else {ACTIVE: 1.0}) for n in range(1, 41)
+    ]
+    for step in steps:
+        step["timing_s/step"] += 0.1 * step.get(ACTIVE, 0)
+    rows = {row.name: row.ours for row in verl.added_rows(steps)}
+    assert rows["verl, phases: pairs of steps"] == 20
+    assert rows["verl, phases: added to a step, median of the pairs"] == pytest.approx(0.1), "without the drift"
+    assert rows["verl, phases: lower end of its 95 % interval"] == pytest.approx(0.09)
+    (row,) = verl.added_rows(steps[:1])
+    assert not row.met
+
+
+def test_a_bare_object_has_the_methods_of_its_stock_class() -> None:
+    class Stock:
+        def call(self) -> str:
+            return "stock"
+
+    class Guard:
+        def call(self) -> str:
+            return f"guarded {super().call()}"  # type: ignore[misc]
+
+        def metrics(self) -> str:
+            return "ours"
+
+    class Ours(Guard, Stock):
+        pass
+
+    it = Ours()
+    verl_bare_steps.take_methods(it, Stock, bare=True)
+    assert (it.call(), it.metrics()) == ("stock", "ours")
+    verl_bare_steps.take_methods(it, Stock, bare=False)
+    assert (it.call(), vars(it)) == ("guarded stock", {})
 
 
 def test_jobs_wait_for_a_place_and_their_records_are_read(jobs: Jobs) -> None:
