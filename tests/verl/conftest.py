@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import deselect
+
 collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-failure", action="store_true", help="also run the cases marked every_failure")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--every-failure"):
+        deselect(config, items, "every_failure")
 
 
 @pytest.fixture(scope="session")
