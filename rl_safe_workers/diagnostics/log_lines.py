@@ -117,6 +117,8 @@ _RELAYED = re.compile(
 )
 """Exceptions of a process that only passes on what became of another."""
 _TYPES: tuple[tuple[re.Pattern[str], Fault], ...] = (
+    (re.compile(r"ray\.exceptions\.OutOfMemoryError\b"), Fault.RAY_MEMORY),
+    (re.compile(r"ray\.exceptions\.GetTimeoutError\b"), Fault.TIMEOUT),
     (re.compile(r"(ModuleNotFound|Import)Error\b"), Fault.IMPORT),
     (re.compile(r"(torch\.)?(cuda\.)?OutOfMemoryError\b"), Fault.DEVICE_MEMORY),
     (re.compile(r"MemoryError\b"), Fault.HOST_MEMORY),

@@ -86,7 +86,7 @@ class Sighting:
     actor: str = ""
     """Class of a Ray actor; empty for other processes."""
     frames: Sequence[Frame] = ()
-    """Of the thread that counts, innermost first; native frames have line 0."""
+    """Frames of the thread that counts, innermost first; native ones have line 0."""
     op: str | None = None
     members: Members = Members.UNKNOWN
     peer: int | None = None

@@ -117,7 +117,7 @@ class ProcessFacts:
     ticks: int = 0
     """Processor time of the main thread, in clock ticks."""
     exit_code: int | None = None
-    """Of a zombie; negative for a signal."""
+    """Exit code of a zombie; negative for a signal."""
     resident_bytes: int = 0
     limit_bytes: int | None = None
     """Limit of its control group; None: there is none."""

@@ -83,8 +83,8 @@ class Event:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Sorts causes before what they leave, and the earliest first."""
-        return self.fault.tier + self.is_weak, self.at_s
+        """Sorts causes before what they leave, and the earliest first; weak ones after all that may be causes."""
+        return max(self.fault.tier, 2 * self.is_weak), self.at_s
 
 
 @dataclass(slots=True)
@@ -369,7 +369,7 @@ def _explain(found: _Found) -> Explanation:
     if events:
         first = events[0]
         return Explanation(
-            verdict=f"not known, because the logs hold only what victims say; the first: {_said(first)}",
+            verdict=f"not known, because no log holds what a process died of; the first sign: {_said(first)}",
             advice=ADVICE[first.fault],
             is_known=False,
             rows=rows,

@@ -19,10 +19,10 @@ import pytest
 HERE = Path(__file__).parent
 RANK = HERE / "onlooked_rank.py"
 PATIENCE_S = 120.0
+COMMAND = ("-m", "rl_safe_workers", "explain", "--pid")
+WHERE = "tests/integration/onlooked_rank.py"
 SOURCE = RANK.read_text(encoding="utf-8").splitlines()
-SLEEPS_AT = (
-    f"onlooked_rank.py:{next(n for n, line in enumerate(SOURCE, 1) if 'line of a sleeping' in line)} (misbehave)"
-)
+SLEEPS_AT = f"{WHERE}:{next(n for n, line in enumerate(SOURCE, 1) if 'line of a sleeping' in line)} (misbehave)"
 
 Start = Callable[..., list[int]]
 
@@ -64,11 +64,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def explain(pids: list[int], folder: Path) -> dict[str, Any]:
     """Explains again while ranks are still on their way: a busy machine needs a moment to get there."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s, json_file = time.monotonic() + PATIENCE_S, folder / "why.json"
     while True:
         result = subprocess.run(
-            [sys.executable, "-m", "rl_safe_workers", "explain", "--pid", *map(str, pids)]
-            + ["--json", str(folder / "why.json"), "--html", str(folder / "why.html")],
+            [sys.executable, *COMMAND, *map(str, pids), "--json", str(json_file), "--html", str(folder / "why.html")],
             cwd=HERE.parents[1],
             capture_output=True,
             text=True,
@@ -76,7 +75,7 @@ def explain(pids: list[int], folder: Path) -> dict[str, Any]:
             check=False,
         )
         assert result.returncode in (0, 1), result.stderr
-        found: dict[str, Any] = json.loads((folder / "why.json").read_text())
+        found: dict[str, Any] = json.loads(json_file.read_text())
         assert result.stdout.splitlines()[:2] == [found["verdict"], f"to do: {found['advice']}"]
         still = sum("waits in" in row["what"] or "may wait" in row["what"] for row in found["rows"]) >= 2
         if (still and "the ranks move" not in found["verdict"]) or time.monotonic() > deadline_s:
@@ -93,8 +92,8 @@ def ranks_of(culprits: list[str]) -> list[str]:
     [
         ("stopped", 2, "is stopped (SIGSTOP)"),
         ("sleeps", 0, f"is at {SLEEPS_AT}; ranks 1-3 wait for it in all_reduce of the world"),
-        ("works", 1, "is working at onlooked_rank.py"),
-        ("other", 3, "is in barrier of the world at onlooked_rank.py"),
+        ("works", 1, f"is working at {WHERE}"),
+        ("other", 3, f"is in barrier of the world at {WHERE}"),
         ("pipe", 1, "waits at a pipe whose other end process"),
         ("lock", 1, "/lock, which process"),
         ("disk", 1, "is in uninterruptible sleep"),
@@ -129,7 +128,7 @@ def test_nobody_is_named_where_the_facts_do_not_allow_it(fault: str, start: Star
     pids = start(fault, -1)
     time.sleep(2)
     result = subprocess.run(
-        [sys.executable, "-m", "rl_safe_workers", "explain", "--pid", *map(str, pids), "--json", str(tmp_path / "w")],
+        [sys.executable, *COMMAND, *map(str, pids), "--json", str(tmp_path / "w")],
         cwd=HERE.parents[1],
         capture_output=True,
         text=True,
