@@ -394,6 +394,7 @@ def _of_events(events: Sequence[Event], notes: Sequence[str], slices: Sequence[S
         if event.order[0] == first.order[0]
         and event.text != first.text
         and event.who != first.who
+        and (_pid_of(event) is None or _pid_of(event) != _pid_of(first))
         and event.source.rpartition(":")[0] != first.source.rpartition(":")[0]
         and not (event.is_timed and first.is_timed)
         and abs(event.at_s - first.at_s) < 1.0

@@ -53,7 +53,7 @@ def test_the_actor_that_ended_a_ray_job_is_named(how: str, cause: Fault, folder:
     if how == "full" and not (folder / "full").is_mount():
         pytest.skip("mounts are not allowed here")
     found = left_by([sys.executable, str(RUN), "ray", how, str(folder)], folder)
-    assert found.cause == cause
+    assert found.cause == cause, found.verdict
     (culprit,) = found.culprits
     assert f"process {(folder / 'pid').read_text()}" in culprit
 
@@ -65,7 +65,7 @@ def test_the_rank_that_ended_a_torchrun_job_is_named(how: str, cause: Fault, fol
     options = ["--nproc-per-node", "3", "--standalone", "--log-dir", str(folder / "logs"), "--redirects", "3"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(RUN), "torchrun", how, str(folder)]
     found = left_by(command, folder)
-    assert found.cause == cause
+    assert found.cause == cause, found.verdict
     assert [name.partition(" (")[0] for name in found.culprits] == ["rank 1"]
 
 

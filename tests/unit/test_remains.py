@@ -163,6 +163,17 @@ def test_two_causes_without_an_order_are_both_told(tmp_path: Path) -> None:
     assert found.verdict.startswith("not known, because no log tells which came first: ")
 
 
+def test_a_crash_that_the_driver_repeats_is_one_crash(tmp_path: Path) -> None:
+    files = {
+        "job.log": "(Actor pid=7) *** SIGSEGV received at time=1000000000 on cpu 1 ***\n",
+        "logs/worker-65-ffffffff-7.err": "Fatal Python error: Segmentation fault\n",
+    }
+    explained(tmp_path, files)
+    for name in files:
+        os.utime(tmp_path / name, (1e9, 1e9))
+    assert explain_folder(tmp_path).cause == Fault.SIGNAL
+
+
 def test_victims_alone_name_nobody(tmp_path: Path) -> None:
     found = explained(tmp_path, {"rank_0.log": f"{TRACEBACK}{PEER}\n"})
     assert (found.is_known, list(found.culprits)) == (False, [])
