@@ -7,6 +7,7 @@ another group cannot be seen from outside. So there a rank is named only if it i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from signal import SIGABRT, SIGTERM
 
 from rl_safe_workers.diagnostics.explanation import Explanation, Row
 from rl_safe_workers.diagnostics.onlooker import Members, Sighting, Standing
@@ -30,6 +31,8 @@ _CAUSES = {
     Standing.ELSEWHERE: "rank outside the collective",
     Standing.IDLE: "actor not called",
 }
+_OF_VICTIMS = (SIGABRT, SIGTERM)
+"""Signals by which a process often ends that has lost another, or is asked to end after that."""
 _HARD = (Standing.GONE, Standing.STOPPED, Standing.ASLEEP)
 
 
@@ -67,13 +70,11 @@ _Judgement = tuple[str, Sequence[Sighting], str, str]
 def _judge(sightings: Sequence[Sighting], waiting: Sequence[Sighting], *, is_whole: bool) -> _Judgement:
     if not sightings:
         return _unknown("no process was found", "check the process ids, and the user who asks")
-    alive = [one for one in sightings if one.standing is not Standing.GONE]
+    if len(gone := [one for one in sightings if one.standing is Standing.GONE]) > 1:
+        return _several_gone(gone, waiting)
     hard = [one for kind in _HARD for one in sightings if one.standing is kind]
-    if hard and (waiting or not alive or len(hard) == len(sightings) or len(sightings) == 1):
-        first = [one for one in hard if one.standing is hard[0].standing]
-        return _blame(first, waiting, sightings)
-    if hard:
-        return _blame(hard[:1], waiting, sightings)
+    if hard and (waiting or hard[0].facts.exit_code != 0):  # a rank may end well before the others
+        return _blame([one for one in hard if one.standing is hard[0].standing], waiting)
     if not waiting:
         return _nobody_waits(sightings)
     moving = [one for one in waiting if not one.stays and one.standing is Standing.WAITS]
@@ -91,6 +92,18 @@ def _judge(sightings: Sequence[Sighting], waiting: Sequence[Sighting], *, is_who
     )
 
 
+def _several_gone(gone: Sequence[Sighting], waiting: Sequence[Sighting]) -> _Judgement:
+    """Judges a job of which several processes have ended: one that loses a peer often ends itself, by an exit code."""
+    killed = [one for one in gone if (one.facts.exit_code or 0) < 0 and -(one.facts.exit_code or 0) not in _OF_VICTIMS]
+    if killed:
+        return _blame(killed, waiting)
+    return _unknown(
+        f"{_names(gone)} have ended, and no exit status tells which was the first: "
+        + "; ".join(dict.fromkeys(one.facts.describe_end() for one in gone)),
+        "read their logs: `rl-safe explain FOLDER`",
+    )
+
+
 def _outside(
     outside: Sequence[Sighting],
     waiting: Sequence[Sighting],
@@ -101,10 +114,10 @@ def _outside(
 ) -> _Judgement:
     """Judges ranks that are in no collective, while others are."""
     if (ends := _ends_of_receives(waiting, sightings)) and all(one in outside for one in ends):
-        return _blame(ends, waiting, sightings)
+        return _blame(ends, waiting)
     of_the_world = [one for one in waiting if one.members is Members.WORLD and one.peer is None and one.stays]
     if of_the_world and len(outside) <= len(waiting):
-        return _blame(outside, waiting, sightings)
+        return _blame(outside, waiting)
     if of_the_world:
         return _unknown(
             f"{_names(of_the_world)} {_verb(of_the_world, 'waits', 'wait')} in {of_the_world[0].wait} at "
@@ -113,7 +126,7 @@ def _outside(
             "compare the lines below: which of the two should be there?",
         )
     if len(outside) == 1 and not unclear and is_whole and len({_spot(one) for one in waiting}) == 1:
-        return _blame(outside, waiting, sightings)
+        return _blame(outside, waiting)
     why = (
         "not all ranks were looked at"
         if not is_whole
@@ -192,7 +205,7 @@ def _nobody_waits(sightings: Sequence[Sighting]) -> _Judgement:
     )
 
 
-def _blame(culprits: Sequence[Sighting], waiting: Sequence[Sighting], sightings: Sequence[Sighting]) -> _Judgement:
+def _blame(culprits: Sequence[Sighting], waiting: Sequence[Sighting]) -> _Judgement:
     said = "; ".join(f"{one.name} {one.where()}" for one in culprits)
     held = [one for one in waiting if one not in culprits]
     if held:

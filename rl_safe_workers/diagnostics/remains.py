@@ -403,6 +403,8 @@ def _of_events(events: Sequence[Event], notes: Sequence[str], slices: Sequence[S
         verdict = f"not known, because no log tells which came first: {_said(first)}, or {_said(rivals[0])}"
         first, same = replace(first, who=""), []
     else:
+        # The driver of Ray repeats what its workers print.
+        same = [event for event in same if event is first or _pid_of(event) is None or _pid_of(event) != _pid_of(first)]
         others = len({event.who for event in same} - {first.who})
         verdict = _said(first) + (f", and the same in {counted(others, 'other rank')}" if others else "")
     return Explanation(

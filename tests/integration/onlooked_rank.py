@@ -49,6 +49,10 @@ def misbehave(fault: str, folder: Path) -> None:
 
 def main() -> None:
     fault, culprit, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    if fault == "killed-early":
+        (folder / f"ready_{os.environ['RANK']}").touch()
+        if int(os.environ["RANK"]) == culprit:
+            os.kill(os.getpid(), 9)
     dist.init_process_group("gloo")
     rank, tensor = dist.get_rank(), torch.ones(2)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

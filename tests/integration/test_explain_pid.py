@@ -54,33 +54,53 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield start_ranks
     for process in started:
-        below = psutil.Process(process.pid).children(recursive=True)
-        for one in below:
+        for one in psutil.Process(process.pid).children(recursive=True):
             # A child that waits for its own start holds its parent: it goes first.
             one.kill()
         process.kill()
         process.wait()
 
 
+def run_explain(pids: list[int], json_file: Path) -> dict[str, Any]:
+    result = subprocess.run(
+        [
+            sys.executable,
+            *COMMAND,
+            *map(str, pids),
+            "--json",
+            str(json_file),
+            "--html",
+            str(json_file.with_suffix(".html")),
+        ],
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    found: dict[str, Any] = json.loads(json_file.read_text())
+    assert result.returncode == (0 if found["is_known"] else 1), result.stderr
+    assert result.stdout.splitlines()[:2] == [found["verdict"], f"to do: {found['advice']}"]
+    return found
+
+
 def explain(pids: list[int], folder: Path) -> dict[str, Any]:
     """Explains again while ranks are still on their way: a busy machine needs a moment to get there."""
-    deadline_s, json_file = time.monotonic() + PATIENCE_S, folder / "why.json"
+    deadline_s = time.monotonic() + PATIENCE_S
     while True:
-        result = subprocess.run(
-            [sys.executable, *COMMAND, *map(str, pids), "--json", str(json_file), "--html", str(folder / "why.html")],
-            cwd=HERE.parents[1],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-        assert result.returncode in (0, 1), result.stderr
-        found: dict[str, Any] = json.loads(json_file.read_text())
-        assert result.stdout.splitlines()[:2] == [found["verdict"], f"to do: {found['advice']}"]
-        still = sum("waits in" in row["what"] or "may wait" in row["what"] for row in found["rows"]) >= 2
+        found = run_explain(pids, folder / "why")
+        still = sum("waits in" in row["what"] for row in found["rows"]) >= 2
         if (still and "the ranks move" not in found["verdict"]) or time.monotonic() > deadline_s:
             return found
         time.sleep(1)
+
+
+def wait_for_end(pid: int) -> None:
+    """Waits until a child has ended; it stays a zombie."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s, "the rank does not end"
+        time.sleep(0.1)
 
 
 def ranks_of(culprits: list[str]) -> list[str]:
@@ -112,9 +132,18 @@ def test_the_rank_that_holds_the_others_up_is_named(
 
 
 def test_a_killed_rank_of_a_script_is_named_by_the_rank_that_is_missing(start: Start, tmp_path: Path) -> None:
-    found = explain(start("killed", 2, launcher=False), tmp_path)
+    found = explain(start("killed-early", 2, launcher=False), tmp_path)
     assert ranks_of(found["culprits"]) == ["rank 2"]
     assert "was killed by SIGKILL" in found["verdict"]
+
+
+def test_of_ranks_that_have_ended_the_killed_one_is_named(start: Start, tmp_path: Path) -> None:
+    pids = start("killed", 2, launcher=False)
+    for pid in pids:  # gloo notices the loss, and the others raise
+        wait_for_end(pid)
+    result = run_explain(pids, tmp_path / "w")
+    assert result["culprits"] == [f"process {pids[2]}"]
+    assert "was killed by SIGKILL" in result["verdict"]
 
 
 def test_the_other_ranks_of_a_job_are_found_from_one(start: Start, tmp_path: Path) -> None:
@@ -127,16 +156,8 @@ def test_the_other_ranks_of_a_job_are_found_from_one(start: Start, tmp_path: Pat
 def test_nobody_is_named_where_the_facts_do_not_allow_it(fault: str, start: Start, tmp_path: Path) -> None:
     pids = start(fault, -1)
     time.sleep(2)
-    result = subprocess.run(
-        [sys.executable, *COMMAND, *map(str, pids), "--json", str(tmp_path / "w")],
-        cwd=HERE.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    found = json.loads((tmp_path / "w").read_text())
-    assert (result.returncode, found["culprits"], found["is_known"]) == (1, [], False)
+    found = run_explain(pids, tmp_path / "w")
+    assert (found["culprits"], found["is_known"]) == ([], False)
     assert found["verdict"].startswith("not known, because ")
 
 

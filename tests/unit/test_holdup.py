@@ -1,4 +1,4 @@
-"""Who is named from what an onlooker sees, and when nobody is."""
+"""The ranks that are named from what an onlooker sees, and the cases in which nobody is."""
 
 from __future__ import annotations
 
