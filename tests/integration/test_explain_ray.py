@@ -88,7 +88,7 @@ def test_the_actor_that_the_others_wait_for_is_named(folder: Path) -> None:
     found = explained(folder, called=3)
     (culprit,) = found["culprits"]
     assert culprit.startswith("actor Trainer (process ")
-    assert "job.py:14 (Trainer.train)" in found["verdict"]
+    assert "job.py:16 (Trainer.train)" in found["verdict"]
     assert [row["what"] for row in found["rows"] if row["who"].startswith("actor Reward")] == ["is in no call"]
 
 
