@@ -201,11 +201,6 @@ def look_at(pid: int) -> ProcessFacts:
     )
 
 
-def children_of(pid: int) -> list[int]:
-    """Returns the living children and zombies of a process."""
-    return [child for child, parent in _parents() if parent == pid]
-
-
 def descendants_of(pid: int) -> list[int]:
     """Returns the processes that a process has started, and those that they have started, nearest first."""
     families: dict[int, list[int]] = {}
