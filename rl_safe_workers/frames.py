@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 import traceback
@@ -13,6 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
+_SITE = re.compile(r"^.*/(site|dist)-packages/")
+_ANY_STDLIB = re.compile(r"^/.*/lib/python3\.\d+/(?!(site|dist)-packages/)")
+"""The standard library of another interpreter: a process that is looked at may run in another environment."""
 _MACHINERY = (
     "ray/",
     "torch/",
@@ -42,7 +46,7 @@ class Frame:
     @property
     def is_telling(self) -> bool:
         """True if the line is not in Python's standard library, torch, Ray, or our own control code."""
-        return not self.file.startswith((*_MACHINERY, _STDLIB))
+        return not self.file.startswith((*_MACHINERY, _STDLIB)) and _ANY_STDLIB.match(self.file) is None
 
 
 @lru_cache(maxsize=4096)
@@ -50,6 +54,7 @@ def relative(file: str) -> str:
     """Returns a path relative to the working directory or a folder of ``sys.path``, whichever gives the shortest."""
     if file.startswith(_STDLIB) and "site-packages" not in file:
         return file  # the full path shows that the file is in the standard library
+    file = _SITE.sub("", file)
     folders = [path for path in sys.path if path]
     with suppress(OSError):  # the working directory may have been removed
         folders.append(str(Path.cwd()))

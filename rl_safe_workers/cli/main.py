@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = {
     "convert": "convert HF weights to Megatron's shards, or back",
     "audit": "check that a checkpoint is whole",
     "plan": "show groups, memory and hazards of a run, without a GPU",
+    "explain": "say why a run stands still or has died",
     "doctor": "check this machine and cluster before a run",
     "slices": "list or copy the bytes of a checkpoint that one host needs",
 }

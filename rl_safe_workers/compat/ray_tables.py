@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ray._private import state
+from ray._private import services, state
+from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
+from ray.exceptions import RaySystemError
+
+from rl_safe_workers.errors import ClusterError, first_line
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
@@ -21,6 +25,38 @@ def free_resources() -> Mapping[str, Mapping[str, float]]:
 def actor_table() -> list[Mapping[str, Any]]:
     """Returns what Ray knows of every actor of the cluster: ``ActorID``, ``JobID``, ``State``, ``Address`` and more."""
     return list(state.actors().values())
+
+
+def actors_at(address: str) -> list[Mapping[str, Any]]:
+    """Returns the `actor_table` of a cluster that this process has not joined. It starts no job there.
+
+    Args:
+        address: ``HOST:PORT`` of the cluster's control store; ``auto``: of the cluster on this machine.
+
+    Raises:
+        ClusterError: If no cluster answers there.
+    """
+    try:
+        _use_token()
+        known = services.canonicalize_bootstrap_address_or_die(address)
+        options = GcsClientOptions.create(known, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+        state.state._initialize_global_state(options)
+        return actor_table()
+    except (ConnectionError, RaySystemError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"no Ray cluster answers at {address}: {first_line(error)}") from error
+    finally:
+        state.state.disconnect()
+
+
+def _use_token() -> None:
+    """Lets this process show the user's token, if there is one: Ray's own command does the same since Ray 2.52."""
+    try:
+        from ray._private.authentication import authentication_token_setup
+    except ImportError:
+        return
+    enable = getattr(authentication_token_setup, "maybe_enable_token_auth_if_token_available", None)
+    if enable is not None:
+        enable(warn_if_disabled=False)
 
 
 def actor_state(actor_id: str) -> str | None:

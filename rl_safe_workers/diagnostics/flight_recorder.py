@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import pickle
 from collections.abc import Collection, Mapping, Sequence
@@ -65,11 +66,23 @@ def read_flights(files: Mapping[str, bytes]) -> dict[int, Record]:
     found: dict[int, list[Work]] = {}
     for name, contents in files.items():
         try:
-            works = _works(_PlainUnpickler(io.BytesIO(contents)).load()["entries"])
+            _, works = works_of(contents)
             found.setdefault(int(name.rpartition("_")[2]), []).extend(works)
         except Exception as error:  # whatever torch has made of it: the rest of the evidence counts more
             logger.warning("%s cannot be read: %s: %s", name, type(error).__name__, error)
     return {rank: Record.of(sorted(works, key=lambda work: work.created_s)) for rank, works in sorted(found.items())}
+
+
+def works_of(contents: bytes) -> tuple[Mapping[str, Any], list[Work]]:
+    """Reads a file of the Flight Recorder, a pickle of plain values or JSON.
+
+    Returns:
+        The whole record, and the works of its ``entries``, in their order. A record that is not as torch writes it
+        raises any exception.
+    """
+    is_json = contents.lstrip()[:1] == b"{"
+    record = json.loads(contents) if is_json else _PlainUnpickler(io.BytesIO(contents)).load()
+    return record, _works(record["entries"])
 
 
 def _works(entries: Sequence[Mapping[str, Any]]) -> list[Work]:

@@ -18,7 +18,7 @@ _FRAMES = (
     re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$'),  # faulthandler
     re.compile(r"^ {4}(?P<function>\S.*) \((?P<file>.+):(?P<line>\d+)\)$"),  # py-spy
 )
-_COLLECTIVES = "torch/distributed/distributed_c10d.py"
+COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _CONTROL = ("rl_safe_workers/control/plane.py", "rl_safe_workers/control/board.py")
 
 
@@ -71,7 +71,7 @@ class Stack:
                 threads[-1].append(frame)
         calls = [threads[main]] if call_frame is None else [one for one in threads if call_frame.is_in(one)]
         frames = calls[0] if calls else threads[main]
-        ops = [op for thread in (frames, *threads) if (op := _op_of(thread)) is not None]
+        ops = [op for thread in (frames, *threads) if (op := collective_of(thread)) is not None]
         return cls(frames=frames, is_in_a_call=bool(calls), op=ops[0] if ops else None)
 
     @property
@@ -83,7 +83,7 @@ class Stack:
     def waits_for_others(self) -> bool:
         """True if the call waits for other ranks: in our control plane, or in a collective of torch."""
         return self.is_in_a_call and (
-            any(frame.file.endswith(_CONTROL) for frame in self.frames) or _op_of(self.frames) is not None
+            any(frame.file.endswith(_CONTROL) for frame in self.frames) or collective_of(self.frames) is not None
         )
 
 
@@ -92,26 +92,52 @@ def is_cut_off(text: str) -> bool:
     return text.rstrip().endswith("\n...")
 
 
-def _op_of(frames: Sequence[Frame]) -> str | None:
+def collective_of(frames: Sequence[Frame]) -> str | None:
+    """Returns the torch collective that frames, innermost first, are in; None if they are in none."""
     # The outermost: all_gather_object gathers sizes first. Those in between are decorators of torch.
-    names = [frame.function for frame in frames if frame.file.endswith(_COLLECTIVES)]
+    names = [frame.function for frame in frames if frame.file.endswith(COLLECTIVES)]
     return names[-1] if names else None
 
 
 def py_spy(pid: int, *, timeout_s: float) -> str:
     """Stacks of a process that cannot write them, if py-spy is installed and may look."""
+    # Without it py-spy stops the process while it looks, and lets it go on: not ours to do with a stopped one.
+    return dump(pid, "--nonblocking", timeout_s=timeout_s).text
+
+
+class Dump(NamedTuple):
+    """The output of py-spy, or why there is none."""
+
+    text: str
+    complaint: str
+    """Empty if there is output."""
+
+
+def dump(pid: int, *options: str, timeout_s: float) -> Dump:
+    """Calls ``py-spy dump`` for a process; blocking.
+
+    Args:
+        pid: The process.
+        options: Further options, such as ``--native``, for which py-spy stops the process for a moment.
+        timeout_s: Longest wait, in seconds.
+    """
     command = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if command is None:
-        return ""
+        return Dump("", "py-spy is not installed")
     try:
-        # Without it py-spy stops the process while it looks, and lets it go on: not ours to do with a stopped one.
         result = subprocess.run(
-            [command, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)],
+            [command, "dump", "--full-filenames", *options, "--pid", str(pid)],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=timeout_s,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout if result.returncode == 0 else ""
+    except subprocess.TimeoutExpired:
+        return Dump("", f"py-spy did not answer within {timeout_s:.0f} s")
+    except OSError as error:
+        return Dump("", f"py-spy does not start: {error.strerror}")
+    if result.returncode == 0:
+        return Dump(result.stdout, "")
+    said = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+    return Dump("", f"py-spy says: {said[0]}" if said else f"py-spy ended with exit code {result.returncode}")

@@ -28,13 +28,23 @@ def host_memory() -> HostMemory:
     )
 
 
-def _limits() -> Iterator[tuple[int, int]]:
-    """Yields limit and use of this process's memory, for its control group and each around it, of version 2 or 1.
+def group_memory(pid: int) -> HostMemory | None:
+    """Returns the memory of the control group that limits a process the most; None if nothing limits it."""
+    limits = list(_limits(Path(f"/proc/{pid}/cgroup")))
+    if not limits:
+        return None
+    total, used = min(limits, key=lambda one: one[0] - one[1])
+    return HostMemory(total_bytes=total, free_bytes=total - used)
+
+
+def _limits(own: Path | None = None) -> Iterator[tuple[int, int]]:
+    """Yields limit and use of a process's memory, for its control group and each around it, of version 2 or 1.
 
     A container may see its own group at the top, while its path is the one outside: what is not there is passed over.
     Without a limit there is ``max``, or in version 1 a number that is larger than any memory.
     """
-    for line in OWN_CGROUP.read_text(encoding="utf-8").splitlines() if OWN_CGROUP.is_file() else ():
+    own = own or OWN_CGROUP
+    for line in own.read_text(encoding="utf-8").splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)
         group = PurePosixPath(path.lstrip("/"))
         if not controllers:

@@ -1,0 +1,122 @@
+"""The ranks that are named from what an onlooker sees, and the cases in which nobody is."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_safe_workers.diagnostics.holdup import explain_sightings
+from rl_safe_workers.diagnostics.onlooker import Members, Sighting, Standing
+from rl_safe_workers.diagnostics.proc_facts import ProcessFacts
+from rl_safe_workers.frames import Frame
+
+
+def rank(
+    number: int,
+    standing: Standing = Standing.WAITS,
+    *,
+    op: str | None = "all_reduce",
+    members: Members = Members.WORLD,
+    line: int = 10,
+    size: int = 4,
+    stays: bool = True,
+    peer: int | None = None,
+    doubt: str = "",
+) -> Sighting:
+    return Sighting(
+        facts=ProcessFacts(pid=100 + number, state="S", variables={"WORLD_SIZE": str(size)}),
+        standing=standing,
+        global_rank=number,
+        frames=[Frame(file="train.py", line=line, function="step")],
+        op=op if standing is Standing.WAITS else None,
+        members=members,
+        stays=stays,
+        peer=peer,
+        doubt=doubt,
+    )
+
+
+def group(number: int, line: int = 10) -> Sighting:
+    return rank(number, members=Members.SUBGROUP, line=line)
+
+
+def out(number: int, line: int = 20) -> Sighting:
+    return rank(number, Standing.ELSEWHERE, line=line)
+
+
+@pytest.mark.parametrize(
+    ("sightings", "culprits"),
+    [
+        ([rank(0), out(1), rank(2), rank(3)], [1]),
+        ([rank(0), out(1), out(2), rank(3)], [1, 2]),
+        ([rank(0), rank(1, op="barrier"), rank(2), rank(3)], [1]),
+        ([group(0), out(1), group(2), group(3)], [1]),
+        ([rank(0), rank(1, Standing.STOPPED), out(2), rank(3)], [1]),
+        ([rank(0), rank(1, Standing.STOPPED), rank(2, Standing.GONE), rank(3)], [2]),
+        ([rank(0, peer=1), rank(1, peer=2), out(2), rank(3, peer=2)], [2]),
+        ([rank(0), rank(1, Standing.ASLEEP), rank(2), rank(3)], [1]),
+        ([rank(0, Standing.DEVICE), rank(1, Standing.DEVICE), out(2), rank(3, Standing.DEVICE)], [2]),
+    ],
+)
+def test_ranks_outside_the_collective_are_named(sightings: list[Sighting], culprits: list[int]) -> None:
+    found = explain_sightings(sightings)
+    assert found.is_known
+    assert found.culprits == [f"rank {one} (process {100 + one})" for one in culprits]
+
+
+@pytest.mark.parametrize(
+    ("sightings", "why"),
+    [
+        ([], "no process was found"),
+        ([rank(0), out(1), out(2), out(3)], "more ranks are outside it than in it"),
+        ([group(0), group(1), out(2), out(3)], "the members of a group cannot be seen"),
+        ([group(0), out(1), group(2, line=30), group(3, line=30)], "the members of a group cannot be seen"),
+        ([group(0, line=30), rank(1), rank(2), rank(3)], "every rank waits, and not in the same collective"),
+        ([rank(0), rank(1), rank(2), rank(3)], "every rank waits in the same place"),
+        ([rank(0, op="barrier"), rank(1, op="barrier"), rank(2), rank(3), out(4)], "more ranks"),
+        ([rank(0, stays=False), rank(1, stays=False), out(2), rank(3, stays=False)], "the ranks move"),
+        ([rank(0), rank(1), rank(2)], "not all ranks were looked at"),
+        ([group(0), out(1)], "not all ranks were looked at"),
+        ([out(0), out(1), out(2), out(3)], "no rank waits for others"),
+        ([rank(0), rank(1), rank(2), rank(3, Standing.UNKNOWN, doubt="py-spy may not")], "py-spy may not"),
+        ([group(0), out(1), group(2), rank(3, Standing.UNKNOWN, doubt="x")], "it cannot be seen whether rank 3"),
+    ],
+)
+def test_nobody_is_named_in_doubt(sightings: list[Sighting], why: str) -> None:
+    found = explain_sightings(sightings)
+    if why == "more ranks" and found.is_known:  # two against two, and one outside: that one is certain
+        assert found.culprits == ["rank 4 (process 104)"]
+        return
+    assert (found.is_known, list(found.culprits)) == (False, [])
+    assert found.verdict.startswith("not known, because ")
+    assert why in found.verdict
+
+
+def test_two_against_two_in_different_collectives_name_nobody() -> None:
+    found = explain_sightings([rank(0), rank(1), rank(2, op="barrier"), rank(3, op="barrier")])
+    assert found.verdict.startswith("ranks are in different collectives: ")
+    assert list(found.culprits) == []
+
+
+def test_missing_ranks_are_said_to_be_not_looked_at() -> None:
+    found = explain_sightings([rank(0), out(1)])
+    assert list(found.notes) == [
+        "not looked at: rank 2-3 have no process here: on another node, or gone; run `rl-safe explain --pid` there"
+    ]
+    assert found.culprits == ["rank 1 (process 101)"]  # the world needs it, wherever the others are
+
+
+def test_actors_of_another_class_are_bystanders() -> None:
+    trainers = [
+        Sighting(
+            facts=ProcessFacts(pid=pid, state="S"),
+            standing=standing,
+            actor="Trainer",
+            op="all_reduce",
+            members=Members.WORLD,
+        )
+        for pid, standing in ((1, Standing.WAITS), (2, Standing.IDLE))
+    ]
+    reward = Sighting(facts=ProcessFacts(pid=3, state="S"), standing=Standing.IDLE, actor="Reward")
+    found = explain_sightings([*trainers, reward])
+    assert found.culprits == ["actor Trainer (process 2)"]
+    assert [row.is_culprit for row in found.rows] == [False, True, False]
