@@ -81,7 +81,7 @@ FAULTS = {
     ),
     "trainer_raises": (
         *("train raises", "train"),
-        r"trainer rank 1 on \S+ failed in phase train at \S+faulty_training.py:\d+ \(\S*go_wrong\): ValueError: no such",
+        r"trainer rank 1 on \S+ failed in phase train at \S+.py:\d+ \(\S*go_wrong\): ValueError: no such",
     ),
     "trainer_in_another_phase": (
         *("train elsewhere", "train"),
