@@ -28,7 +28,7 @@ from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import NO_VERDICT
-from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, join_neighbours
+from rl_safe_workers.diagnostics.neighbours import Neighbours, blame
 from rl_safe_workers.errors import CommunicatorError, ConfigError, LifecycleError, RlSafeError, RunError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cuda
@@ -206,7 +206,7 @@ def bootstrap(
     trainer, lifecycle = script.trainer, script.trainer.lifecycle
     if not lifecycle.has_completed(Phase.WORLD):
         trainer.entry.adopt_world()
-        script.neighbours = join_neighbours(trainer.entry.job_key, rank=trainer.training_rank)
+        script.neighbours = Neighbours(trainer.entry.job_key, rank=trainer.training_rank)
     with lifecycle.enter(Phase.GROUPS):
         _agree_on_plan(trainer, features, max_ctas, check_memory=not script.groups)
     report = trainer.comms.bootstrap()

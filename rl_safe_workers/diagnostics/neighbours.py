@@ -1,6 +1,6 @@
 """The ranks of a job on one machine. Each can find out where the others are, so that no driver is needed.
 
-    neighbours = join_neighbours(key, rank=dist.get_rank())                            # early, on every rank
+    neighbours = Neighbours(key, rank=dist.get_rank())                                 # early, on every rank
     culprits, why = blame(control.reported_failures(), silent=[1], among=neighbours)   # on each rank that fails
     neighbours.leave()                                                                 # at an orderly end
 
@@ -10,7 +10,7 @@ wait until it has their answers, because a launcher ends every process once the 
 
 from __future__ import annotations
 
-import functools
+import logging
 import os
 import shutil
 import stat
@@ -30,6 +30,8 @@ from rl_safe_workers.errors import ResourceError, first_line
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
 from rl_safe_workers.root_cause import root_cause
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0
 """Longest wait for each of: the processes' answers, the evidence."""
@@ -77,17 +79,21 @@ class Neighbours:
             reports: The failures that ranks have reported.
 
         Returns:
-            None if another rank has judged before. It has ended then, or its time is over.
+            None if another rank has judged before, which has ended then, or if the folder is gone.
         """
         try:
             self.evidence.mkdir(mode=0o700)
         except FileExistsError:
             self._await_judge()
             return None
+        except OSError as error:  # somebody has cleaned the folder for temporary files
+            logger.warning("nobody can be asked where the ranks are: %s", error)
+            return None
         # A rank that has reported is on its way out: where it is now says nothing.
         silent = [one for one in _ranks_of(self.folder) if one.rank_id not in reports]
         diagnosis = diagnose(silent, patience_s=PATIENCE_S, reports=reports, evidence=self.evidence)
-        (self.evidence / _DONE).touch()
+        with suppress(OSError):
+            (self.evidence / _DONE).touch()
         return diagnosis
 
     def _await_judge(self) -> None:
@@ -100,12 +106,6 @@ class Neighbours:
         (self.folder / f"process_{self._rank}").unlink(missing_ok=True)
         if not any(self.folder.glob("process_*")) and not self.evidence.exists():
             shutil.rmtree(self.folder, ignore_errors=True)  # another rank may be about to do the same
-
-
-@functools.cache
-def join_neighbours(key: str, *, rank: int) -> Neighbours:
-    """Returns this rank's `Neighbours`. A host that builds its groups anew meets the same ones."""
-    return Neighbours(key, rank=rank)
 
 
 def blame(

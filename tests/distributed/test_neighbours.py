@@ -28,6 +28,7 @@ from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import Outcome, run_ranks, values
+from tests.distributed.worker import served_store
 
 SIZE, CULPRIT = 3, 1
 PATIENCE = timedelta(seconds=3)
@@ -125,6 +126,27 @@ def test_a_rank_that_tells_its_own_failure_is_not_asked(address: StoreAddress, t
 def test_nothing_is_left_of_an_orderly_end(address: StoreAddress, temporary: Path) -> None:
     assert values(run_ranks(_train, SIZE, address, temporary, None)) == [("", [])] * SIZE
     assert not list(temporary.glob("rl_safe_ranks_*"))
+
+
+def test_a_rank_whose_folder_is_gone_says_so_and_judges_nobody(
+    temporary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    neighbours = object.__new__(Neighbours)  # without a handler of signals in this process
+    neighbours.evidence = temporary / "gone" / "verdict"
+    assert neighbours.judge({}) is None
+    assert "nobody can be asked where the ranks are: " in caplog.text
+
+
+def _train_twice(rank: int, addresses: list[StoreAddress], temporary: Path) -> list[tuple[str, list[str]]]:
+    ends = [_train(rank, addresses[0], temporary, None)]
+    return [*ends, _train(rank, addresses[1], temporary, _dawdle)]
+
+
+def test_a_script_may_begin_anew_and_is_judged_then(temporary: Path) -> None:
+    with served_store() as first, served_store() as second:
+        outcomes = run_ranks(_train_twice, SIZE, [first, second], temporary)
+    lines = [line for outcome in outcomes if outcome.error is None for line in outcome.value[1][1]]
+    assert any("trainer rank 1 is at " in line for line in lines), lines
 
 
 def test_another_users_folder_or_one_that_others_may_read_is_refused(temporary: Path) -> None:

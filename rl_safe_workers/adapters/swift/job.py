@@ -34,7 +34,7 @@ from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import NO_VERDICT
-from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, join_neighbours
+from rl_safe_workers.diagnostics.neighbours import Neighbours, blame
 from rl_safe_workers.errors import CommunicatorError, ConfigError, RlSafeError, RunError, first_line, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId
@@ -127,7 +127,7 @@ class SwiftJob(HostedTrainer):
                 )
                 self.trainer.add_part(self._given)
                 if not self._is_actor:
-                    self._neighbours = join_neighbours(self.trainer.entry.job_key, rank=dist.get_rank())
+                    self._neighbours = Neighbours(self.trainer.entry.job_key, rank=dist.get_rank())
                 self.saves = PendingShards(self.trainer)
                 self.trainer.add_part(self.saves)
                 self._writer = ShardWriter(self.trainer.control, folders=_FOLDERS, pending=self.saves)
