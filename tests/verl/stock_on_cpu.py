@@ -16,13 +16,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 def apply() -> None:
     """Has loads work on the CPU, also into an optimizer that has taken no step."""
-    _make_buffers_on_cpu()
+    make_buffers_on_cpu()
     _begin_with_a_step()
     _leave_steps()
     _count_steps_apart()
 
 
-def _make_buffers_on_cpu() -> None:
+def make_buffers_on_cpu() -> None:
     """Has a fully-parallel load make its buffers there (dist_checkpointing/exchange_utils.py:98 and 110)."""
     init_data, empty_like = ShardedTensor.init_data, torch.empty_like
 

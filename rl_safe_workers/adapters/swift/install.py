@@ -13,7 +13,6 @@ from typing import Any
 from rl_safe_workers.adapters.host_contract import package_root
 from rl_safe_workers.adapters.swift.swift_contract import check_ray_mode, check_swift
 from rl_safe_workers.adapters.swift.swift_settings import job_settings
-from rl_safe_workers.reaping.quick_exit import exit_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -93,18 +92,13 @@ def _replace(job: Any) -> None:
 
 
 def _see_failures(job: Any) -> None:
-    """Has failures told to the other ranks wherever they happen: the plugin is imported within a constructor.
-
-    A failed process then ends at once, with Python's status for an error.
-    """
+    """Has failures told to the other ranks wherever they happen: the plugin is imported within a constructor."""
     host_hook, process = sys.excepthook, os.getpid()
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         host_hook(kind, error, trace)
         if os.getpid() == process:
             job.fail_with(error)
-            if not issubclass(kind, KeyboardInterrupt):  # Python ends by the signal then
-                exit_at_once(1)
 
     def leave_early() -> None:
         if os.getpid() == process:

@@ -11,7 +11,7 @@ from rl_safe_workers.platforms import cpu
 from tests.verl import stock_on_cpu
 
 cpu.apply()
-stock_on_cpu.apply()
+stock_on_cpu.make_buffers_on_cpu()
 # mcore-bridge seeds Megatron's random states only where there are GPUs (utils/megatron_utils.py:202).
 torch.cuda.device_count = lambda: 1
 
