@@ -9,9 +9,12 @@ If the driver is killed, guardians do it.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +32,6 @@ from rl_safe_workers.errors import first_line
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
 from rl_safe_workers.reaping.processes import TEMP_PREFIX, ended, reap, run_processes
-from rl_safe_workers.reaping.quick_exit import exit_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -181,13 +183,20 @@ def taking_all_along(run_id: str) -> Iterator[JobProcesses]:
 
 @contextmanager
 def failing_at_once() -> Iterator[None]:
-    """Ends this process at once when the body exits with a status other than 0, as `exit_at_once`."""
+    """Ends this process when the body exits with a status other than 0: what is registered for the exit still runs.
+
+    The interpreter would take every module apart, of which torch and the host have thousands. That takes seconds, on a
+    busy machine many, and a thread that never ends would hold the process up.
+    """
     try:
         yield
     except SystemExit as ending:
         if not isinstance(ending.code, int) or ending.code == 0:
             raise
-        exit_at_once(ending.code)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ending.code)
 
 
 _signals: list[signal.Signals] = []
