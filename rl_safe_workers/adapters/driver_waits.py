@@ -234,4 +234,4 @@ def last_line(error: BaseException) -> str:
 def _names_missing(error: ray.exceptions.RayError) -> bool:
     """Returns True if a worker has already told whom it waits for, and not just that it is some engine."""
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
-    return isinstance(cause, PhaseTimeoutError) and not cause.awaited.name.startswith(ROLLOUT)
+    return isinstance(cause, PhaseTimeoutError) and bool(cause.missing or not cause.awaited.name.startswith(ROLLOUT))

@@ -18,11 +18,13 @@ from rl_safe_workers.diagnostics.answering import stack_of_call
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError
 from rl_safe_workers.frames import Frame
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import RankId, trainer_id
 from rl_safe_workers.worlds.training_rank import TrainingRank
 from rl_safe_workers.worlds.training_world import set_group_timeouts
 
 ROLLOUT = "the rollout"
 """Begins the name of a rollout of which the rank does not know which engine it waits for."""
+_SYNC = "the weight sync"
 _HEARD = timedelta(seconds=2)
 """How long the ranks listen to each other once the deadline has passed, or one of them has failed."""
 
@@ -35,7 +37,7 @@ class WeightUpdate:
         trainer: TrainingRank,
         send: Callable[[], Any],
         *,
-        awaited: Callable[[Sequence[Frame]], str | None],
+        awaited: Callable[[Sequence[Frame]], RankId | str | None],
         place: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Begins nothing yet.
@@ -43,8 +45,8 @@ class WeightUpdate:
         Args:
             trainer: This rank.
             send: The host's own sync.
-            awaited: Takes the frames that the sync's thread is in, innermost first. Returns the rollout that this rank
-                waits for; None if it waits for training ranks.
+            awaited: Takes the frames that the sync's thread is in, innermost first. Returns the rollout rank that this
+                rank waits for, or words for it if the rank is not known; None if it waits for training ranks.
             place: Returns the line of code that the sync is at, if its thread does not show it.
         """
         self._trainer, self._send, self._awaited, self._place_of_host = trainer, send, awaited, place
@@ -86,13 +88,17 @@ class WeightUpdate:
         place = "code that could not be read" if at is None else str(at)
         if rollout is None:
             return place, None
-        who = f"{rollout}, awaited by training rank {self._trainer.training_rank},"
-        return None, self._late(who, f"it waits in {place}")
+        here = self._trainer.training_rank
+        if isinstance(rollout, RankId):
+            awaited = Awaited(_SYNC, frozenset({trainer_id(here), rollout}))
+            return None, self._late(awaited, f"trainer rank {here} waits in {place}", missing=(rollout,))
+        return None, self._late(Awaited(f"{rollout}, awaited by training rank {here},"), f"it waits in {place}")
 
-    def _late(self, name: str, detail: str) -> PhaseTimeoutError:
+    def _late(self, awaited: Awaited, detail: str, missing: Sequence[RankId] = ()) -> PhaseTimeoutError:
         return PhaseTimeoutError(
             phase=Phase.SYNC,
-            awaited=Awaited(name),
+            awaited=awaited,
+            missing=missing,
             waited_s=self._trainer.deadline.waited_s,
             setting=f"rl_safe.timeouts.{Phase.SYNC}",
             detail=detail,
@@ -121,4 +127,4 @@ class WeightUpdate:
         """Fails on every rank if ranks wait for each other, and none of them for the rollout."""
         waiting = [f"training rank {rank} in {place}" for rank, place in enumerate(places) if place is not None]
         if waiting:
-            raise self._late("the weight sync", f"waiting for other training ranks: {', '.join(waiting)}")
+            raise self._late(Awaited(_SYNC), f"waiting for other training ranks: {', '.join(waiting)}")

@@ -294,6 +294,24 @@ def test_the_drivers_error_names_who_does_not_answer_where_no_rank_does() -> Non
     assert found.verdict == ("rollout rank 0 on 10.0.0.4 is in no call; the sync: rollout replica 0 does not answer")
 
 
+@pytest.mark.parametrize("host_error", [None, RunError("the sync: rollout replica 0 does not answer", culprit=ENGINE)])
+def test_an_engine_that_a_rank_awaits_is_to_blame_whatever_the_driver_has_heard(host_error: RunError | None) -> None:
+    late_there = PhaseTimeoutError(
+        phase="sync",
+        awaited=Awaited("the weight sync", frozenset({trainer_id(1), ENGINE})),
+        missing=[ENGINE],
+        waited_s=9.0,
+        setting="rl_safe.timeouts.sync",
+    )
+    reports = {trainer_id(0): failed(0, Repeats(of=trainer_id(1))), trainer_id(1): late_there}
+    ranks = actor(0, WORK, in_a_call=False), actor(1, WORK, in_a_call=False), engine(WORK)
+    found = of_host(*ranks, reports=reports, host_error=host_error)
+    assert found.culprits == {ENGINE}
+    assert found.verdict.startswith(
+        "hang: phase sync, the weight sync: trainer rank 1 arrived, rollout rank 0 did not within 9.0 s; rollout rank 0"
+    )
+
+
 def test_a_wait_for_something_that_is_no_rank_blames_no_rank() -> None:
     late_there = PhaseTimeoutError(
         phase="sync", awaited=Awaited("the rollout"), waited_s=9.0, setting="rl_safe.timeouts.sync"

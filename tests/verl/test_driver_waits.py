@@ -150,7 +150,11 @@ def test_a_failed_sync_names_a_rollout_process_that_has_died() -> None:
 @pytest.mark.usefixtures("_cluster")
 def test_a_timeout_that_a_rank_has_told_of_goes_on_as_it_is() -> None:
     told = PhaseTimeoutError(
-        phase="sync", awaited=driver_waits.Awaited("rollout replica 3"), waited_s=2.0, setting="rl_safe.timeouts.sync"
+        phase="sync",
+        awaited=driver_waits.Awaited("the rollout", frozenset({trainer_id(0), RankId(Role.ROLLOUT, 3)})),
+        missing=[RankId(Role.ROLLOUT, 3)],
+        waited_s=2.0,
+        setting="rl_safe.timeouts.sync",
     )
     rank = _Rank.remote(told)
     trainer = _trainer(_Server.remote(silent="clear_kv_cache"), ranks=(rank,))

@@ -124,8 +124,8 @@ def test_a_sync_is_a_phase_that_sends_all_as_verl_does(tiny_moe) -> None:
 def test_an_engine_that_does_not_answer_is_named_on_every_rank(at, misdeed, tiny_moe) -> None:
     texts = _texts(run_verl_ranks(_update, SIZE, tiny_moe, at, misdeed))
     late = re.compile(
-        r"phase sync: rollout replica 7, awaited by training rank 1, did not finish within 4\.\d s "
-        r"\(it waits in tests/verl/test_weight_update\.py:\d+ \(_(awaits|reads)_no_answer\)\); "
+        r"phase sync: rollout rank 7 of the weight sync did not arrive within 4\.\d s "
+        r"\(trainer rank 1 waits in tests/verl/test_weight_update\.py:\d+ \(_(awaits|reads)_no_answer\)\); "
         r"to wait longer raise rl_safe\.timeouts\.sync"
     )
     assert all(late.search(text) for text in texts)

@@ -93,7 +93,7 @@ FAULTS = {
     ),
     "sync": (
         *("wake_kv_cache 1", "sync"),
-        r"rollout rank 1 on \S+ .*rollout replica 1 does not answer",
+        r"hang: phase sync, the weight sync: trainer rank 1 arrived, rollout rank 1 did not within ",
     ),
     "sleep": (
         *("sleep 1", "sync"),

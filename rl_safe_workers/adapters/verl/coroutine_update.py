@@ -11,6 +11,7 @@ from rl_safe_workers.adapters.verl.process import TrainerProcess
 from rl_safe_workers.adapters.weight_update import ROLLOUT, WeightUpdate
 from rl_safe_workers.frames import Frame, relative, telling_frame
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import RankId, Role
 
 _CALLS = ("resume", "release", "update_weights", "send_weights")
 """Coroutines of a rollout or a checkpoint engine of verl's, in which a rank waits for rollout engines."""
@@ -22,7 +23,7 @@ class RolloutCalls:
     """Notes the calls in which this rank waits for the rollout.
 
     Attributes:
-        awaited: The rollout that this rank is in a call of; None if it is in none.
+        awaited: The rollout rank that this rank is in a call of, or words for it; None if it is in none.
     """
 
     def __init__(self, rollout: Sequence[Any], *, before_cache: Callable[[], object]) -> None:
@@ -32,7 +33,7 @@ class RolloutCalls:
             rollout: The objects through which this rank reaches the rollout; None among them is passed over.
             before_cache: Called before a call that makes an engine allocate its KV cache.
         """
-        self.awaited: str | None = None
+        self.awaited: RankId | str | None = None
         self._before_cache = before_cache
         for one in rollout:
             for name in _CALLS:
@@ -41,13 +42,13 @@ class RolloutCalls:
 
     def _noted(self, rollout: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         replica = getattr(rollout, "replica_rank", None)
-        name = ROLLOUT if replica is None else f"rollout replica {replica}"
+        called = ROLLOUT if replica is None else RankId(Role.ROLLOUT, replica)
 
         @wraps(stock)
         async def call(*args: Any, **kwargs: Any) -> Any:
             if any(_CACHE in value for value in (*args, *kwargs.values()) if isinstance(value, list)):
                 self._before_cache()
-            self.awaited = name
+            self.awaited = called
             try:
                 return await stock(*args, **kwargs)
             finally:
@@ -89,7 +90,7 @@ class CoroutineUpdate:
         self._coroutine = self._update()
         return asyncio.run(self._coroutine)
 
-    def _awaited(self, frames: Sequence[Frame]) -> str | None:
+    def _awaited(self, frames: Sequence[Frame]) -> RankId | str | None:
         return None if self._process.is_gathering else self._calls.awaited
 
     def _place(self) -> str | None:
