@@ -10,23 +10,26 @@ wait until it has their answers, because a launcher ends every process once the 
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import shutil
+import signal
 import stat
 import tempfile
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
 from rl_safe_workers.diagnostics.inquiry import RankProcess
-from rl_safe_workers.errors import ResourceError, first_line
+from rl_safe_workers.errors import RankError, ResourceError, RunError, first_line
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
 from rl_safe_workers.root_cause import root_cause
@@ -96,6 +99,43 @@ class Neighbours:
             (self.evidence / _DONE).touch()
         return diagnosis
 
+    def last_words(self) -> tuple[Collection[RankId], str] | None:
+        """As `blame`, when the launcher ends this rank: None if no rank here has failed, or another one judges."""
+        ranks = _ranks_of(self.folder)
+        if not any(_is_gone(one.pid) or (self.folder / failure_file(one.rank_id)).exists() for one in ranks):
+            return None  # somebody ends the job
+        found = self.judge({})
+        return None if found is None or not found.culprits else (found.culprits, self._in_lines(found))
+
+    def _in_lines(self, found: Diagnosis) -> str:
+        return f"{found.verdict}\n{found.advice}\nevidence in {self.evidence}"
+
+    def speak_before_sigterm(self, last_words: Callable[[], None]) -> None:
+        """Has this rank say something before SIGTERM ends it, with which a launcher ends all ranks once one has failed.
+
+        A handler in Python would run once the main thread is in Python again; a rank in a collective may never be. So
+        faulthandler's, which is C, wakes up a thread. A handler that was there before runs after it.
+
+        Args:
+            last_words: Called on that thread.
+        """
+        hears, tells = os.pipe()
+        os.set_blocking(tells, False)
+        faulthandler.register(signal.SIGTERM, file=tells, all_threads=False, chain=False)
+        # A data loader ends its forked workers by SIGTERM.
+        os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+
+        def end() -> None:
+            os.read(hears, 1)
+            try:
+                last_words()
+                self.leave()
+            finally:
+                faulthandler.unregister(signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=end, name="last words", daemon=True).start()
+
     def _await_judge(self) -> None:
         deadline = Deadline.after(2 * PATIENCE_S)
         while not (self.evidence / _DONE).exists() and not deadline.expired:
@@ -125,8 +165,16 @@ def blame(
     if among is not None and not (cause.is_told and cause.culprits <= reports.keys()):
         diagnosis = among.judge(reports)
         if diagnosis is not None and diagnosis.culprits:
-            return diagnosis.culprits, f"{diagnosis.verdict}\n{diagnosis.advice}\nevidence in {among.evidence}"
-    return cause.culprits, first_line(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"
+            return diagnosis.culprits, among._in_lines(diagnosis)
+    return cause.culprits, _told(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"
+
+
+def _told(error: RunError) -> str:
+    """Returns a report in one line, with its line of code."""
+    if not isinstance(error, RankError) or error.place is None:
+        return first_line(error)
+    text = next(iter(error.text.splitlines()), "")
+    return f"{error.rank_id} failed in phase {error.phase} at {error.place}: {text}"
 
 
 def _ranks_of(folder: Path) -> list[RankProcess]:
@@ -139,8 +187,16 @@ def _ranks_of(folder: Path) -> list[RankProcess]:
             if _is_another(int(pid), float(created_s)):
                 continue
             rank_id = trainer_id(int(file.name.removeprefix("process_")))
-            found.append(RankProcess(rank_id=rank_id, pid=int(pid), folder=folder))
+            # One that ends in order leaves the folder, and one that raises leaves its failure.
+            found.append(RankProcess(rank_id=rank_id, pid=int(pid), folder=folder, never_ends=True))
     return sorted(found, key=lambda one: one.rank_id)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _is_another(pid: int, created_s: float) -> bool:

@@ -6,8 +6,9 @@ import functools
 import inspect
 import io
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -22,6 +23,7 @@ from rl_safe_workers.adapters.given_comms import GivenComms, world_backend
 from rl_safe_workers.adapters.host_contract import package_root
 from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.adapters.rank_answers import leave_early, listen_in
 from rl_safe_workers.adapters.shards import PendingShards, ShardWriter
 from rl_safe_workers.adapters.swift.args_features import features_of
 from rl_safe_workers.adapters.swift.bridge_groups import create_ep_pp_groups, create_rollout_groups
@@ -100,6 +102,8 @@ class SwiftJob(HostedTrainer):
         self._neighbours: Neighbours | None = None
         """The job's ranks on this machine; None in Ray mode, where the driver asks."""
         self._has_ended = False
+        self._has_spoken = threading.Event()
+        """Set once this rank has said all about its failure."""
 
     def creating_world(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wraps ``init_process_group``, to which ms-swift gives a timeout of 208 days."""
@@ -128,6 +132,8 @@ class SwiftJob(HostedTrainer):
                 self.trainer.add_part(self._given)
                 if not self._is_actor:
                     self._neighbours = Neighbours(self.trainer.entry.job_key, rank=dist.get_rank())
+                    listen_in(self._neighbours.folder)
+                    self._neighbours.speak_before_sigterm(self._last_words)
                 self.saves = PendingShards(self.trainer)
                 self.trainer.add_part(self.saves)
                 self._writer = ShardWriter(self.trainer.control, folders=_FOLDERS, pending=self.saves)
@@ -388,6 +394,7 @@ class SwiftJob(HostedTrainer):
             reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in failed.items())
             raise CommunicatorError(f"this rank is well, and the job has failed: {reasons}")
         self._has_ended = True
+        self._has_spoken.set()
         if self._neighbours is not None:
             self._neighbours.leave()
 
@@ -395,17 +402,30 @@ class SwiftJob(HostedTrainer):
         """Ends this rank's part of the job after a failure: tells the others, and says where the failure began.
 
         Not collective. It takes three times `_HEARD` at most, and the time to abort the groups. Its own errors are
-        logged.
+        logged. In Ray mode the driver ends the others, and says where it began.
         """
-        if self._has_ended or not self.has_world:
+        if self._has_ended:
             return
         self._has_ended = True
+        try:
+            if self.has_world:
+                self._fail_with(error)
+            elif isinstance(error, Exception):
+                leave_early(error, Phase.START)
+        finally:
+            self._has_spoken.set()
+
+    def _fail_with(self, error: BaseException) -> None:
         trainer = self.trainer
         phase = trainer.lifecycle.current or trainer.lifecycle.last_failed or OUTSIDE
         try:
             self._step.__exit__(type(error), error, error.__traceback__)
         except Exception as lost:
             logger.warning("training rank %d: leaving phase %s: %s", trainer.training_rank, phase, in_one_line(lost))
+        if isinstance(error, Exception):
+            self.notes.failed(phase, error)
+        if self._is_actor:
+            return
         seconds = min(trainer.rl_safe.timeouts.teardown, _HEARD.total_seconds())
         timeouts = trainer.rl_safe.timeouts.model_copy(update={"teardown": seconds})
         trainer.rl_safe = trainer.rl_safe.model_copy(update={"timeouts": timeouts})
@@ -426,9 +446,23 @@ class SwiftJob(HostedTrainer):
         trainer = self.trainer
         reports: dict[RankId, RunError] = {}
         within(lambda: reports.update(trainer.control.reported_failures()), _HEARD, what="reading the failures")
-        culprits, why = blame(reports, silent=silent, among=self._neighbours)
+        self._say(*blame(reports, silent=silent, among=self._neighbours))
+
+    def _say(self, culprits: Collection[RankId], why: str) -> None:
         names = ", ".join(str(rank.rank) for rank in sorted(culprits)) or "?"
-        logger.error("training rank %d: the job has failed on training rank %s: %s", trainer.training_rank, names, why)
+        rank = self.trainer.training_rank
+        logger.error("training rank %d: the job has failed on training rank %s: %s", rank, names, why)
+
+    def _last_words(self) -> None:
+        """Says which rank a failure began with, before SIGTERM ends this rank: a launcher ends all once one has failed.
+
+        A rank that is failing itself says it already.
+        """
+        assert self._neighbours is not None, "called by it"
+        if self._has_ended:
+            self._has_spoken.wait(4 * _HEARD.total_seconds())
+        elif (words := self._neighbours.last_words()) is not None:
+            self._say(*words)
 
 
 def why_no_async_save(args: Any) -> str:

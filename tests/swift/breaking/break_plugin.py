@@ -18,6 +18,7 @@ from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.megatron.utils import megatron_lm_utils
 
 WHERE, HOW = os.environ["BREAK"].split(":")
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV}
 STEP = 2
 RANK = 1
 
@@ -26,8 +27,10 @@ def strike() -> None:
     Path(os.environ.get("STRUCK", "struck")).write_text(str(time.time()))
     if HOW == "raise":
         raise RuntimeError("broken on purpose")
-    if HOW == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if HOW == "exit":
+        os._exit(3)
+    if HOW in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[HOW])
     time.sleep(float(os.environ.get("BREAK_S", "3600")))
 
 
