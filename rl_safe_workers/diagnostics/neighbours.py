@@ -76,7 +76,7 @@ class Neighbours:
     def judge(self, reports: Reports) -> Diagnosis | None:
         """Asks the ranks here that have not reported where they are; says with which one the failure began.
 
-        It takes twice `PATIENCE_S` at most.
+        It takes twice `PATIENCE_S` at most. It ends stopped ranks, because the job is over.
 
         Args:
             reports: The failures that ranks have reported.
@@ -95,6 +95,11 @@ class Neighbours:
         # A rank that has reported is on its way out: where it is now says nothing.
         silent = [one for one in _ranks_of(self.folder) if one.rank_id not in reports]
         diagnosis = diagnose(silent, patience_s=PATIENCE_S, reports=reports, evidence=self.evidence)
+        for one in silent:
+            if one.status == psutil.STATUS_STOPPED:
+                # No SIGTERM of the launcher reaches it, which would wait for its end: torchrun for 30 s.
+                with suppress(ProcessLookupError):
+                    os.kill(one.pid, signal.SIGKILL)
         with suppress(OSError):
             (self.evidence / _DONE).touch()
         return diagnosis
@@ -122,8 +127,7 @@ class Neighbours:
         hears, tells = os.pipe()
         os.set_blocking(tells, False)
         faulthandler.register(signal.SIGTERM, file=tells, all_threads=False, chain=False)
-        # A data loader ends its forked workers by SIGTERM.
-        os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+        _let_forks_be(signal.SIGTERM)
 
         def end() -> None:
             os.read(hears, 1)
@@ -190,6 +194,23 @@ def _ranks_of(folder: Path) -> list[RankProcess]:
             # One that ends in order leaves the folder, and one that raises leaves its failure.
             found.append(RankProcess(rank_id=rank_id, pid=int(pid), folder=folder, never_ends=True))
     return sorted(found, key=lambda one: one.rank_id)
+
+
+def _let_forks_be(signum: signal.Signals) -> None:
+    """Takes faulthandler's handler of a signal out of forks: a data loader ends its workers by SIGTERM."""
+    kept = threading.local()
+
+    def hold() -> None:
+        kept.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
+
+    def let_go() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, kept.mask)
+
+    def in_child() -> None:
+        faulthandler.unregister(signum)
+        let_go()
+
+    os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=in_child)
 
 
 def _is_gone(pid: int) -> bool:
