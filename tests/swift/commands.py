@@ -45,7 +45,9 @@ class End:
 
         The driver of Ray mode gives one; under torchrun each rank does that fails or is ended because of a failure.
         """
-        found = re.search(r"the job has failed(?: on training rank [\d, ]+)?: (.*(?:\n.*){0,2})", self.output)
+        plain = re.sub(r"^\[rank\d+\]: ?", "", self.output, flags=re.MULTILINE)  # torch's, while a rank ends
+        who = r"(?:training rank \d+: )?the job has failed(?: on training rank [\d, ]+)?"
+        found = re.search(rf"^{who}: (.*(?:\n.*){{0,2}})", plain, re.MULTILINE)
         lines = found[1].splitlines() if found is not None else [""]
         return lines if lines[-1].startswith("evidence in ") else lines[:1]
 

@@ -103,6 +103,16 @@ def test_a_failing_actor_ends_the_driver_which_names_it(
 
 
 @pytest.mark.every_failure
+def test_engines_that_hang_are_named_by_replica(inputs: Path, tmp_path: Path) -> None:
+    end = run_ray(tmp_path / "job", inputs, ours=True, settings=SETTINGS, BREAK_ENGINE="generate:hang")
+    assert end.status == 1, end.output[-4000:]
+    assert end.seconds < TIMEOUT_S + 10
+    assert re.match(r"hang: phase rollout, generation: .*, rollout rank 0-1 did not within", end.verdict[0]), (
+        end.verdict
+    )
+
+
+@pytest.mark.every_failure
 @pytest.mark.parametrize(("place", "way"), [(place, way) for place in PLACES for way in WAYS])
 def test_stock_beside_it(place: str, way: str, inputs: Path, tmp_path: Path, rows: list[str]) -> None:
     end = run_ray(tmp_path / "job", inputs, ours=False, BREAK=f"{place}:{way}")
