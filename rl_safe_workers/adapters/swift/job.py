@@ -499,11 +499,12 @@ class SwiftJob(HostedTrainer):
     def _last_words(self) -> None:
         """Says which rank a failure began with, before SIGTERM ends this rank: a launcher ends all once one has failed.
 
-        A rank that is failing itself says it already.
+        A rank that is failing itself says it already, and gets the time to print its traceback.
         """
         assert self._neighbours is not None, "called by it"
         if self._has_ended:
             self._has_spoken.wait(4 * _HEARD.total_seconds())
+            threading.main_thread().join(_HEARD.total_seconds())
         elif (words := self._neighbours.last_words()) is not None:
             self._say(*words)
 
