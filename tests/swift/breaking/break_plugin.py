@@ -18,7 +18,6 @@ from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.megatron.utils import megatron_lm_utils
 
 WHERE, HOW = os.environ["BREAK"].split(":")
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV}
 STEP = 2
 RANK = 1
 
@@ -27,10 +26,8 @@ def strike() -> None:
     Path(os.environ.get("STRUCK", "struck")).write_text(str(time.time()))
     if HOW == "raise":
         raise RuntimeError("broken on purpose")
-    if HOW == "exit":
-        os._exit(3)
-    if HOW in SIGNALS:
-        os.kill(os.getpid(), SIGNALS[HOW])
+    if HOW == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(float(os.environ.get("BREAK_S", "3600")))
 
 
@@ -50,28 +47,6 @@ def breaking(original: Any, *, at: int = 1) -> Any:
 if os.environ.get("RANK") == str(RANK):
     if WHERE == "before":
         MegatronSft.prepare_trainer = breaking(MegatronSft.prepare_trainer)
-    elif WHERE == "start":
-        from swift.megatron.arguments.megatron_args import MegatronArguments
-
-        MegatronArguments._init_distributed = breaking(MegatronArguments._init_distributed)
-    elif WHERE == "bootstrap":
-        from rl_safe_workers.comms.bootstrap import Bootstrap
-
-        Bootstrap._issue = breaking(Bootstrap._issue, at=STEP)  # type: ignore[method-assign]
-    elif WHERE == "convert":
-        from mcore_bridge.bridge.gpt_bridge import GPTBridge
-
-        GPTBridge.load_weights = breaking(GPTBridge.load_weights)
-    elif WHERE == "load":
-        from swift.megatron.trainers import base
-
-        base.load_mcore_checkpoint = breaking(base.load_mcore_checkpoint)
-    elif WHERE == "logprob":
-        from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer
-
-        MegatronGRPOTrainer.compute_per_token_logps = breaking(MegatronGRPOTrainer.compute_per_token_logps)
-    elif WHERE == "exit":
-        MegatronSft._handle_trainer_state = breaking(MegatronSft._handle_trainer_state)
     elif WHERE == "setup":
         from swift.ray.megatron import megatron_worker
 
