@@ -29,7 +29,7 @@ from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
 from rl_safe_workers.diagnostics.inquiry import RankProcess
-from rl_safe_workers.errors import RankError, ResourceError, RunError, first_line
+from rl_safe_workers.errors import ResourceError, first_line
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
 from rl_safe_workers.root_cause import root_cause
@@ -76,7 +76,7 @@ class Neighbours:
     def judge(self, reports: Reports) -> Diagnosis | None:
         """Asks the ranks here that have not reported where they are; says with which one the failure began.
 
-        It takes twice `PATIENCE_S` at most. It ends stopped ranks, because the job is over.
+        It takes twice `PATIENCE_S` at most. It ends ranks that answer no signal, because the job is over.
 
         Args:
             reports: The failures that ranks have reported.
@@ -96,7 +96,7 @@ class Neighbours:
         silent = [one for one in _ranks_of(self.folder) if one.rank_id not in reports]
         diagnosis = diagnose(silent, patience_s=PATIENCE_S, reports=reports, evidence=self.evidence)
         for one in silent:
-            if one.status == psutil.STATUS_STOPPED:
+            if one.status in (psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP):
                 # No SIGTERM of the launcher reaches it, which would wait for its end: torchrun for 30 s.
                 with suppress(ProcessLookupError):
                     os.kill(one.pid, signal.SIGKILL)
@@ -170,15 +170,7 @@ def blame(
         diagnosis = among.judge(reports)
         if diagnosis is not None and diagnosis.culprits:
             return diagnosis.culprits, among._in_lines(diagnosis)
-    return cause.culprits, _told(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"
-
-
-def _told(error: RunError) -> str:
-    """Returns a report in one line, with its line of code."""
-    if not isinstance(error, RankError) or error.place is None:
-        return first_line(error)
-    text = next(iter(error.text.splitlines()), "")
-    return f"{error.rank_id} failed in phase {error.phase} at {error.place}: {text}"
+    return cause.culprits, first_line(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"
 
 
 def _ranks_of(folder: Path) -> list[RankProcess]:
