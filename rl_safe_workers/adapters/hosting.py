@@ -29,7 +29,7 @@ class HostedTrainer:
 
     _trainer: SafeTrainer | None = None
     notes: RankNotes
-    """What this rank leaves for the verdict, once it has taken the world."""
+    """The notes of this rank for the verdict, once it has taken the world."""
     _writer: ShardWriter | None = None
     """Writes what the host would have written; None if the host's saves do not go through it."""
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
 from rl_safe_workers.diagnostics.inquiry import RankProcess
@@ -138,7 +138,7 @@ class Neighbours:
                 faulthandler.unregister(signal.SIGTERM)
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        threading.Thread(target=end, name="last words", daemon=True).start()
+        Background(end, name="last words")
 
     def _await_judge(self) -> None:
         deadline = Deadline.after(2 * PATIENCE_S)
