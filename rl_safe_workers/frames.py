@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
@@ -79,7 +80,23 @@ def frames_of(stack: TracebackType | None) -> list[Frame]:
     ]
 
 
+def frames_of_thread(thread: threading.Thread) -> list[Frame]:
+    """Returns the frames of a thread of this process, innermost first; none if it has ended."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        found.append(Frame(file=relative(code.co_filename), line=frame.f_lineno, function=code.co_name))
+        frame = frame.f_back
+    return found
+
+
 def place_of(error: BaseException) -> str | None:
-    """Returns the line that raised an error, e.g. ``"train.py:12 (step)"``; None if the error was never raised."""
+    """Returns the line that raised an error, e.g. ``"train.py:12 (step)"``; None if the error was never raised.
+
+    Of an error that was raised from another one, it is the other one's.
+    """
+    while error.__cause__ is not None and error.__cause__.__traceback__ is not None:
+        error = error.__cause__
     frame = telling_frame(frames_of(error.__traceback__))
     return None if frame is None else str(frame)

@@ -119,7 +119,7 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
         pending: Ranks that have not answered yet.
     """
     assert reports, "nothing has failed"
-    victims = frozenset(rank_id for rank_id, error in reports.items() if _only_waited(error))
+    victims = frozenset(rank_id for rank_id, error in reports.items() if _only_waited(rank_id, error))
 
     def likelihood(item: tuple[RankId, RunError]) -> tuple[int, int, float, RankId]:
         """Sorts the root before its consequences."""
@@ -154,5 +154,7 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
     return RootCause(error, culprits=frozenset({rank_id}), is_told=True)
 
 
-def _only_waited(error: RunError) -> bool:
-    return isinstance(error, PhaseTimeoutError) or (isinstance(error, RankError) and isinstance(error.cause, Victim))
+def _only_waited(rank_id: RankId, error: RunError) -> bool:
+    if isinstance(error, PhaseTimeoutError):
+        return rank_id not in error.missing  # else it passes on what all say of it
+    return isinstance(error, RankError) and isinstance(error.cause, Victim)

@@ -1,7 +1,7 @@
 """The waits of a host's driver for trainers and rollout engines, each with a deadline and somebody to blame.
 
-verl's and NeMo RL's drivers wait without end: they call ``ray.get`` without a timeout, or poll. An adapter has those
-waits go through `DriverWaits`.
+The hosts' drivers wait without end: they call ``ray.get`` without a timeout, or poll. An adapter has those waits go
+through `DriverWaits`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import ray
 
-from rl_safe_workers.adapters.host_settings import RolloutTimeouts
 from rl_safe_workers.adapters.weight_update import ROLLOUT
+from rl_safe_workers.compat.ray_tables import actor_id, actor_id_of_call
+from rl_safe_workers.config import PhaseTimeouts
 from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RunError
-from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class DriverWaits:
         failed_in: The phase of the wait that has failed; None if the last wait went well, or was outside of phases.
     """
 
-    def __init__(self, timeouts: RolloutTimeouts, parties: Callable[[], Sequence[Party]]) -> None:
+    def __init__(self, timeouts: PhaseTimeouts, parties: Callable[[], Sequence[Party]]) -> None:
         """Guards nothing yet.
 
         Args:
@@ -91,20 +91,20 @@ class DriverWaits:
         """
         self._timeouts, self._parties = timeouts, parties
         self._bounding = threading.local()
-        self.failed_in: Phase | None = None
+        self.failed_in: str | None = None
 
     @property
     def is_bounding(self) -> bool:
         """True in work that `bounded` does."""
         return bool(getattr(self._bounding, "here", False))
 
-    def timeout_s(self, phase: Phase) -> float:
+    def timeout_s(self, phase: str) -> float:
         """Returns the timeout of a phase in seconds."""
-        found: float = getattr(self._timeouts, phase.value)
+        found: float = getattr(self._timeouts, str(phase))
         return found
 
     @contextmanager
-    def waiting(self, phase: Phase) -> Iterator[None]:
+    def waiting(self, phase: str) -> Iterator[None]:
         """Notes the phase that the driver waits in, for the case that the body fails. Sets no deadline.
 
         Args:
@@ -120,12 +120,14 @@ class DriverWaits:
 
     def bounded(
         self,
-        phase: Phase,
+        phase: str,
         what: str,
         work: Callable[[], T],
         *,
         progress: Callable[[], object] = lambda: None,
         workers_first: bool = True,
+        limit_s: float | None = None,
+        calls: Sequence[Any] = (),
     ) -> T:
         """Does some work of the host's on a thread of its own; returns its value.
 
@@ -135,6 +137,9 @@ class DriverWaits:
             work: What may wait for another process.
             progress: Returns something that changes as the work gets on. The timeout begins anew with each change.
             workers_first: Whether to wait longer than training ranks, which take part and tell more.
+            limit_s: Seconds instead of the phase's timeout, for a call that goes through several phases.
+            calls: The calls of actors that the work waits for, if it waits for nothing else. Then those without an
+                answer are named, and nobody is asked.
 
         Raises:
             PhaseTimeoutError: If nothing changes for the timeout; names the processes that do not answer.
@@ -143,18 +148,25 @@ class DriverWaits:
         if self.is_bounding:
             return work()  # the outermost bound counts
         with self.waiting(phase):
-            return self._bounded(phase, what, work, progress, workers_first)
+            limit_s = self.timeout_s(phase) if limit_s is None else limit_s
+            limit_s += _WORKERS_FIRST_S if workers_first else 0.0
+            return self._bounded(phase, what, work, progress, limit_s, calls)
 
     def _bounded(
-        self, phase: Phase, what: str, work: Callable[[], T], progress: Callable[[], object], workers_first: bool
+        self,
+        phase: str,
+        what: str,
+        work: Callable[[], T],
+        progress: Callable[[], object],
+        limit_s: float,
+        calls: Sequence[Any],
     ) -> T:
         standstill = Standstill()
-        limit_s = self.timeout_s(phase) + (_WORKERS_FIRST_S if workers_first else 0.0)
 
         def check() -> None:
             waited_s = standstill.seconds(progress())
             if waited_s >= limit_s:
-                raise self.late(phase, what, waited_s)
+                raise self.late(phase, what, waited_s, calls=calls)
 
         def run() -> T:
             self._bounding.here = True
@@ -164,26 +176,29 @@ class DriverWaits:
         try:
             return Background(run, name=what).wait(Deadline.after(math.inf), on_tick=check)
         except ray.exceptions.RayError as error:
-            if (blaming := self.blaming(what, error)) is None:
+            if (blaming := self.blaming(what, error, calls)) is None:
                 raise
             raise blaming from error
 
-    def blaming(self, what: str, error: ray.exceptions.RayError) -> RunError | None:
+    def blaming(self, what: str, error: ray.exceptions.RayError, calls: Sequence[Any] = ()) -> RunError | None:
         """Returns the error of a wait that has failed, with the processes that do not answer; None if all answer.
 
         Args:
             what: The work that has failed.
             error: What Ray has raised.
+            calls: As for `bounded`.
         """
-        silent = [] if _names_missing(error) else self._silent()
+        silent = [] if _names_missing(error) else self._silent(calls)
         if not silent:
             return None
         return RunError(f"{what}: {_told(silent)}; {last_line(error)}", culprit=_culprit(silent))
 
-    def late(self, phase: Phase, what: str, waited_s: float, detail: str = "") -> PhaseTimeoutError:
+    def late(
+        self, phase: str, what: str, waited_s: float, detail: str = "", calls: Sequence[Any] = ()
+    ) -> PhaseTimeoutError:
         """Returns the error of a wait that has passed its deadline; asks every process whether it is well."""
         self.failed_in = phase
-        silent = self._silent()
+        silent = self._silent(calls)
         ranks = [one.party.rank for one in silent if one.party.rank is not None]
         return PhaseTimeoutError(
             phase=phase,
@@ -194,12 +209,18 @@ class DriverWaits:
             detail="; ".join(filter(None, (detail, _told(silent) or "every process that was asked answers"))),
         )
 
-    def _silent(self) -> list[Silent]:
-        """Asks every process something; returns those without an answer."""
-        asked = {party.ask(): party for party in self._parties()}
+    def _silent(self, calls: Sequence[Any]) -> list[Silent]:
+        """Returns the processes without an answer to one of the calls; without calls, every process is asked something.
+
+        A process may have several calls.
+        """
+        parties = self._parties()
+        by_actor = {actor_id(party.actor): party for party in parties} if calls else {}
+        known = {call: by_actor[of] for call in calls if (of := actor_id_of_call(call)) in by_actor}
+        asked = known if calls else {party.ask(): party for party in parties}
         if not asked:
             return []
-        answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
+        answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=0 if calls else _ANSWER_S)
         found = [Silent(asked[call], is_dead=False) for call in late]
         for call in answered:
             try:

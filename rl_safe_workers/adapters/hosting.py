@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from rl_safe_workers.adapters.rank_answers import FailureNotes
+from rl_safe_workers.adapters.rank_answers import RankNotes
 from rl_safe_workers.adapters.shards import ShardWriter
 from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
@@ -28,6 +28,8 @@ class HostedTrainer:
     """A host's trainer process. It holds a `SafeTrainer`, once the host has made the default group."""
 
     _trainer: SafeTrainer | None = None
+    notes: RankNotes
+    """The notes of this rank for the verdict, once it has taken the world."""
     _writer: ShardWriter | None = None
     """Writes what the host would have written; None if the host's saves do not go through it."""
 
@@ -73,7 +75,8 @@ class HostedTrainer:
             releases_comms=releases_comms,
             outside_timeout=outside_timeout,
         )
-        self._trainer.add_part(FailureNotes(self._trainer))
+        self.notes = RankNotes(self._trainer)
+        self._trainer.add_part(self.notes)
         self._trainer.entry.adopt_world()
 
     def create_groups(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 KILL_AFTER_S = 10.0
 """Seconds that a process gets between being asked to end and being killed."""
-_FAILED_KILL_AFTER_S = 2.0
+FAILED_KILL_AFTER_S = 2.0
 """The same after a failure: trainers have been told and saves were given up, so nobody has anything to finish."""
 _NODE_STARTS_S = 60.0
 """Seconds in which the actor of a node starts."""
@@ -175,7 +175,7 @@ def taking_all_along(run_id: str) -> Iterator[JobProcesses]:
     try:
         yield processes
     except Exception:  # not a signal, which finds trainers at work
-        kill_after_s = _FAILED_KILL_AFTER_S
+        kill_after_s = FAILED_KILL_AFTER_S
         raise
     finally:
         processes.end(kill_after_s=kill_after_s)

@@ -30,7 +30,7 @@ from rl_safe_workers.errors import (
     UsageError,
     first_line,
 )
-from rl_safe_workers.lifecycle import Phase, unix_now
+from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.ranks import RankId
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class JobVerdict:
         self._given: tuple[BaseException, BaseException] | None = None
         """The failure that was judged, and its verdict."""
 
-    def on(self, error: BaseException, phase: Phase | None) -> BaseException:
+    def on(self, error: BaseException, phase: str | None) -> BaseException:
         """Returns the job's error: with a verdict if it is about ranks of the job, else as it is. Never raises.
 
         To be called before the processes are ended. It takes four times `PATIENCE_S` at most, mostly a second.
@@ -78,7 +78,7 @@ class JobVerdict:
             self._given = error, self._judged(error, phase)
         return self._given[1]
 
-    def _judged(self, error: BaseException, phase: Phase | None) -> BaseException:
+    def _judged(self, error: BaseException, phase: str | None) -> BaseException:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
         if not isinstance(cause, RunError | ray.exceptions.RayError) and cause is error:
             return error  # the driver's own
@@ -126,7 +126,7 @@ def _actors(parties: Mapping[str, RankId]) -> list[_Actor]:
 
 
 def _reports(
-    actors: Sequence[_Actor], parties: Mapping[str, RankId], error: BaseException, phase: Phase | None
+    actors: Sequence[_Actor], parties: Mapping[str, RankId], error: BaseException, phase: str | None
 ) -> dict[RankId, RunError]:
     """Returns what Ray knows of failures: actors that have died, or whose constructor has raised."""
     found = {one.rank_id: _report(one.rank_id, phase, Died(), "the process died") for one in actors if one.is_dead}
@@ -141,7 +141,7 @@ def _reports(
     return dict(found)
 
 
-def _report(rank_id: RankId, phase: Phase | None, cause: Died | Raised, text: str) -> RankError:
+def _report(rank_id: RankId, phase: str | None, cause: Died | Raised, text: str) -> RankError:
     named = "unknown" if phase is None else phase
     return RankError(rank_id=rank_id, phase=named, cause=cause, text=text, trace="", raised_at=unix_now())
 

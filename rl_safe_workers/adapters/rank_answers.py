@@ -1,13 +1,15 @@
-"""A trainer's side of the verdict under a host framework: it answers the driver, and leaves what it has failed with."""
+"""A trainer's side of the verdict under a host framework: it answers, and notes its phase and its failure."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rl_safe_workers import env
 from rl_safe_workers.adapters.job_inquiry import CALL_FRAME
-from rl_safe_workers.diagnostics.answering import answer_when_asked, leave_failure
+from rl_safe_workers.diagnostics.answering import answer_when_asked, leave_failure, note_phase
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.reaping.processes import make_private
@@ -38,10 +40,38 @@ def listen() -> None:
     _folder = wanted
 
 
-class FailureNotes(Part):
-    """Leaves what a phase of this rank has failed with for the driver, which may hear of another rank first."""
+def listen_in(folder: Path) -> None:
+    """Says where this trainer answers, if not by `listen`."""
+    global _folder
+    _folder = folder
 
-    def failed(self, phase: Phase, error: Exception) -> None:
-        """As `Part.failed`."""
+
+def leave_early(error: Exception, phase: str) -> None:
+    """Leaves what this trainer has failed with before there is a training world; see `RankNotes.failed`."""
+    rank = env.global_rank()
+    if _folder is not None and rank is not None:
+        leave_failure(_folder, error, trainer_id(rank), phase)
+
+
+class RankNotes(Part):
+    """Notes the phase of this rank, and what it has failed with, for those who ask after it has ended."""
+
+    def before(self, phase: Phase) -> None:
+        """As `Part.before`."""
+        self.note(phase)
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """As `Part.during`. After a failure the note stays."""
+        yield
+        self.note(None)
+
+    def note(self, phase: Phase | None) -> None:
+        """Notes a phase; None: this rank is outside of phases."""
+        if _folder is not None:
+            note_phase(_folder, trainer_id(self.rank.training_rank), phase)
+
+    def failed(self, phase: str, error: Exception) -> None:
+        """As `Part.failed`; also for a failure outside of phases."""
         if _folder is not None:
             leave_failure(_folder, error, trainer_id(self.rank.training_rank), phase)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import Awaited, CommunicatorError, PhaseTimeoutError, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
+from rl_safe_workers.frames import frames_of_thread, telling_frame
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id, trainer_ids
 
@@ -37,6 +37,8 @@ _BETWEEN = b"null"
 """Where a rank is that is in no part."""
 _COLLECTIVE = ("torch/distributed/distributed_c10d.py", "torch/cuda/__init__.py")
 """Where a thread is that issues a collective, or waits for the device to finish it."""
+_NAMED = 4
+"""Missing ranks whose line of code is told."""
 _END = "end"
 _GRACE = timedelta(seconds=1)
 """Extra time for ranks that depend on another rank's lookup."""
@@ -47,13 +49,12 @@ def _slot(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-def _is_in_a_collective(thread: threading.Thread) -> bool:
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_COLLECTIVE):
-            return True
-        frame = frame.f_back
-    return False
+def _elsewhere(thread: threading.Thread) -> str:
+    """Returns the line of code that a thread is at; empty if it is in a collective."""
+    frames = frames_of_thread(thread)
+    if any(frame.file.endswith(_COLLECTIVE) for frame in frames):
+        return ""
+    return str(telling_frame(frames) or "an unknown line")
 
 
 class Supervision:
@@ -239,7 +240,7 @@ class Supervision:
         try:
             value, error = running.wait(self._deadline, on_tick=self._look, tick_s=_SLICE.total_seconds())
         except DeadlineExceededError:
-            self._operation.put(f"elsewhere/{self._rank}", b"" if _is_in_a_collective(running.thread) else b"1")
+            self._operation.put(f"elsewhere/{self._rank}", _elsewhere(running.thread).encode())
             self._let_one_judge()
             self._report_missing(name, ranks, self._silent(ranks))
         if error is not None:
@@ -291,12 +292,15 @@ class Supervision:
         return silent or [rank for rank in ranks if self._operation.peek(f"elsewhere/{rank}")]
 
     def _report_missing(self, name: str, ranks: Sequence[int], missing: Sequence[int]) -> NoReturn:
+        places = {rank: self._operation.peek(f"elsewhere/{rank}") for rank in missing[:_NAMED]}
+        told = [f"rank {rank} is at {place.decode()}" for rank, place in places.items() if place]
         late = PhaseTimeoutError(
             phase=self._phase,
             awaited=Awaited(name, frozenset(trainer_ids(ranks))),
             missing=trainer_ids(missing),
             waited_s=self._deadline.waited_s,
             setting=f"rl_safe.timeouts.{self._phase}",
+            detail=", ".join(told),
         )
         self._give_up(name, Failure.of(late))
 

@@ -1,9 +1,10 @@
 """A rank's side of the diagnostics: it tells where it is, whatever its main thread is doing.
 
-Up to four files end up in a folder of the run on the rank's own machine:
+Up to five files end up in a folder of the run on the rank's own machine:
 
     stack_<role>_<rank>.txt    the stacks of all threads, added each time that the rank gets `STACK_SIGNAL`
     place_<role>_<rank>.txt    the last line of code that the rank noted, every half second; it outlives the process
+    phase_<role>_<rank>.txt    the phase that the rank is in, if its host calls `note_phase`; likewise
     flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups, once somebody asks
     failure_<role>_<rank>.json what the rank has failed with, if its host calls `leave_failure`
 
@@ -61,6 +62,42 @@ def read_place(folder: Path, rank_id: RankId) -> str | None:
     with suppress(OSError):
         text = read_foreign(folder / place_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
         return text.decode("utf-8", errors="replace").partition("\n")[0].strip() or None
+    return None
+
+
+def phase_file(rank_id: RankId) -> str:
+    """Returns the name of the file in which a rank notes its phase."""
+    return f"phase_{rank_id.role}_{rank_id.rank}.txt"
+
+
+def note_phase(folder: Path, rank_id: RankId, phase: str | None) -> None:
+    """Notes the phase that this rank has come to, which outlives the process. Where that is impossible, it is logged.
+
+    Args:
+        folder: What the rank gave to `answer_when_asked`.
+        rank_id: This process.
+        phase: The phase; None: it is outside of phases.
+    """
+    try:
+        descriptor = _open(folder / phase_file(rank_id), 0)
+        try:
+            os.write(descriptor, (phase or "").encode())
+        finally:
+            os.close(descriptor)
+    except OSError as lost:
+        logger.warning("%s cannot note its phase in %s: %s", rank_id, folder, lost)
+
+
+def read_phase(folder: Path, rank_id: RankId) -> str | None:
+    """Returns the phase that a rank has noted; None if it was outside of phases, or nobody knows.
+
+    Args:
+        folder: What the rank gave to `answer_when_asked`.
+        rank_id: The rank, dead or alive.
+    """
+    with suppress(OSError):
+        text = read_foreign(folder / phase_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
+        return text.decode("utf-8", errors="replace") or None
     return None
 
 
@@ -124,7 +161,8 @@ def answer_when_asked(folder: Path, rank_id: RankId, call_frame: CallFrame | Non
         rank_id: This process.
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
     """
-    (folder / failure_file(rank_id)).unlink(missing_ok=True)  # of an earlier process
+    for name in (failure_file(rank_id), phase_file(rank_id)):
+        (folder / name).unlink(missing_ok=True)  # of an earlier process
     stacks = _open(folder / stack_file(rank_id), os.O_APPEND)
     # faulthandler writes in C, without the lock that Python code needs.
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)

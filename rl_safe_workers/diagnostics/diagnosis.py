@@ -102,7 +102,7 @@ def diagnose_answers(
         patience_s: As for `diagnose`.
         reports: As for `diagnose`.
         evidence: As for `diagnose`.
-        phase: The phase that the host waits in; None if it is not known.
+        phase: The phase that the host waits in; None if it is not known. What a rank has noted itself goes first.
         host_error: What the host's driver has failed with. It counts where no rank tells whom the failure began with.
     """
     reported: dict[RankId, RunError] = {}
@@ -242,7 +242,7 @@ def _failure(one: RankProcess, cause: Cause, phase: str | None) -> RankError:
     noted_s = None if one.folder is None else last_noted_s(one.folder, one.rank_id)
     return RankError(
         rank_id=one.rank_id,
-        phase=phase or "unknown",
+        phase=one.phase or phase or "unknown",
         cause=cause,
         text=one.where(),
         trace="",
@@ -271,6 +271,7 @@ def _state(one: RankProcess, report: RunError | None, phase: str | None) -> str:
     if isinstance(report, RankError) and not isinstance(report.cause, Died | Stopped):
         line = (report.text.splitlines() or [""])[0]
         return f"failed in phase {report.phase} at {report.place or 'an unknown line'}: {line}"
+    phase = one.phase or phase
     during = "" if phase is None else f" in phase {phase}"
     if not one.is_stopped:
         return one.where(during)

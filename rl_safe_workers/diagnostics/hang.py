@@ -120,6 +120,9 @@ def judge(
     """
     ranks, records = answers.ranks, answers.records
     busy = frozenset(one.rank_id for one in ranks if one.stack is None or one.stack.is_in_a_call)
+    # A host's engine that answers nobody's signal is not known to do anything.
+    sure = frozenset(one.rank_id for one in ranks if one.stack is not None or one.rank_id.role is Role.TRAINER)
+    busy = busy & sure if busy & sure - wait.arrived else busy
     busy |= {rank_id for rank_id, home in answers.homes.items() if home in answers.silent}
     missing, unknown = busy - wait.arrived if wait.missing is None else wait.missing, frozenset[RankId]()
     works = works_waited_in(records, _training_ranks(missing))

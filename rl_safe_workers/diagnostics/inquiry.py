@@ -25,6 +25,7 @@ from rl_safe_workers.diagnostics.answering import (
     GLOO_REQUESTS,
     STACK_SIGNAL,
     read_failure,
+    read_phase,
     read_place,
     stack_file,
 )
@@ -70,6 +71,8 @@ class RankProcess:
     stack: Stack | None = None
     last_place: str | None = None
     """The line of code that it was at half a second before it was last able to say so."""
+    phase: str | None = None
+    """The phase that it has noted; None: outside of phases, or it notes none."""
 
     @property
     def is_gone(self) -> bool:
@@ -265,6 +268,8 @@ class _Inquiry:
                     self.last_places[rank_id] = place
         for rank in self.ranks:
             rank.last_place = self.last_places.get(rank.rank_id)
+            notes = rank.folder or self._folder
+            rank.phase = None if notes is None else read_phase(notes, rank.rank_id)
 
     def _read_stack(self, rank: RankProcess, offset: int, deadline: Deadline) -> None:
         with suppress(psutil.Error, OSError):

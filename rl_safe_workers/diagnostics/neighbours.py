@@ -10,20 +10,23 @@ wait until it has their answers, because a launcher ends every process once the 
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import shutil
+import signal
 import stat
 import tempfile
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.control.deadline import Background, Deadline
+from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
 from rl_safe_workers.diagnostics.inquiry import RankProcess
 from rl_safe_workers.errors import ResourceError, first_line
@@ -73,7 +76,7 @@ class Neighbours:
     def judge(self, reports: Reports) -> Diagnosis | None:
         """Asks the ranks here that have not reported where they are; says with which one the failure began.
 
-        It takes twice `PATIENCE_S` at most.
+        It takes twice `PATIENCE_S` at most. It ends ranks that answer no signal, because the job is over.
 
         Args:
             reports: The failures that ranks have reported.
@@ -92,9 +95,50 @@ class Neighbours:
         # A rank that has reported is on its way out: where it is now says nothing.
         silent = [one for one in _ranks_of(self.folder) if one.rank_id not in reports]
         diagnosis = diagnose(silent, patience_s=PATIENCE_S, reports=reports, evidence=self.evidence)
+        for one in silent:
+            if one.status in (psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP):
+                # No SIGTERM of the launcher reaches it, which would wait for its end: torchrun for 30 s.
+                with suppress(ProcessLookupError):
+                    os.kill(one.pid, signal.SIGKILL)
         with suppress(OSError):
             (self.evidence / _DONE).touch()
         return diagnosis
+
+    def last_words(self) -> tuple[Collection[RankId], str] | None:
+        """As `blame`, when the launcher ends this rank: None if no rank here has failed, or another one judges."""
+        ranks = _ranks_of(self.folder)
+        if not any(_is_gone(one.pid) or (self.folder / failure_file(one.rank_id)).exists() for one in ranks):
+            return None  # somebody ends the job
+        found = self.judge({})
+        return None if found is None or not found.culprits else (found.culprits, self._in_lines(found))
+
+    def _in_lines(self, found: Diagnosis) -> str:
+        return f"{found.verdict}\n{found.advice}\nevidence in {self.evidence}"
+
+    def speak_before_sigterm(self, last_words: Callable[[], None]) -> None:
+        """Has this rank say something before SIGTERM ends it, with which a launcher ends all ranks once one has failed.
+
+        A handler in Python would run once the main thread is in Python again; a rank in a collective may never be. So
+        faulthandler's, which is C, wakes up a thread. A handler that was there before runs after it.
+
+        Args:
+            last_words: Called on that thread.
+        """
+        hears, tells = os.pipe()
+        os.set_blocking(tells, False)
+        faulthandler.register(signal.SIGTERM, file=tells, all_threads=False, chain=False)
+        _let_forks_be(signal.SIGTERM)
+
+        def end() -> None:
+            os.read(hears, 1)
+            try:
+                last_words()
+                self.leave()
+            finally:
+                faulthandler.unregister(signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        Background(end, name="last words")
 
     def _await_judge(self) -> None:
         deadline = Deadline.after(2 * PATIENCE_S)
@@ -125,7 +169,7 @@ def blame(
     if among is not None and not (cause.is_told and cause.culprits <= reports.keys()):
         diagnosis = among.judge(reports)
         if diagnosis is not None and diagnosis.culprits:
-            return diagnosis.culprits, f"{diagnosis.verdict}\n{diagnosis.advice}\nevidence in {among.evidence}"
+            return diagnosis.culprits, among._in_lines(diagnosis)
     return cause.culprits, first_line(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"
 
 
@@ -139,8 +183,33 @@ def _ranks_of(folder: Path) -> list[RankProcess]:
             if _is_another(int(pid), float(created_s)):
                 continue
             rank_id = trainer_id(int(file.name.removeprefix("process_")))
-            found.append(RankProcess(rank_id=rank_id, pid=int(pid), folder=folder))
+            # One that ends in order leaves the folder, and one that raises leaves its failure.
+            found.append(RankProcess(rank_id=rank_id, pid=int(pid), folder=folder, never_ends=True))
     return sorted(found, key=lambda one: one.rank_id)
+
+
+def _let_forks_be(signum: signal.Signals) -> None:
+    """Takes faulthandler's handler of a signal out of forks: a data loader ends its workers by SIGTERM."""
+    kept = threading.local()
+
+    def hold() -> None:
+        kept.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
+
+    def let_go() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, kept.mask)
+
+    def in_child() -> None:
+        faulthandler.unregister(signum)
+        let_go()
+
+    os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=in_child)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _is_another(pid: int, created_s: float) -> bool:

@@ -84,7 +84,10 @@ def _engine(phase: str, act: str, detail: str = "") -> dict[Host, Fault]:
     }
 
 
-_NO_LOAD = {Host.NEMO_RL: "its loads are no phase: it reads a checkpoint while it builds the worker"}
+_NO_LOAD = {
+    Host.NEMO_RL: "its loads are no phase: it reads a checkpoint while it builds the worker",
+    Host.SWIFT: "its loads are no phase: it reads a checkpoint while it builds the trainer, in phase convert",
+}
 _LOADING = tuple(host for host in ALL if host not in _NO_LOAD)
 
 ROWS: dict[int, Row] = {

@@ -170,3 +170,55 @@ def test_what_killed_jobs_left_goes_and_evidence_stays(temporary: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", source, str(temporary)], check=True, timeout=60)
     assert sorted(path.name for path in temporary.iterdir()) == [alive.name, judged.name]
+
+
+NEIGHBOUR = """
+import os, signal, sys, tempfile, time
+tempfile.tempdir = sys.argv[1]
+from rl_safe_workers.diagnostics.neighbours import Neighbours
+
+def say():
+    words = neighbours.last_words()
+    if words is not None:
+        print(sorted(one.rank for one in words[0]), words[1].splitlines()[0], flush=True)
+
+neighbours = Neighbours(sys.argv[2], rank=int(sys.argv[3]))
+neighbours.speak_before_sigterm(say)
+if (child := os.fork()) == 0:
+    time.sleep(60)
+    os._exit(0)
+os.kill(child, signal.SIGTERM)
+print(os.WTERMSIG(os.waitpid(child, 0)[1]), flush=True)
+time.sleep(60)
+"""
+
+
+def _ended(temporary: Path, *, kills: bool) -> list[tuple[int, list[str]]]:
+    """Ends neighbours as a launcher does, once one of them was killed, or because its user says so.
+
+    Returns:
+        The exit code and the words of each.
+    """
+    command = [sys.executable, "-c", NEIGHBOUR, str(temporary), KEY]
+    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(SIZE)]
+    forked = [process.stdout.readline() for process in ranks if process.stdout is not None]
+    assert forked == [f"{signal.SIGTERM.value}\n"] * SIZE
+    if kills:
+        ranks[CULPRIT].kill()
+        ranks[CULPRIT].wait()
+    for process in ranks:
+        process.terminate()  # not one that has ended
+    told = [process.communicate(timeout=60)[0].splitlines() for process in ranks]
+    return [(process.returncode, lines) for process, lines in zip(ranks, told, strict=True)]
+
+
+def test_a_launcher_that_ends_all_has_one_of_them_name_the_rank_that_was_killed(temporary: Path) -> None:
+    ends = _ended(temporary, kills=True)
+    assert [code for code, _ in ends] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
+    (told,) = [line for _, lines in ends for line in lines]
+    assert told.startswith("[1] trainer rank 1 died, last seen at "), told
+
+
+def test_whoever_ends_a_job_that_is_well_hears_of_nobody(temporary: Path) -> None:
+    assert _ended(temporary, kills=False) == [(-signal.SIGTERM, [])] * SIZE
+    assert list(temporary.iterdir()) == []

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 
 import pytest
 
 from rl_safe_workers.control.supervision import Supervision
-from rl_safe_workers.errors import CommunicatorError
+from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.worlds.address import StoreAddress
@@ -20,9 +22,9 @@ A_THOUSAND_RANKS = f"WORLD {list(range(2048))}"
 """Longer than a key of TCPStore may be."""
 
 
-def _work(rank: int, address: StoreAddress) -> Supervision:
+def _work(rank: int, address: StoreAddress, *, timeout_s: float = 10) -> Supervision:
     control = control_plane(address, rank=rank, size=SIZE)
-    return Supervision(control, "test", phase=Phase.BOOTSTRAP, timeout=timedelta(seconds=10))
+    return Supervision(control, "test", phase=Phase.BOOTSTRAP, timeout=timedelta(seconds=timeout_s))
 
 
 def _large(rank: int, address: StoreAddress) -> int:
@@ -75,3 +77,20 @@ def test_what_fails_on_one_rank_alone_is_heard_by_the_others_at_once(address: St
         assert str(outcome.error) == (
             "phase bootstrap: training rank 1 failed in NCCL's kernels: IndexError: pop from empty list"
         )
+
+
+def _dawdle() -> None:
+    time.sleep(60)
+
+
+def _come_late(rank: int, address: StoreAddress) -> None:
+    work = _work(rank, address, timeout_s=2)
+    work.part("A", range(SIZE), _dawdle if rank == 1 else lambda: None)
+    work.finish()
+
+
+def test_a_rank_that_does_something_else_is_named_with_its_line(address: StoreAddress) -> None:
+    for outcome in run_ranks(_come_late, SIZE, address):
+        assert isinstance(outcome.error, PhaseTimeoutError)
+        assert outcome.error.missing == {trainer_id(1)}
+        assert re.fullmatch(r"rank 1 is at \S*test_supervision\.py:\d+ \(_dawdle\)", outcome.error.detail)

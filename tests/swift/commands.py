@@ -40,9 +40,22 @@ class End:
     """Where a driver of Ray mode waited when it was cut; empty otherwise."""
 
     @property
+    def verdict(self) -> list[str]:
+        """The lines of our first verdict: what it began with, what to do, where the evidence is; the last two may lack.
+
+        The driver of Ray mode gives one; under torchrun each rank does that fails or is ended because of a failure.
+        """
+        plain = re.sub(r"^\[rank\d+\]: ?", "", self.output, flags=re.MULTILINE)  # torch's, while a rank ends
+        who = r"(?:training rank \d+: )?the job has failed(?: on training rank [\d, ]+)?"
+        found = re.search(rf"^{who}: (.*(?:\n.*){{0,2}})", plain, re.MULTILINE)
+        lines = found[1].splitlines() if found is not None else [""]
+        return lines if lines[-1].startswith("evidence in ") else lines[:1]
+
+    @property
     def named_by_us(self) -> bool:
-        """True if a line of ours names training rank 1 as the one that failed."""
-        return "failed on training rank 1" in self.output
+        """True if our first verdict names training rank 1."""
+        told = re.search(r"the job has failed(?: on training rank 1: |: .*\btrainer rank 1\b)", self.output)
+        return told is not None
 
     @property
     def named_by_torchrun(self) -> bool:

@@ -6,6 +6,7 @@ All failures: scripts/test --swift --every-failure, which also runs stock ms-swi
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,16 @@ SETTINGS = {
     "timeouts": {"bootstrap": 60, "teardown": 5}
     | dict.fromkeys(("world", "outside", "start", "convert", "train", "logprob", "save", "rollout", "sync"), TIMEOUT_S)
 }
-PLACES, WAYS = ("setup", "step", "save"), ("kill", "raise", "hang")
+PLACES, WAYS = {"setup": "convert", "step": "train", "save": "save"}, ("kill", "raise", "hang")
+"""The phase of each place."""
+BROKEN = r"\S*break_plugin\.py:\d+ \(strike\)"
+OTHER = r"(; trainer rank 0 was in \w+ of \w+)?$"
+TOLD = {
+    "kill": rf"trainer rank 1 on [\d.]+ died in phase {{phase}}, last seen at \S+:\d+ \(\w+\){OTHER}",
+    "raise": rf"trainer rank 1 on [\d.]+ failed in phase {{phase}} at {BROKEN}: RuntimeError: broken on purpose{OTHER}",
+    "hang": rf"hang: phase {{phase}}, .*; trainer rank 1 on [\d.]+ is at {BROKEN}$",
+}
+"""The first line of the verdict; a killed rank may have come further than where it was last seen."""
 SAMPLE = {("step", "raise")}
 CASES = [
     pytest.param(place, way, marks=() if (place, way) in SAMPLE else pytest.mark.every_failure, id=f"{place}-{way}")
@@ -87,7 +97,19 @@ def test_a_failing_actor_ends_the_driver_which_names_it(
     assert end.status == 1, end.output[-4000:]
     assert end.seconds < TIMEOUT_S + 10
     assert end.left == []
-    assert end.named_by_us, end.output[-4000:]
+    assert re.search(TOLD[way].format(phase=PLACES[place]), end.verdict[0]), end.verdict
+    assert end.verdict[2].startswith(f"evidence in {tmp_path / 'job' / 'out' / 'rl_safe_failure_'}")
+    assert (Path(end.verdict[2].removeprefix("evidence in ")) / "verdict.json").is_file()
+
+
+@pytest.mark.every_failure
+def test_engines_that_hang_are_named_by_replica(inputs: Path, tmp_path: Path) -> None:
+    end = run_ray(tmp_path / "job", inputs, ours=True, settings=SETTINGS, BREAK_ENGINE="generate:hang")
+    assert end.status == 1, end.output[-4000:]
+    assert end.seconds < TIMEOUT_S + 10
+    assert re.match(r"hang: phase rollout, generation: .*, rollout rank 0-1 did not within", end.verdict[0]), (
+        end.verdict
+    )
 
 
 @pytest.mark.every_failure

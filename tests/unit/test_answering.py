@@ -13,8 +13,10 @@ import pytest
 from rl_safe_workers.diagnostics.answering import (
     failure_file,
     leave_failure,
+    note_phase,
     place_file,
     read_failure,
+    read_phase,
     read_place,
 )
 from rl_safe_workers.diagnostics.inquiry import RankProcess
@@ -47,6 +49,30 @@ def test_a_rank_that_is_killed_has_left_the_line_that_it_was_at(tmp_path: Path) 
     process.kill()
     process.wait()
     assert read_place(tmp_path, trainer_id(0)) == expected
+
+
+def test_an_error_raised_from_another_one_has_the_place_of_the_other_one() -> None:
+    def first() -> None:
+        raise ValueError("no")
+
+    def second() -> None:
+        try:
+            first()
+        except ValueError as error:
+            raise RuntimeError("no, either") from error
+
+    with pytest.raises(RuntimeError) as raised:
+        second()
+    assert re.fullmatch(r"\S*test_answering\.py:\d+ \(first\)", place_of(raised.value) or "")
+
+
+def test_the_phase_that_a_rank_has_noted_last_is_read(tmp_path: Path) -> None:
+    assert read_phase(tmp_path, trainer_id(0)) is None
+    read = []
+    for phase in ("train", "save", None):
+        note_phase(tmp_path, trainer_id(0), phase)
+        read.append(read_phase(tmp_path, trainer_id(0)))
+    assert read == ["train", "save", None]
 
 
 def test_a_process_starts_anew_where_an_earlier_one_has_been(tmp_path: Path) -> None:

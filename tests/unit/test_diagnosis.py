@@ -98,6 +98,15 @@ def culprits(found: Diagnosis) -> set[int]:
     return {one.rank for one in found.culprits}
 
 
+def test_the_phase_that_a_dead_rank_has_noted_goes_before_the_hosts() -> None:
+    dead = replace(killed(1), exit_code=None, never_ends=True, phase="save")
+    answers = Answers(ranks=[busy(0), dead])
+    found = diagnose_answers(lambda patience_s: answers, patience_s=1.0, phase="train")
+    assert found.verdict == "trainer rank 1 died in phase save, last seen at mine.py:3 (send)"
+    assert isinstance(found.error, RankError)
+    assert found.error.phase == "save"
+
+
 def test_a_run_that_is_well_blames_nobody(judged: Judge) -> None:
     found = judged(busy(0), busy(1))
     assert (found.verdict, culprits(found), found.error) == (

@@ -116,6 +116,7 @@ TABLE: dict[str, tuple[Mapping[RankId, RunError], set[RankId], RankId, set[RankI
         {T2},
         True,
     ),
+    "a rank that passes on what all say of it": ({T0: late(T1), T1: late(T1)}, set(), T0, {T1}, True),
     "a report that names the missing before a victim": (
         {**reports(of(T0, Victim(), 1)), T1: late(T2)},
         {T2, R0},

@@ -6,13 +6,14 @@ import functools
 import inspect
 import io
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from rl_safe_workers.adapters.given_comms import GivenComms, world_backend
 from rl_safe_workers.adapters.host_contract import package_root
 from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.adapters.rank_answers import leave_early, listen_in
 from rl_safe_workers.adapters.shards import PendingShards, ShardWriter
 from rl_safe_workers.adapters.swift.args_features import features_of
 from rl_safe_workers.adapters.swift.bridge_groups import create_ep_pp_groups, create_rollout_groups
@@ -35,9 +37,18 @@ from rl_safe_workers.control.bounded import within
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import NO_VERDICT
 from rl_safe_workers.diagnostics.neighbours import Neighbours, blame
-from rl_safe_workers.errors import CommunicatorError, ConfigError, RlSafeError, RunError, first_line, in_one_line
+from rl_safe_workers.errors import (
+    Awaited,
+    CommunicatorError,
+    ConfigError,
+    PhaseTimeoutError,
+    RlSafeError,
+    RunError,
+    first_line,
+    in_one_line,
+)
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import RankId
+from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.communicators import HostComms
 
@@ -100,6 +111,10 @@ class SwiftJob(HostedTrainer):
         self._neighbours: Neighbours | None = None
         """The job's ranks on this machine; None in Ray mode, where the driver asks."""
         self._has_ended = False
+        self._has_spoken = threading.Event()
+        """Set once this rank has said all about its failure."""
+        self._stage: Phase | None = None
+        """The phase that this rank prepares for, before the first one, or comes to after training; else None."""
 
     def creating_world(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wraps ``init_process_group``, to which ms-swift gives a timeout of 208 days."""
@@ -128,6 +143,10 @@ class SwiftJob(HostedTrainer):
                 self.trainer.add_part(self._given)
                 if not self._is_actor:
                     self._neighbours = Neighbours(self.trainer.entry.job_key, rank=dist.get_rank())
+                    listen_in(self._neighbours.folder)
+                self._come_to(Phase.START)
+                if self._neighbours is not None:
+                    self._neighbours.speak_before_sigterm(self._last_words)
                 self.saves = PendingShards(self.trainer)
                 self.trainer.add_part(self.saves)
                 self._writer = ShardWriter(self.trainer.control, folders=_FOLDERS, pending=self.saves)
@@ -174,6 +193,7 @@ class SwiftJob(HostedTrainer):
             def initialize(create: Callable[..., None]) -> Callable[..., None]:
                 def initialize_model_parallel(*sizes: Any, **more: Any) -> None:
                     self.trainer.features = features_of(args)
+                    self._stage = None
                     self.create_groups(create, *sizes, **more)
                     assert self._given is not None, "made with the world"
                     self._given.check()
@@ -373,8 +393,13 @@ class SwiftJob(HostedTrainer):
             except BaseException as error:
                 self.fail_with(error)
                 raise
+            self._come_to(Phase.TEARDOWN)
 
         return train
+
+    def _come_to(self, stage: Phase) -> None:
+        self._stage = stage
+        self.notes.note(stage)
 
     def leave(self) -> None:
         """Ends the job in order, after all went well on this rank. Collective over: the training world.
@@ -383,29 +408,67 @@ class SwiftJob(HostedTrainer):
             CommunicatorError: If another rank has failed, which is named; or as `SafeTrainer.teardown`.
             PhaseTimeoutError: If a rank that was well does not come in time; names it.
         """
-        if failed := self.end():
-            self._has_ended = True
-            reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in failed.items())
-            raise CommunicatorError(f"this rank is well, and the job has failed: {reasons}")
+        started_s = time.monotonic()
+        failed = self.end()
         self._has_ended = True
+        try:
+            if failed:
+                self._blame_for_the_end(failed, time.monotonic() - started_s)
+        finally:
+            self._has_spoken.set()
         if self._neighbours is not None:
             self._neighbours.leave()
+
+    def _blame_for_the_end(self, failed: Mapping[int, str], waited_s: float) -> NoReturn:
+        """Says which rank the others have waited for in the end, if it has said nothing; raises.
+
+        Args:
+            failed: Why each of them has failed.
+            waited_s: How long this rank has waited.
+        """
+        trainer = self.trainer
+        if silent := [rank for rank, reason in failed.items() if reason == NO_VERDICT]:
+            late = PhaseTimeoutError(
+                phase=Phase.TEARDOWN,
+                awaited=Awaited("training world", frozenset(trainer_ids(range(trainer.training_size)))),
+                missing=trainer_ids(silent),
+                waited_s=waited_s,
+                setting=f"rl_safe.timeouts.{Phase.TEARDOWN}",
+            )
+            self.notes.failed(Phase.TEARDOWN, late)
+            if not self._is_actor:
+                self._say(*blame({trainer_id(trainer.training_rank): late}, silent=silent, among=self._neighbours))
+        reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in failed.items())
+        raise CommunicatorError(f"this rank is well, and the job has failed: {reasons}")
 
     def fail_with(self, error: BaseException) -> None:
         """Ends this rank's part of the job after a failure: tells the others, and says where the failure began.
 
         Not collective. It takes three times `_HEARD` at most, and the time to abort the groups. Its own errors are
-        logged.
+        logged. In Ray mode the driver ends the others, and says where it began.
         """
-        if self._has_ended or not self.has_world:
+        if self._has_ended:
             return
         self._has_ended = True
+        try:
+            if self.has_world:
+                self._fail_with(error)
+            elif isinstance(error, Exception):
+                leave_early(error, Phase.START)
+        finally:
+            self._has_spoken.set()
+
+    def _fail_with(self, error: BaseException) -> None:
         trainer = self.trainer
-        phase = trainer.lifecycle.current or trainer.lifecycle.last_failed or OUTSIDE
+        phase = trainer.lifecycle.current or trainer.lifecycle.last_failed or self._stage or OUTSIDE
         try:
             self._step.__exit__(type(error), error, error.__traceback__)
         except Exception as lost:
             logger.warning("training rank %d: leaving phase %s: %s", trainer.training_rank, phase, in_one_line(lost))
+        if isinstance(error, Exception):
+            self.notes.failed(phase, error)
+        if self._is_actor:
+            return
         seconds = min(trainer.rl_safe.timeouts.teardown, _HEARD.total_seconds())
         timeouts = trainer.rl_safe.timeouts.model_copy(update={"teardown": seconds})
         trainer.rl_safe = trainer.rl_safe.model_copy(update={"timeouts": timeouts})
@@ -426,9 +489,24 @@ class SwiftJob(HostedTrainer):
         trainer = self.trainer
         reports: dict[RankId, RunError] = {}
         within(lambda: reports.update(trainer.control.reported_failures()), _HEARD, what="reading the failures")
-        culprits, why = blame(reports, silent=silent, among=self._neighbours)
+        self._say(*blame(reports, silent=silent, among=self._neighbours))
+
+    def _say(self, culprits: Collection[RankId], why: str) -> None:
         names = ", ".join(str(rank.rank) for rank in sorted(culprits)) or "?"
-        logger.error("training rank %d: the job has failed on training rank %s: %s", trainer.training_rank, names, why)
+        rank = self.trainer.training_rank
+        logger.error("training rank %d: the job has failed on training rank %s: %s", rank, names, why)
+
+    def _last_words(self) -> None:
+        """Says which rank a failure began with, before SIGTERM ends this rank: a launcher ends all once one has failed.
+
+        A rank that is failing itself says it already, and gets the time to print its traceback.
+        """
+        assert self._neighbours is not None, "called by it"
+        if self._has_ended:
+            self._has_spoken.wait(4 * _HEARD.total_seconds())
+            threading.main_thread().join(_HEARD.total_seconds())
+        elif (words := self._neighbours.last_words()) is not None:
+            self._say(*words)
 
 
 def why_no_async_save(args: Any) -> str:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from rl_safe_workers.adapters.swift.ray_waits import BoundedRay, RayWaits, calling
+import ray
+
+from rl_safe_workers import env
+from rl_safe_workers.adapters.driver_waits import Party
+from rl_safe_workers.adapters.job_processes import FAILED_KILL_AFTER_S, KILL_AFTER_S, JobProcesses
+from rl_safe_workers.adapters.swift.ray_waits import BoundedRay, RayStandIn, RayWaits, calling
 from rl_safe_workers.adapters.swift.swift_settings import SwiftSettings
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import Role
+from rl_safe_workers.ranks import RankId, Role, trainer_id
 
 _RAY = "swift.ray.megatron"
 _CACHE = "kv_cache"
@@ -23,7 +31,12 @@ def install_driver(settings: SwiftSettings) -> RayWaits:
     Args:
         settings: Ours.
     """
-    waits = RayWaits(settings.timeouts)
+    run_id = uuid.uuid4().hex[:12]
+    job = RayJob(run_id)
+    waits = job.waits = RayWaits(settings.timeouts, Path(f"rl_safe_failure_{run_id}").absolute())
+    pipeline = _module("pipeline")
+    pipeline.ray = job
+    pipeline.MegatronRayPipeline._create_pools = _knowing_the_folder(pipeline.MegatronRayPipeline._create_pools, job)
     groups = _module("worker_group")
     for name, bounded in {
         "worker_group": BoundedRay(waits, "the training ranks", "outside"),
@@ -46,6 +59,47 @@ def install_driver(settings: SwiftSettings) -> RayWaits:
     return waits
 
 
+class RayJob(RayStandIn):
+    """Starts Ray and shuts it down. The job's processes end with it."""
+
+    def __init__(self, run_id: str) -> None:
+        """Marks this process's children, and watches over those on this machine.
+
+        Args:
+            run_id: Marks them.
+        """
+        self.waits: RayWaits
+        self._processes: JobProcesses | None = JobProcesses(run_id)
+        self._variables = {env.RUN_ID: run_id, env.HANG_DIR: str(self._processes.folder)}
+        env.mark_run(run_id, hang_dir=self._processes.folder)
+        atexit.register(self.shutdown)
+
+    def init(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``ray.init``; the actors get the mark, whoever has started Ray."""
+        started = ray.init(*args, runtime_env={"env_vars": self._variables}, **kwargs)
+        assert self._processes is not None, "the job begins once"
+        self._processes.watch_nodes()
+        return started
+
+    def shutdown(self) -> None:
+        """As ``ray.shutdown``; ends whatever the job has started, on every node. Idempotent."""
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.end(kill_after_s=KILL_AFTER_S if self.waits.failure is None else FAILED_KILL_AFTER_S)
+
+
+def _knowing_the_folder(original: Callable[[Any], None], job: RayJob) -> Callable[[Any], None]:
+    """Wraps ``_create_pools``, before which there is no actor: evidence goes beside the checkpoints."""
+
+    @functools.wraps(original)
+    def create_pools(pipeline: Any) -> None:
+        folder = Path(pipeline._data_info["_driver_args"].output_dir).absolute()
+        job.waits.evidence = folder / job.waits.evidence.name
+        original(pipeline)
+
+    return create_pools
+
+
 def _module(name: str) -> Any:
     return importlib.import_module(f"{_RAY}.{name}")
 
@@ -54,7 +108,10 @@ def _noting_ranks(original: Callable[..., None], waits: RayWaits) -> Callable[..
     @functools.wraps(original)
     def init(group: Any, name: str, worker_handles: list[Any]) -> None:
         original(group, name, worker_handles)
-        waits.add(Role.TRAINER, worker_handles)
+        waits.parties += [
+            Party(f"training rank {rank}", trainer_id(rank), worker, worker.__ray_ready__.remote)
+            for rank, worker in enumerate(worker_handles)
+        ]
 
     return init
 
@@ -63,7 +120,11 @@ def _noting_engines(original: Callable[..., None], waits: RayWaits) -> Callable[
     @functools.wraps(original)
     def spawn(replica: Any, *args: Any, **kwargs: Any) -> None:
         original(replica, *args, **kwargs)
-        waits.add(Role.ROLLOUT, replica.servers)
+        rank_id = RankId(Role.ROLLOUT, replica.replica_rank)
+        waits.parties += [
+            Party(f"the vLLM engine of replica {rank_id.rank}", rank_id, server, server.get_master_address.remote)
+            for server in replica.servers
+        ]
 
     return spawn
 

@@ -1,4 +1,4 @@
-"""The waits of ms-swift's driver in Ray mode, each with a deadline and somebody to blame.
+"""The waits of ms-swift's driver in Ray mode, each with a deadline, and the verdict on the first that fails.
 
 ms-swift calls ``ray.get`` without a timeout. After a failure of one rank it goes on to call the others, which still are
 in a collective (ray/megatron/base_trainer.py:253). Here the first failure ends every actor of the job, and each later
@@ -7,34 +7,25 @@ call raises it once more.
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from rl_safe_workers.adapters.driver_waits import DriverWaits, Party
+from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.swift.swift_settings import OUTSIDE, SwiftTimeouts
-from rl_safe_workers.compat.ray_tables import actor_id, actor_id_of_call
-from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.errors import Awaited, Died, PhaseTimeoutError, RankError, RunError, first_line
-from rl_safe_workers.lifecycle import Phase, unix_now
-from rl_safe_workers.ranks import RankId, Role
-from rl_safe_workers.root_cause import report_of, root_cause
+from rl_safe_workers.errors import RunError
+from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
 
-_RANKS_FIRST_S = 5.0
-"""Seconds that the driver waits longer than the ranks, which know better whom they wait for."""
-_GRACE_S = 3.0
-"""Seconds to collect more answers after the first failure: a rank that has failed alone tells the others first."""
-_ANSWER_S = 2.0
-"""Seconds in which an engine that is well answers a question."""
-_SLICE_S = 0.5
-
 PHASES: Mapping[str, tuple[str, ...]] = {
-    "init_actor": (Phase.START, Phase.WORLD, Phase.BOOTSTRAP, Phase.BOOTSTRAP, Phase.CONVERT),
+    "init_actor": (Phase.CONVERT, Phase.START, Phase.WORLD, Phase.BOOTSTRAP, Phase.BOOTSTRAP),
     "init_teacher_model": (Phase.CONVERT,),
     "setup": (Phase.CONVERT,),
     "train_step": (Phase.TRAIN, Phase.LOGPROB, Phase.SAVE),
@@ -49,34 +40,34 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "reload_to_gpu": (Phase.SYNC,),
     "give_comms": (Phase.ROLLOUT,),
     "finalize_generation": (Phase.ROLLOUT,),
-    "finalize": (Phase.SAVE, Phase.TEARDOWN),
+    "finalize": (Phase.TEARDOWN, Phase.SAVE),
 }
-"""The phases that each method of a worker may go through. The driver waits for all of them; others are outside."""
+"""The phases that each method of a worker may go through, the one that it is for first. The driver waits for all of
+them; other methods are outside."""
 
 
 class RayWaits:
-    """Bounds the driver's waits, and ends the job's actors after the first failure.
+    """Bounds the driver's waits. After the first failure it gives the verdict, and ends the job's actors.
 
     Attributes:
         failure: The failure that the job ends with; None while all is well.
+        parties: The job's actors that exist by now.
+        evidence: The folder for the evidence of a failure.
     """
 
-    def __init__(self, timeouts: SwiftTimeouts) -> None:
+    def __init__(self, timeouts: SwiftTimeouts, evidence: Path) -> None:
         """Knows of no actor yet.
 
         Args:
             timeouts: The deadlines, by phase.
+            evidence: The folder, as long as nobody knows better.
         """
-        self.failure: RunError | None = None
+        self.failure: BaseException | None = None
+        self.parties: list[Party] = []
+        self.evidence = evidence
         self._timeouts = timeouts
-        self._actors: dict[str, tuple[RankId, Any]] = {}
+        self._waits = DriverWaits(timeouts, lambda: self.parties)
         self._waiting: tuple[str, tuple[str, ...]] | None = None
-
-    def add(self, role: Role, handles: Sequence[Any]) -> None:
-        """Takes note of actors: the trainers by training rank, or one more engine of the rollout."""
-        first = sum(rank_id.role is role for rank_id, _ in self._actors.values())
-        for number, handle in enumerate(handles, start=first):
-            self._actors[actor_id(handle)] = RankId(role, number), handle
 
     @contextmanager
     def waiting(self, what: str, phases: tuple[str, ...] | None = None) -> Iterator[None]:
@@ -106,116 +97,48 @@ class RayWaits:
             phases: Likewise.
 
         Raises:
-            RunError: If an actor fails or does not answer in time; names it. Every actor is ended then.
+            JobError: If an actor fails or does not answer in time; names it. Every actor is ended then.
         """
         if self.failure is not None:
             raise self.failure
         what, phases = self._waiting or (what, phases)
-        every = list(references) if isinstance(references, list) else [references]
-        deadline = Deadline.after(sum(getattr(self._timeouts, str(phase)) for phase in phases) + _RANKS_FIRST_S)
-        pending, reports = every, dict[RankId, RunError]()
-        while pending and not reports and not deadline.expired:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(_SLICE_S, max(0, deadline.left_s)))
-            reports = self._reports(done, phases[-1])
-        if not pending and not reports:
-            return ray.get(references)
-        grace = Deadline.after(_GRACE_S)
-        while pending and reports and not grace.expired and not self._is_plain(reports, pending):
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0, grace.left_s))
-            reports |= self._reports(done, phases[-1])
-        failure, culprits = self._failure(what, phases[-1], reports, pending, deadline.waited_s)
-        self.failure = failure
-        logger.error("rl_safe: the job has failed on %s: %s", _named(culprits), first_line(failure))
-        self._end()
-        raise failure
-
-    def _reports(self, done: Sequence[Any], phase: str) -> dict[RankId, RunError]:
-        found: dict[RankId, RunError] = {}
-        for reference in done:
-            rank_id = self._rank_of(reference)
-            try:
-                ray.get(reference)
-            except RayActorError as error:
-                found[rank_id] = RankError(
-                    rank_id=rank_id,
-                    phase=phase,
-                    cause=Died(),
-                    text="the process died",
-                    trace=str(error),
-                    raised_at=unix_now(),
-                )
-            except RayError as error:
-                cause = error.cause if isinstance(error, RayTaskError) else error
-                known = cause if isinstance(cause, RankError) else None
-                found[rank_id] = known or report_of(cause, rank_id, phase)
-        return found
-
-    def _is_plain(self, reports: Mapping[RankId, RunError], pending: Sequence[Any]) -> bool:
-        """Returns True if later answers could name nobody else: a rank has died, or all that are missing are named."""
-        if any(isinstance(error, RankError) and isinstance(error.cause, Died) for error in reports.values()):
-            return True
-        missing = {self._rank_of(reference) for reference in pending}
-        root = root_cause(reports, pending=missing)
-        return root.is_told and root.culprits >= missing
-
-    def _rank_of(self, reference: Any) -> RankId:
-        known = self._actors.get(actor_id_of_call(reference))
-        return RankId(Role.TRAINER, -1) if known is None else known[0]
-
-    def _failure(
-        self, what: str, phase: str, reports: Mapping[RankId, RunError], pending: Sequence[Any], waited_s: float
-    ) -> tuple[RunError, Collection[RankId]]:
-        """Returns the failure that the others follow from, and the ranks that it began with."""
-        missing = {self._rank_of(reference) for reference in pending}
-        root = root_cause(reports, pending=missing) if reports else None
-        if root is not None and root.is_told and root.culprits:
-            return root.error, root.culprits
-        # Nobody has told: an engine that does not answer comes first, for which a rank may wait.
-        culprits = self._silent_engines() or (missing if root is None else root.culprits)
-        if not culprits and root is not None:
-            return root.error, reports
-        return self._late(what, phase, culprits, waited_s, "" if root is None else str(root.error)), culprits
-
-    def _late(
-        self, what: str, phase: str, missing: Collection[RankId], waited_s: float, detail: str = ""
-    ) -> PhaseTimeoutError:
-        return PhaseTimeoutError(
-            phase=phase,
-            awaited=Awaited(what, frozenset(rank_id for rank_id, _ in self._actors.values())),
-            missing=missing,
-            waited_s=waited_s,
-            setting=f"rl_safe.timeouts.{phase}",
-            detail=detail,
-        )
-
-    def _silent_engines(self) -> set[RankId]:
-        """Returns the engines that do not answer a question."""
-        asked = {h.get_master_address.remote(): id for id, h in self._actors.values() if id.role is Role.ROLLOUT}
-        if not asked:
-            return set()
-        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
-        dead = [reference for reference in answered if self._reports([reference], OUTSIDE)]
-        return {asked[reference] for reference in [*silent, *dead]}
+        try:
+            return self._waits.bounded(
+                phases[0],
+                what,
+                lambda: ray.get(references),
+                limit_s=sum(map(self._waits.timeout_s, phases)),
+                calls=references if isinstance(references, list) else [references],
+            )
+        except (RunError, ray.exceptions.RayError) as error:
+            self.failure = JobVerdict(lambda: self.parties, self.evidence).on(error, self._waits.failed_in)
+            self._end()
+            if self.failure is error:
+                raise
+            raise self.failure from error
 
     def _end(self) -> None:
         """Ends every actor at once. ms-swift asks them to end, and gives each 30 s."""
-        for rank_id, handle in self._actors.values():
+        for party in self.parties:
             try:
-                ray.kill(handle, no_restart=True)
+                ray.kill(party.actor, no_restart=True)
             except Exception as error:  # the job's own failure goes on
-                logger.warning("ending %s: %s: %s", rank_id, type(error).__name__, error)
+                logger.warning("ending %s: %s: %s", party.name, type(error).__name__, error)
 
 
-def _named(ranks: Collection[RankId]) -> str:
-    """Names ranks, and engines by replica: ms-swift's user knows no rank of them."""
-    return ", ".join(
-        f"training rank {one.rank}" if one.role is Role.TRAINER else f"the vLLM engine of replica {one.rank}"
-        for one in sorted(ranks)
-    )
+class RayStandIn:
+    """Stands in for ``ray`` in one of ms-swift's modules. Everything that a subclass does not replace is Ray's own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ray, name)
+
+    def __reduce__(self) -> Any:
+        # A function that ms-swift sends to another process takes the names of its module along.
+        return importlib.import_module, ("ray",)
 
 
-class BoundedRay:
-    """Stands in for ``ray`` in one of ms-swift's modules. Everything but ``get`` without a timeout is Ray's own."""
+class BoundedRay(RayStandIn):
+    """Bounds ``get`` without a timeout."""
 
     def __init__(self, waits: RayWaits, what: str, *phases: str) -> None:
         """Bounds the module's waits.
@@ -226,9 +149,6 @@ class BoundedRay:
             *phases: The phases whose timeouts count.
         """
         self._waits, self._what, self._phases = waits, what, phases
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(ray, name)
 
     def get(self, references: Any, *, timeout: float | None = None) -> Any:
         """As ``ray.get``."""

@@ -12,10 +12,13 @@ import ray
 from swift.ray.megatron.megatron_worker import MegatronWorker
 from swift.ray.megatron.worker_group import dispatch_collect
 
+from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.adapters.swift import install
+from rl_safe_workers.adapters.swift.ray_waits import RayStandIn
 from rl_safe_workers.adapters.swift.silent_engine import silent_engine
 from rl_safe_workers.adapters.swift.swift_settings import VARIABLE
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import RankId, Role
 
 WORK: dict[str, Phase | None] = {
     "setup": None,
@@ -52,10 +55,16 @@ class SafeMegatronWorker(MegatronWorker):
             **kwargs: ms-swift's.
         """
         os.environ[VARIABLE] = rl_safe
+        listen()
         install.in_actor()
         _bound_waits_for_engines()
         with _told():
             super().init_actor(*args, **kwargs)
+
+    def _init_trainable(self) -> None:
+        """Builds the trainer and what belongs to it, in phase ``convert``."""
+        with install.job().outermost(Phase.CONVERT):
+            super()._init_trainable()
 
     @dispatch_collect(dispatch="broadcast", collect="first")
     def give_comms(self) -> None:
@@ -154,18 +163,16 @@ def _bound_waits_for_engines() -> None:
             update(one, *args, **kwargs)
         except zmq.Again:
             engine = f"the vLLM engine of rollout replica {one.replica_rank}"
-            raise silent_engine(engine, install.job().phase_name(), patience) from None
+            rank_id = RankId(Role.ROLLOUT, one.replica_rank)
+            raise silent_engine(engine, install.job().phase_name(), patience, rank_id) from None
 
     BucketedWeightSender.__init__ = init
     adapter.RolloutAdapter.update_weights = update_weights
     adapter.ray = _PatientRay()
 
 
-class _PatientRay:
-    """Stands in for ``ray`` where a worker waits for its engine."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(ray, name)
+class _PatientRay(RayStandIn):
+    """Bounds a worker's waits for its engine."""
 
     def get(self, reference: Any) -> Any:
         """As ``ray.get``, within what is left of the phase."""

@@ -25,6 +25,7 @@ _ROLLOUT = "swift/megatron/trainers/rollout_mixin.py"
 _GRPO = "swift/megatron/trainers/grpo_trainer.py"
 _GROUP = "swift/ray/megatron/worker_group.py"
 _WORKER = "swift/ray/megatron/megatron_worker.py"
+_PIPELINE = "swift/ray/megatron/pipeline.py"
 _REPLICA = "swift/ray/megatron/rollout/replica.py"
 _ADAPTER = "swift/ray/megatron/rollout/adapter.py"
 _SENDER = "swift/ray/megatron/rollout/weight_transfer.py"
@@ -228,6 +229,18 @@ GRPO_TEXTS: tuple[HostText, ...] = (
 
 RAY_NAMES: tuple[HostName, ...] = (
     HostName(
+        file=_PIPELINE,
+        name="MegatronRayPipeline._create_pools",
+        parameters=("self",),
+        why="replaced: where the job writes",
+    ),
+    HostName(
+        file=_WORKER,
+        name="MegatronWorker._init_trainable",
+        parameters=("self",),
+        why="phase convert",
+    ),
+    HostName(
         file=_GROUP,
         name="WorkerGroup.__init__",
         parameters=("self", "name", "worker_handles"),
@@ -339,19 +352,37 @@ RAY_NAMES: tuple[HostName, ...] = (
 
 RAY_TEXTS: tuple[HostText, ...] = (
     HostText(
-        file="swift/ray/megatron/pipeline.py",
+        file=_PIPELINE,
         within="MegatronRayPipeline.init",
         text="self._build_dataset()",
         why="the driver imports the plugin before it makes actors",
     ),
     HostText(
-        file="swift/ray/megatron/pipeline.py",
+        file=_PIPELINE,
+        within="MegatronRayPipeline.init",
+        text="ray.init(ignore_reinit_error=True)",
+        why="replaced: marks the actors",
+    ),
+    HostText(
+        file=_PIPELINE,
+        within="MegatronRayPipeline._shutdown",
+        text="ray.shutdown()",
+        why="replaced: ends the job's processes",
+    ),
+    HostText(
+        file="swift/ray/megatron/driver_utils.py",
+        within="build_dataset_from_dict",
+        text="'_driver_args': args",
+        why="the folder that the job writes to",
+    ),
+    HostText(
+        file=_PIPELINE,
         within="MegatronRayPipeline._spawn_train_group",
         text="from .megatron_worker import MegatronWorker",
         why="replaced: looked up in the module",
     ),
     HostText(
-        file="swift/ray/megatron/pipeline.py",
+        file=_PIPELINE,
         within="MegatronRayPipeline._spawn_train_group",
         text="wg.broadcast('init_actor', cfg",
         why="takes our settings along",
