@@ -35,10 +35,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from rl_safe_workers.foreign_errors import ForeignCause, classify
-from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks
+from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks, ranks_of
 
 
 def _rebuild(cls: type[RlSafeError], message: str, fields: dict[str, Any]) -> RlSafeError:
@@ -228,6 +229,10 @@ class PhaseTimeoutError(RunError):
     def _plain(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("phase", "waited_s", "setting", "detail")}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        sets = {name: value for name, value in self.as_json().items() if name in ("awaited", "missing")}
+        return _rebuild_late, (type(self), str(self), {**self.__dict__, **sets})
+
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> PhaseTimeoutError:
         """Rebuilds the error of another rank from the result of its `as_json`."""
@@ -236,15 +241,28 @@ class PhaseTimeoutError(RunError):
         return cls(**{**fields, "awaited": awaited, "missing": _of_roles(fields["missing"])})
 
 
-def _by_role(ranks: Iterable[RankId]) -> dict[str, list[int]]:
+def _by_role(ranks: Iterable[RankId]) -> dict[str, str]:
+    """Returns ranks as ranges: each of thousands of ranks may send the names of thousands."""
     found: dict[str, list[int]] = {}
-    for role, rank in sorted(ranks):
+    for role, rank in ranks:
         found.setdefault(role, []).append(rank)
-    return found
+    return {role: format_ranks(of_role) for role, of_role in found.items()}
 
 
-def _of_roles(by_role: Mapping[str, Sequence[int]]) -> frozenset[RankId]:
-    return frozenset(RankId(Role(role), rank) for role, ranks in by_role.items() for rank in ranks)
+def _of_roles(by_role: Mapping[str, str]) -> frozenset[RankId]:
+    return _ranks_named(*sorted(by_role.items()))
+
+
+@lru_cache(maxsize=64)
+def _ranks_named(*by_role: tuple[str, str]) -> frozenset[RankId]:
+    """Returns one set for the same ranks: thousands of reports name the same."""
+    return frozenset(RankId(Role(role), rank) for role, text in by_role for rank in ranks_of(text))
+
+
+def _rebuild_late(cls: type[PhaseTimeoutError], message: str, fields: dict[str, Any]) -> RlSafeError:
+    name, members = fields["awaited"]
+    awaited = Awaited(name, None if members is None else _of_roles(members))
+    return _rebuild(cls, message, {**fields, "awaited": awaited, "missing": _of_roles(fields["missing"])})
 
 
 @dataclass(frozen=True, slots=True)
