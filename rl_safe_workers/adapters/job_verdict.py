@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,12 +173,8 @@ def _ask(actors: Sequence[_Actor], patience_s: float) -> Answers:
         except ray.exceptions.RayError as error:
             logger.warning("node %s cannot be asked: %s", names[asked[call]], first_line(error))
             silent.append(asked[call])
-    return Answers(
-        ranks=sorted((rank for one in told for rank in one.ranks), key=lambda rank: rank.rank_id),
-        records={rank: record for one in told for rank, record in one.records.items()},
-        flights={name: contents for one in told for name, contents in one.flights.items()},
-        reports={rank: report for one in told for rank, report in one.reports.items()},
-        last_places={rank: place for one in told for rank, place in one.last_places.items()},
+    return replace(
+        Answers.of_nodes(told),
         homes={one.rank_id: one.node for one in actors},
         silent=[names[node_id] for node_id in silent],
     )

@@ -36,7 +36,7 @@ from rl_safe_workers.errors import (
     first_line,
 )
 from rl_safe_workers.lifecycle import unix_now
-from rl_safe_workers.ranks import RankId, Role, trainer_id
+from rl_safe_workers.ranks import RankId, Role, name_ranks, trainer_id
 from rl_safe_workers.root_cause import RootCause, root_cause
 
 Reports = Mapping[RankId, RunError]
@@ -146,7 +146,7 @@ def diagnose_answers(
     if evidence is not None:
         told = {} if host_error is None else {"driver": str(host_error)}
         contents = {**found, "advice": advice, **told, "ranks": {str(one): state for one, state in states.items()}}
-        attempt("keeping the evidence", lambda: keep(answers, contents, evidence), timeout_s=patience_s)
+        attempt("keeping the evidence", lambda: keep(answers, contents, evidence, first=culprits), timeout_s=patience_s)
     return Diagnosis(verdict=found["verdict"], advice=advice, culprits=culprits, error=error, ranks=states)
 
 
@@ -197,12 +197,11 @@ def _is_busy(one: RankProcess) -> bool:
 
 def _other_phases(reported: Reports, culprits: Collection[RankId], phase: str | None) -> list[str]:
     """Returns, in words, the other phases that culprits have waited in; empty if none is known."""
-    reports = {one: reported[one] for one in sorted(culprits) if one in reported}
-    return [
-        f"{one} waited in phase {report.phase}"
-        for one, report in reports.items()
-        if isinstance(report, PhaseTimeoutError) and report.phase != phase
-    ]
+    phases: dict[str, list[RankId]] = {}
+    for one in culprits:
+        if isinstance(report := reported.get(one), PhaseTimeoutError) and report.phase != phase:
+            phases.setdefault(report.phase, []).append(one)
+    return [f"{name_ranks(ranks)} waited in phase {other}" for other, ranks in sorted(phases.items())]
 
 
 def _others(answers: Answers, culprits: Collection[RankId], known: Reports) -> list[str]:

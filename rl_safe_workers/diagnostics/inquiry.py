@@ -137,6 +137,17 @@ class Answers:
     last_places: Mapping[RankId, str] = field(default_factory=dict)
     """The line of code that each rank was last seen at, of ranks without a process, too."""
 
+    @classmethod
+    def of_nodes(cls, told: Sequence[Answers]) -> Answers:
+        """Joins the answers of several nodes, each with ranks of its own."""
+        return cls(
+            ranks=sorted((rank for one in told for rank in one.ranks), key=lambda rank: rank.rank_id),
+            records={rank: record for one in told for rank, record in one.records.items()},
+            flights={name: contents for one in told for name, contents in one.flights.items()},
+            reports={rank: report for one in told for rank, report in one.reports.items()},
+            last_places={rank: place for one in told for rank, place in one.last_places.items()},
+        )
+
 
 def ask_ranks(
     find: Callable[[], Iterable[RankProcess]],
