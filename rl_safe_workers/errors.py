@@ -206,16 +206,12 @@ class PhaseTimeoutError(RunError):
         self.phase, self.awaited, self.missing = str(phase), awaited, frozenset(missing)
         self.waited_s, self.setting, self.detail = waited_s, setting, detail
         who = (
-            f"{self._name_missing()} of {awaited.name} did not arrive"
+            f"{_name_missing(self.missing, awaited.members)} of {awaited.name} did not arrive"
             if self.missing
             else f"{awaited.name} did not finish"
         )
         tail = f" ({detail})" if detail else ""
         super().__init__(f"phase {phase}: {who} within {waited_s:.1f} s{tail}; to wait longer raise {setting}")
-
-    def _name_missing(self) -> str:
-        roles = {one.role for one in self.awaited.members or self.missing}
-        return f"rank {format_ranks(one.rank for one in self.missing)}" if len(roles) == 1 else name_ranks(self.missing)
 
     def naming(self, culprits: Iterable[RankId]) -> PhaseTimeoutError:
         """Returns the same error with other missing ranks, e.g. without ranks that are known to wait themselves."""
@@ -257,6 +253,12 @@ def _of_roles(by_role: Mapping[str, str]) -> frozenset[RankId]:
 def _ranks_named(*by_role: tuple[str, str]) -> frozenset[RankId]:
     """Returns one set for the same ranks: thousands of reports name the same."""
     return frozenset(RankId(Role(role), rank) for role, text in by_role for rank in ranks_of(text))
+
+
+@lru_cache(maxsize=64)
+def _name_missing(missing: frozenset[RankId], members: frozenset[RankId] | None) -> str:
+    roles = {one.role for one in members or missing}
+    return f"rank {format_ranks(one.rank for one in missing)}" if len(roles) == 1 else name_ranks(missing)
 
 
 def _rebuild_late(cls: type[PhaseTimeoutError], message: str, fields: dict[str, Any]) -> RlSafeError:
@@ -350,6 +352,7 @@ class JobError(RunError):
         culprits: The ranks that the failure began with; empty if none is known.
         phase: The phase that the driver was in; None outside of phases.
         cause: The reason why the culprit failed; None if others only wait for it.
+        fault: The kind of its failure, e.g. ``"OOM kill"``, one of `diagnostics.log_lines.Fault`; None if not known.
         evidence: The folder with stacks, the Flight Recorder's files and ``verdict.json``.
     """
 
@@ -362,8 +365,10 @@ class JobError(RunError):
         phase: str | None,
         cause: Cause | None,
         evidence: str,
+        fault: str | None = None,
     ) -> None:
         self.culprits, self.phase, self.cause, self.evidence = frozenset(culprits), phase, cause, evidence
+        self.fault = fault
         super().__init__(f"{verdict}\n{advice}\nevidence in {evidence}", culprit=min(self.culprits, default=None))
 
 

@@ -1,10 +1,11 @@
 """A rank's side of the diagnostics: it tells where it is, whatever its main thread is doing.
 
-Up to four files end up in a folder of the run on the rank's own machine:
+Up to five files end up in a folder of the run on the rank's own machine:
 
     stack_<role>_<rank>.txt    the stacks of all threads, added each time that the rank gets `STACK_SIGNAL`
     place_<role>_<rank>.txt    the last line of code that the rank noted, every half second; it outlives the process
     flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups, once somebody asks
+    kills_<role>_<rank>.json   the OOM kills of its control group when it began
     failure_<role>_<rank>.json what the rank has failed with, if its host calls `leave_failure`
 
 Nothing here needs torch, Ray or a driver. torch itself writes the Flight Recorder's file for NCCL.
@@ -13,6 +14,7 @@ Nothing here needs torch, Ray or a driver. torch itself writes the Flight Record
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -24,6 +26,7 @@ from pathlib import Path
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack
 from rl_safe_workers.errors import RunError
 from rl_safe_workers.foreign_files import read_foreign
+from rl_safe_workers.platforms.host_memory import oom_kills
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
 
@@ -67,6 +70,17 @@ def read_place(folder: Path, rank_id: RankId) -> str | None:
 def failure_file(rank_id: RankId) -> str:
     """Returns the name of the file that holds what a rank has failed with."""
     return f"failure_{rank_id.role}_{rank_id.rank}.json"
+
+
+def kills_file(rank_id: RankId) -> str:
+    """Returns the name of the file in which a rank notes the OOM kills of its control group when it begins."""
+    return f"kills_{rank_id.role}_{rank_id.rank}.json"
+
+
+def note_kills(folder: Path, rank_id: RankId) -> None:
+    """Notes the OOM kills that this process's control group counts now, for the one who asks why it has ended."""
+    with os.fdopen(_open(folder / kills_file(rank_id), 0), "w", encoding="utf-8") as file:
+        json.dump({str(path): kills for path, kills in oom_kills().items()}, file)
 
 
 def leave_failure(folder: Path, error: Exception, rank_id: RankId, phase: str) -> None:
@@ -125,6 +139,7 @@ def answer_when_asked(folder: Path, rank_id: RankId, call_frame: CallFrame | Non
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
     """
     (folder / failure_file(rank_id)).unlink(missing_ok=True)  # of an earlier process
+    note_kills(folder, rank_id)
     stacks = _open(folder / stack_file(rank_id), os.O_APPEND)
     # faulthandler writes in C, without the lock that Python code needs.
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
