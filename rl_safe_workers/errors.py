@@ -35,10 +35,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from rl_safe_workers.foreign_errors import ForeignCause, classify
-from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks
+from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks, ranks_of
 
 
 def _rebuild(cls: type[RlSafeError], message: str, fields: dict[str, Any]) -> RlSafeError:
@@ -205,16 +206,12 @@ class PhaseTimeoutError(RunError):
         self.phase, self.awaited, self.missing = str(phase), awaited, frozenset(missing)
         self.waited_s, self.setting, self.detail = waited_s, setting, detail
         who = (
-            f"{self._name_missing()} of {awaited.name} did not arrive"
+            f"{_name_missing(self.missing, awaited.members)} of {awaited.name} did not arrive"
             if self.missing
             else f"{awaited.name} did not finish"
         )
         tail = f" ({detail})" if detail else ""
         super().__init__(f"phase {phase}: {who} within {waited_s:.1f} s{tail}; to wait longer raise {setting}")
-
-    def _name_missing(self) -> str:
-        roles = {one.role for one in self.awaited.members or self.missing}
-        return f"rank {format_ranks(one.rank for one in self.missing)}" if len(roles) == 1 else name_ranks(self.missing)
 
     def naming(self, culprits: Iterable[RankId]) -> PhaseTimeoutError:
         """Returns the same error with other missing ranks, e.g. without ranks that are known to wait themselves."""
@@ -228,6 +225,10 @@ class PhaseTimeoutError(RunError):
     def _plain(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("phase", "waited_s", "setting", "detail")}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        sets = {name: value for name, value in self.as_json().items() if name in ("awaited", "missing")}
+        return _rebuild_late, (type(self), str(self), {**self.__dict__, **sets})
+
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> PhaseTimeoutError:
         """Rebuilds the error of another rank from the result of its `as_json`."""
@@ -236,15 +237,34 @@ class PhaseTimeoutError(RunError):
         return cls(**{**fields, "awaited": awaited, "missing": _of_roles(fields["missing"])})
 
 
-def _by_role(ranks: Iterable[RankId]) -> dict[str, list[int]]:
+def _by_role(ranks: Iterable[RankId]) -> dict[str, str]:
+    """Returns ranks as ranges: each of thousands of ranks may send the names of thousands."""
     found: dict[str, list[int]] = {}
-    for role, rank in sorted(ranks):
+    for role, rank in ranks:
         found.setdefault(role, []).append(rank)
-    return found
+    return {role: format_ranks(of_role) for role, of_role in found.items()}
 
 
-def _of_roles(by_role: Mapping[str, Sequence[int]]) -> frozenset[RankId]:
-    return frozenset(RankId(Role(role), rank) for role, ranks in by_role.items() for rank in ranks)
+def _of_roles(by_role: Mapping[str, str]) -> frozenset[RankId]:
+    return _ranks_named(*sorted(by_role.items()))
+
+
+@lru_cache(maxsize=64)
+def _ranks_named(*by_role: tuple[str, str]) -> frozenset[RankId]:
+    """Returns one set for the same ranks: thousands of reports name the same."""
+    return frozenset(RankId(Role(role), rank) for role, text in by_role for rank in ranks_of(text))
+
+
+@lru_cache(maxsize=64)
+def _name_missing(missing: frozenset[RankId], members: frozenset[RankId] | None) -> str:
+    roles = {one.role for one in members or missing}
+    return f"rank {format_ranks(one.rank for one in missing)}" if len(roles) == 1 else name_ranks(missing)
+
+
+def _rebuild_late(cls: type[PhaseTimeoutError], message: str, fields: dict[str, Any]) -> RlSafeError:
+    name, members = fields["awaited"]
+    awaited = Awaited(name, None if members is None else _of_roles(members))
+    return _rebuild(cls, message, {**fields, "awaited": awaited, "missing": _of_roles(fields["missing"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +358,7 @@ class JobError(RunError):
         culprits: The ranks that the failure began with; empty if none is known.
         phase: The phase that the driver was in; None outside of phases.
         cause: The reason why the culprit failed; None if others only wait for it.
+        fault: The kind of its failure, e.g. ``"OOM kill"``, one of `diagnostics.log_lines.Fault`; None if not known.
         evidence: The folder with stacks, the Flight Recorder's files and ``verdict.json``.
     """
 
@@ -350,8 +371,10 @@ class JobError(RunError):
         phase: str | None,
         cause: Cause | None,
         evidence: str,
+        fault: str | None = None,
     ) -> None:
         self.culprits, self.phase, self.cause, self.evidence = frozenset(culprits), phase, cause, evidence
+        self.fault = fault
         super().__init__(f"{verdict}\n{advice}\nevidence in {evidence}", culprit=min(self.culprits, default=None))
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+MOST_RANKS = 2**17
+"""Most ranks that a text may name."""
 
 
 class Role(StrEnum):
@@ -82,6 +85,24 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             spans.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def ranks_of(text: str) -> Iterator[int]:
+    """Yields the ranks that `format_ranks` has written.
+
+    >>> list(ranks_of("0-2, 5"))
+    [0, 1, 2, 5]
+
+    Raises:
+        ValueError: If the text is anything else, or names more than `MOST_RANKS`.
+    """
+    left = MOST_RANKS
+    for span in text.split(", ") if text else ():
+        first, dash, last = span.partition("-")
+        ranks = range(int(first), int(last if dash else first) + 1)
+        if (left := left - len(ranks)) < 0:
+            raise ValueError(f"more than {MOST_RANKS} ranks")
+        yield from ranks
 
 
 def name_ranks(ranks: Iterable[RankId]) -> str:

@@ -18,13 +18,14 @@ Place = tuple[RankId, int]
 """A rank and the id of its process."""
 
 
-def ask_here(places: Sequence[Place], patience_s: float, folder: Path | None) -> Answers:
+def ask_here(places: Sequence[Place], patience_s: float, folder: Path | None, *, logs: Path | None = None) -> Answers:
     """Asks ranks on this machine where they are.
 
     Args:
         places: The ranks, each an actor of Ray's, with the ids of their processes.
         patience_s: Longest wait, in seconds.
         folder: Where they leave their answers; None: nobody knows.
+        logs: The folder of Ray's logs on this machine; None: nobody knows.
     """
     ranks = [RankProcess(rank_id=rank_id, pid=pid, folder=folder, never_ends=True) for rank_id, pid in places]
-    return ask_ranks(lambda: ranks, patience_s=patience_s, folder=folder, call_frame=CALL_FRAME)
+    return ask_ranks(lambda: ranks, patience_s=patience_s, folder=folder, call_frame=CALL_FRAME, logs=logs)

@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_safe_workers import env
 from rl_safe_workers.adapters.job_inquiry import Place, ask_here
+from rl_safe_workers.compat.ray_tables import logs_folder
 from rl_safe_workers.diagnostics.inquiry import Answers
 from rl_safe_workers.errors import first_line
 from rl_safe_workers.reaping.guardian import Guardian
@@ -65,7 +66,7 @@ class MachineProcesses:
 
     def ask(self, places: Sequence[Place], patience_s: float) -> Answers:
         """As `ask_here`."""
-        return ask_here(places, patience_s, self._folder)
+        return ask_here(places, patience_s, self._folder, logs=logs_folder())
 
     def end(self, *, kill_after_s: float, stop: Callable[[], object] = lambda: None) -> None:
         """Ends them, removes what they have left in shared memory and in their folder, and dismisses the guardian.

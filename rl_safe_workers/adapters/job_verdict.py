@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +18,10 @@ from rl_safe_workers import env
 from rl_safe_workers.adapters.driver_waits import Party, last_line
 from rl_safe_workers.adapters.job_inquiry import Place, ask_here
 from rl_safe_workers.adapters.job_processes import keeper_of
-from rl_safe_workers.compat.ray_tables import actor_id, actor_table
+from rl_safe_workers.compat.ray_tables import actor_id, actor_table, death_in_words, logs_folder
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.diagnostics.diagnosis import diagnose_answers
+from rl_safe_workers.diagnostics.endings import Ending, ending_by_ray
 from rl_safe_workers.diagnostics.inquiry import Answers
 from rl_safe_workers.errors import (
     Died,
@@ -49,6 +51,8 @@ class _Actor(NamedTuple):
     node: str
     """The node's address."""
     is_dead: bool
+    ending: Ending | None
+    """Why it is dead, as far as Ray says."""
 
 
 class JobVerdict:
@@ -98,6 +102,7 @@ class JobVerdict:
             evidence=self._evidence,
             phase=phase,
             host_error=cause if isinstance(cause, RunError) else None,
+            endings=lambda: {one.rank_id: one.ending for one in actors if one.ending is not None},
         )
         if not found.culprits and found.error is None:
             return error
@@ -108,6 +113,7 @@ class JobVerdict:
             phase=phase,
             cause=found.error.cause if isinstance(found.error, RankError) else None,
             evidence=str(self._evidence),
+            fault=found.fault,
         )
         logger.error("the job has failed: %s", verdict)
         return verdict
@@ -121,7 +127,9 @@ def _actors(parties: Mapping[str, RankId]) -> list[_Actor]:
         if rank_id is None or rank_id in found:
             continue
         address = row["Address"]
-        found[rank_id] = _Actor(rank_id, row["Pid"], address["NodeID"], address["IPAddress"], row["State"] == _DEAD)
+        is_dead = row["State"] == _DEAD
+        ending = ending_by_ray(death_in_words(row)) if is_dead else None
+        found[rank_id] = _Actor(rank_id, row["Pid"], address["NodeID"], address["IPAddress"], is_dead, ending)
     return list(found.values())
 
 
@@ -163,7 +171,7 @@ def _ask(actors: Sequence[_Actor], patience_s: float) -> Answers:
             silent.append(node_id)
         else:
             asked[keeper.ask.remote(places, 0.8 * patience_s)] = node_id
-    told = [ask_here(nodes[here], 0.8 * patience_s, env.hang_dir())] if here in nodes else []
+    told = [ask_here(nodes[here], 0.8 * patience_s, env.hang_dir(), logs=logs_folder())] if here in nodes else []
     ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=max(0, deadline.left_s)) if asked else ([], [])
     silent += [asked[call] for call in late]
     for call in ready:
@@ -172,12 +180,8 @@ def _ask(actors: Sequence[_Actor], patience_s: float) -> Answers:
         except ray.exceptions.RayError as error:
             logger.warning("node %s cannot be asked: %s", names[asked[call]], first_line(error))
             silent.append(asked[call])
-    return Answers(
-        ranks=sorted((rank for one in told for rank in one.ranks), key=lambda rank: rank.rank_id),
-        records={rank: record for one in told for rank, record in one.records.items()},
-        flights={name: contents for one in told for name, contents in one.flights.items()},
-        reports={rank: report for one in told for rank, report in one.reports.items()},
-        last_places={rank: place for one in told for rank, place in one.last_places.items()},
+    return replace(
+        Answers.of_nodes(told),
         homes={one.rank_id: one.node for one in actors},
         silent=[names[node_id] for node_id in silent],
     )

@@ -7,9 +7,10 @@ does not start. Seen in Ray 2.55 to 2.60.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ray._private import services, state
+from ray._private import services, state, worker
 from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
 from ray.exceptions import RaySystemError
 
@@ -57,6 +58,19 @@ def _use_token() -> None:
     enable = getattr(authentication_token_setup, "maybe_enable_token_auth_if_token_available", None)
     if enable is not None:
         enable(warn_if_disabled=False)
+
+
+def logs_folder() -> Path | None:
+    """Returns the folder of Ray's logs on this process's node; None if this process has joined no cluster."""
+    node = worker.global_worker.node
+    return None if node is None else Path(node.get_logs_dir_path())
+
+
+def death_in_words(row: Mapping[str, Any]) -> str:
+    """Returns what Ray says of a dead actor's end, by its row of the `actor_table`; empty if it says nothing."""
+    cause = row.get("DeathCause")
+    kind = None if cause is None else cause.WhichOneof("context")
+    return "" if kind is None else str(getattr(getattr(cause, kind), "error_message", ""))
 
 
 def actor_state(actor_id: str) -> str | None:

@@ -1,11 +1,12 @@
 """A rank's side of the diagnostics: it tells where it is, whatever its main thread is doing.
 
-Up to five files end up in a folder of the run on the rank's own machine:
+Up to six files end up in a folder of the run on the rank's own machine:
 
     stack_<role>_<rank>.txt    the stacks of all threads, added each time that the rank gets `STACK_SIGNAL`
     place_<role>_<rank>.txt    the last line of code that the rank noted, every half second; it outlives the process
     phase_<role>_<rank>.txt    the phase that the rank is in, if its host calls `note_phase`; likewise
     flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups, once somebody asks
+    kills_<role>_<rank>.json   the OOM kills of its control group when it began
     failure_<role>_<rank>.json what the rank has failed with, if its host calls `leave_failure`
 
 Nothing here needs torch, Ray or a driver. torch itself writes the Flight Recorder's file for NCCL.
@@ -14,6 +15,7 @@ Nothing here needs torch, Ray or a driver. torch itself writes the Flight Record
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -25,6 +27,7 @@ from pathlib import Path
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack
 from rl_safe_workers.errors import RunError
 from rl_safe_workers.foreign_files import read_foreign
+from rl_safe_workers.platforms.host_memory import oom_kills
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
 
@@ -106,6 +109,17 @@ def failure_file(rank_id: RankId) -> str:
     return f"failure_{rank_id.role}_{rank_id.rank}.json"
 
 
+def kills_file(rank_id: RankId) -> str:
+    """Returns the name of the file in which a rank notes the OOM kills of its control group when it begins."""
+    return f"kills_{rank_id.role}_{rank_id.rank}.json"
+
+
+def note_kills(folder: Path, rank_id: RankId) -> None:
+    """Notes the OOM kills that this process's control group counts now, for the one who asks why it has ended."""
+    with os.fdopen(_open(folder / kills_file(rank_id), 0), "w", encoding="utf-8") as file:
+        json.dump({str(path): kills for path, kills in oom_kills().items()}, file)
+
+
 def leave_failure(folder: Path, error: Exception, rank_id: RankId, phase: str) -> None:
     """Leaves what this rank has failed with for those who ask later. Where that is impossible, it is logged.
 
@@ -163,6 +177,7 @@ def answer_when_asked(folder: Path, rank_id: RankId, call_frame: CallFrame | Non
     """
     for name in (failure_file(rank_id), phase_file(rank_id)):
         (folder / name).unlink(missing_ok=True)  # of an earlier process
+    note_kills(folder, rank_id)
     stacks = _open(folder / stack_file(rank_id), os.O_APPEND)
     # faulthandler writes in C, without the lock that Python code needs.
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)

@@ -20,9 +20,11 @@ from typing import Any
 
 from rl_safe_workers.control.deadline import attempt
 from rl_safe_workers.diagnostics.answering import PLACE_EVERY_S, last_noted_s
+from rl_safe_workers.diagnostics.endings import Ending, joined
 from rl_safe_workers.diagnostics.flight_recorder import works_waited_in
 from rl_safe_workers.diagnostics.hang import Wait, home_of, judge, keep, wait_of, waiting_for_others
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
+from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault, fault_of_exception
 from rl_safe_workers.diagnostics.stacks import CallFrame
 from rl_safe_workers.errors import (
     Cause,
@@ -36,10 +38,12 @@ from rl_safe_workers.errors import (
     first_line,
 )
 from rl_safe_workers.lifecycle import unix_now
-from rl_safe_workers.ranks import RankId, Role, trainer_id
+from rl_safe_workers.ranks import RankId, Role, name_ranks, trainer_id
 from rl_safe_workers.root_cause import RootCause, root_cause
 
 Reports = Mapping[RankId, RunError]
+_NAMED = 4
+"""Most ranks whose ends the verdict on a hang adds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,8 @@ class Diagnosis:
     """The next thing to do, in one line."""
     culprits: frozenset[RankId]
     """Ranks that the failure began with; empty if none is known."""
+    fault: Fault | None
+    """The kind of what has ended or stopped the first of these ranks; None if it is not known."""
     error: RunError | None
     """The root of what ranks have reported and of what became of their processes; None if nothing has failed."""
     ranks: Mapping[RankId, str]
@@ -94,6 +100,7 @@ def diagnose_answers(
     evidence: Path | None = None,
     phase: str | None = None,
     host_error: RunError | None = None,
+    endings: Callable[[], Mapping[RankId, Ending]] = dict,
 ) -> Diagnosis:
     """As `diagnose`, for processes on any machines.
 
@@ -104,6 +111,7 @@ def diagnose_answers(
         evidence: As for `diagnose`.
         phase: The phase that the host waits in; None if it is not known. What a rank has noted itself goes first.
         host_error: What the host's driver has failed with. It counts where no rank tells whom the failure began with.
+        endings: Returns why processes have ended, as far as the host knows. It is called after the other two.
     """
     reported: dict[RankId, RunError] = {}
     attempt(
@@ -113,6 +121,7 @@ def diagnose_answers(
     )
     answers = ask(patience_s)
     reported |= answers.reports
+    whys = _whys(endings(), answers, reported)
     known = {**_failures_of_processes(answers, phase), **reported}
     waiting = waiting_for_others(answers)
     busy = {one.rank_id for one in answers.ranks if _is_busy(one)} - known.keys() - waiting
@@ -129,7 +138,8 @@ def diagnose_answers(
             wait = replace(wait, missing=missing, arrived=wait.arrived | (wait.missing - missing))
         hang, found = judge(error, wait, answers, None)
         culprits = hang.culprits or wait.missing or frozenset(busy - wait.arrived)
-        found["verdict"] = "; ".join([hang.verdict, *_other_phases(reported, culprits, wait.phase)])
+        ended = [f"{one}{why}" for one in sorted(culprits) if (why := _because(whys.get(one)))]
+        found["verdict"] = "; ".join([hang.verdict, *_other_phases(reported, culprits, wait.phase), *ended[:_NAMED]])
         if root is not None and not root.is_told:
             culprits -= known.keys()  # who has only waited is not to blame
     elif root is not None:
@@ -137,19 +147,27 @@ def diagnose_answers(
         # Where no culprit has said anything itself, another rank repeats what it has heard.
         said = [] if any(one in known for one in culprits) else [first_line(root.error)]
         names = [
-            f"{one}{home_of(one, answers)} {states.get(one) or _unseen(known.get(one), phase)}"
+            f"{one}{home_of(one, answers)} {states.get(one) or _unseen(known.get(one), phase)}{_because(whys.get(one))}"
             for one in sorted(culprits)
         ]
         # A rank that has failed says the phase itself.
         during = f"phase {phase}: " if phase is not None and culprits and not culprits & known.keys() else ""
         found = {"verdict": during + "; ".join([*names, *_others(answers, culprits, known), *said])}
         found["error"] = f"{type(error).__name__}: {error}"
-    advice = _advice(error, wait, culprits, answers)
+    fault = _fault(error, culprits, answers, whys)
+    advice = _advice(error, wait, culprits, answers, whys, fault)
     if evidence is not None:
         told = {} if host_error is None else {"driver": str(host_error)}
-        contents = {**found, "advice": advice, **told, "ranks": {str(one): state for one, state in states.items()}}
-        attempt("keeping the evidence", lambda: keep(answers, contents, evidence), timeout_s=patience_s)
-    return Diagnosis(verdict=found["verdict"], advice=advice, culprits=culprits, error=error, ranks=states)
+        contents = {
+            **found,
+            "advice": advice,
+            "fault": fault,
+            **told,
+            "ranks": {str(one): state for one, state in states.items()},
+            "endings": {str(one): str(ending) for one, ending in whys.items() if ending is not None},
+        }
+        attempt("keeping the evidence", lambda: keep(answers, contents, evidence, first=culprits), timeout_s=patience_s)
+    return Diagnosis(verdict=found["verdict"], advice=advice, culprits=culprits, error=error, fault=fault, ranks=states)
 
 
 def _root(known: Reports, busy: Collection[RankId], host_error: RunError | None, phase: str | None) -> RootCause | None:
@@ -199,12 +217,11 @@ def _is_busy(one: RankProcess) -> bool:
 
 def _other_phases(reported: Reports, culprits: Collection[RankId], phase: str | None) -> list[str]:
     """Returns, in words, the other phases that culprits have waited in; empty if none is known."""
-    reports = {one: reported[one] for one in sorted(culprits) if one in reported}
-    return [
-        f"{one} waited in phase {report.phase}"
-        for one, report in reports.items()
-        if isinstance(report, PhaseTimeoutError) and report.phase != phase
-    ]
+    phases: dict[str, list[RankId]] = {}
+    for one in culprits:
+        if isinstance(report := reported.get(one), PhaseTimeoutError) and report.phase != phase:
+            phases.setdefault(report.phase, []).append(one)
+    return [f"{name_ranks(ranks)} waited in phase {other}" for other, ranks in sorted(phases.items())]
 
 
 def _others(answers: Answers, culprits: Collection[RankId], known: Reports) -> list[str]:
@@ -273,6 +290,9 @@ def _state(one: RankProcess, report: RunError | None, phase: str | None) -> str:
         return f"failed in phase {report.phase} at {report.place or 'an unknown line'}: {line}"
     phase = one.phase or phase
     during = "" if phase is None else f" in phase {phase}"
+    if report is not None and _is_of_host(report) and not one.is_gone:
+        # Its host no longer reaches it: it is about to end.
+        return f"died{during}" + ("" if one.last_place is None else f", last seen at {one.last_place}")
     if not one.is_stopped:
         return one.where(during)
     if one.stack is not None and one.stack.place is not None:
@@ -287,13 +307,58 @@ def _unseen(report: RunError | None, phase: str | None) -> str:
     return "is unknown here"
 
 
-def _advice(error: RunError | None, wait: Wait | None, culprits: Collection[RankId], answers: Answers) -> str:
+def _because(ending: Ending | None) -> str:
+    return f": {ending}" if ending is not None and ending.is_known else ""
+
+
+def _whys(of_host: Mapping[RankId, Ending], answers: Answers, reported: Reports) -> dict[RankId, Ending | None]:
+    """Returns why processes have ended, of ranks that have not said themselves what they failed with."""
+    of_machine = {one.rank_id: one.ending for one in answers.ranks if one.ending is not None}
+    silent = {one for one in (*of_host, *of_machine) if one not in reported or _is_of_host(reported[one])}
+    return {one: joined(of_host.get(one), of_machine.get(one)) for one in sorted(silent)}
+
+
+def _fault(
+    error: RunError | None,
+    culprits: Collection[RankId],
+    answers: Answers,
+    whys: Mapping[RankId, Ending | None],
+) -> Fault | None:
+    """Returns the kind of the first culprit's failure: how its process has ended, else what it has raised."""
+    if any(one.kernel_wait for one in answers.ranks if one.rank_id in culprits):
+        return Fault.ASLEEP
+    endings = [ending for one in sorted(culprits) if (ending := whys.get(one)) is not None and ending.is_known]
+    if endings:
+        return endings[0].fault
+    if isinstance(error, RankError) and isinstance(error.cause, Raised) and error.rank_id in culprits:
+        found = fault_of_exception(error.text)
+        return None if found.tier > 0 or found is Fault.RAISED else found
+    return None
+
+
+def _is_of_host(report: RunError) -> bool:
+    """Returns True if a report is not the rank's own: a dead rank reports nothing."""
+    return isinstance(report, RankError) and isinstance(report.cause, Died)
+
+
+def _advice(
+    error: RunError | None,
+    wait: Wait | None,
+    culprits: Collection[RankId],
+    answers: Answers,
+    whys: Mapping[RankId, Ending | None],
+    fault: Fault | None,
+) -> str:
     """Returns what to do, in one line."""
+    if fault is not None:
+        return ADVICE[fault]
+    endings = [ending for one in sorted(culprits) if (ending := whys.get(one)) is not None]
     node = home_of(min(culprits), answers).removeprefix(" on ") if culprits else ""
     cause = error.cause if isinstance(error, RankError) else None
-    if isinstance(cause, Died):
+    if isinstance(cause, Died) or endings:
+        why = endings[0] if endings else "nothing of the rank's own says why"
         return (
-            f"nothing of the rank's own says why: look in the kernel's log of {node or 'its machine'} for the OOM "
+            f"{why}: look in the kernel's log of {node or 'its machine'} for the OOM "
             "killer, in Ray's logs for the end of its output, and for somebody who kills processes there"
         )
     if isinstance(cause, Stopped):

@@ -120,7 +120,11 @@ def works_waited_in(records: Mapping[int, Record], missing: Collection[int]) -> 
         By rank, where there is one: the oldest that has not ended; else the last, if no missing rank has begun it.
     """
     found = {}
-    behind = [records[rank] for rank in missing if rank in records]
+    behind = [records[rank].begun for rank in missing if rank in records]
+    begun: dict[str, int] = {}
+    for theirs in behind:
+        for group, number in theirs.items():
+            begun[group] = max(number, begun.get(group, 0))
     for rank, record in records.items():
         if record.under_way is not None:
             found[rank] = record.under_way
@@ -128,7 +132,7 @@ def works_waited_in(records: Mapping[int, Record], missing: Collection[int]) -> 
             (last := record.last) is not None
             and behind
             and rank not in missing
-            and last.number > max(theirs.begun.get(last.group, 0) for theirs in behind)
+            and last.number > begun.get(last.group, 0)
         ):
             found[rank] = last
     return found

@@ -94,7 +94,7 @@ def collect_evidence(
             _add(found, name, tell, max(_FACTS_S, deadline.remaining().total_seconds() / 2))
         hangs.append(hang)
         # Last: the folder's storage may be what the run hangs in, and the files of thousands of ranks take a while.
-        keep(answers, found, target)
+        keep(answers, found, target, first=hang.culprits or wait.missing or ())
 
     attempt("collecting the evidence of the hang", collect, timeout_s=patience_s)
     return hangs[0] if hangs else None
@@ -184,13 +184,14 @@ def _culprits(missing: Collection[RankId], answers: Answers) -> frozenset[RankId
     return frozenset(filter(is_known, missing))
 
 
-def keep(answers: Answers, found: Mapping[str, Any], target: Path) -> None:
-    """Writes the evidence.
+def keep(answers: Answers, found: Mapping[str, Any], target: Path, *, first: Collection[RankId] = ()) -> None:
+    """Writes the evidence, the most telling files first: those of thousands of ranks may not all be written in time.
 
     Args:
         answers: What the ranks have answered.
         found: For ``verdict.json``.
         target: A folder of ours, made if need be; what an earlier run has kept there goes, other files stay.
+        first: Ranks whose files are written before those of others.
     """
     target.mkdir(parents=True, exist_ok=True)
     if target.is_symlink():
@@ -199,12 +200,13 @@ def keep(answers: Answers, found: Mapping[str, Any], target: Path) -> None:
         if _EVIDENCE.fullmatch(path.name):
             path.unlink()  # of an earlier run by the same name
     (target / "verdict.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    for one in answers.ranks:
+    for one in sorted(answers.ranks, key=lambda one: one.rank_id not in first):
         (target / stack_file(one.rank_id)).write_text(
             one.text or f"no stack: the process is {one.status}\n", encoding="utf-8"
         )
+    numbers = {str(rank) for rank in _training_ranks(first)}
     for flights in (lambda: answers.flights, *answers.more_flights):
-        for name, contents in flights().items():
+        for name, contents in sorted(flights().items(), key=lambda item: item[0].rpartition("_")[2] not in numbers):
             (target / name).write_bytes(zlib.decompress(contents))
 
 

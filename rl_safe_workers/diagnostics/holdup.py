@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterable, Sequence
 from signal import SIGABRT, SIGTERM
 
 from rl_safe_workers.diagnostics.explanation import Explanation, Row
+from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault
 from rl_safe_workers.diagnostics.onlooker import Members, Sighting, Standing
 from rl_safe_workers.ranks import format_ranks
 
 _ADVICE = {
     Standing.GONE: "look for its error in its log, and end the others: they wait for a process that is gone",
     Standing.STOPPED: "continue it (kill -CONT PID), or end its debugger",
-    Standing.ASLEEP: "look at the storage or the device that it waits for: no signal ends such a process before that",
+    Standing.ASLEEP: ADVICE[Fault.ASLEEP],
     Standing.ELSEWHERE: "look at that line: the others go on once the rank reaches the collective",
     Standing.IDLE: "look at the driver: it has called the other actors, and not this one",
 }
@@ -27,7 +28,7 @@ _OTHERWISE = (
 _CAUSES = {
     Standing.GONE: "process gone",
     Standing.STOPPED: "process stopped",
-    Standing.ASLEEP: "uninterruptible sleep",
+    Standing.ASLEEP: str(Fault.ASLEEP),
     Standing.ELSEWHERE: "rank outside the collective",
     Standing.IDLE: "actor not called",
 }

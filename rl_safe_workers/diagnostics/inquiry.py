@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -24,12 +25,16 @@ from rl_safe_workers.diagnostics.answering import (
     GLOO_FLIGHTS,
     GLOO_REQUESTS,
     STACK_SIGNAL,
+    kills_file,
+    last_noted_s,
     read_failure,
     read_phase,
     read_place,
     stack_file,
 )
+from rl_safe_workers.diagnostics.endings import Ending, ending_of, look_around
 from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
+from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_spy
 from rl_safe_workers.errors import RunError
 from rl_safe_workers.foreign_files import read_foreign
@@ -37,6 +42,7 @@ from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.processes import run_processes
 
 _LOOK_S = 0.1
+_KERNEL_LOOK_S = 0.5
 _GONE = "gone"
 _UNKNOWN = "unknown"
 _FLIGHT_BYTES, _STACK_BYTES = 2**28, 2**24
@@ -73,6 +79,10 @@ class RankProcess:
     """The line of code that it was at half a second before it was last able to say so."""
     phase: str | None = None
     """The phase that it has noted; None: outside of phases, or it notes none."""
+    ending: Ending | None = None
+    """Why it has ended, as far as its machine knows; None if it lives, or nobody has looked."""
+    kernel_wait: str = ""
+    """The end of a sentence about its wait in the kernel, if it sleeps there and nothing can interrupt it."""
 
     @property
     def is_gone(self) -> bool:
@@ -98,10 +108,12 @@ class RankProcess:
         if self.is_gone:
             return f"{self._end()}{during}{self._last_seen()}"
         notable = f", {self.status}" if self.is_stopped or self.status == psutil.STATUS_DISK_SLEEP else ""
+        notable += f": {self.kernel_wait}" if self.kernel_wait else ""
         if self.status == _UNKNOWN:
             return f"could not be looked at in time{self._last_seen()}"
         if self.stack is None or self.stack.place is None:
-            return f"gives no stack, {self.status}{self._last_seen()}"
+            asleep = f": {self.kernel_wait}" if self.kernel_wait else ""
+            return f"gives no stack, {self.status}{self._last_seen()}{asleep}"
         if not self.stack.is_in_a_call:
             return f"is in no call{notable}"
         if self.stack.op is None and self.waits_for_others:
@@ -140,6 +152,17 @@ class Answers:
     last_places: Mapping[RankId, str] = field(default_factory=dict)
     """The line of code that each rank was last seen at, of ranks without a process, too."""
 
+    @classmethod
+    def of_nodes(cls, told: Sequence[Answers]) -> Answers:
+        """Joins the answers of several nodes, each with ranks of its own."""
+        return cls(
+            ranks=sorted((rank for one in told for rank in one.ranks), key=lambda rank: rank.rank_id),
+            records={rank: record for one in told for rank, record in one.records.items()},
+            flights={name: contents for one in told for name, contents in one.flights.items()},
+            reports={rank: report for one in told for rank, report in one.reports.items()},
+            last_places={rank: place for one in told for rank, place in one.last_places.items()},
+        )
+
 
 def ask_ranks(
     find: Callable[[], Iterable[RankProcess]],
@@ -147,6 +170,7 @@ def ask_ranks(
     patience_s: float,
     folder: Path | None = None,
     call_frame: CallFrame | None = None,
+    logs: Path | None = None,
 ) -> Answers:
     """Asks the processes of ranks on this machine where they are.
 
@@ -155,8 +179,9 @@ def ask_ranks(
         patience_s: Longest wait, in seconds. What is known by then is returned.
         folder: Where ranks that have ended may have left their last places.
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
+        logs: The folder of Ray's logs on this machine, which tell how a process has ended; None: there is none.
     """
-    inquiry = _Inquiry(call_frame, folder)
+    inquiry = _Inquiry(call_frame, folder, logs)
     # Even a look at a process may block, one at its environment, too.
     attempt("asking the ranks", lambda: inquiry.ask(find, 0.9 * patience_s), timeout_s=patience_s)
     flights = dict(inquiry.flights)
@@ -201,8 +226,8 @@ class _Inquiry:
         last_places: See `Answers.last_places`.
     """
 
-    def __init__(self, call_frame: CallFrame | None, folder: Path | None) -> None:
-        self._call_frame, self._folder = call_frame, folder
+    def __init__(self, call_frame: CallFrame | None, folder: Path | None, logs: Path | None) -> None:
+        self._call_frame, self._folder, self._logs = call_frame, folder, logs
         self._processes: dict[int, psutil.Process] = {}
         self.ranks: list[RankProcess] = []
         self.flights: dict[str, bytes] = {}
@@ -247,6 +272,32 @@ class _Inquiry:
         for rank in self.ranks:
             if rank.folder is not None and (report := read_failure(rank.folder, rank.rank_id)) is not None:
                 self.reports[rank.rank_id] = report
+        self._look_into_endings()
+        for rank in self.ranks:
+            if rank.status == psutil.STATUS_DISK_SLEEP:
+                # Bounded: some of the files there keep the reader until the process wakes up.
+                attempt(
+                    f"looking at process {rank.pid}", partial(self._look_into_kernel, rank), timeout_s=_KERNEL_LOOK_S
+                )
+
+    def _look_into_endings(self) -> None:
+        gone = [rank for rank in self.ranks if rank.is_gone and rank.exit_code != 0]
+        if not gone:
+            return
+        signs = look_around(self._logs)
+        for rank in gone:
+            folder = rank.folder or self._folder
+            rank.ending = ending_of(
+                rank.pid,
+                signs,
+                exit_code=rank.exit_code,
+                kills=None if folder is None else folder / kills_file(rank.rank_id),
+                noted_s=None if folder is None else last_noted_s(folder, rank.rank_id),
+            )
+
+    def _look_into_kernel(self, rank: RankProcess) -> None:
+        if (facts := look_at(rank.pid)).state in DISK_SLEEP:
+            rank.kernel_wait = facts.describe_wait()
 
     def _look_at(self, rank: RankProcess) -> None:
         """Asks the system for a process, and the host for its exit code; opens no file of the run."""

@@ -36,6 +36,7 @@ class Fault(StrEnum):
     SILENT_END = "process ended without a word"
     ABORTED = "abort"
     EXIT = "exit code"
+    ASLEEP = "uninterruptible sleep"
     DEADLINE = "deadline of ours"
     TIMEOUT = "timeout"
     PEER_LOST = "lost peer"
@@ -69,6 +70,7 @@ ADVICE: Mapping[Fault, str] = {
     Fault.SILENT_END: "look into the kernel's log of that node (dmesg) for an OOM kill, and for who sent SIGKILL",
     Fault.ABORTED: "look at the lines before it in its log",
     Fault.EXIT: "look at the end of that process's log",
+    Fault.ASLEEP: "look at the storage or the device that it waits for: no signal ends such a process before that",
     Fault.DEADLINE: "look at the ranks that it names; `verdict.json` has their places",
     Fault.TIMEOUT: "look at the rank that did not come: its log, its stack, its Flight Recorder file",
     Fault.PEER_LOST: "look for the log of the process that was lost: it is not here",
@@ -86,7 +88,7 @@ _PATTERNS: tuple[tuple[Fault, re.Pattern[str]], ...] = tuple(
         (Fault.NODE_LOST, r"CANCELLED AT \S+ DUE TO NODE FAILURE"),
         (Fault.TIME_LIMIT, r"CANCELLED AT \S+ DUE TO TIME LIMIT"),
         (Fault.XID, r"NVRM: Xid \(PCI:\S+\): (?P<detail>\d+)"),
-        (Fault.SIGNAL, r"^\*\*\* (?P<detail>SIG(SEGV|BUS|FPE|ILL)) received at time=(?P<unix>\d+)"),
+        (Fault.SIGNAL, r"^\*\*\* (?P<detail>SIG(SEGV|BUS|FPE|ILL|ABRT)) received at time=(?P<unix>\d+)"),
         (Fault.SIGNAL, r"^Fatal Python error: (?P<detail>Segmentation fault|Bus error)"),
         (Fault.SIGNAL, r"^\s*exitcode\s*: -\d+ \(pid: (?P<pid>\d+)\)\s+\((?P<detail>SIG\w+)\)"),
         (Fault.EXIT, r"^\s*exitcode\s*: (?P<detail>\d+) \(pid: (?P<pid>\d+)\)"),
@@ -96,10 +98,25 @@ _PATTERNS: tuple[tuple[Fault, re.Pattern[str]], ...] = tuple(
         (Fault.SHARED_MEMORY, r"(unable to (write to file|allocate shared memory)|No space left on device).*/dev/shm"),
         (Fault.DEVICE_ERROR, r"CUDA error: (an illegal|device-side assert|misaligned|unspecified launch)"),
         (Fault.SILENT_END, r"Reporting worker exit, worker id = (?P<worker>\w+),.*exit_type = SYSTEM_ERROR"),
+        (Fault.ABORTED, r"^Fatal Python error: (?P<detail>Aborted)"),
         (Fault.ABORTED, r"^terminate called (after throwing|without an active)"),
         (Fault.ASKED, r"Sending process (?P<pid>\d+) closing signal SIGTERM"),
     )
 )
+_OF_KERNEL: tuple[tuple[Fault, re.Pattern[str]], ...] = (
+    (Fault.XID, re.compile(r"NVRM: Xid \(PCI:\S+\): (?P<detail>\d+), pid='?(?P<pid>\d+)")),
+    (Fault.SIGNAL, re.compile(r"\[(?P<pid>\d+)\]: (?P<detail>segfault) at ")),
+    (Fault.SIGNAL, re.compile(r"\[(?P<pid>\d+)\] (?P<detail>general protection fault|trap invalid opcode) ip:")),
+)
+"""Lines of the kernel's log that name any process of the machine: they tell something about a known process alone."""
+_OF_RAY_EXIT: tuple[tuple[Fault, re.Pattern[str]], ...] = (
+    (Fault.RAY_MEMORY, re.compile(r"due to the node running low on memory")),
+    (Fault.ASKED, re.compile(r"The process receives a (?P<detail>SIGTERM)|exit_actor\(\) is called")),
+    (Fault.ASKED, re.compile(r"it was killed by `ray\.kill`|all references to the actor were removed")),
+    (Fault.EXIT, re.compile(r"Worker exits with an exit code (?P<detail>\d+)")),
+    (Fault.NODE_LOST, re.compile(r"its node has died|node it was running on is dead")),
+)
+"""Ray's words on a dead actor. Seen in Ray 2.60.0, each by such an end of an actor."""
 _OF_FOREIGN = {
     ForeignCause.TIMEOUT: Fault.TIMEOUT,
     ForeignCause.PEER_LOST: Fault.PEER_LOST,
@@ -130,6 +147,8 @@ _TYPES: tuple[tuple[re.Pattern[str], Fault], ...] = (
     (_RAY_ERROR, Fault.PEER_LOST),
 )
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(\([A-Za-z_][\w.]*\))?)(: (?P<text>.*))?$")
+_UNCAUGHT = re.compile(r"^\s*what\(\): +(.+)")
+"""The message of an exception that has ended a C++ program, such as torch's watchdog of NCCL."""
 _TIMES = (
     re.compile(r"^\W?(?P<ymd>\d{4}-\d\d-\d\d)[ T_](?P<hms>\d\d:\d\d:\d\d)([.,](?P<part>\d{1,6}))?"),
     re.compile(r"^\s*time\s+: (?P<ymd>\d{4}-\d\d-\d\d)_(?P<hms>\d\d:\d\d:\d\d)"),
@@ -187,6 +206,26 @@ def stripped(text: str) -> Line:
 def fault_of_line(text: str) -> LineFault | None:
     """Returns the failure that a line outside a traceback tells of; None if it tells of none."""
     for fault, pattern in _PATTERNS:
+        if (found := pattern.search(text)) is not None:
+            return _fault(fault, found.groupdict())
+    if (uncaught := _UNCAUGHT.match(text)) is not None and (
+        fault := fault_of_exception(f"RuntimeError: {uncaught[1]}")
+    ) != Fault.RAISED:
+        return LineFault(fault=fault)
+    return None
+
+
+def fault_of_kernel_line(text: str) -> LineFault | None:
+    """Returns the failure that a line of the kernel's log tells of, also if the process may be of another run."""
+    for fault, pattern in _OF_KERNEL:
+        if (found := pattern.search(text)) is not None:
+            return _fault(fault, found.groupdict())
+    return fault_of_line(text)
+
+
+def fault_of_ray_exit(text: str) -> LineFault | None:
+    """Returns the end that Ray tells of a dead actor; None if Ray has only seen that it is gone."""
+    for fault, pattern in _OF_RAY_EXIT:
         if (found := pattern.search(text)) is not None:
             return _fault(fault, found.groupdict())
     return None

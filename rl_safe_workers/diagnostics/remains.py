@@ -152,13 +152,28 @@ def _read_log(path: Path, source: str, found: _Found) -> None:
     if found.read_bytes > _TOTAL_BYTES:
         found.notes.append(f"not read: {source} (1 GiB of logs was read before)")
         return
+    found.events += events_of_log(path, source, found)
+
+
+def events_of_log(path: Path, source: str, found: _Found | None = None) -> list[Event]:
+    """Returns the failures that one log tells of, in its order.
+
+    Args:
+        path: The log. Of a long one the beginning and the end are read.
+        source: Its name, for the events.
+        found: Counts what was read; None: nobody does.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
     with open_foreign(path) as file:
         status = os.fstat(file.fileno())
         blocks = list(_blocks(file, status.st_size))
-    found.read_bytes += sum(len(block) for _, block in blocks)
-    found.logs += 1
+    if found is not None:
+        found.read_bytes += sum(len(block) for _, block in blocks)
+        found.logs += 1
     if any(b"\0" in block[:4096] for _, block in blocks):
-        return  # no text
+        return []  # no text
     who = _who_of(source)
     reader = _LogReader(
         source=source, who=who, changed_s=status.st_mtime, of_ray=_OF_RAY.fullmatch(path.name) is not None
@@ -166,7 +181,7 @@ def _read_log(path: Path, source: str, found: _Found) -> None:
     for start, block in blocks:
         lines = block.decode("utf-8", errors="replace").splitlines()
         reader.read(lines, "" if start == 0 else "~")
-    found.events += reader.finish()
+    return reader.finish()
 
 
 def _blocks(file: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -43,20 +43,50 @@ def _limits(own: Path | None = None) -> Iterator[tuple[int, int]]:
     A container may see its own group at the top, while its path is the one outside: what is not there is passed over.
     Without a limit there is ``max``, or in version 1 a number that is larger than any memory.
     """
-    own = own or OWN_CGROUP
-    for line in own.read_text(encoding="utf-8").splitlines() if own.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        group = PurePosixPath(path.lstrip("/"))
-        if not controllers:
-            folder, limit, used, prefix = CGROUP, "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):
-            folder, limit, used, prefix = CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-        else:
-            continue
+    for folder, group, is_unified in _groups(own or OWN_CGROUP):
+        limit, used, prefix = (
+            ("memory.max", "memory.current", "")
+            if is_unified
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        )
         for place in (folder / group, *(folder / parent for parent in group.parents)):
             most, now = _number(place / limit), _number(place / used)
             if most is not None and now is not None:
                 yield most, now - _cached(place / "memory.stat", prefix)
+
+
+def _groups(own: Path) -> Iterator[tuple[Path, PurePosixPath, bool]]:
+    """Yields each hierarchy of memory groups, the process's group in it, and True for version 2."""
+    for line in own.read_text(encoding="utf-8").splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        group = PurePosixPath(path.lstrip("/"))
+        if not controllers:
+            yield CGROUP, group, True
+        elif "memory" in controllers.split(","):
+            yield CGROUP / "memory", group, False
+
+
+def oom_kills(files: Iterable[Path] | None = None) -> dict[Path, int]:
+    """Returns how many processes the kernel has killed for want of memory, by the file of a control group that counts.
+
+    Args:
+        files: The files; None: that of this process's group or, in a container that does not see it, of the first
+            group around it that is there.
+    """
+    if files is None:
+        files = (
+            next(
+                (file for place in (group, *group.parents) if (file := folder / place / name).is_file()), folder / name
+            )
+            for folder, group, is_unified in _groups(OWN_CGROUP)
+            for name in ("memory.events" if is_unified else "memory.oom_control",)
+        )
+    found = {}
+    for file in files:
+        rows = dict(line.split() for line in file.read_text(encoding="utf-8").splitlines()) if file.is_file() else {}
+        if "oom_kill" in rows:
+            found[file] = int(rows["oom_kill"])
+    return found
 
 
 def _number(path: Path) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 
@@ -25,6 +26,7 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.ranks import RankId, Role, joint_ids, trainer_id, trainer_ids
+from rl_safe_workers.root_cause import report_from_text
 
 R0, R1 = RankId(Role.ROLLOUT, 0), RankId(Role.ROLLOUT, 1)
 WORLD = Awaited("training world", frozenset(trainer_ids(range(8))))
@@ -54,8 +56,30 @@ def test_a_timeout_names_what_was_waited_for_and_the_setting(error: PhaseTimeout
 
 @pytest.mark.parametrize("error", [late(WORLD), late(JOINT, R1, trainer_id(0), detail="x"), late(Awaited("a node"))])
 def test_a_timeout_is_the_same_for_the_rank_that_is_told(error: PhaseTimeoutError) -> None:
-    copy = PhaseTimeoutError.from_json(json.loads(json.dumps(error.as_json())))
-    assert (vars(copy), str(copy)) == (vars(error), str(error))
+    for copy in (
+        PhaseTimeoutError.from_json(json.loads(json.dumps(error.as_json()))),
+        pickle.loads(pickle.dumps(error)),
+    ):
+        assert (type(copy), vars(copy), str(copy)) == (PhaseTimeoutError, vars(error), str(error))
+
+
+def test_timeouts_of_thousands_of_ranks_share_the_names_of_the_others() -> None:
+    ranks = trainer_ids(range(4096))
+    error = late(Awaited("training world", frozenset(ranks)), *ranks[1:])
+    error.add_note("kept")
+    fields, pickled = json.dumps(error.as_json()), pickle.dumps(error)
+    assert max(len(fields), len(pickled)) < 1024
+    first, second, third = pickle.loads(pickled), pickle.loads(pickled), PhaseTimeoutError.from_json(json.loads(fields))
+    assert first.awaited.members is second.awaited.members is third.awaited.members
+    assert first.missing is second.missing is third.missing
+    assert first.__notes__ == ["kept"]
+
+
+@pytest.mark.parametrize("text", ["0-131072", "0-131071, 7", "1-", "all", "-1", [0, 1], 7])
+def test_ranks_that_are_no_ranges_are_refused(text: object) -> None:
+    told = json.dumps({"late": {**late(WORLD).as_json(), "missing": {"trainer": text}}})
+    with pytest.raises(ValueError, match="no report of a rank|ranks|invalid literal"):
+        report_from_text(told)
 
 
 def test_a_timeout_can_name_fewer_ranks() -> None:

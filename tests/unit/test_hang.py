@@ -22,7 +22,7 @@ import pytest
 
 from rl_safe_workers.diagnostics import inquiry
 from rl_safe_workers.diagnostics.flight_recorder import Record, Work, works_waited_in
-from rl_safe_workers.diagnostics.hang import Hang, collect_evidence, verdict, wait_of
+from rl_safe_workers.diagnostics.hang import Hang, collect_evidence, keep, verdict, wait_of
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks, processes_of_run
 from rl_safe_workers.diagnostics.stacks import Stack
 from rl_safe_workers.driver.cluster.actors import CALL_FRAME
@@ -471,6 +471,14 @@ def test_files_of_other_nodes_follow_the_verdict(tmp_path: Path) -> None:
     answers = Answers(more_flights=[lambda: flights])
     assert collect(timeout(), tmp_path, ask=lambda patience_s: answers) is not None
     assert (tmp_path / "hang" / "flight_nccl_1").read_bytes() == b"record"
+
+
+def test_the_culprits_files_are_kept_before_those_of_others(tmp_path: Path) -> None:
+    flights = {"flight_nccl_0": b"no zlib", "flight_nccl_11": b"no zlib", "flight_nccl_1": zlib.compress(b"record")}
+    for answers in (Answers(flights=flights), Answers(more_flights=[lambda: flights])):
+        with pytest.raises(zlib.error):
+            keep(answers, {}, tmp_path, first=[trainer_id(1)])
+        assert (tmp_path / "flight_nccl_1").read_bytes() == b"record"
 
 
 def test_ranks_that_all_wait_in_collectives_are_all_named(start: Start, tmp_path: Path) -> None:

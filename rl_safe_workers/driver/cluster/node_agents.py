@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,8 @@ class NodeAgents:
                 continue
             told.append(answers)
             more.append(partial(ray.get, flights))
-        return Answers(
-            ranks=sorted((rank for one in told for rank in one.ranks), key=lambda rank: rank.rank_id),
-            records={rank: record for one in told for rank, record in one.records.items()},
-            last_places={rank: place for one in told for rank, place in one.last_places.items()},
-            more_flights=more,
-            silent=[str(node) for node in self._nodes if node in silent],
-        )
+        silent_nodes = [str(node) for node in self._nodes if node in silent]
+        return replace(Answers.of_nodes(told), more_flights=more, silent=silent_nodes)
 
     def keep_logs(self, target: Path, *, timeout_s: float, lost: Sequence[Node] = ()) -> None:
         """Writes the end of the output of the run's processes to ``<target>/<address of the node>/``.

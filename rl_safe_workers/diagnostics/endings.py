@@ -1,0 +1,264 @@
+"""Why a process has ended, as far as its machine and its host know. Each source gives a `Fault` and its evidence.
+
+    the kernel's log     an OOM kill, a segmentation fault, a GPU's Xid: where this user may read it
+    its own log          the end of its standard error, which Ray keeps in a file for each worker
+    its exit code        a signal, where its parent can tell
+    its control group    the number of OOM kills in it, compared with the number at the process's start
+    its host             what Ray says of a dead actor: given to `joined`
+
+What none of them tells is not guessed: the `Ending` then says what has been looked at.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from rl_safe_workers.diagnostics.log_lines import Fault, LineFault, fault_of_kernel_line, fault_of_ray_exit
+from rl_safe_workers.diagnostics.proc_facts import signal_name
+from rl_safe_workers.diagnostics.remains import events_of_log
+from rl_safe_workers.findings import counted
+from rl_safe_workers.foreign_files import printable, read_foreign
+from rl_safe_workers.platforms.host_memory import CGROUP, oom_kills
+
+_KERNEL_LOG = Path("/dev/kmsg")
+_RECORD_BYTES, _MOST_RECORDS = 8192, 50_000
+_SAID_CHARACTERS = 200
+_KILLS_BYTES = 2**16
+_SLACK_S = 60.0
+"""The kernel's clock and the wall clock may differ by so much; older lines are about an earlier process of that id."""
+_VICTIM = re.compile(r"Killed process \d+ \((?P<name>[^)]*)\).*anon-rss:(?P<kib>\d+)kB")
+_SHARED_MEMORY, _FULL_BYTES = Path("/dev/shm"), 2**20
+"""A file system with less than so many bytes left counts as full."""
+_OF_BUS_ERROR = ("SIGBUS", "Bus error")
+_SIGKILL = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Why a process has ended.
+
+    Example: ``Ending(fault=Fault.OOM_KILL, said="the kernel killed python, which had 12.3 GiB")``
+    """
+
+    fault: Fault
+    """`Fault.SILENT_END` if the reason is not known."""
+    said: str
+    """The evidence; if the reason is not known, why it is not."""
+    detail: str = ""
+    """A signal or a code."""
+
+    @property
+    def is_known(self) -> bool:
+        """True if some source tells the reason."""
+        return self.fault is not Fault.SILENT_END
+
+    def __str__(self) -> str:
+        if not self.is_known:
+            return f"why is not known, because {self.said}"
+        return f"{f'{self.fault} {self.detail}'.strip()}: {self.said}"
+
+
+class KernelLine(NamedTuple):
+    """A line of the kernel's log."""
+
+    at_s: float
+    """Unix time in seconds."""
+    text: str
+
+
+class KernelLog(NamedTuple):
+    """The lines of the kernel's log, or why there are none."""
+
+    lines: Sequence[KernelLine]
+    complaint: str = ""
+    """Empty if it could be read."""
+
+
+class Signs(NamedTuple):
+    """What a machine knows of processes that have ended on it."""
+
+    kernel: KernelLog
+    shared_free_bytes: int | None
+    """Bytes that ``/dev/shm`` has left; None: nobody knows."""
+    logs: Path | None = None
+    """The folder of Ray's logs; None: there is none."""
+
+
+def look_around(logs: Path | None = None) -> Signs:
+    """Reads what this machine knows of ended processes. Takes milliseconds.
+
+    Args:
+        logs: The folder of Ray's logs on this machine; None: there is none.
+    """
+    free = None
+    with suppress(OSError):
+        about = os.statvfs(_SHARED_MEMORY)
+        free = about.f_bavail * about.f_frsize
+    return Signs(kernel=read_kernel_log(), shared_free_bytes=free, logs=logs)
+
+
+def read_kernel_log(path: Path = _KERNEL_LOG) -> KernelLog:
+    """Reads the kernel's log, oldest line first."""
+    lines: list[KernelLine] = []
+    started_s = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return KernelLog([], f"the kernel's log cannot be read ({error.strerror})")
+    try:
+        while len(lines) < _MOST_RECORDS:
+            try:
+                record = os.read(descriptor, _RECORD_BYTES)
+            except OSError as error:
+                if error.errno == errno.EPIPE:
+                    continue  # the kernel has overwritten the next record
+                if error.errno == errno.EAGAIN:
+                    break
+                return KernelLog(lines, f"the kernel's log cannot be read ({error.strerror})")
+            if not record:
+                break
+            head, _, text = record.decode("utf-8", errors="replace").partition(";")
+            fields = head.split(",")
+            if len(fields) > 2 and fields[2].isdecimal():
+                line = printable(text.partition("\n")[0])
+                lines.append(KernelLine(started_s + int(fields[2]) / 1e6, line))
+    finally:
+        os.close(descriptor)
+    return KernelLog(lines)
+
+
+def ending_of(pid: int, signs: Signs, *, exit_code: int | None, kills: Path | None, noted_s: float | None) -> Ending:
+    """Finds out why a process of this machine has ended.
+
+    Args:
+        pid: The process.
+        signs: What the machine knows.
+        exit_code: Its exit code, negative for a signal; None if nobody can tell.
+        kills: The file of its `answering.note_kills`; None: there is none.
+        noted_s: Unix time, in seconds, when it was last known to live; None if nobody knows.
+    """
+    since_s = 0.0 if noted_s is None else noted_s - _SLACK_S
+    faults = [
+        (found, line.text)
+        for line in signs.kernel.lines
+        if line.at_s >= since_s and (found := fault_of_kernel_line(line.text)) is not None
+    ]
+    own = [(found, text) for found, text in faults if found.pid == pid]
+    for wanted in (Fault.OOM_KILL, Fault.XID):
+        for found, text in own:
+            if found.fault is wanted:
+                return Ending(fault=wanted, said=_victim(text), detail=found.detail)
+    if (logged := _of_own_log(pid, signs)) is not None:
+        return logged
+    if own:
+        return _of_signal(own[-1][0].detail, _cut(own[-1][1]), signs)
+    if exit_code is not None and exit_code < 0 and exit_code != -_SIGKILL:
+        return _of_signal(signal_name(-exit_code), "its parent says so", signs)
+    if exit_code is not None and exit_code > 0:
+        return Ending(fault=Fault.EXIT, said="its parent says so", detail=str(exit_code))
+    more, is_counted = (0, False) if kills is None else _more_kills(kills)
+    if more > 0:
+        said = f"its control group counts {counted(more, 'kill')} since it began"
+        return Ending(fault=Fault.OOM_KILL, said=f"{said}{_others_killed(faults)}")
+    if noted_s is not None and (xid := _last_of(Fault.XID, faults)) is not None:
+        return Ending(fault=Fault.XID, said=_cut(xid[1]), detail=xid[0].detail)
+    reasons = [
+        signs.kernel.complaint or "the kernel's log does not name it",
+        "its control group counts no OOM kill" if is_counted else "nobody counts the OOM kills of its control group",
+        "no log of its own is here" if _own_log(pid, signs) is None else "its log ends without a word",
+    ]
+    return Ending(fault=Fault.SILENT_END, said=", ".join(reasons[:-1]) + f", and {reasons[-1]}")
+
+
+def ending_by_ray(text: str) -> Ending | None:
+    """Returns what Ray says of a dead actor's end; None if it has only seen that it is gone."""
+    if (found := fault_of_ray_exit(text)) is None:
+        return None
+    said = next((line for line in reversed(text.strip().splitlines()) if fault_of_ray_exit(line) is not None), text)
+    return Ending(
+        fault=found.fault, said=f"Ray says: {_cut(said.rpartition('Worker exit detail: ')[2])}", detail=found.detail
+    )
+
+
+def joined(of_host: Ending | None, of_machine: Ending | None) -> Ending | None:
+    """Returns the more telling of two endings of a process: what its host says, and what its machine has found."""
+    if of_host is not None and of_host.fault in (Fault.RAY_MEMORY, Fault.NODE_LOST):
+        return of_host  # on purpose, or with everything that could tell
+    if of_machine is not None and of_machine.is_known:
+        return of_machine
+    return of_host if of_host is not None and of_host.is_known else of_machine or of_host
+
+
+def _of_signal(name: str, said: str, signs: Signs) -> Ending:
+    """Returns the ending by a signal. A page of a full ``/dev/shm`` that cannot be had is a bus error, too."""
+    if name in _OF_BUS_ERROR and signs.shared_free_bytes is not None and signs.shared_free_bytes < _FULL_BYTES:
+        left = f"{signs.shared_free_bytes} bytes are left"
+        return Ending(fault=Fault.SHARED_MEMORY, said=f"{name} ({said}), and {left}")
+    fault = {"SIGABRT": Fault.ABORTED, "SIGTERM": Fault.ASKED, "SIGINT": Fault.ASKED}.get(name, Fault.SIGNAL)
+    return Ending(fault=fault, said=said, detail=name)
+
+
+def _own_log(pid: int, signs: Signs) -> Path | None:
+    """Returns the file of the standard error of one of Ray's workers."""
+    if signs.logs is None:
+        return None
+    return max(signs.logs.glob(f"worker-*-{pid}.err"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _of_own_log(pid: int, signs: Signs) -> Ending | None:
+    if (log := _own_log(pid, signs)) is None:
+        return None
+    events = [event for event in events_of_log(log, log.name) if not event.is_weak]
+    if not events:
+        return None
+    told = min(events, key=lambda event: event.order)
+    said = f"{told.text[:_SAID_CHARACTERS]}{f' at {told.place}' if told.place else ''}"
+    if told.fault is Fault.SIGNAL:
+        return _of_signal(told.detail, said, signs)
+    if told.fault is Fault.ABORTED:  # torch aborts a process that has waited in vain: the line before says for what
+        waits = [event.text for event in events if event.fault.tier >= 2 or event.fault is Fault.NCCL]
+        said = waits[-1][:_SAID_CHARACTERS] if waits else said
+    return Ending(fault=told.fault, said=said, detail=told.detail)
+
+
+def _last_of(fault: Fault, faults: Iterable[tuple[LineFault, str]]) -> tuple[LineFault, str] | None:
+    return next((one for one in reversed(list(faults)) if one[0].fault is fault and one[0].pid is None), None)
+
+
+def _others_killed(faults: Iterable[tuple[LineFault, str]]) -> str:
+    """Returns, in words, the last kill that the kernel's log has. A container counts processes otherwise than it."""
+    killed = [text for found, text in faults if found.fault is Fault.OOM_KILL and _VICTIM.search(text)]
+    return f"; the last in the kernel's log: {_victim(killed[-1])}" if killed else ""
+
+
+def _victim(text: str) -> str:
+    if (found := _VICTIM.search(text)) is not None:
+        return f"the kernel killed {found['name']}, which had {int(found['kib']) / 2**20:.1f} GiB"
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
+    return text.strip()[:_SAID_CHARACTERS]
+
+
+def _more_kills(file: Path) -> tuple[int, bool]:
+    """Returns the OOM kills since a process has noted them, and True if somebody counts them."""
+    try:
+        noted = json.loads(read_foreign(file, limit_bytes=_KILLS_BYTES, within=file.parent, uid=os.getuid()))
+    except (OSError, ValueError):
+        return 0, False
+    if not isinstance(noted, Mapping) or not noted:
+        return 0, False
+    known = {Path(name): kills for name, kills in noted.items() if isinstance(kills, int)}
+    places = [path for path in known if path.is_relative_to(CGROUP) and ".." not in path.parts]
+    now = oom_kills(places)
+    return max([now[path] - known[path] for path in now], default=0), bool(now)
