@@ -3,7 +3,7 @@
 Up to four files end up in a folder of the run on the rank's own machine:
 
     stack_<role>_<rank>.txt    the stacks of all threads, added each time that the rank gets `STACK_SIGNAL`
-    place_<role>_<rank>.txt    the last line of code that the rank noted, every half second; it outlives the process
+    place_<role>_<rank>.txt    the last line of code that the rank noted, and its process id; outlives the process
     flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups, once somebody asks
     failure_<role>_<rank>.json what the rank has failed with, if its host calls `leave_failure`
 
@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,8 +34,11 @@ STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank write its stacks. Ray's workers leave it alone; SIGUSR1 is taken by Ray Tune."""
 GLOO_FLIGHTS, GLOO_REQUESTS = "flight_gloo_", "request_gloo_"
 """The starts of the names of gloo's Flight Recorder files, and of the pipes that ask for them."""
-PLACE_EVERY_S = 0.5
-"""Seconds between two notes of where a rank is. A note takes some 0.4 ms."""
+ALIVE_EVERY_S = 0.5
+"""Seconds between two signs of life of a rank, and at least between two notes of where it is."""
+NOTE_SHARE = 0.004
+"""Largest share of one core for the notes. A note takes 0.5 ms with 2 threads and 5 ms with 40: the more it takes, the
+longer is the pause to the next one."""
 _PLACE_BYTES = 4096
 _FAILURE_BYTES = 2**20
 _STACKS_BYTES = 2**20
@@ -104,10 +108,11 @@ def read_failure(folder: Path, rank_id: RankId) -> RunError | None:
     return None
 
 
-def last_noted_s(folder: Path, rank_id: RankId) -> float | None:
-    """Returns the Unix time, in seconds, when a rank last noted where it is; None if it never did.
+def last_alive_s(folder: Path, rank_id: RankId) -> float | None:
+    """Returns the Unix time, in seconds, of a rank's last sign of life; None if there was none.
 
-    A process that has ended did so less than `PLACE_EVERY_S` later, unless it was stopped before.
+    A process that has ended did so less than `ALIVE_EVERY_S` later, unless it was stopped before. Its last note of
+    where it was may be older: a note of many threads is paced by its cost.
     """
     with suppress(OSError):
         return (folder / place_file(rank_id)).lstat().st_mtime
@@ -145,18 +150,21 @@ def _open(file: Path, flag: int) -> int:
 
 def _note_places(file: Path, call_frame: CallFrame | None) -> None:
     descriptor, scratch = _open(file, 0), os.memfd_create("stacks")
-    last = None
+    last, due_s = None, time.monotonic()
     pause = threading.Event()
     while True:
         with suppress(OSError):  # the disk is full: the next note may find room
-            if (place := _place_now(call_frame, scratch)) != last:
-                line = f"{place or ''}\n".encode(errors="replace")[:_PLACE_BYTES]
-                # In this order, so that a process killed in between leaves a line and a rest, never nothing.
-                os.pwrite(descriptor, line, 0)
-                os.ftruncate(descriptor, len(line))
-                last = place
+            if time.monotonic() >= due_s:
+                began_s = time.thread_time()
+                if (place := _place_now(call_frame, scratch)) != last:
+                    line = f"{place or ''}\n".encode(errors="replace")[:_PLACE_BYTES]
+                    # In this order, so that a process killed in between leaves a line and a rest, never nothing.
+                    os.pwrite(descriptor, line, 0)
+                    os.ftruncate(descriptor, len(line))
+                    last = place
+                due_s = time.monotonic() + (time.thread_time() - began_s) / NOTE_SHARE
             os.utime(descriptor)
-        pause.wait(PLACE_EVERY_S)
+        pause.wait(ALIVE_EVERY_S)
 
 
 def stack_of_call(call_frame: CallFrame) -> Stack | None:

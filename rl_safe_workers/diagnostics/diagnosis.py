@@ -19,7 +19,7 @@ from signal import SIGABRT
 from typing import Any
 
 from rl_safe_workers.control.deadline import attempt
-from rl_safe_workers.diagnostics.answering import PLACE_EVERY_S, last_noted_s
+from rl_safe_workers.diagnostics.answering import ALIVE_EVERY_S, last_alive_s
 from rl_safe_workers.diagnostics.flight_recorder import works_waited_in
 from rl_safe_workers.diagnostics.hang import Wait, home_of, judge, keep, wait_of, waiting_for_others
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
@@ -237,7 +237,7 @@ def _cause_of_end(one: RankProcess, answers: Answers) -> Cause:
 
 
 def _failure(one: RankProcess, cause: Cause, phase: str | None) -> RankError:
-    noted_s = None if one.folder is None else last_noted_s(one.folder, one.rank_id)
+    alive_s = None if one.folder is None else last_alive_s(one.folder, one.rank_id)
     return RankError(
         rank_id=one.rank_id,
         phase=phase or "unknown",
@@ -245,7 +245,7 @@ def _failure(one: RankProcess, cause: Cause, phase: str | None) -> RankError:
         text=one.where(),
         trace="",
         place=one.last_place,
-        raised_at=unix_now() if noted_s is None else noted_s + PLACE_EVERY_S,
+        raised_at=unix_now() if alive_s is None else alive_s + ALIVE_EVERY_S,
     )
 
 

@@ -69,7 +69,7 @@ class RankProcess:
     text: str = ""
     stack: Stack | None = None
     last_place: str | None = None
-    """The line of code that it was at half a second before it was last able to say so."""
+    """The line of code that it noted last while it was able to."""
 
     @property
     def is_gone(self) -> bool:
