@@ -45,7 +45,7 @@ from rl_safe_workers.worlds.training_world import device_of_world
 
 logger = logging.getLogger(__name__)
 
-MINUTES_5 = timedelta(minutes=5)
+MINUTES_5, SECONDS_10 = timedelta(minutes=5), timedelta(seconds=10)
 WORTH_A_WARNING = 64 * MIB
 """Bytes that `channel_limits` must save to be worth a warning."""
 _MOST = Features(
@@ -169,7 +169,11 @@ def _world_size() -> int:
 
 
 def bootstrap(
-    *, features: Features | None = None, max_ctas: Mapping[str, int] | None = None, timeout: timedelta = MINUTES_5
+    *,
+    features: Features | None = None,
+    max_ctas: Mapping[str, int] | None = None,
+    timeout: timedelta = MINUTES_5,
+    stopped: timedelta = SECONDS_10,
 ) -> BootstrapReport:
     """Connects every communicator for all op classes that it will carry.
 
@@ -187,6 +191,8 @@ def bootstrap(
         max_ctas: The limits that the groups were made with, by group name. They are used to predict the memory. None:
             those that NCCL's groups say themselves.
         timeout: Timeout of the whole call.
+        stopped: Longest time for which a rank may be stopped (SIGSTOP) from the first call on. The next rank on its
+            machine ends it then. 0: for ever.
 
     Returns:
         The cost of each op class of each group on this rank.
@@ -206,7 +212,9 @@ def bootstrap(
     trainer, lifecycle = script.trainer, script.trainer.lifecycle
     if not lifecycle.has_completed(Phase.WORLD):
         trainer.entry.adopt_world()
-        script.neighbours = Neighbours(trainer.entry.job_key, rank=trainer.training_rank)
+        script.neighbours = Neighbours(
+            trainer.entry.job_key, rank=trainer.training_rank, stop_limit_s=stopped.total_seconds()
+        )
     with lifecycle.enter(Phase.GROUPS):
         _agree_on_plan(trainer, features, max_ctas, check_memory=not script.groups)
     report = trainer.comms.bootstrap()

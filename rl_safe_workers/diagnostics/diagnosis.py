@@ -270,6 +270,8 @@ def _state(one: RankProcess, report: RunError | None, phase: str | None) -> str:
         line = (report.text.splitlines() or [""])[0]
         return f"failed in phase {report.phase} at {report.place or 'an unknown line'}: {line}"
     during = "" if phase is None else f" in phase {phase}"
+    if one.is_gone and isinstance(report, RankError) and isinstance(report.cause, Stopped):
+        return _was_stopped(report, during)
     if not one.is_stopped:
         return one.where(during)
     if one.stack is not None and one.stack.place is not None:
@@ -277,8 +279,14 @@ def _state(one: RankProcess, report: RunError | None, phase: str | None) -> str:
     return f"is stopped{during}" + ("" if one.last_place is None else f", last seen at {one.last_place}")
 
 
+def _was_stopped(report: RankError, during: str) -> str:
+    return f"{report.text}{during}" + ("" if report.place is None else f", last seen at {report.place}")
+
+
 def _unseen(report: RunError | None, phase: str | None) -> str:
     """Returns the same about a rank whose process has not been found."""
+    if isinstance(report, RankError) and isinstance(report.cause, Stopped):
+        return _was_stopped(report, "" if phase is None else f" in phase {phase}")
     if isinstance(report, RankError) and isinstance(report.cause, Died):
         return "died" + ("" if phase is None else f" in phase {phase}")
     return "is unknown here"
@@ -294,8 +302,9 @@ def _advice(error: RunError | None, wait: Wait | None, culprits: Collection[Rank
             "killer, in Ray's logs for the end of its output, and for somebody who kills processes there"
         )
     if isinstance(cause, Stopped):
-        pids = [str(one.pid) for one in answers.ranks if one.rank_id in culprits]
-        return f"find out what has sent SIGSTOP, such as a debugger or a scheduler; kill -CONT {' '.join(pids)} goes on"
+        pids = [str(one.pid) for one in answers.ranks if one.rank_id in culprits and not one.is_gone]
+        goes_on = f"kill -CONT {' '.join(pids)} goes on" if pids else "it was ended: see the setting timeouts.stopped"
+        return f"find out what has sent SIGSTOP, such as a debugger or a scheduler; {goes_on}"
     if isinstance(error, PhaseTimeoutError):
         return (
             f"if the phase only takes longer, raise {error.setting}; else see stack_<role>_<rank>.txt of who is named"

@@ -26,9 +26,11 @@ from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.diagnostics.answering import answer_when_asked
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
 from rl_safe_workers.diagnostics.inquiry import RankProcess
+from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
 from rl_safe_workers.errors import ResourceError, first_line
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
+from rl_safe_workers.reaping.processes import stat_of
 from rl_safe_workers.root_cause import root_cause
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ PATIENCE_S = 2.0
 _PREFIX = "rl_safe_ranks_"
 _VERDICT, _DONE = "verdict", "done"
 _ENTRY_BYTES = 64
+_ZOMBIE = "Z"
 _LOOK_S = 0.05
 
 
@@ -49,12 +52,15 @@ class Neighbours:
         evidence: Stacks, Flight Recorder files and ``verdict.json``, once somebody has judged.
     """
 
-    def __init__(self, key: str, *, rank: int) -> None:
+    def __init__(self, key: str, *, rank: int, stop_limit_s: float = 0.0) -> None:
         """Joins them, and lets them ask this process where it is; see `answer_when_asked`.
+
+        Each rank looks after the next one that is not stopped, and after the stopped ones between the two.
 
         Args:
             key: Names the job: the same on each rank, and secret.
             rank: The training rank.
+            stop_limit_s: Seconds after which a rank that is stopped is ended; 0: no rank is watched.
 
         Raises:
             ResourceError: If the folder is another user's.
@@ -67,7 +73,12 @@ class Neighbours:
         found = self.folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise ResourceError(f"{self.folder} is not a private folder of this user; remove it")
-        answer_when_asked(self.folder, trainer_id(rank))
+        self._others: list[RankProcess] = []
+        self._listed_ns = 0
+        """When the folder was changed that the others were listed in."""
+        self._has_left = False
+        watch = StopWatch(self.folder, stop_limit_s, self._stopped_after_me, before_end=self._judge_stop)
+        answer_when_asked(self.folder, trainer_id(rank), look=watch.look if stop_limit_s > 0 else lambda: None)
         (self.folder / f"process_{rank}").write_text(f"{os.getpid()} {psutil.Process().create_time()}")
 
     def judge(self, reports: Reports) -> Diagnosis | None:
@@ -96,6 +107,39 @@ class Neighbours:
             (self.evidence / _DONE).touch()
         return diagnosis
 
+    def _stopped_after_me(self) -> list[StoppedProcess]:
+        """Returns the stopped ranks between this one and the next that works, in the order of ranks."""
+        found: list[StoppedProcess] = []
+        if self._has_left:
+            return found
+        with suppress(FileNotFoundError):  # somebody has cleaned the folder for temporary files
+            changed_ns = self.folder.stat().st_mtime_ns
+            if changed_ns != self._listed_ns:
+                ranks = _ranks_of(self.folder)
+                self._others = [one for one in ranks if one.rank_id.rank > self._rank]
+                self._others += [one for one in ranks if one.rank_id.rank < self._rank]
+                self._listed_ns = changed_ns
+        for one in self._others:
+            if (stopped := stopped_process(one.pid, one.rank_id)) is not None:
+                found.append(stopped)
+            elif (stat := stat_of(one.pid)) is not None and stat.state != _ZOMBIE:
+                break
+        return found
+
+    def _judge_stop(self, stop: Stop) -> None:
+        """Judges the job while a rank that is about to be ended is still there, and says what has happened."""
+        rank_id = stop.process.rank_id
+        assert rank_id is not None, "a rank of this folder"
+        diagnosis = self.judge({rank_id: stop.failure(rank_id)})
+        if diagnosis is not None:
+            said = f"{diagnosis.verdict}\n{diagnosis.advice}\nevidence in {self.evidence}"
+            logger.error("rank %d: the job has failed on rank %d: %s", self._rank, rank_id.rank, said)
+
+    def stops(self) -> Reports:
+        """Returns the stops of ranks here that were ended for them, as their failures."""
+        found = ((stop.process.rank_id, stop) for stop in read_stops(self.folder))
+        return {rank_id: stop.failure(rank_id) for rank_id, stop in found if rank_id is not None}
+
     def _await_judge(self) -> None:
         deadline = Deadline.after(2 * PATIENCE_S)
         while not (self.evidence / _DONE).exists() and not deadline.expired:
@@ -103,6 +147,7 @@ class Neighbours:
 
     def leave(self) -> None:
         """Takes this rank out; the last one removes the folder. Evidence stays."""
+        self._has_left = True
         (self.folder / f"process_{self._rank}").unlink(missing_ok=True)
         if not any(self.folder.glob("process_*")) and not self.evidence.exists():
             shutil.rmtree(self.folder, ignore_errors=True)  # another rank may be about to do the same
@@ -121,6 +166,7 @@ def blame(
     Returns:
         The ranks, none if nobody knows; and a line, which a second one about what to do may follow.
     """
+    reports = {**reports, **({} if among is None else among.stops())}
     cause = root_cause(reports, pending=trainer_ids(silent))
     if among is not None and not (cause.is_told and cause.culprits <= reports.keys()):
         diagnosis = among.judge(reports)

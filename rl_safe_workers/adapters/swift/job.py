@@ -127,7 +127,11 @@ class SwiftJob(HostedTrainer):
                 )
                 self.trainer.add_part(self._given)
                 if not self._is_actor:
-                    self._neighbours = Neighbours(self.trainer.entry.job_key, rank=dist.get_rank())
+                    self._neighbours = Neighbours(
+                        self.trainer.entry.job_key,
+                        rank=dist.get_rank(),
+                        stop_limit_s=self.settings.timeouts.stopped,
+                    )
                 self.saves = PendingShards(self.trainer)
                 self.trainer.add_part(self.saves)
                 self._writer = ShardWriter(self.trainer.control, folders=_FOLDERS, pending=self.saves)
