@@ -271,7 +271,7 @@ def _state(one: RankProcess, report: RunError | None, phase: str | None) -> str:
         return f"failed in phase {report.phase} at {report.place or 'an unknown line'}: {line}"
     during = "" if phase is None else f" in phase {phase}"
     if one.is_gone and isinstance(report, RankError) and isinstance(report.cause, Stopped):
-        return _was_stopped(report, during)
+        return told_of_stop(report, during)
     if not one.is_stopped:
         return one.where(during)
     if one.stack is not None and one.stack.place is not None:
@@ -279,14 +279,20 @@ def _state(one: RankProcess, report: RunError | None, phase: str | None) -> str:
     return f"is stopped{during}" + ("" if one.last_place is None else f", last seen at {one.last_place}")
 
 
-def _was_stopped(report: RankError, during: str) -> str:
+def told_of_stop(report: RankError, during: str = "") -> str:
+    """Returns the end of a sentence about a rank that was ended because it was stopped.
+
+    Args:
+        report: The stop, as the rank's failure.
+        during: When it was stopped, e.g. ``" in phase train"``.
+    """
     return f"{report.text}{during}" + ("" if report.place is None else f", last seen at {report.place}")
 
 
 def _unseen(report: RunError | None, phase: str | None) -> str:
     """Returns the same about a rank whose process has not been found."""
     if isinstance(report, RankError) and isinstance(report.cause, Stopped):
-        return _was_stopped(report, "" if phase is None else f" in phase {phase}")
+        return told_of_stop(report, "" if phase is None else f" in phase {phase}")
     if isinstance(report, RankError) and isinstance(report.cause, Died):
         return "died" + ("" if phase is None else f" in phase {phase}")
     return "is unknown here"

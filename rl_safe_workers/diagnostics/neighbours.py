@@ -24,10 +24,10 @@ import psutil
 
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.diagnostics.answering import answer_when_asked
-from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
+from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
 from rl_safe_workers.diagnostics.inquiry import RankProcess
 from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
-from rl_safe_workers.errors import ResourceError, first_line
+from rl_safe_workers.errors import RankError, ResourceError, Stopped, first_line
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
 from rl_safe_workers.reaping.processes import stat_of
@@ -172,6 +172,8 @@ def blame(
         diagnosis = among.judge(reports)
         if diagnosis is not None and diagnosis.culprits:
             return diagnosis.culprits, f"{diagnosis.verdict}\n{diagnosis.advice}\nevidence in {among.evidence}"
+    if isinstance(cause.error, RankError) and isinstance(cause.error.cause, Stopped):
+        return cause.culprits, told_of_stop(cause.error)
     return cause.culprits, first_line(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"
 
 

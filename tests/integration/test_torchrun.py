@@ -19,8 +19,8 @@ import rl_safe_workers
 
 README = Path(__file__).parents[2] / "README.md"
 TIMEOUT_S = 120
-SLACK_S = 20.0
-"""Seconds for the verdict, torchrun's look every 5 s, and the end of the processes."""
+SLACK_S = 60.0
+"""Seconds for the verdict, torchrun's look every 5 s, and the end of the processes on a busy machine."""
 
 
 def _script() -> str:
@@ -125,6 +125,6 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_in_seconds(tmp_path: P
     told = re.findall(r"trainer rank 1 \(process (\d+)\) is stopped \(SIGSTOP\)", done.stderr)
     assert len(told) == 1, done.stderr
     line = script.splitlines().index(next(line for line in script.splitlines() if "SIGSTOP" in line)) + 1
-    assert "goes on" not in done.stderr
+    assert "goes on after" not in done.stderr
     verdict = rf"rank 0: the job has failed on rank 1: trainer rank 1 is stopped, last seen at script\.py:{line} \("
     assert len(re.findall(verdict, done.stderr)) == 1, done.stderr
