@@ -226,6 +226,7 @@ def bootstrap(
 def guard(phase: str = "train", *, watch_steps: int = 3, refuse: bool = False) -> Iterator[None]:
     """Raises if the bootstrap has not run; watches the first bodies for late allocations by collectives.
 
+    After each body of the phase ``train``, it looks at this process's memory. It warns of an owner that grows in each.
     Not collective.
 
     Args:
@@ -237,8 +238,11 @@ def guard(phase: str = "train", *, watch_steps: int = 3, refuse: bool = False) -
         LifecycleError: If `bootstrap` has not run, or groups were built since.
         CommunicatorError: If ``refuse``, and the bootstrap has left out something that a collective then allocated.
     """
-    with _require(phase).comms.watching(phase, steps=watch_steps, refuse=refuse):
+    trainer = _require(phase)
+    with trainer.comms.watching(phase, steps=watch_steps, refuse=refuse):
         yield
+    if phase == Phase.TRAIN:
+        trainer.memory.step()
 
 
 def teardown(*, timeout: timedelta = timedelta(seconds=60)) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
+METRIC = "rl_safe/memory_growth_mib"
+"""Name of the metric: MiB that the owner with the largest leak loses in a step; 0 if none was found."""
 _MIB = 2**20
 FLOOR_BYTES = 8 * _MIB
 """Smallest growth in a cycle that counts."""
