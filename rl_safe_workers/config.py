@@ -360,6 +360,8 @@ class PhaseTimeouts(Section):
     train: Seconds = 1800.0
     save: Seconds = 1800.0
     teardown: Seconds = 60.0
+    stopped: Annotated[float, Field(ge=0, le=30 * 24 * 3600)] = 10.0
+    """Longest time for which a process of the run may be stopped (SIGSTOP). It is ended then. 0: for ever."""
 
 
 class TimeoutsConfig(PhaseTimeouts):

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -28,7 +28,7 @@ from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import NO_VERDICT
-from rl_safe_workers.diagnostics.neighbours import Neighbours, blame
+from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, blame_for_the_end
 from rl_safe_workers.errors import CommunicatorError, ConfigError, LifecycleError, RlSafeError, RunError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cuda
@@ -45,7 +45,7 @@ from rl_safe_workers.worlds.training_world import device_of_world
 
 logger = logging.getLogger(__name__)
 
-MINUTES_5 = timedelta(minutes=5)
+MINUTES_5, SECONDS_10 = timedelta(minutes=5), timedelta(seconds=10)
 WORTH_A_WARNING = 64 * MIB
 """Bytes that `channel_limits` must save to be worth a warning."""
 _MOST = Features(
@@ -84,10 +84,16 @@ class _Script:
     """torch's names of the groups that the bootstrap has connected or left out."""
     neighbours: Neighbours | None = None
     """The ranks on this machine, once `bootstrap` has begun."""
-    failed_in: str | None = None
-    """The phase of the `guard` that this rank is in, or has left by an exception; None if the last one ended well."""
+    phase: str | None = None
+    """The phase that this rank is in, or has left by an exception; None: outside of phases."""
     not_ended: str | None = None
     """The reason why a teardown could not destroy the groups in order; None if there was no such teardown."""
+
+    def come_to(self, phase: str | None) -> None:
+        """Notes the phase that this rank is in, also for the others; None: it is outside of phases."""
+        self.phase = phase
+        if self.neighbours is not None:
+            self.neighbours.note(phase)
 
     def bound(self, timeout: timedelta) -> None:
         """Sets one deadline for all waits of a call."""
@@ -171,7 +177,11 @@ def _world_size() -> int:
 
 
 def bootstrap(
-    *, features: Features | None = None, max_ctas: Mapping[str, int] | None = None, timeout: timedelta = MINUTES_5
+    *,
+    features: Features | None = None,
+    max_ctas: Mapping[str, int] | None = None,
+    timeout: timedelta = MINUTES_5,
+    stopped: timedelta = SECONDS_10,
 ) -> BootstrapReport:
     """Connects every communicator for all op classes that it will carry.
 
@@ -189,6 +199,8 @@ def bootstrap(
         max_ctas: The limits that the groups were made with, by group name. They are used to predict the memory. None:
             those that NCCL's groups say themselves.
         timeout: Timeout of the whole call.
+        stopped: Longest time for which a rank may be stopped (SIGSTOP) from the first call on. The next rank on its
+            machine ends it then. 0: for ever.
 
     Returns:
         The cost of each op class of each group on this rank.
@@ -208,11 +220,16 @@ def bootstrap(
     trainer, lifecycle = script.trainer, script.trainer.lifecycle
     if not lifecycle.has_completed(Phase.WORLD):
         trainer.entry.adopt_world()
-        script.neighbours = Neighbours(trainer.entry.job_key, rank=trainer.training_rank)
+        script.neighbours = Neighbours(
+            trainer.entry.job_key, rank=trainer.training_rank, stop_limit_s=stopped.total_seconds()
+        )
+        script.neighbours.speak_before_sigterm()
+    script.come_to(Phase.BOOTSTRAP)
     with lifecycle.enter(Phase.GROUPS):
         _agree_on_plan(trainer, features, max_ctas, check_memory=not script.groups)
     report = trainer.comms.bootstrap()
     script.groups = frozenset(group.group.group_name for group in live_groups())
+    script.come_to(None)
     return report
 
 
@@ -220,6 +237,7 @@ def bootstrap(
 def guard(phase: str = "train", *, watch_steps: int = 3, refuse: bool = False) -> Iterator[None]:
     """Raises if the bootstrap has not run; watches the first bodies for late allocations by collectives.
 
+    After each body of the phase ``train``, it looks at this process's memory. It warns of an owner that grows in each.
     Not collective.
 
     Args:
@@ -232,10 +250,12 @@ def guard(phase: str = "train", *, watch_steps: int = 3, refuse: bool = False) -
         CommunicatorError: If ``refuse``, and the bootstrap has left out something that a collective then allocated.
     """
     trainer, script = _require(phase), _current()
-    script.failed_in = phase
+    script.come_to(phase)
     with trainer.comms.watching(phase, steps=watch_steps, refuse=refuse):
         yield
-    script.failed_in = None
+    script.come_to(None)
+    if phase == Phase.TRAIN:
+        trainer.memory.step()
 
 
 def teardown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
@@ -288,28 +308,47 @@ def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
         except Exception:
             abort_groups(trainer.world, timeout=_ABORT)
             raise
-    error = sys.exc_info()[1]
-    if leaving_on is not None and isinstance(error, Exception):
-        trainer.control.report_failure(error, phase=str(script.failed_in or trainer.lifecycle.last_failed or _OUTSIDE))
-    failed = trainer.teardown(leaving_on)
+    error, neighbours = sys.exc_info()[1], script.neighbours
+    with nullcontext() if neighbours is None or leaving_on is None else neighbours.ending():
+        if leaving_on is None:
+            script.come_to(Phase.TEARDOWN)
+        elif isinstance(error, Exception):
+            phase = str(script.phase or trainer.lifecycle.last_failed or _OUTSIDE)
+            trainer.control.report_failure(error, phase=phase)
+            if neighbours is not None:
+                neighbours.leave_failure(error, phase)
+        failed = trainer.teardown(leaving_on)
+        if failed:
+            _blame(script, failed, is_well=leaving_on is None)
     if failed:
-        _blame(script, failed)
         raise CommunicatorError("teardown: " + "; ".join(f"rank {other} {reason}" for other, reason in failed.items()))
-    if script.neighbours is not None:
-        script.neighbours.leave()
+    if neighbours is not None:
+        neighbours.leave()
 
 
-def _blame(script: _Script, failed: Mapping[int, str]) -> None:
+def _blame(script: _Script, failed: Mapping[int, str], *, is_well: bool) -> None:
     """Says with which rank the failure began, and where it is. Not collective."""
-    control = script.trainer.control
+    trainer, neighbours = script.trainer, script.neighbours
+    if neighbours is None:
+        return
     reports: dict[RankId, RunError] = {}
-    attempt("reading the failures", lambda: reports.update(control.reported_failures()), timeout_s=_HEARD_S)
+    attempt("reading the failures", lambda: reports.update(trainer.control.reported_failures()), timeout_s=_HEARD_S)
     silent = [rank for rank, reason in failed.items() if reason == NO_VERDICT]
-    if not reports or not silent:
-        return  # the error that is about to be raised says all
-    culprits, why = blame(reports, silent=silent, among=script.neighbours)
-    names = ", ".join(str(rank.rank) for rank in sorted(culprits)) or "?"
-    logger.error("rank %d: the script has failed on rank %s: %s", script.trainer.training_rank, names, why)
+    if reports and silent:
+        neighbours.say(*blame(reports, silent=silent, among=neighbours))
+    elif is_well and silent:
+        found = blame_for_the_end(
+            failed,
+            rank=trainer.training_rank,
+            size=trainer.training_size,
+            waited_s=trainer.deadline.waited_s,
+            setting="the timeout of teardown()",
+            among=neighbours,
+        )
+        if found is not None:
+            neighbours.say(*found[1:])
+    elif reports:
+        neighbours.say(*blame(reports, silent=(), among=neighbours))
 
 
 def _failure_in_flight() -> str | None:

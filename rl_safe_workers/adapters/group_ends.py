@@ -27,7 +27,7 @@ class GroupEnd(NamedTuple):
     """Ranks that have not."""
     waited_s: float
     text: str
-    """What went wrong; empty if all went well."""
+    """The errors of ranks; empty if all went well."""
 
 
 def end_of(calls: Sequence[Any], patience_s: float) -> GroupEnd:

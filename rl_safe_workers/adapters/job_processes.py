@@ -29,6 +29,7 @@ from rl_safe_workers import env
 from rl_safe_workers.adapters.job_inquiry import Place, ask_here
 from rl_safe_workers.compat.ray_tables import logs_folder
 from rl_safe_workers.diagnostics.inquiry import Answers
+from rl_safe_workers.diagnostics.stopped import MachineWatch
 from rl_safe_workers.errors import first_line
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
@@ -59,10 +60,16 @@ class MachineProcesses:
         self._run_id, self._since, self._folder = run_id, Moment.now(), folder
         self._guardian = Guardian(run_id, since=self._since, kill_after_s=KILL_AFTER_S)
         self._guardian.tell(folders=[folder])
+        self._watch: MachineWatch | None = None
 
-    def is_ready(self) -> bool:
-        """Returns True: the guardian runs."""
-        return True
+    def watch(self, stop_limit_s: float) -> None:
+        """Starts the watch for stopped processes, once.
+
+        Args:
+            stop_limit_s: Seconds after which a stopped process is ended; 0: none is watched.
+        """
+        if self._watch is None:
+            self._watch = MachineWatch(self._run_id, self._folder, stop_limit_s)
 
     def ask(self, places: Sequence[Place], patience_s: float) -> Answers:
         """As `ask_here`."""
@@ -75,6 +82,8 @@ class MachineProcesses:
             kill_after_s: Seconds between asking a process to end and killing it.
             stop: Ends some of the processes, e.g. ``ray.shutdown``. It is called first.
         """
+        if self._watch is not None:
+            self._watch.close()
         pids = {process.pid for process in run_processes(self._run_id)}
         segments = segments_of(pids)
         stop()
@@ -109,19 +118,24 @@ class JobProcesses:
     """
 
     def __init__(self, run_id: str) -> None:
-        """Watches over this machine; `watch_nodes` adds the others."""
+        """Looks after this machine; `watch_nodes` adds the others."""
         self._run_id, self.folder = run_id, folder_of(run_id)
         self._here = MachineProcesses(run_id, self.folder)
         self._nodes: dict[Any, str] = {}
         """The actor of each other node, with the node's address."""
 
-    def watch_nodes(self) -> None:
-        """Starts an actor on each other node of the cluster. Call it once Ray is up: before, nothing is done.
+    def watch_nodes(self, stop_limit_s: float) -> None:
+        """Starts an actor on each other node of the cluster, and the watch for stopped processes on each node.
 
-        If one cannot start, a warning names its node: there only Ray ends processes.
+        Call it once Ray is up: before, nothing is done. If an actor cannot start, a warning names its node: there only
+        Ray ends processes.
+
+        Args:
+            stop_limit_s: Seconds after which a stopped process of the job is ended; 0: none is watched.
         """
         if not ray.is_initialized():  # what follows would start it
             return
+        self._here.watch(stop_limit_s)
         here = ray.get_runtime_context().get_node_id()
         # The actor has no mark, because it ends every process that has the mark.
         options = {"num_cpus": 0, "runtime_env": {"env_vars": {env.RUN_ID: ""}}}
@@ -132,7 +146,7 @@ class JobProcesses:
             name = _name_of_keeper(self._run_id, node["NodeID"])
             actor = keeper.options(name=name, **options, scheduling_strategy=strategy).remote(self._run_id, self.folder)
             self._nodes[actor] = node["NodeManagerAddress"]
-        starting = {actor.is_ready.remote(): actor for actor in self._nodes}
+        starting = {actor.watch.remote(stop_limit_s): actor for actor in self._nodes}
         for actor, why in _failures(starting, _NODE_STARTS_S):
             node_name = self._nodes.pop(actor)
             logger.warning("on node %s nothing ends the job's processes but Ray: %s", node_name, why)

@@ -3,7 +3,7 @@
 Up to six files end up in a folder of the run on the rank's own machine:
 
     stack_<role>_<rank>.txt    the stacks of all threads, added each time that the rank gets `STACK_SIGNAL`
-    place_<role>_<rank>.txt    the last line of code that the rank noted, every half second; it outlives the process
+    place_<role>_<rank>.txt    the last line of code that the rank noted, and its process id; outlives the process
     phase_<role>_<rank>.txt    the phase that the rank is in, if its host calls `note_phase`; likewise
     flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups, once somebody asks
     kills_<role>_<rank>.json   the OOM kills of its control group when it began
@@ -18,9 +18,12 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,8 +40,12 @@ STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank write its stacks. Ray's workers leave it alone; SIGUSR1 is taken by Ray Tune."""
 GLOO_FLIGHTS, GLOO_REQUESTS = "flight_gloo_", "request_gloo_"
 """The starts of the names of gloo's Flight Recorder files, and of the pipes that ask for them."""
-PLACE_EVERY_S = 0.5
-"""Seconds between two notes of where a rank is. A note takes some 0.4 ms."""
+ALIVE_EVERY_S = 0.5
+"""Seconds between two signs of life of a rank, and at least between two notes of where it is."""
+NOTE_SHARE = 0.004
+"""Largest share of one core for the notes. A note takes 0.5 ms with 2 threads and 5 ms with 40: the more it takes, the
+longer is the pause to the next one."""
+_PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
 _PLACE_BYTES = 4096
 _FAILURE_BYTES = 2**20
 _STACKS_BYTES = 2**20
@@ -82,7 +89,7 @@ def note_phase(folder: Path, rank_id: RankId, phase: str | None) -> None:
         phase: The phase; None: it is outside of phases.
     """
     try:
-        descriptor = _open(folder / phase_file(rank_id), 0)
+        descriptor = open_anew(folder / phase_file(rank_id))
         try:
             os.write(descriptor, (phase or "").encode())
         finally:
@@ -104,6 +111,31 @@ def read_phase(folder: Path, rank_id: RankId) -> str | None:
     return None
 
 
+def ranks_by_process(folder: Path) -> dict[int, RankId]:
+    """Returns the ranks that have noted where they are, by the ids of their processes, dead or alive.
+
+    Args:
+        folder: What the ranks gave to `answer_when_asked`.
+    """
+    found = {}
+    for file in folder.glob("place_*.txt"):
+        with suppress(OSError):
+            text = read_foreign(file, limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
+            pid = text.decode("utf-8", errors="replace").split("\n")[1:2]
+            rank_id = rank_of_place(file.name)
+            if rank_id is not None and pid and pid[0].isdecimal():
+                found[int(pid[0])] = rank_id
+    return found
+
+
+def rank_of_place(name: str) -> RankId | None:
+    """Returns the rank whose `place_file` has a name; None if it is no such file."""
+    for role, pattern in _PLACES.items():
+        if (found := pattern.fullmatch(name)) is not None:
+            return RankId(role, int(found[1]))
+    return None
+
+
 def failure_file(rank_id: RankId) -> str:
     """Returns the name of the file that holds what a rank has failed with."""
     return f"failure_{rank_id.role}_{rank_id.rank}.json"
@@ -116,7 +148,7 @@ def kills_file(rank_id: RankId) -> str:
 
 def note_kills(folder: Path, rank_id: RankId) -> None:
     """Notes the OOM kills that this process's control group counts now, for the one who asks why it has ended."""
-    with os.fdopen(_open(folder / kills_file(rank_id), 0), "w", encoding="utf-8") as file:
+    with os.fdopen(open_anew(folder / kills_file(rank_id)), "w", encoding="utf-8") as file:
         json.dump({str(path): kills for path, kills in oom_kills().items()}, file)
 
 
@@ -132,7 +164,7 @@ def leave_failure(folder: Path, error: Exception, rank_id: RankId, phase: str) -
     text = report_to_text(report_of(error, rank_id, phase))
     unfinished = folder / f"unfinished_{failure_file(rank_id)}"
     try:
-        with os.fdopen(_open(unfinished, 0), "w", encoding="utf-8") as file:
+        with os.fdopen(open_anew(unfinished), "w", encoding="utf-8") as file:
             file.write(text)
         unfinished.rename(folder / failure_file(rank_id))
     except OSError as lost:
@@ -155,17 +187,24 @@ def read_failure(folder: Path, rank_id: RankId) -> RunError | None:
     return None
 
 
-def last_noted_s(folder: Path, rank_id: RankId) -> float | None:
-    """Returns the Unix time, in seconds, when a rank last noted where it is; None if it never did.
+def last_alive_s(folder: Path, rank_id: RankId) -> float | None:
+    """Returns the Unix time, in seconds, of a rank's last sign of life; None if there was none.
 
-    A process that has ended did so less than `PLACE_EVERY_S` later, unless it was stopped before.
+    A process that has ended did so less than `ALIVE_EVERY_S` later, unless it was stopped before. Its last note of
+    where it was may be older: a note of many threads is paced by its cost.
     """
     with suppress(OSError):
         return (folder / place_file(rank_id)).lstat().st_mtime
     return None
 
 
-def answer_when_asked(folder: Path, rank_id: RankId, call_frame: CallFrame | None = None) -> None:
+def answer_when_asked(
+    folder: Path,
+    rank_id: RankId,
+    call_frame: CallFrame | None = None,
+    *,
+    look: Callable[[], object] = lambda: None,
+) -> None:
     """Lets others find out where this process is. Call it once, on the main thread, early.
 
     Takes `STACK_SIGNAL` for itself: a handler that was there is replaced.
@@ -174,42 +213,51 @@ def answer_when_asked(folder: Path, rank_id: RankId, call_frame: CallFrame | Non
         folder: A folder of the run that only its user may write. The process keeps open what it makes there.
         rank_id: This process.
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
+        look: Called every `ALIVE_EVERY_S` on the thread of the notes, e.g. to look after another rank.
     """
     for name in (failure_file(rank_id), phase_file(rank_id)):
         (folder / name).unlink(missing_ok=True)  # of an earlier process
     note_kills(folder, rank_id)
-    stacks = _open(folder / stack_file(rank_id), os.O_APPEND)
+    stacks = open_anew(folder / stack_file(rank_id), os.O_APPEND)
     # faulthandler writes in C, without the lock that Python code needs.
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
-    _in_background("place", _note_places, folder / place_file(rank_id), call_frame)
+    in_background("place", _note_places, folder / place_file(rank_id), call_frame, look)
     if rank_id.role is Role.TRAINER:
-        _in_background("flights", _answer_flight_requests, folder, rank_id.rank)
+        in_background("flights", _answer_flight_requests, folder, rank_id.rank)
 
 
-def _in_background(name: str, work: object, *args: object) -> None:
-    threading.Thread(target=work, args=args, name=name, daemon=True).start()  # type: ignore[arg-type]
+def in_background(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
+    """Starts a thread that lives as long as the process, and returns it."""
+    thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
-def _open(file: Path, flag: int) -> int:
+def open_anew(file: Path, flag: int = 0) -> int:
     """Opens a file for writing, empty, whatever an earlier process has left there. Follows no link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(file, flags | flag, 0o600)
 
 
-def _note_places(file: Path, call_frame: CallFrame | None) -> None:
-    descriptor, scratch = _open(file, 0), os.memfd_create("stacks")
-    last = None
+def _note_places(file: Path, call_frame: CallFrame | None, look: Callable[[], object]) -> None:
+    descriptor, scratch = open_anew(file), os.memfd_create("stacks")
+    last, due_s = None, time.monotonic()
     pause = threading.Event()
     while True:
         with suppress(OSError):  # the disk is full: the next note may find room
-            if (place := _place_now(call_frame, scratch)) != last:
-                line = f"{place or ''}\n".encode(errors="replace")[:_PLACE_BYTES]
-                # In this order, so that a process killed in between leaves a line and a rest, never nothing.
-                os.pwrite(descriptor, line, 0)
-                os.ftruncate(descriptor, len(line))
-                last = place
+            if time.monotonic() >= due_s:
+                began_s = time.thread_time()
+                if (place := _place_now(call_frame, scratch)) != last:
+                    who = f"\n{os.getpid()}\n".encode()
+                    line = (place or "").encode(errors="replace")[: _PLACE_BYTES - len(who)] + who
+                    # In this order, so that a process killed in between leaves a line and a rest, never nothing.
+                    os.pwrite(descriptor, line, 0)
+                    os.ftruncate(descriptor, len(line))
+                    last = place
+                due_s = time.monotonic() + (time.thread_time() - began_s) / NOTE_SHARE
             os.utime(descriptor)
-        pause.wait(PLACE_EVERY_S)
+        look()
+        pause.wait(ALIVE_EVERY_S)
 
 
 def stack_of_call(call_frame: CallFrame) -> Stack | None:

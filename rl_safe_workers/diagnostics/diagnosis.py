@@ -19,12 +19,12 @@ from signal import SIGABRT
 from typing import Any
 
 from rl_safe_workers.control.deadline import attempt
-from rl_safe_workers.diagnostics.answering import PLACE_EVERY_S, last_noted_s
+from rl_safe_workers.diagnostics.answering import ALIVE_EVERY_S, last_alive_s
 from rl_safe_workers.diagnostics.endings import Ending, joined
 from rl_safe_workers.diagnostics.flight_recorder import works_waited_in
 from rl_safe_workers.diagnostics.hang import Wait, home_of, judge, keep, wait_of, waiting_for_others
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
-from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault, fault_of_exception
+from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault, told_fault
 from rl_safe_workers.diagnostics.stacks import CallFrame
 from rl_safe_workers.errors import (
     Cause,
@@ -256,7 +256,7 @@ def _cause_of_end(one: RankProcess, answers: Answers) -> Cause:
 
 
 def _failure(one: RankProcess, cause: Cause, phase: str | None) -> RankError:
-    noted_s = None if one.folder is None else last_noted_s(one.folder, one.rank_id)
+    alive_s = None if one.folder is None else last_alive_s(one.folder, one.rank_id)
     return RankError(
         rank_id=one.rank_id,
         phase=one.phase or phase or "unknown",
@@ -264,7 +264,7 @@ def _failure(one: RankProcess, cause: Cause, phase: str | None) -> RankError:
         text=one.where(),
         trace="",
         place=one.last_place,
-        raised_at=unix_now() if noted_s is None else noted_s + PLACE_EVERY_S,
+        raised_at=unix_now() if alive_s is None else alive_s + ALIVE_EVERY_S,
     )
 
 
@@ -290,18 +290,28 @@ def _state(one: RankProcess, report: RunError | None, phase: str | None) -> str:
         return f"failed in phase {report.phase} at {report.place or 'an unknown line'}: {line}"
     phase = one.phase or phase
     during = "" if phase is None else f" in phase {phase}"
+    if one.is_gone and isinstance(report, RankError) and isinstance(report.cause, Stopped):
+        return told_of_stop(report, during)
     if report is not None and _is_of_host(report) and not one.is_gone:
         # Its host no longer reaches it: it is about to end.
         return f"died{during}" + ("" if one.last_place is None else f", last seen at {one.last_place}")
-    if not one.is_stopped:
-        return one.where(during)
-    if one.stack is not None and one.stack.place is not None:
-        return f"is stopped{during} at {one.stack.place}"
-    return f"is stopped{during}" + ("" if one.last_place is None else f", last seen at {one.last_place}")
+    return one.where(during)
+
+
+def told_of_stop(report: RankError, during: str = "") -> str:
+    """Returns the end of a sentence about a rank that was ended because it was stopped.
+
+    Args:
+        report: The stop, as the rank's failure.
+        during: When it was stopped, e.g. ``" in phase train"``.
+    """
+    return f"{report.text}{during}" + ("" if report.place is None else f", last seen at {report.place}")
 
 
 def _unseen(report: RunError | None, phase: str | None) -> str:
     """Returns the same about a rank whose process has not been found."""
+    if isinstance(report, RankError) and isinstance(report.cause, Stopped):
+        return told_of_stop(report, "" if phase is None else f" in phase {phase}")
     if isinstance(report, RankError) and isinstance(report.cause, Died):
         return "died" + ("" if phase is None else f" in phase {phase}")
     return "is unknown here"
@@ -331,8 +341,7 @@ def _fault(
     if endings:
         return endings[0].fault
     if isinstance(error, RankError) and isinstance(error.cause, Raised) and error.rank_id in culprits:
-        found = fault_of_exception(error.text)
-        return None if found.tier > 0 or found is Fault.RAISED else found
+        return told_fault(error.text)
     return None
 
 
@@ -362,8 +371,9 @@ def _advice(
             "killer, in Ray's logs for the end of its output, and for somebody who kills processes there"
         )
     if isinstance(cause, Stopped):
-        pids = [str(one.pid) for one in answers.ranks if one.rank_id in culprits]
-        return f"find out what has sent SIGSTOP, such as a debugger or a scheduler; kill -CONT {' '.join(pids)} goes on"
+        pids = [str(one.pid) for one in answers.ranks if one.rank_id in culprits and not one.is_gone]
+        goes_on = f"kill -CONT {' '.join(pids)} goes on" if pids else "it was ended: see the setting timeouts.stopped"
+        return f"find out what has sent SIGSTOP, such as a debugger or a scheduler; {goes_on}"
     if isinstance(error, PhaseTimeoutError):
         return (
             f"if the phase only takes longer, raise {error.setting}; else see stack_<role>_<rank>.txt of who is named"

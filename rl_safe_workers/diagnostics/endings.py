@@ -84,7 +84,7 @@ class KernelLog(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """What a machine knows of processes that have ended on it."""
+    """The facts that a machine has about processes that have ended on it."""
 
     kernel: KernelLog
     shared_free_bytes: int | None

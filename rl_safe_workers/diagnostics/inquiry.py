@@ -26,7 +26,8 @@ from rl_safe_workers.diagnostics.answering import (
     GLOO_REQUESTS,
     STACK_SIGNAL,
     kills_file,
-    last_noted_s,
+    last_alive_s,
+    rank_of_place,
     read_failure,
     read_phase,
     read_place,
@@ -36,6 +37,7 @@ from rl_safe_workers.diagnostics.endings import Ending, ending_of, look_around
 from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_spy
+from rl_safe_workers.diagnostics.stopped import read_stops
 from rl_safe_workers.errors import RunError
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.ranks import RankId, Role
@@ -47,7 +49,6 @@ _GONE = "gone"
 _UNKNOWN = "unknown"
 _FLIGHT_BYTES, _STACK_BYTES = 2**28, 2**24
 """Size limits of what is read of a rank's files."""
-_PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class RankProcess:
     text: str = ""
     stack: Stack | None = None
     last_place: str | None = None
-    """The line of code that it was at half a second before it was last able to say so."""
+    """The line of code that it noted last while it was able to."""
     phase: str | None = None
     """The phase that it has noted; None: outside of phases, or it notes none."""
     ending: Ending | None = None
@@ -103,11 +104,14 @@ class RankProcess:
         """Returns the end of a sentence that begins with the rank.
 
         Args:
-            during: When it ended, if it has, e.g. ``" in phase train"``.
+            during: When it ended or was stopped, if so, e.g. ``" in phase train"``.
         """
         if self.is_gone:
             return f"{self._end()}{during}{self._last_seen()}"
-        notable = f", {self.status}" if self.is_stopped or self.status == psutil.STATUS_DISK_SLEEP else ""
+        if self.is_stopped:
+            place = None if self.stack is None else self.stack.place
+            return f"is stopped{during}" + (self._last_seen() if place is None else f" at {place}")
+        notable = f", {self.status}" if self.status == psutil.STATUS_DISK_SLEEP else ""
         notable += f": {self.kernel_wait}" if self.kernel_wait else ""
         if self.status == _UNKNOWN:
             return f"could not be looked at in time{self._last_seen()}"
@@ -148,7 +152,7 @@ class Answers:
     more_flights: Sequence[Callable[[], Mapping[str, bytes]]] = ()
     """Give more of them when called: those of other nodes, which would keep the rest waiting."""
     reports: Mapping[RankId, RunError] = field(default_factory=dict)
-    """Failures that ranks have left by `answering.leave_failure`."""
+    """Failures that ranks have left by `answering.leave_failure`, and stops of ranks that were ended for them."""
     last_places: Mapping[RankId, str] = field(default_factory=dict)
     """The line of code that each rank was last seen at, of ranks without a process, too."""
 
@@ -258,7 +262,8 @@ class _Inquiry:
         stopped = {one.rank for one in ids if one.role is Role.TRAINER}
         for folder in folders:
             awaited |= dict.fromkeys(_request_flights(folder, stopped), -1)
-        self._read_last_places(folders | ({self._folder} if self._folder is not None else set()))
+        known = folders | ({self._folder} if self._folder is not None else set())
+        self._read_last_places(known)
         _settle(awaited, deadline.share(0.5))
         for folder in folders:
             for file in (file for prefix in (GLOO_FLIGHTS, env.NCCL_FLIGHTS) for file in folder.glob(f"{prefix}*")):
@@ -272,6 +277,11 @@ class _Inquiry:
         for rank in self.ranks:
             if rank.folder is not None and (report := read_failure(rank.folder, rank.rank_id)) is not None:
                 self.reports[rank.rank_id] = report
+        ids_by_pid = {rank.pid: rank.rank_id for rank in self.ranks}
+        for stop in (stop for folder in sorted(known) for stop in read_stops(folder)):
+            if (stopped_id := stop.rank_of(ids_by_pid)) is not None:
+                pid = next((rank.pid for rank in self.ranks if rank.rank_id == stopped_id), None)
+                self.reports.setdefault(stopped_id, stop.failure(stopped_id, pid))
         self._look_into_endings()
         for rank in self.ranks:
             if rank.status == psutil.STATUS_DISK_SLEEP:
@@ -292,7 +302,7 @@ class _Inquiry:
                 signs,
                 exit_code=rank.exit_code,
                 kills=None if folder is None else folder / kills_file(rank.rank_id),
-                noted_s=None if folder is None else last_noted_s(folder, rank.rank_id),
+                noted_s=None if folder is None else last_alive_s(folder, rank.rank_id),
             )
 
     def _look_into_kernel(self, rank: RankProcess) -> None:
@@ -314,7 +324,7 @@ class _Inquiry:
     def _read_last_places(self, folders: Iterable[Path]) -> None:
         for folder in folders:
             for file in folder.glob("place_*.txt"):
-                rank_id = _rank_of(file.name)
+                rank_id = rank_of_place(file.name)
                 if rank_id is not None and (place := read_place(folder, rank_id)) is not None:
                     self.last_places[rank_id] = place
         for rank in self.ranks:
@@ -335,13 +345,6 @@ class _Inquiry:
             self._look_at(rank)  # again: it may have stopped or ended since it was asked
             return
         rank.stack = Stack.parse(rank.text, self._call_frame)
-
-
-def _rank_of(name: str) -> RankId | None:
-    for role, pattern in _PLACES.items():
-        if (found := pattern.fullmatch(name)) is not None:
-            return RankId(role, int(found[1]))
-    return None
 
 
 def _stacks_of(rank: RankProcess) -> Path | None:

@@ -259,6 +259,15 @@ def fault_of_exception(text: str) -> Fault:
     return Fault.NCCL if "NCCL error" in text or "DistBackendError" in text else Fault.RAISED
 
 
+def told_fault(text: str) -> Fault | None:
+    """Returns the kind of failure that an exception tells of, ``"Type: message"``; None if it may follow from another.
+
+    An exception of the user's own code tells of none.
+    """
+    found = fault_of_exception(text)
+    return None if found.tier > 0 or found is Fault.RAISED else found
+
+
 def exception_line(text: str) -> str | None:
     """Returns the type of an exception if a line may end a traceback; else None."""
     found = _EXCEPTION.match(text)

@@ -19,19 +19,23 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from rl_safe_workers.control.deadline import Background, Deadline
-from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file
-from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
+from rl_safe_workers.control.plane import NO_VERDICT, TRAINING_WORLD
+from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file, leave_failure, note_phase
+from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
 from rl_safe_workers.diagnostics.inquiry import RankProcess
-from rl_safe_workers.errors import ResourceError, first_line
+from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, first_line
 from rl_safe_workers.foreign_files import read_foreign
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
+from rl_safe_workers.reaping.processes import stat_of
 from rl_safe_workers.root_cause import root_cause
 
 logger = logging.getLogger(__name__)
@@ -41,6 +45,7 @@ PATIENCE_S = 2.0
 _PREFIX = "rl_safe_ranks_"
 _VERDICT, _DONE = "verdict", "done"
 _ENTRY_BYTES = 64
+_ZOMBIE = "Z"
 _LOOK_S = 0.05
 
 
@@ -52,12 +57,15 @@ class Neighbours:
         evidence: Stacks, Flight Recorder files and ``verdict.json``, once somebody has judged.
     """
 
-    def __init__(self, key: str, *, rank: int) -> None:
+    def __init__(self, key: str, *, rank: int, stop_limit_s: float = 0.0) -> None:
         """Joins them, and lets them ask this process where it is; see `answer_when_asked`.
+
+        Each rank looks after the next one that is not stopped, and after the stopped ones between the two.
 
         Args:
             key: Names the job: the same on each rank, and secret.
             rank: The training rank.
+            stop_limit_s: Seconds after which a rank that is stopped is ended; 0: no rank is watched.
 
         Raises:
             ResourceError: If the folder is another user's.
@@ -70,7 +78,13 @@ class Neighbours:
         found = self.folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise ResourceError(f"{self.folder} is not a private folder of this user; remove it")
-        answer_when_asked(self.folder, trainer_id(rank))
+        self._others: list[RankProcess] = []
+        self._listed_ns = 0
+        """When the folder was changed that the others were listed in."""
+        self._has_left = False
+        self._is_ending, self._has_spoken = threading.Event(), threading.Event()
+        watch = StopWatch(self.folder, stop_limit_s, self._stopped_after_me, before_end=self._judge_stop)
+        answer_when_asked(self.folder, trainer_id(rank), look=watch.look if stop_limit_s > 0 else lambda: None)
         (self.folder / f"process_{rank}").write_text(f"{os.getpid()} {psutil.Process().create_time()}")
 
     def judge(self, reports: Reports) -> Diagnosis | None:
@@ -105,7 +119,7 @@ class Neighbours:
         return diagnosis
 
     def last_words(self) -> tuple[Collection[RankId], str] | None:
-        """As `blame`, when the launcher ends this rank: None if no rank here has failed, or another one judges."""
+        """As `blame`, when the launcher ends this rank; None if no rank here has failed, or another one judges."""
         ranks = _ranks_of(self.folder)
         if not any(_is_gone(one.pid) or (self.folder / failure_file(one.rank_id)).exists() for one in ranks):
             return None  # somebody ends the job
@@ -115,14 +129,33 @@ class Neighbours:
     def _in_lines(self, found: Diagnosis) -> str:
         return f"{found.verdict}\n{found.advice}\nevidence in {self.evidence}"
 
-    def speak_before_sigterm(self, last_words: Callable[[], None]) -> None:
-        """Has this rank say something before SIGTERM ends it, with which a launcher ends all ranks once one has failed.
+    def note(self, phase: str | None) -> None:
+        """Notes the phase that this rank has come to; None: it is outside of phases."""
+        note_phase(self.folder, trainer_id(self._rank), phase)
+
+    def leave_failure(self, error: Exception, phase: str) -> None:
+        """Leaves what this rank has failed with for the others; see `answering.leave_failure`."""
+        leave_failure(self.folder, error, trainer_id(self._rank), phase)
+
+    def say(self, culprits: Collection[RankId], why: str) -> None:
+        """Logs with which ranks the job's failure began: what `blame` returns."""
+        names = ", ".join(str(one.rank) for one in sorted(culprits)) or "?"
+        logger.error("training rank %d: the job has failed on training rank %s: %s", self._rank, names, why)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Says all about this rank's failure in the body: SIGTERM waits for it, and for the traceback."""
+        self._is_ending.set()
+        try:
+            yield
+        finally:
+            self._has_spoken.set()
+
+    def speak_before_sigterm(self) -> None:
+        """Has this rank say who has failed before SIGTERM ends it: a launcher ends all ranks by it once one has failed.
 
         A handler in Python would run once the main thread is in Python again; a rank in a collective may never be. So
         faulthandler's, which is C, wakes up a thread. A handler that was there before runs after it.
-
-        Args:
-            last_words: Called on that thread.
         """
         hears, tells = os.pipe()
         os.set_blocking(tells, False)
@@ -132,13 +165,49 @@ class Neighbours:
         def end() -> None:
             os.read(hears, 1)
             try:
-                last_words()
+                if self._is_ending.is_set():
+                    self._has_spoken.wait(4 * PATIENCE_S)
+                    threading.main_thread().join(PATIENCE_S)
+                elif (words := self.last_words()) is not None:
+                    self.say(*words)
                 self.leave()
             finally:
                 faulthandler.unregister(signal.SIGTERM)
                 os.kill(os.getpid(), signal.SIGTERM)
 
         Background(end, name="last words")
+
+    def _stopped_after_me(self) -> list[StoppedProcess]:
+        """Returns the stopped ranks between this one and the next that works, in the order of ranks."""
+        found: list[StoppedProcess] = []
+        if self._has_left:
+            return found
+        with suppress(FileNotFoundError):  # somebody has cleaned the folder for temporary files
+            changed_ns = self.folder.stat().st_mtime_ns
+            if changed_ns != self._listed_ns:
+                ranks = _ranks_of(self.folder)
+                self._others = [one for one in ranks if one.rank_id.rank > self._rank]
+                self._others += [one for one in ranks if one.rank_id.rank < self._rank]
+                self._listed_ns = changed_ns
+        for one in self._others:
+            if (stopped := stopped_process(one.pid, one.rank_id)) is not None:
+                found.append(stopped)
+            elif (stat := stat_of(one.pid)) is not None and stat.state != _ZOMBIE:
+                break
+        return found
+
+    def _judge_stop(self, stop: Stop) -> None:
+        """Judges the job while a rank that is about to be ended is still there, and says what has happened."""
+        rank_id = stop.process.rank_id
+        assert rank_id is not None, "a rank of this folder"
+        diagnosis = self.judge({rank_id: stop.failure(rank_id)})
+        if diagnosis is not None:
+            self.say({rank_id}, self._in_lines(diagnosis))
+
+    def stops(self) -> Reports:
+        """Returns the stops of ranks here that were ended for them, as their failures."""
+        found = ((stop.process.rank_id, stop) for stop in read_stops(self.folder))
+        return {rank_id: stop.failure(rank_id) for rank_id, stop in found if rank_id is not None}
 
     def _await_judge(self) -> None:
         deadline = Deadline.after(2 * PATIENCE_S)
@@ -147,6 +216,7 @@ class Neighbours:
 
     def leave(self) -> None:
         """Takes this rank out; the last one removes the folder. Evidence stays."""
+        self._has_left = True
         (self.folder / f"process_{self._rank}").unlink(missing_ok=True)
         if not any(self.folder.glob("process_*")) and not self.evidence.exists():
             shutil.rmtree(self.folder, ignore_errors=True)  # another rank may be about to do the same
@@ -165,12 +235,44 @@ def blame(
     Returns:
         The ranks, none if nobody knows; and a line, which a second one about what to do may follow.
     """
+    reports = {**reports, **({} if among is None else among.stops())}
     cause = root_cause(reports, pending=trainer_ids(silent))
     if among is not None and not (cause.is_told and cause.culprits <= reports.keys()):
         diagnosis = among.judge(reports)
         if diagnosis is not None and diagnosis.culprits:
             return diagnosis.culprits, among._in_lines(diagnosis)
+    if isinstance(cause.error, RankError) and isinstance(cause.error.cause, Stopped):
+        return cause.culprits, told_of_stop(cause.error)
     return cause.culprits, first_line(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"
+
+
+def blame_for_the_end(
+    failed: Mapping[int, str], *, rank: int, size: int, waited_s: float, setting: str, among: Neighbours | None
+) -> tuple[PhaseTimeoutError, Collection[RankId], str] | None:
+    """Says which ranks have not ended with the others.
+
+    Args:
+        failed: What each rank's end has failed with; `NO_VERDICT` of one that has said nothing.
+        rank: This training rank, which is well.
+        size: Number of training ranks.
+        waited_s: How long this rank has waited, in seconds.
+        setting: What moves the deadline.
+        among: As for `blame`.
+
+    Returns:
+        The error, and what `blame` returns; None if every rank has said what it has failed with.
+    """
+    silent = [other for other, reason in failed.items() if reason == NO_VERDICT]
+    if not silent:
+        return None
+    late = PhaseTimeoutError(
+        phase=Phase.TEARDOWN,
+        awaited=Awaited(TRAINING_WORLD, frozenset(trainer_ids(range(size)))),
+        missing=trainer_ids(silent),
+        waited_s=waited_s,
+        setting=setting,
+    )
+    return late, *blame({trainer_id(rank): late}, silent=silent, among=among)
 
 
 def _ranks_of(folder: Path) -> list[RankProcess]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_safe_workers.config import RunConfig
+from rl_safe_workers.diagnostics.memory_growth import METRIC
 from rl_safe_workers.driver.inputs.data import Prompt, PromptLoader
 from rl_safe_workers.driver.inputs.rewards import RewardFunction
 from rl_safe_workers.driver.outputs import metrics as names
@@ -194,6 +195,7 @@ def _update_metrics(updates: Sequence[Sequence[dict[str, float]]], config: RunCo
         names.CLIP_FRACTION: sums["clipped"] / tokens,
         names.GRAD_NORM: max(update["grad_norm"] for update in updates[0]),
         names.LEARNING_RATE: config.actor.optim.lr,
+        METRIC: max(update["memory_growth_mib"] for of_rank in updates for update in of_rank),
     }
 
 

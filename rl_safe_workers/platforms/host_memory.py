@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -9,6 +10,8 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_OWN_STATUS, _SHARED_MEMORY = Path("/proc/self/status"), Path("/dev/shm")
+_ANONYMOUS = "RssAnon:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,19 @@ def host_memory() -> HostMemory:
         total_bytes=min([machine.total, *(limit for limit, _ in limits)]),
         free_bytes=min([machine.available, *(limit - used for limit, used in limits)]),
     )
+
+
+def own_bytes() -> int:
+    """Returns the bytes of host memory that this process alone holds: its anonymous pages, without files."""
+    lines = _OWN_STATUS.read_text(encoding="utf-8").splitlines()
+    (kibibytes,) = (line.split()[1] for line in lines if line.startswith(_ANONYMOUS))
+    return int(kibibytes) * 1024
+
+
+def shared_memory_bytes() -> int:
+    """Returns the bytes that are in use in ``/dev/shm``, by all processes of this machine."""
+    found = os.statvfs(_SHARED_MEMORY)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
 def group_memory(pid: int) -> HostMemory | None:

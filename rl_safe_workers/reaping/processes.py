@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -31,6 +32,7 @@ process namespace of the id. On a node of a cluster, the agent's process takes t
 folder to all users (mode 0777), so it is inside a folder that only the run's user may enter. Its name is short, because
 the path of a socket has at most 107 bytes."""
 _RUN_FILE_BYTES = 1024
+_STAT_BYTES = 4096
 
 
 def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
@@ -133,18 +135,43 @@ def process_namespace() -> str:
     return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
+class ProcessStat(NamedTuple):
+    """The state, the parent and the start of a process, as the kernel tells them.
+
+    Example: ``ProcessStat(state="S", parent=1, started=98765)``
+    """
+
+    state: str
+    """The kernel's letter, e.g. ``"T"`` for a stop by SIGSTOP."""
+    parent: int
+    started: int
+    """Clock ticks from the machine's boot to the start of the process."""
+
+
+def stat_of(pid: int) -> ProcessStat | None:
+    """Returns what the kernel says of a process; None if there is no process."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    try:
+        # The process name, in parentheses, may contain any character.
+        fields = os.read(descriptor, _STAT_BYTES).rpartition(b")")[2].split()
+    except ProcessLookupError:
+        return None
+    finally:
+        os.close(descriptor)
+    return ProcessStat(state=fields[0].decode("ascii"), parent=int(fields[1]), started=int(fields[19]))
+
+
 def started_ticks(pid: int) -> int | None:
     """Returns the start time of a process in clock ticks since the machine booted; None if there is no process.
 
     Process id and start time together identify a process, even if the id is used again later. A wall-clock time does
     not: the clock may be set meanwhile, and `psutil.Process.create_time` changes with it.
     """
-    try:
-        # The process name, in parentheses, may contain any character.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(fields[19])
+    stat = stat_of(pid)
+    return None if stat is None else stat.started
 
 
 def reap(run_id: str, *, kill_after_s: float, node: str | None = None) -> None:

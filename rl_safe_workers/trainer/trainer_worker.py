@@ -139,7 +139,9 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
     def train(self, batch: SequenceBatch, mini_batch_size: int) -> list[dict[str, float]]:
         """Updates the policy. Collective over: the training world."""
         with self.phase(Phase.TRAIN):
-            return self.update_policy(batch, mini_batch_size=mini_batch_size)
+            updates = self.update_policy(batch, mini_batch_size=mini_batch_size)
+        self.safe.memory.step()
+        return [{**update, "memory_growth_mib": self.safe.memory.growth_mib} for update in updates]
 
     def save(self, step: int, layout: Mapping[str, int], driver_state: dict[str, Any]) -> Path:
         """Saves a checkpoint of this step. Collective over: the training world."""

@@ -19,6 +19,7 @@ from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.workers.communicators import Communicators, HostComms
 from rl_safe_workers.workers.conversions import Conversions
+from rl_safe_workers.workers.memory_watch import MemoryWatch, is_first_here
 from rl_safe_workers.workers.offloader import Offloader
 from rl_safe_workers.workers.weight_sync import WeightSync
 from rl_safe_workers.workers.world_entry import WorldEntry
@@ -48,6 +49,7 @@ class SafeTrainer(TrainingRank):
         loads: Checkpoints and conversions that are read.
         conversions: HF weights to Megatron's shards and back.
         offloader: The trainer's state out of the rollout's way.
+        memory: This process's memory over the steps; its host calls ``memory.step`` at the end of each.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class SafeTrainer(TrainingRank):
         self.loads = CheckpointLoads(self)
         self.conversions = Conversions(self, self.saves)
         self.offloader = Offloader(self, self.comms, releases_comms=releases_comms)
+        self.memory = MemoryWatch(f"training rank {training_rank}", device, first_here=is_first_here(training_rank))
         # A save in the background may need the bootstrap's result, and the offload refuses only what is left then.
         self.parts = (self.comms, self.saves, self.offloader)
         self._verdict: dict[int, str] | None = None

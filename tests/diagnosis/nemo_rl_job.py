@@ -33,7 +33,7 @@ def main(folder: Path, phase: str, timeout_s: float) -> None:
     timeouts = {each: timeout_s if each in (phase, "teardown") else GENEROUS_S for each in PHASES}
     with taking_all_along(run_id) as processes, ExitStack() as ends:
         ray.init(address="local", num_cpus=SIZE + 6, include_dashboard=False, _node_ip_address="127.0.0.1")
-        processes.watch_nodes()
+        processes.watch_nodes(timeout_s)
         made = ends.enter_context(job(_clusters(), folder / "model", folder, timeouts=timeouts))
         _life(made, folder)
 

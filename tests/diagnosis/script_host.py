@@ -15,4 +15,6 @@ def run(fault: Fault, folder: Path) -> Seen:
         *(str(ROOT / "tests/diagnosis/script.py"), str(folder)),
     ]
     status, output, after_s = ended(command, variables(fault, folder), folder)
-    return Seen(*told(output, r"(?:rank \d+: )?the script has failed on (.*)$"), after_s, output, status)
+    return Seen(
+        *told(output, r"training rank \d+: the job has failed on training rank \S+: (.*)$"), after_s, output, status
+    )

@@ -100,7 +100,7 @@ def test_the_silent_rank_is_named_with_its_place_by_one_of_the_others(
 ) -> None:
     lines, _ = _ends(address, temporary, break_down)
     assert len(lines) == SIZE - 1
-    assert all("the script has failed on rank 1: " in line for line in lines)
+    assert all("the job has failed on training rank 1: " in line for line in lines)
     (told,) = [line for line in lines if "it has said nothing" not in line]
     assert f"trainer rank {CULPRIT} " in told
     assert re.search(doing, told), told
@@ -119,7 +119,7 @@ def _fail() -> None:
 def test_a_rank_that_tells_its_own_failure_is_not_asked(address: StoreAddress, temporary: Path) -> None:
     lines, outcomes = _ends(address, temporary, _fail)
     assert [outcome.value[0] for outcome in outcomes][CULPRIT] == "ValueError"
-    assert {line.partition("failed on ")[2].partition(":")[0] for line in lines} <= {"rank 1"}
+    assert {line.partition("failed on ")[2].partition(":")[0] for line in lines} <= {"training rank 1"}
     assert not list(temporary.glob("rl_safe_ranks_*/verdict"))
 
 

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # noqa: E402
 
 from rl_safe_workers.control.plane import ControlPlane  # noqa: E402
 from rl_safe_workers.control.seal import new_secret  # noqa: E402
-from rl_safe_workers.diagnostics.answering import last_noted_s  # noqa: E402
+from rl_safe_workers.diagnostics.answering import last_alive_s  # noqa: E402
 from rl_safe_workers.diagnostics.diagnosis import diagnose  # noqa: E402
 from rl_safe_workers.diagnostics.inquiry import RankProcess  # noqa: E402
 from rl_safe_workers.ranks import trainer_id, trainer_ids  # noqa: E402
@@ -97,8 +97,8 @@ def free_port() -> int:
 def await_note(folder: Path, rank: int, process: BaseProcess) -> None:
     """Waits until a rank has noted twice where it is, so that the second note is of where it stays, or has ended."""
     for _ in range(2):
-        noted_s = last_noted_s(folder, trainer_id(rank))
-        while last_noted_s(folder, trainer_id(rank)) in (None, noted_s) and process.exitcode is None:
+        alive_s = last_alive_s(folder, trainer_id(rank))
+        while last_alive_s(folder, trainer_id(rank)) in (None, alive_s) and process.exitcode is None:
             time.sleep(0.05)
 
 

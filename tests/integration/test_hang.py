@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import Role
 from tests.chaos.plan import VARIABLE, Fault, Kind, to_json
 from tests.integration.runs import RECIPES, SMALL, finish
+
+ENDS_S = 90.0
+"""Seconds from a stop to the end of the run on a busy machine: less than any timeout of a phase."""
 
 
 def test_a_trainer_that_sleeps_for_ever_is_found_where_it_sleeps(
@@ -42,3 +46,25 @@ def test_a_trainer_that_sleeps_for_ever_is_found_where_it_sleeps(
     assert found["verdict"] == line
     assert [actor["stack"]["is_in_a_call"] for actor in found["actors"]] == [False, True, False]
     assert [actor["state"] for actor in found["ray"]] == ["ALIVE"] * 3
+
+
+def test_a_trainer_that_is_stopped_between_two_phases_is_named_and_the_run_ends_in_seconds(
+    moe_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Fault(kind=Kind.STOP, role=Role.TRAINER, rank=1, phase=Phase.ROLLOUT, folder=str(tmp_path))
+    assert fault.finds_it_idle
+    monkeypatch.setenv(VARIABLE, to_json(fault))
+    command = [
+        *(sys.executable, "-m", "tests.chaos.command", "run", str(RECIPES / "quickstart.yaml")),
+        *(f"model.path={moe_model}", "trainer.total_training_steps=1", *SMALL, "rl_safe.timeouts.stopped=2"),
+    ]
+    outcome = finish(command, tmp_path / "run")
+    ended_s = time.time()
+    assert outcome.code == 1, outcome.err
+    assert outcome.left == []
+    assert re.search(r"trainer rank 1 \(process \d+\) is stopped \(SIGSTOP\)", outcome.err), outcome.err
+    assert re.search(
+        r"trainer rank 1 failed in phase \w+: trainer rank 1 \(process \d+\) was stopped \(SIGSTOP\), and was ended",
+        outcome.last_error,
+    ), outcome.err
+    assert ended_s - float(fault.struck.read_text()) < ENDS_S

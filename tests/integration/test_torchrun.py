@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -18,6 +19,8 @@ import rl_safe_workers
 
 README = Path(__file__).parents[2] / "README.md"
 TIMEOUT_S = 120
+SLACK_S = 60.0
+"""Seconds for the verdict, torchrun's look every 5 s, and the end of the processes on a busy machine."""
 
 
 def _script() -> str:
@@ -98,3 +101,30 @@ def test_a_phase_before_the_bootstrap_is_refused_and_a_collective_that_it_missed
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("bootstrap() has not run") == 2
     assert "the bootstrap has missed allreduce_ (reduce) on DATA_PARALLEL_GROUP" in done.stderr
+
+
+STOPS = """
+            if step == 2 and dist.get_rank() == 1:
+                import signal, time
+                time.sleep(2), open(f"stopped_{time.time()}", "w"), os.kill(os.getpid(), signal.SIGSTOP)
+            dist.all_reduce(torch.ones(1, device=device))
+"""
+
+
+def test_a_rank_that_is_stopped_is_named_and_the_job_ends_in_seconds(tmp_path: Path) -> None:
+    limited = _script().replace("bootstrap()", "bootstrap(stopped=timedelta(seconds=3))", 1)
+    limited = limited.replace("import os\n", "import os\nfrom datetime import timedelta\n", 1)
+    reduces = re.escape("            dist.all_reduce(") + ".*\n"
+    script = re.sub(reduces, lambda found: STOPS.removeprefix("\n"), limited)
+    assert script.count("SIGSTOP") == 1
+    done = _run(tmp_path, script, ranks=4)
+    ended_s = time.time()
+    assert done.returncode != 0
+    (mark,) = tmp_path.glob("stopped_*")
+    assert ended_s - float(mark.name.removeprefix("stopped_")) < 3 + SLACK_S
+    told = re.findall(r"trainer rank 1 \(process (\d+)\) is stopped \(SIGSTOP\)", done.stderr)
+    assert len(told) == 1, done.stderr
+    line = script.splitlines().index(next(line for line in script.splitlines() if "SIGSTOP" in line)) + 1
+    assert "goes on after" not in done.stderr
+    verdict = rf"rank 0: the job has failed on rank 1: trainer rank 1 is stopped, last seen at script\.py:{line} \("
+    assert len(re.findall(verdict, done.stderr)) == 1, done.stderr

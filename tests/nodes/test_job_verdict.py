@@ -16,7 +16,7 @@ from tests.nodes.local_cluster import LocalCluster, SeparateMachines, local_clus
 
 NODES = 2
 JOB = """
-import json, os, signal, sys, time
+import json, os, sys, time
 from pathlib import Path
 import ray
 from rl_safe_workers import env
@@ -40,13 +40,13 @@ class Rank:
     def is_well(self):
         return os.getpid()
 
-how, run_id, evidence = sys.argv[1:]
+run_id, evidence, stop_limit_s = sys.argv[1:]
 folder = folder_of(run_id)
 env.mark_run(run_id, hang_dir=folder)
 variables = {env.RUN_ID: run_id, env.HANG_DIR: str(folder), "PYTHONPATH": os.environ["PYTHONPATH"]}
 ray.init(runtime_env={"env_vars": variables})
 with taking_all_along(run_id) as processes:
-    processes.watch_nodes()
+    processes.watch_nodes(float(stop_limit_s))
     here = ray.get_runtime_context().get_node_id()
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
     place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
@@ -87,21 +87,23 @@ def _strike(machines: LocalCluster, signum: signal.Signals, run_id: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("signum", "told"),
+    ("signum", "stop_limit_s", "told"),
     [
-        (signal.SIGKILL, r"trainer rank 1 on {node} died in phase train, last seen at \S+:\d+ \(stand\)$"),
-        (signal.SIGSTOP, r"trainer rank 1 on {node} is stopped in phase train(, last seen)? at \S+:\d+ \(stand\)$"),
+        (signal.SIGKILL, 0, r"trainer rank 1 on {node} died in phase train, last seen at \S+:\d+ \(stand\)$"),
+        (signal.SIGSTOP, 0, r"trainer rank 1 on {node} is stopped in phase train(, last seen)? at \S+:\d+ \(stand\)$"),
+        (signal.SIGSTOP, 3, r"trainer rank 1 on {node} is stopped in phase train, last seen at \S+:\d+ \(stand\)$"),
     ],
-    ids=["killed", "stopped"],
+    ids=["killed", "stopped", "stopped for too long"],
 )
-def test_a_rank_on_another_node_is_asked_there(signum, told, machines, tmp_path) -> None:
+def test_a_rank_on_another_node_is_asked_there(signum, stop_limit_s, told, machines, tmp_path) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    run_id = f"feed{signum.name.lower()}"
+    run_id = f"feed{signum.name.lower()}{stop_limit_s}"
     command = ["env", f"PYTHONPATH={REPOSITORY}", sys.executable, str(tmp_path / "job.py")]
-    job = machines.submit(signum.name, [*command, signum.name, run_id, str(tmp_path / "failure")])
+    job = machines.submit(run_id, [*command, run_id, str(tmp_path / "failure"), str(stop_limit_s)])
     job.wait_for(lambda: "ready" in job.out, "the rank is in its step")
     _strike(machines, signum, run_id)
     assert job.finish() == 0, job.out
+    assert ("was stopped (SIGSTOP) for 3 s: it is ended" in job.out) == (stop_limit_s > 0)
     said = json.loads(next(line for line in job.out.splitlines() if line.startswith('{"node"')))
     first, _, folder = said["verdict"].splitlines()
     assert re.match(told.format(node=re.escape(said["node"])), first), first

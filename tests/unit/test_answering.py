@@ -86,6 +86,33 @@ def test_a_process_starts_anew_where_an_earlier_one_has_been(tmp_path: Path) -> 
         assert subprocess.run(command, cwd=tmp_path, env=_ours(), capture_output=True, check=True).stdout == b"3\n"
 
 
+BUSY_RANK = """
+import sys, threading, time
+from pathlib import Path
+from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.ranks import trainer_id
+
+def idle(depth):
+    return idle(depth - 1) if depth else threading.Event().wait()
+
+for _ in range(60):
+    threading.Thread(target=idle, args=(12,), daemon=True).start()
+answer_when_asked(Path(sys.argv[1]), trainer_id(0))
+(notes,) = (thread for thread in threading.enumerate() if thread.name == "place")
+clock = time.pthread_getcpuclockid(notes.ident)
+time.sleep(1)
+began, cpu = time.monotonic(), time.clock_gettime(clock)
+time.sleep(8)
+print((time.clock_gettime(clock) - cpu) / (time.monotonic() - began))
+"""
+
+
+def test_the_notes_of_a_rank_with_many_threads_take_half_a_percent_of_a_core_at_most(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BUSY_RANK, str(tmp_path)]
+    share = float(subprocess.run(command, cwd=tmp_path, env=_ours(), capture_output=True, check=True).stdout)
+    assert 0 < share <= 0.005
+
+
 def _ours() -> dict[str, str]:
     return {"PYTHONPATH": str(REPOSITORY)}
 

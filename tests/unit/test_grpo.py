@@ -20,7 +20,15 @@ from rl_safe_workers.trainer.batch import SequenceBatch
 
 TRAINERS, PROMPTS, SAMPLES_OF_A_PROMPT = 2, 2, 2
 RESPONSE_LOGPROB = -1.0
-UPDATE = {"loss": 2.0, "tokens": 4.0, "kl": 0.0, "clipped": 0.0, "grad_norm": 0.5, "updated": 1}
+UPDATE = {
+    "loss": 2.0,
+    "tokens": 4.0,
+    "kl": 0.0,
+    "clipped": 0.0,
+    "grad_norm": 0.5,
+    "updated": 1,
+    "memory_growth_mib": 0.0,
+}
 
 
 class FakeSession:

@@ -287,7 +287,7 @@ def test_a_stopped_process_is_reported_in_time(start: Start, tmp_path: Path, mon
     line = collect(timeout(), tmp_path)
     assert line is not None
     # It notes its place every half second, and may have done so before it was stopped.
-    assert re.search(r"; trainer rank 1 gives no stack, stopped(, last seen at actor\.py:\d+ \(train\))?; ", line)
+    assert re.search(r"; trainer rank 1 is stopped(, last seen at actor\.py:\d+ \(train\))?; ", line)
     assert time.monotonic() - started_s < 12  # of the 16 that it waits for answers
     assert (tmp_path / "hang" / "stack_trainer_1.txt").read_text() == "no stack: the process is stopped\n"
     assert evidence(tmp_path)["actors"][1]["status"] == "stopped"
@@ -311,7 +311,7 @@ def test_a_process_that_stops_after_the_first_look_is_said_to_be_stopped(
     monkeypatch.setattr(inquiry._Inquiry, "_look_at", look_at)
     line = collect(timeout(), tmp_path, patience_s=4.0)
     assert line is not None
-    assert "; trainer rank 1 gives no stack, stopped" in line
+    assert "; trainer rank 1 is stopped" in line
 
 
 def test_a_rank_without_a_process_here_is_said_to_have_none(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from tests.verl.host import show
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S, ALLOWED_S = 10.0, 10.0
 """The deadline, and how much later the job may have ended: verl polls every two seconds, and Ray has to end, too."""
+STOP_LIMIT_S = 3.0
+"""The longest time for which a process may be stopped."""
 HANDING_OUT_S = 40.0
 """The deadline of generation: on a busy machine agent loops are slow to take their first prompts."""
 
@@ -79,6 +81,10 @@ FAULTS = {
         r"trainer rank 1 on \S+ is stopped in phase train(, last seen)? at \S+faulty_training.py:\d+ \(\S*go_wrong\); "
         r"trainer rank 0 was in \w+ of \w+$",
     ),
+    "trainer_stopped_for_too_long": (
+        *("train stopped", "train"),
+        r"trainer rank 1 on \S+ is stopped in phase train, last seen at \S+faulty_training.py:\d+ \(\S*go_wrong\)",
+    ),
     "trainer_raises": (
         *("train raises", "train"),
         r"trainer rank 1 on \S+ failed in phase train at \S+faulty_training.py:\d+ \(\S*go_wrong\): ValueError: no",
@@ -102,7 +108,7 @@ FAULTS = {
 }
 
 
-SAMPLE = ("trainer_stopped", "generation", "sync")
+SAMPLE = ("trainer_stopped", "trainer_stopped_for_too_long", "generation", "sync")
 CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.every_failure) for name in FAULTS]
 
 
@@ -111,8 +117,11 @@ CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.every_fa
 def test_a_fault_ends_the_job_and_its_first_line_says_where_it_began(name, tmp_path) -> None:
     fault, phase, told = FAULTS[name]
     limit_s = HANDING_OUT_S if phase == "rollout" else TIMEOUT_S
-    limits = [f"actor_rollout_ref.rl_safe.timeouts.{each}={limit_s}" for each in {phase, "logprob"}]
-    status, output, took_s = _job(tmp_path, *limits, fault=fault)
+    limits = dict.fromkeys((phase, "logprob"), limit_s) | {"stopped": 0.0}
+    if name == "trainer_stopped_for_too_long":
+        limits = {"stopped": STOP_LIMIT_S}  # every phase may last for longer than the test
+    overrides = (f"actor_rollout_ref.rl_safe.timeouts.{key}={value}" for key, value in limits.items())
+    status, output, took_s = _job(tmp_path, *overrides, fault=fault)
     last = output.rpartition("\nrl_safe: ")[2].splitlines()[:3]
     show(f"{name}: ended {took_s:.1f} s after the fault:", *last)
     assert status == 1

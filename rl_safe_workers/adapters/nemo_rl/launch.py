@@ -121,7 +121,7 @@ def _policy_class() -> Any:
 
 
 def safe_setup(
-    setup: Callable[..., Any], ends: ExitStack, *, on_ray: Callable[[], object] = lambda: None
+    setup: Callable[..., Any], ends: ExitStack, *, on_ray: Callable[[NemoRlSettings], object] = lambda settings: None
 ) -> Callable[..., Any]:
     """Wraps ``nemo_rl.algorithms.grpo.setup``.
 
@@ -131,13 +131,13 @@ def safe_setup(
         setup: NeMo RL's.
         ends: To be closed when the run ends. Lets the folder go, and ends what was made: what ends it in NeMo RL
             depends on its version, and on the algorithm.
-        on_ray: Called before anything is made, when Ray is up.
+        on_ray: Called with the settings before anything is made, when Ray is up.
     """
 
     @functools.wraps(setup)
     def wrapped(master_config: Any, *args: Any, policy_factory: Any = None, **kwargs: Any) -> Any:
         settings = NemoRlSettings.read(_node(master_config, NODE), source=NODE)
-        on_ray()
+        on_ray(settings)
         if policy_factory is not None:
             kwargs[FACTORY] = policy_factory
         if not settings.enabled:
@@ -240,9 +240,9 @@ def main() -> None:
 
 
 def _run(script: Any, ends: ExitStack, processes: JobProcesses) -> None:
-    def on_ray() -> None:
+    def on_ray(settings: NemoRlSettings) -> None:
         answer_sigterm()
-        processes.watch_nodes()
+        processes.watch_nodes(settings.timeouts.stopped if settings.enabled else 0.0)
 
     setup = _Called(safe_setup(script.setup, ends, on_ray=on_ray))
     script.setup = setup

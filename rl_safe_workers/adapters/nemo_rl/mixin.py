@@ -42,12 +42,12 @@ class SafePolicyMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """One update, as a phase: it begins once every rank has come, and names who has not."""
-        with self.safe.outermost(Phase.TRAIN):
+        with self.safe.updating():
             return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def finish_train_step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer step of an update in parts, as a phase."""
-        with self.safe.outermost(Phase.TRAIN):
+        with self.safe.updating():
             return super().finish_train_step(*args, **kwargs)  # type: ignore[misc]
 
     def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:

@@ -80,6 +80,14 @@ class PolicyProcess(HostedTrainer):
         self.saves: BridgeSaves | None = None
 
     @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Phase ``train``, after which the memory is looked at; nothing inside of another phase."""
+        with self.outermost(Phase.TRAIN):
+            yield
+        if self.trainer.lifecycle.current is None:
+            self.trainer.memory.step()
+
+    @contextmanager
     def setting_up(self, host: Any, config: Mapping[str, Any], *, workers: int | None) -> Iterator[None]:
         """Has the host's constructor make its groups and its conversion through us, in the body.
 

@@ -27,6 +27,7 @@ def safe_flow(host: type[Any], job: SwiftJob) -> type[Any]:
         def on_step_end(self) -> None:
             """Ends the step."""
             job.finish_phase()
+            job.trainer.memory.step()
             super().on_step_end()
 
         def on_eval_begin(self) -> None:

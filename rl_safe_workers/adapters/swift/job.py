@@ -6,10 +6,9 @@ import functools
 import inspect
 import io
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,19 +35,17 @@ from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import NO_VERDICT
-from rl_safe_workers.diagnostics.neighbours import Neighbours, blame
+from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, blame_for_the_end
 from rl_safe_workers.errors import (
-    Awaited,
     CommunicatorError,
     ConfigError,
-    PhaseTimeoutError,
     RlSafeError,
     RunError,
     first_line,
     in_one_line,
 )
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
+from rl_safe_workers.ranks import RankId
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.communicators import HostComms
 
@@ -111,8 +108,6 @@ class SwiftJob(HostedTrainer):
         self._neighbours: Neighbours | None = None
         """The job's ranks on this machine; None in Ray mode, where the driver asks."""
         self._has_ended = False
-        self._has_spoken = threading.Event()
-        """Set once this rank has said all about its failure."""
         self._stage: Phase | None = None
         """The phase that this rank prepares for, before the first one, or comes to after training; else None."""
 
@@ -142,11 +137,15 @@ class SwiftJob(HostedTrainer):
                 )
                 self.trainer.add_part(self._given)
                 if not self._is_actor:
-                    self._neighbours = Neighbours(self.trainer.entry.job_key, rank=dist.get_rank())
+                    self._neighbours = Neighbours(
+                        self.trainer.entry.job_key,
+                        rank=dist.get_rank(),
+                        stop_limit_s=self.settings.timeouts.stopped,
+                    )
                     listen_in(self._neighbours.folder)
                 self._come_to(Phase.START)
                 if self._neighbours is not None:
-                    self._neighbours.speak_before_sigterm(self._last_words)
+                    self._neighbours.speak_before_sigterm()
                 self.saves = PendingShards(self.trainer)
                 self.trainer.add_part(self.saves)
                 self._writer = ShardWriter(self.trainer.control, folders=_FOLDERS, pending=self.saves)
@@ -411,11 +410,9 @@ class SwiftJob(HostedTrainer):
         started_s = time.monotonic()
         failed = self.end()
         self._has_ended = True
-        try:
+        with self._ending():
             if failed:
                 self._blame_for_the_end(failed, time.monotonic() - started_s)
-        finally:
-            self._has_spoken.set()
         if self._neighbours is not None:
             self._neighbours.leave()
 
@@ -427,17 +424,18 @@ class SwiftJob(HostedTrainer):
             waited_s: How long this rank has waited.
         """
         trainer = self.trainer
-        if silent := [rank for rank, reason in failed.items() if reason == NO_VERDICT]:
-            late = PhaseTimeoutError(
-                phase=Phase.TEARDOWN,
-                awaited=Awaited("training world", frozenset(trainer_ids(range(trainer.training_size)))),
-                missing=trainer_ids(silent),
-                waited_s=waited_s,
-                setting=f"rl_safe.timeouts.{Phase.TEARDOWN}",
-            )
+        found = blame_for_the_end(
+            failed,
+            rank=trainer.training_rank,
+            size=trainer.training_size,
+            waited_s=waited_s,
+            setting=f"rl_safe.timeouts.{Phase.TEARDOWN}",
+            among=self._neighbours,
+        )
+        if found is not None:
+            late, culprits, why = found
             self.notes.failed(Phase.TEARDOWN, late)
-            if not self._is_actor:
-                self._say(*blame({trainer_id(trainer.training_rank): late}, silent=silent, among=self._neighbours))
+            self._say(culprits, why)
         reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in failed.items())
         raise CommunicatorError(f"this rank is well, and the job has failed: {reasons}")
 
@@ -450,13 +448,11 @@ class SwiftJob(HostedTrainer):
         if self._has_ended:
             return
         self._has_ended = True
-        try:
+        with self._ending():
             if self.has_world:
                 self._fail_with(error)
             elif isinstance(error, Exception):
                 leave_early(error, Phase.START)
-        finally:
-            self._has_spoken.set()
 
     def _fail_with(self, error: BaseException) -> None:
         trainer = self.trainer
@@ -492,21 +488,11 @@ class SwiftJob(HostedTrainer):
         self._say(*blame(reports, silent=silent, among=self._neighbours))
 
     def _say(self, culprits: Collection[RankId], why: str) -> None:
-        names = ", ".join(str(rank.rank) for rank in sorted(culprits)) or "?"
-        rank = self.trainer.training_rank
-        logger.error("training rank %d: the job has failed on training rank %s: %s", rank, names, why)
+        if self._neighbours is not None:
+            self._neighbours.say(culprits, why)
 
-    def _last_words(self) -> None:
-        """Says which rank a failure began with, before SIGTERM ends this rank: a launcher ends all once one has failed.
-
-        A rank that is failing itself says it already, and gets the time to print its traceback.
-        """
-        assert self._neighbours is not None, "called by it"
-        if self._has_ended:
-            self._has_spoken.wait(4 * _HEARD.total_seconds())
-            threading.main_thread().join(_HEARD.total_seconds())
-        elif (words := self._neighbours.last_words()) is not None:
-            self._say(*words)
+    def _ending(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._neighbours is None else self._neighbours.ending()
 
 
 def why_no_async_save(args: Any) -> str:

@@ -32,7 +32,7 @@ def install_driver(settings: SwiftSettings) -> RayWaits:
         settings: Ours.
     """
     run_id = uuid.uuid4().hex[:12]
-    job = RayJob(run_id)
+    job = RayJob(run_id, settings.timeouts.stopped)
     waits = job.waits = RayWaits(settings.timeouts, Path(f"rl_safe_failure_{run_id}").absolute())
     pipeline = _module("pipeline")
     pipeline.ray = job
@@ -62,12 +62,14 @@ def install_driver(settings: SwiftSettings) -> RayWaits:
 class RayJob(RayStandIn):
     """Starts Ray and shuts it down. The job's processes end with it."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, stop_limit_s: float) -> None:
         """Marks this process's children, and watches over those on this machine.
 
         Args:
             run_id: Marks them.
+            stop_limit_s: As for `JobProcesses.watch_nodes`.
         """
+        self._stop_limit_s = stop_limit_s
         self.waits: RayWaits
         self._processes: JobProcesses | None = JobProcesses(run_id)
         self._variables = {env.RUN_ID: run_id, env.HANG_DIR: str(self._processes.folder)}
@@ -78,7 +80,7 @@ class RayJob(RayStandIn):
         """As ``ray.init``; the actors get the mark, whoever has started Ray."""
         started = ray.init(*args, runtime_env={"env_vars": self._variables}, **kwargs)
         assert self._processes is not None, "the job begins once"
-        self._processes.watch_nodes()
+        self._processes.watch_nodes(self._stop_limit_s)
         return started
 
     def shutdown(self) -> None:

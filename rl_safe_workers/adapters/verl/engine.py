@@ -80,6 +80,7 @@ class SafeEngineMixin:
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """One update, as a phase: it begins once every rank has come, and names who has not."""
+        self.process.has_trained = True
         with self.process.trainer.phase(Phase.TRAIN):
             return super().train_batch(data, loss_function)  # type: ignore[misc]
 

@@ -30,6 +30,7 @@ from rl_safe_workers.adapters.job_processes import (
 )
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
+from rl_safe_workers.adapters.verl.settings import VerlSettings
 from rl_safe_workers.checkpoint.folders.claim import claimed
 from rl_safe_workers.errors import RlSafeError
 
@@ -39,25 +40,26 @@ _CONFIG_PATH = ("--config-path", "-cp")
 class _StartedLast:
     """A class of Ray actors of which verl makes one, right after it has started Ray."""
 
-    def __init__(self, actor_class: Any, processes: JobProcesses) -> None:
-        self._actor_class, self._processes = actor_class, processes
+    def __init__(self, actor_class: Any, processes: JobProcesses, settings: VerlSettings) -> None:
+        self._actor_class, self._processes, self._settings = actor_class, processes, settings
 
     def options(self, **options: Any) -> _StartedLast:
         """As Ray's."""
-        return _StartedLast(self._actor_class.options(**options), self._processes)
+        return _StartedLast(self._actor_class.options(**options), self._processes, self._settings)
 
     def remote(self, *arguments: Any) -> Any:
         """As Ray's, which is up by now."""
         answer_sigterm()
-        self._processes.watch_nodes()
+        self._processes.watch_nodes(self._settings.timeouts.stopped)
         return self._actor_class.remote(*arguments)
 
 
-def safe_task_runner(processes: JobProcesses) -> _StartedLast:
+def safe_task_runner(processes: JobProcesses, settings: VerlSettings) -> _StartedLast:
     """Returns verl's task runner, a Ray actor, made to choose among our trainers.
 
     Args:
         processes: Of the job.
+        settings: Of the adapter.
     """
     from verl.trainer.main_ppo import TaskRunnerV1
 
@@ -73,7 +75,7 @@ def safe_task_runner(processes: JobProcesses) -> _StartedLast:
             use_trainers()
             super().run(config)
 
-    return _StartedLast(ray.remote(SafeTaskRunner), processes)
+    return _StartedLast(ray.remote(SafeTaskRunner), processes, settings)
 
 
 def run(config: DictConfig) -> None:
@@ -98,7 +100,7 @@ def run(config: DictConfig) -> None:
     prepare_job(config, settings, run_id)
     env.mark_run(run_id, hang_dir=folder_of(run_id))  # for a Ray that this process starts
     with claimed(_folders_of(config)), taking_all_along(run_id) as processes:
-        stock.run_ppo(config, task_runner_class=safe_task_runner(processes))
+        stock.run_ppo(config, task_runner_class=safe_task_runner(processes, settings))
 
 
 def _folders_of(config: DictConfig) -> dict[str, Path]:

@@ -26,6 +26,7 @@ from rl_safe_workers.adapters.verl.tracker import StepTracker
 from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.comms.megatron_groups import create_megatron_groups, sizes_of_groups
 from rl_safe_workers.config import MegatronConfig
+from rl_safe_workers.diagnostics.memory_growth import METRIC
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.budget import NCCL_MAXIMUM
 from rl_safe_workers.topology.groups import Features
@@ -67,6 +68,7 @@ class TrainerProcess(HostedTrainer):
         settings: The adapter's settings.
         save_seconds: Seconds that saves have taken since the metrics were last asked for.
         is_gathering: Whether this rank takes part in a gather of weights for a sync.
+        has_trained: Whether there was an update since the metrics were last asked for.
         tracker: Names a step once every engine has saved it.
         saves: The saves in the background.
         given: The communicators, whose memory goes to the rollout if the settings say so.
@@ -77,6 +79,7 @@ class TrainerProcess(HostedTrainer):
         self.settings = settings
         self.save_seconds = 0.0
         self.is_gathering = False
+        self.has_trained = False
         self.tracker = StepTracker()
         self._bootstrapped: set[Features] = set()
         self._engines = 0
@@ -181,6 +184,10 @@ class TrainerProcess(HostedTrainer):
         Of saves, what they took since the last call.
         """
         found = {"rl_safe/active": 1.0, "rl_safe/saves_in_background": float(len(self.saves))}
+        if self.has_trained:  # once a step, though worker groups of one process ask in turn
+            self.trainer.memory.step()
+            self.has_trained = False
+        found[METRIC] = self.trainer.memory.growth_mib
         comms = self.trainer.comms
         if comms.report is not None:
             found["rl_safe/bootstrap_groups"] = float(comms.report.groups)

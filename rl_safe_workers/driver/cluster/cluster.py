@@ -22,6 +22,7 @@ from rl_safe_workers.control.deadline import attempt
 from rl_safe_workers.diagnostics.answering import read_place
 from rl_safe_workers.diagnostics.hang import collect_evidence
 from rl_safe_workers.diagnostics.inquiry import Answers, ask_ranks, processes_of_run
+from rl_safe_workers.diagnostics.stopped import MachineWatch, Stop, read_stops
 from rl_safe_workers.driver.cluster.actor_group import ActorRef, listed_actors
 from rl_safe_workers.driver.cluster.actors import CALL_FRAME, RolloutActor, TrainerActor
 from rl_safe_workers.driver.cluster.interrupts import Interrupts
@@ -32,7 +33,7 @@ from rl_safe_workers.driver.cluster.node_check import check_nodes
 from rl_safe_workers.driver.cluster.nodes import Node, lost_among
 from rl_safe_workers.driver.cluster.reservation import Reservation, reserve
 from rl_safe_workers.driver.inputs.preflight import layout_of
-from rl_safe_workers.errors import Died, PhaseTimeoutError, RankError
+from rl_safe_workers.errors import Died, PhaseTimeoutError, RankError, Stopped
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
@@ -88,6 +89,7 @@ class Cluster:
         self._hang_dir: Path | None = None
         self._pids: set[int] = set()
         self._guardian: Guardian | None = None
+        self._watch: MachineWatch | None = None
         self._made_at = Moment.now()
         if self.is_local:
             check_temp_folder(temp_folder())
@@ -171,15 +173,17 @@ class Cluster:
 
     def _prepare_nodes(self, shared: Sequence[Path], left_s: Callable[[], float]) -> dict[str, NodePlace]:
         """Returns the folders and the interface for the actors of each node, by the node's id."""
+        stop_limit_s = self._config.rl_safe.timeouts.stopped
         if self._temp_dir is not None:
             # In the temporary folder, because a run that does not hang must leave no hang files in its output folder.
             self._hang_dir = Path(tempfile.mkdtemp(prefix="hang_", dir=self._temp_dir))
+            self._watch = MachineWatch(self._run_id, self._hang_dir, stop_limit_s)
             here = NodePlace(temp_dir=self._temp_dir, hang_dir=self._hang_dir, interface=env.LOOPBACK_INTERFACE)
             return {node.id: here for node in self.nodes}
         check = self._interrupts.check
         check_nodes(self.nodes, shared=shared, timeout_s=left_s(), check=check)
         kill_after_s = self._config.rl_safe.teardown.kill_after_s
-        self._agents = NodeAgents(self.nodes, self._run_id, kill_after_s=kill_after_s)
+        self._agents = NodeAgents(self.nodes, self._run_id, kill_after_s=kill_after_s, stop_limit_s=stop_limit_s)
         return self._agents.open(timeout_s=left_s(), check=check)
 
     def _create(self, shell: Any, role: Role, rank: int, bundle: int, places: dict[str, NodePlace]) -> ActorRef:
@@ -254,6 +258,8 @@ class Cluster:
         """
         actors, reservation, agents = list(reversed(self.actors)), self._reservation, self._agents
         nodes, segments = self.nodes, segments_of(self._pids)
+        if self._watch is not None:
+            self._watch.close()
         guardian, self._guardian = self._guardian, None
         self.trainers, self.rollouts, self._reservation, self._agents = [], [], None, None
         attempt("killing actors", lambda: [ray.kill(a.handle, no_restart=True) for a in actors], timeout_s=kill_after_s)
@@ -288,7 +294,7 @@ class Cluster:
 
         Returns:
             The failure; or a copy that names fewer ranks, if the evidence shows that the other ranks only wait for
-            these; or one that says where a rank that died was last seen.
+            these; or one that says where a rank that died was last seen; or the stop of a rank that was ended for it.
         """
         hang = collect_evidence(
             failure, ask=self.ask_ranks, folder=folder, patience_s=patience_s, facts={"ray": listed_actors}
@@ -299,10 +305,39 @@ class Cluster:
         attempt("keeping Ray's logs", lambda: self._keep_logs(logs, 0.8 * patience_s), timeout_s=patience_s)
         if hang is not None and hang.culprits is not None and isinstance(failure, PhaseTimeoutError):
             return failure.naming(hang.culprits)
+        if (stop := self._stop_behind(failure, patience_s)) is not None:
+            return stop
         if self._hang_dir is not None and isinstance(failure, RankError) and isinstance(failure.cause, Died):
             place = read_place(self._hang_dir, failure.rank_id)  # None if it died on another machine
             return failure if place is None else failure.seen_at(place)
         return failure
+
+    def _stop_behind(self, failure: BaseException, patience_s: float) -> RankError | None:
+        """Returns the stop that a rank was ended for; None if the failure is another one."""
+        if not isinstance(failure, RankError) or not isinstance(failure.cause, Died):
+            return None
+        stops: list[Stop] = []
+        agents = self._agents
+        if agents is not None:
+            attempt(
+                "asking who was stopped",
+                lambda: stops.extend(agents.stops(timeout_s=0.8 * patience_s)),
+                timeout_s=patience_s,
+            )
+        elif self._hang_dir is not None:
+            stops = read_stops(self._hang_dir)
+        for stop in stops:
+            if stop.rank_of({}) == failure.rank_id:
+                return RankError(
+                    rank_id=failure.rank_id,
+                    phase=failure.phase,
+                    cause=Stopped(),
+                    text=f"{stop.process.who} was stopped (SIGSTOP), and was ended after rl_safe.timeouts.stopped",
+                    trace="",
+                    raised_at=stop.at_s,
+                    place=stop.place,
+                )
+        return None
 
     def _keep_logs(self, target: Path, timeout_s: float) -> None:
         """Copies Ray's logs, which hold the actors' output, before `close` removes them."""

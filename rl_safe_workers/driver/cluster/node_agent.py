@@ -15,10 +15,11 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import worker as ray_worker
 
 from rl_safe_workers import env
+from rl_safe_workers.compat.ray_tables import logs_folder
 from rl_safe_workers.diagnostics.inquiry import Answers, ask_ranks, processes_of_run
+from rl_safe_workers.diagnostics.stopped import MachineWatch, Stop, read_stops
 from rl_safe_workers.driver.cluster.actors import CALL_FRAME
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
@@ -50,13 +51,23 @@ class NodeAgent:
     ends them: Ray kills the agent when the driver dies or when the node leaves the cluster.
     """
 
-    def __init__(self, run_id: str, node_id: str, *, kill_after_s: float) -> None:
+    def __init__(self, run_id: str, node_id: str, *, kill_after_s: float, stop_limit_s: float) -> None:
+        """Starts the guardian, and the watch for stopped processes.
+
+        Args:
+            run_id: Marks the run's processes.
+            node_id: Ray's id of this node; marks them, too.
+            kill_after_s: Seconds between asking a process to end and killing it.
+            stop_limit_s: Seconds after which a stopped process is ended; 0: none is watched.
+        """
         self._run_id, self._node_id, self._kill_after_s = run_id, node_id, kill_after_s
         self._since, self._pids = Moment.now(), set[int]()
         self._guardian = Guardian(run_id, since=self._since, kill_after_s=kill_after_s, node=node_id)
         remove_leftovers(Path(tempfile.gettempdir()))
         self._temp_dir = make_run_folder(run_id)
         self._guardian.tell(folders=[self._temp_dir])
+        self._hang_dir = self._temp_dir / "hang"
+        self._watch = MachineWatch(run_id, self._hang_dir, stop_limit_s, node=node_id)
 
     def open(self, address: str) -> NodePlace:
         """Makes the folders.
@@ -64,11 +75,10 @@ class NodeAgent:
         Args:
             address: Address of the node in the cluster.
         """
-        hang_dir = self._temp_dir / "hang"
-        hang_dir.mkdir(exist_ok=True)
+        self._hang_dir.mkdir(mode=0o700, exist_ok=True)
         # A choice of the node's owner is in this process's environment, which the actors share.
         interface = env.gloo_interface() or interface_of(address)
-        return NodePlace(temp_dir=self._temp_dir, hang_dir=hang_dir, interface=interface)
+        return NodePlace(temp_dir=self._temp_dir, hang_dir=self._hang_dir, interface=interface)
 
     def note_processes(self) -> None:
         """Records the run's processes on this node for `close`; see `driver.cluster.cluster.Cluster.note_processes`."""
@@ -87,15 +97,20 @@ class NodeAgent:
         answers = ask_ranks(
             lambda: processes_of_run(self._run_id, self._node_id),
             patience_s=patience_s,
-            folder=self._temp_dir / "hang",
+            folder=self._hang_dir,
             call_frame=CALL_FRAME,
         )
         return replace(answers, flights={}), ray.put(answers.flights)
 
+    def stops(self) -> list[Stop]:
+        """Returns the stops of processes on this node that were ended for them."""
+        return read_stops(self._hang_dir)
+
     def logs(self) -> dict[str, bytes]:
         """Returns the end of the output of each process of the run on this node, by the name of Ray's log file."""
         self.note_processes()
-        folder = Path(ray_worker.global_worker.node.get_logs_dir_path())
+        folder = logs_folder()
+        assert folder is not None, "an actor is on a node"
         files = [
             file for pid in self._pids for kind in ("out", "err") for file in folder.glob(f"worker-*-{pid}.{kind}")
         ]
@@ -103,6 +118,7 @@ class NodeAgent:
 
     def close(self) -> None:
         """Ends all processes of the run on this node, and removes its files."""
+        self._watch.close()
         self._pids |= {process.pid for process in run_processes(self._run_id, self._node_id)}
         segments = segments_of(self._pids)
         reap(self._run_id, kill_after_s=self._kill_after_s, node=self._node_id)

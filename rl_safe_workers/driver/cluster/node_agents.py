@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_safe_workers.diagnostics.inquiry import Answers
+from rl_safe_workers.diagnostics.stopped import Stop
 from rl_safe_workers.driver.cluster.node_agent import NodeAgent, NodePlace
 from rl_safe_workers.driver.cluster.nodes import NODE_AGENTS, Node, await_nodes
 from rl_safe_workers.errors import ClusterError, first_line
@@ -25,13 +26,13 @@ logger = logging.getLogger(__name__)
 class NodeAgents:
     """The agents of a run, one on each node."""
 
-    def __init__(self, nodes: Sequence[Node], run_id: str, *, kill_after_s: float) -> None:
-        """Starts the agents, without waiting for them."""
+    def __init__(self, nodes: Sequence[Node], run_id: str, *, kill_after_s: float, stop_limit_s: float) -> None:
+        """Starts the agents, without waiting for them. Arguments as for `NodeAgent`."""
         self._nodes = list(nodes)
         agent = ray.remote(NodeAgent)
         self._handles: list[Any] = [
             agent.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(
-                run_id, node.id, kill_after_s=kill_after_s
+                run_id, node.id, kill_after_s=kill_after_s, stop_limit_s=stop_limit_s
             )
             for node in nodes
         ]
@@ -86,6 +87,22 @@ class NodeAgents:
             more.append(partial(ray.get, flights))
         silent_nodes = [str(node) for node in self._nodes if node in silent]
         return replace(Answers.of_nodes(told), more_flights=more, silent=silent_nodes)
+
+    def stops(self, *, timeout_s: float) -> list[Stop]:
+        """Returns the stops of processes on all nodes that were ended for them. A node that does not answer has none.
+
+        Args:
+            timeout_s: Longest wait for all nodes, in seconds.
+        """
+        refs = {handle.stops.remote(): node for handle, node in zip(self._handles, self._nodes, strict=True)}
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+        found = []
+        for ref in ready:
+            try:
+                found += ray.get(ref)
+            except RayError as error:
+                logger.warning("node %s does not tell who was stopped: %s", refs[ref], first_line(error))
+        return found
 
     def keep_logs(self, target: Path, *, timeout_s: float, lost: Sequence[Node] = ()) -> None:
         """Writes the end of the output of the run's processes to ``<target>/<address of the node>/``.

@@ -1,0 +1,60 @@
+"""Watches this process's memory over the steps of a run, by owner, and warns of one that grows in each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+
+from rl_safe_workers import env
+from rl_safe_workers.diagnostics.memory_growth import MemoryGrowth
+from rl_safe_workers.platforms.device_memory import outside_torch
+from rl_safe_workers.platforms.host_memory import own_bytes, shared_memory_bytes
+
+logger = logging.getLogger(__name__)
+
+HOST, SHARED = "host memory", "/dev/shm of this machine"
+TENSORS, OUTSIDE = "tensors on the device", "device memory outside torch, such as communicators,"
+"""The owners. torch's cache is none: it gives back what it holds."""
+
+
+class MemoryWatch:
+    """The memory of one process, looked at once a step. Not collective."""
+
+    def __init__(self, who: str, device: torch.device, *, first_here: bool) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            who: Names the process in warnings.
+            device: Where its tensors are.
+            first_here: True if it tells of what the processes of its machine share.
+        """
+        self._who, self._device, self._first_here = who, device, first_here
+        self._growth = MemoryGrowth()
+
+    @cached_property
+    def _outside(self) -> Callable[[], int] | None:
+        return outside_torch(self._device)
+
+    @property
+    def growth_mib(self) -> float:
+        """MiB that the owner with the largest leak loses in a step; 0 if none was found."""
+        return self._growth.worst / 2**20
+
+    def step(self) -> None:
+        """Takes in the memory at the end of a step. Takes some 0.1 ms, and a warning if an owner grows in each step."""
+        sizes = {HOST: own_bytes()}
+        if self._first_here:
+            sizes[SHARED] = shared_memory_bytes()
+        if self._outside is not None:
+            sizes |= {TENSORS: torch.cuda.memory_allocated(self._device), OUTSIDE: self._outside()}
+        for leak in self._growth.cycle(sizes):
+            logger.warning("%s: %s", self._who, leak)
+
+
+def is_first_here(rank: int) -> bool:
+    """Returns True for one rank of each machine, as the launcher has told; without a launcher for rank 0."""
+    local = env.local_rank()
+    return (rank if local is None else local) == 0
