@@ -128,7 +128,10 @@ class Supervision:
         slots = [_slot(key) for key in mine]
         planned = json.loads(json.dumps(dict(zip(slots, mine.values(), strict=True))))
         self._operation.put(f"{name}/{self._rank}", json.dumps(planned).encode())
-        self._operation.come(name, range(self._size))
+        everyone, what = range(self._size), f"the {self._phase}'s plan"
+        self._operation.come(name, everyone)
+        # Who waits here for its neighbour is missed below by those whose neighbour has come.
+        self._operation.put(f"at/{self._rank}", json.dumps([name, what, list(everyone)]).encode())
         others: dict[int, dict[str, Any]] = {}
         for key, slot, ranks in zip(mine, slots, members, strict=True):
             neighbour = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
@@ -144,7 +147,7 @@ class Supervision:
             else:
                 continue
             self._give_up(key, Failure(f"{text}: their configurations differ"))
-        self._arrive(f"{name}/agreed", f"the {self._phase}'s plan", range(self._size))
+        self._arrive(f"{name}/agreed", what, everyone)
         self._operation.put(f"at/{self._rank}", _BETWEEN)
 
     def _plan_of(self, key: str, patience: timedelta) -> dict[str, Any] | None:

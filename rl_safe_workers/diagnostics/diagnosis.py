@@ -160,6 +160,7 @@ def diagnose_answers(
         told = {} if host_error is None else {"driver": str(host_error)}
         contents = {
             **found,
+            "culprits": sorted(culprits),
             "advice": advice,
             "fault": fault,
             **told,

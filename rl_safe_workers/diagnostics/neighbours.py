@@ -11,6 +11,7 @@ wait until it has their answers, because a launcher ends every process once the 
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import os
 import shutil
@@ -34,7 +35,7 @@ from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch,
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, first_line
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import RankId, trainer_id, trainer_ids
+from rl_safe_workers.ranks import RankId, Role, trainer_id, trainer_ids
 from rl_safe_workers.reaping.processes import stat_of
 from rl_safe_workers.root_cause import root_cause
 
@@ -45,6 +46,7 @@ PATIENCE_S = 2.0
 _PREFIX = "rl_safe_ranks_"
 _VERDICT, _DONE = "verdict", "done"
 _ENTRY_BYTES = 64
+_VERDICT_BYTES = 2**24
 _ZOMBIE = "Z"
 _LOOK_S = 0.05
 
@@ -120,11 +122,28 @@ class Neighbours:
 
     def last_words(self) -> tuple[Collection[RankId], str] | None:
         """As `blame`, when the launcher ends this rank; None if no rank here has failed, or another one judges."""
-        ranks = _ranks_of(self.folder)
-        if not any(_is_gone(one.pid) or (self.folder / failure_file(one.rank_id)).exists() for one in ranks):
+        if not any(map(self._has_failed, _ranks_of(self.folder))):
             return None  # somebody ends the job
         found = self.judge({})
         return None if found is None or not found.culprits else (found.culprits, self._in_lines(found))
+
+    def _has_failed(self, one: RankProcess) -> bool:
+        if (self.folder / failure_file(one.rank_id)).exists():
+            return True
+        # A rank that ends well leaves first, also while this one looks.
+        return _is_gone(one.pid) and (self.folder / f"process_{one.rank_id.rank}").exists()
+
+    def heard(self) -> tuple[Collection[RankId], str] | None:
+        """Returns what another rank here has judged, as `blame`; None if it has named nobody."""
+        try:
+            file = self.evidence / "verdict.json"
+            told = json.loads(read_foreign(file, limit_bytes=_VERDICT_BYTES, within=self.evidence, uid=os.getuid()))
+            culprits = [RankId(Role(role), int(rank)) for role, rank in told["culprits"]]
+            lines = str(told["verdict"]), str(told["advice"]), f"evidence in {self.evidence}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.debug("the verdict of another rank cannot be read: %s", error)
+            return None
+        return (culprits, "\n".join(lines)) if culprits else None
 
     def _in_lines(self, found: Diagnosis) -> str:
         return f"{found.verdict}\n{found.advice}\nevidence in {self.evidence}"
@@ -241,6 +260,8 @@ def blame(
         diagnosis = among.judge(reports)
         if diagnosis is not None and diagnosis.culprits:
             return diagnosis.culprits, among._in_lines(diagnosis)
+        if diagnosis is None and (heard := among.heard()) is not None:
+            return heard
     if isinstance(cause.error, RankError) and isinstance(cause.error.cause, Stopped):
         return cause.culprits, told_of_stop(cause.error)
     return cause.culprits, first_line(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"

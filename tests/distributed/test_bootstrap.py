@@ -287,6 +287,42 @@ def test_a_rank_that_does_not_come_in_time_is_named_at_every_group(late: bool, a
             assert seconds < TIMEOUT_S + 10
 
 
+MUTE, JUDGE = 1, 2
+"""Without the first one's plan, the second one goes on: it is no neighbour of that rank in any group."""
+
+
+def _plan_late(rank: int, address: StoreAddress, config: RunConfig) -> set[int] | None:
+    """One rank publishes no plan in time; returns the ranks that this rank misses."""
+    worker = _worker(rank, address, config)
+    if rank == MUTE:
+        compare = Supervision.compare
+
+        def late(self: Supervision, *args: Any) -> None:
+            time.sleep(TIMEOUT_S + 2)
+            compare(self, *args)
+
+        Supervision.compare = late
+    if rank != JUDGE:
+        judge = Supervision._let_one_judge
+
+        def later(self: Supervision) -> None:
+            time.sleep(0.5)
+            judge(self)
+
+        Supervision._let_one_judge = later
+    config.rl_safe.timeouts.bootstrap = TIMEOUT_S
+    try:
+        worker.bootstrap()
+    except PhaseTimeoutError as error:
+        return {one.rank for one in error.missing}
+    return None
+
+
+def test_a_rank_without_a_plan_is_named_and_not_those_who_wait_for_its_plan(address, seeded_models) -> None:
+    outcomes = values(run_ranks(_plan_late, SIZE, address, _config(seeded_models["moe"], ep=2), timeout_s=90))
+    assert [found for rank, found in enumerate(outcomes) if rank != MUTE] == [{MUTE}] * (SIZE - 1)
+
+
 def _fail(rank: int, address: StoreAddress, config: RunConfig, number: int) -> tuple[str, str, float]:
     """The culprit's collective of a part raises; returns the part, this rank's error, and after how long."""
     worker = _worker(rank, address, config)

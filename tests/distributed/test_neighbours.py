@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers import bootstrap, standalone, teardown
+from rl_safe_workers import bootstrap, teardown
+from rl_safe_workers.diagnostics import neighbours
 from rl_safe_workers.diagnostics.neighbours import Neighbours
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.worlds.address import StoreAddress
@@ -56,7 +57,7 @@ def _train(
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    standalone.logger.addHandler(handler)
+    neighbours.logger.addHandler(handler)
     store = connect_store(address, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -101,7 +102,8 @@ def test_the_silent_rank_is_named_with_its_place_by_one_of_the_others(
     lines, _ = _ends(address, temporary, break_down)
     assert len(lines) == SIZE - 1
     assert all("the job has failed on training rank 1: " in line for line in lines)
-    (told,) = [line for line in lines if "it has said nothing" not in line]
+    told = lines[0]
+    assert len({line.partition(": ")[2] for line in lines}) == 1, "all say what one has found"
     assert f"trainer rank {CULPRIT} " in told
     assert re.search(doing, told), told
     assert "trainer rank 0 is" not in told
@@ -173,17 +175,13 @@ def test_what_killed_jobs_left_goes_and_evidence_stays(temporary: Path) -> None:
 
 
 NEIGHBOUR = """
-import os, signal, sys, tempfile, time
+import logging, os, signal, sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
 from rl_safe_workers.diagnostics.neighbours import Neighbours
 
-def say():
-    words = neighbours.last_words()
-    if words is not None:
-        print(sorted(one.rank for one in words[0]), words[1].splitlines()[0], flush=True)
-
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
 neighbours = Neighbours(sys.argv[2], rank=int(sys.argv[3]))
-neighbours.speak_before_sigterm(say)
+neighbours.speak_before_sigterm()
 if (child := os.fork()) == 0:
     time.sleep(60)
     os._exit(0)
@@ -215,8 +213,10 @@ def _ended(temporary: Path, *, kills: bool) -> list[tuple[int, list[str]]]:
 def test_a_launcher_that_ends_all_has_one_of_them_name_the_rank_that_was_killed(temporary: Path) -> None:
     ends = _ended(temporary, kills=True)
     assert [code for code, _ in ends] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
-    (told,) = [line for _, lines in ends for line in lines]
-    assert told.startswith("[1] trainer rank 1 died, last seen at "), told
+    (told,) = [lines for _, lines in ends if lines]
+    named = r"training rank [02]: the job has failed on training rank 1: trainer rank 1 died, last seen at "
+    assert re.match(named, told[0]), told
+    assert told[2].startswith("evidence in ")
 
 
 def test_whoever_ends_a_job_that_is_well_hears_of_nobody(temporary: Path) -> None:
