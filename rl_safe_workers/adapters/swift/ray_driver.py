@@ -5,6 +5,9 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import logging
+import os
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +24,8 @@ from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 
 _RAY = "swift.ray.megatron"
+_FAILED = 1
+"""Python's exit status for an error."""
 _CACHE = "kv_cache"
 """The tag with which ms-swift has an engine allocate its KV cache."""
 
@@ -74,7 +79,20 @@ class RayJob(RayStandIn):
         self._processes: JobProcesses | None = JobProcesses(run_id)
         self._variables = {env.RUN_ID: run_id, env.HANG_DIR: str(self._processes.folder)}
         env.mark_run(run_id, hang_dir=self._processes.folder)
-        atexit.register(self.shutdown)
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        """Ends the job with this process: after a failure at once, as `job_processes.failing_at_once` does elsewhere.
+
+        Functions that were registered for the exit before the plugin came do not run then, such as Ray's, which is shut
+        down.
+        """
+        self.shutdown()
+        if self.waits.failure is not None:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(_FAILED)
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
         """As ``ray.init``; the actors get the mark, whoever has started Ray."""
