@@ -28,7 +28,7 @@ from rl_safe_workers.diagnostics.endings import (
     read_kernel_log,
 )
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
-from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault
+from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault, fault_of_kernel_line
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
 from rl_safe_workers.diagnostics.stacks import Stack
 from rl_safe_workers.errors import Awaited, Died, PhaseTimeoutError, Raised, RankError
@@ -64,7 +64,8 @@ Fatal Python error: Aborted
 
 
 def kernel(*lines: str, at_s: float = NOW_S) -> Signs:
-    return Signs(kernel=KernelLog([KernelLine(at_s, line) for line in lines]), shared_free_bytes=2**30)
+    told = [KernelLine(at_s, line, found) for line in lines if (found := fault_of_kernel_line(line)) is not None]
+    return Signs(kernel=KernelLog(told), shared_free_bytes=2**30)
 
 
 def ending(signs: Signs, exit_code: int | None = None, kills: Path | None = None) -> Ending:
@@ -134,6 +135,11 @@ def test_the_log_of_a_worker_tells_its_end(log: str, fault: Fault, said: str, tm
     found = ending(kernel()._replace(logs=tmp_path))
     assert found.fault is fault
     assert said in str(found)
+
+
+def test_a_log_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / f"worker-65-01000000-{PID}.err").symlink_to(tmp_path)
+    assert ", and its log cannot be read (" in str(ending(kernel()._replace(logs=tmp_path)))
 
 
 def test_a_bus_error_with_full_shared_memory_is_told_apart() -> None:
@@ -226,7 +232,7 @@ def test_a_kernel_log_that_may_not_be_read_is_a_complaint(tmp_path: Path) -> Non
 
 def test_records_of_the_kernel_are_read(tmp_path: Path) -> None:
     uptime_us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
-    (tmp_path / "kmsg").write_text(f"6,339,{uptime_us},-;{OOM}\n SUBSYSTEM=x\n")
+    (tmp_path / "kmsg").write_text(f"6,339,{uptime_us},-;{OOM}\n SUBSYSTEM=x\n")  # a device gives one at a time
     (line,) = read_kernel_log(tmp_path / "kmsg").lines
     assert line.text == OOM
     assert abs(line.at_s - time.time()) < 5
