@@ -103,8 +103,10 @@ def test_a_rank_on_another_node_is_asked_there(signum, told, machines, tmp_path)
     _strike(machines, signum, run_id)
     assert job.finish() == 0, job.out
     said = json.loads(next(line for line in job.out.splitlines() if line.startswith('{"node"')))
-    first, _, folder = said["verdict"].splitlines()
+    first, advice, folder = said["verdict"].splitlines()
     assert re.match(told.format(node=re.escape(said["node"])), first), first
+    # Nobody tells SIGKILL from an exit: what that node knows has been looked at.
+    assert ("its log ends without a word" in advice) is (signum == signal.SIGKILL)
     assert folder == f"evidence in {tmp_path / 'failure'}"
     assert (tmp_path / "failure" / "stack_trainer_1.txt").is_file()
     assert machines.left_of_runs() == []
