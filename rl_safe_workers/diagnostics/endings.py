@@ -85,7 +85,7 @@ class KernelLog(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """What a machine knows of processes that have ended on it."""
+    """Knowledge of a machine about processes that have ended on it."""
 
     kernel: KernelLog
     shared_free_bytes: int | None

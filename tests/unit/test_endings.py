@@ -31,10 +31,11 @@ from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
 from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault, fault_of_kernel_line
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
 from rl_safe_workers.diagnostics.stacks import Stack
-from rl_safe_workers.errors import Awaited, Died, PhaseTimeoutError, Raised, RankError
+from rl_safe_workers.errors import Awaited, Died, PhaseTimeoutError, RankError
 from rl_safe_workers.frames import Frame
 from rl_safe_workers.platforms import host_memory
 from rl_safe_workers.ranks import trainer_id, trainer_ids
+from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
 
 PID = 4711
 NOW_S = 1.8e9
@@ -280,11 +281,18 @@ def test_the_end_of_a_rank_that_others_wait_for_is_said() -> None:
 
 def test_what_a_rank_has_said_itself_counts_before_its_end() -> None:
     why = Ending(fault=Fault.EXIT, said="its parent says so", detail="1")
-    for text, fault in (("ValueError: no", None), ("OSError: [Errno 28] No space left on device", Fault.NO_SPACE)):
-        own = RankError(rank_id=trainer_id(1), phase="save", cause=Raised(), text=text, trace="", raised_at=1.0)
+    for error, fault in (
+        (ValueError("no"), None),
+        (OSError(28, "No space left on device"), Fault.NO_SPACE),
+        (MemoryError("no"), Fault.DEVICE_MEMORY),
+        (ModuleNotFoundError("no"), Fault.IMPORT),
+    ):
+        own = report_from_text(report_to_text(report_of(error, trainer_id(1), "save")))
         ranks = Answers(ranks=[gone(why)], reports={trainer_id(1): own})
         found = diagnose_answers(lambda _, ranks=ranks: ranks, patience_s=1.0)
-        assert found.verdict == f"trainer rank 1 failed in phase save at an unknown line: {text}"
+        assert (
+            found.verdict == f"trainer rank 1 failed in phase save at an unknown line: {type(error).__name__}: {error}"
+        )
         assert found.fault is fault
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import worker as ray_worker
 
 from rl_safe_workers import env
+from rl_safe_workers.compat.ray_tables import logs_folder
 from rl_safe_workers.diagnostics.inquiry import Answers, ask_ranks, processes_of_run
 from rl_safe_workers.driver.cluster.actors import CALL_FRAME
 from rl_safe_workers.reaping.guardian import Guardian
@@ -95,7 +95,8 @@ class NodeAgent:
     def logs(self) -> dict[str, bytes]:
         """Returns the end of the output of each process of the run on this node, by the name of Ray's log file."""
         self.note_processes()
-        folder = Path(ray_worker.global_worker.node.get_logs_dir_path())
+        folder = logs_folder()
+        assert folder is not None, "an actor has a node"
         files = [
             file for pid in self._pids for kind in ("out", "err") for file in folder.glob(f"worker-*-{pid}.{kind}")
         ]
