@@ -312,6 +312,7 @@ class RankError(RunError):
         raised_at: Unix time in seconds (`lifecycle.unix_now`) of the exception, or of the moment when the death was
             noticed. It tells which of several failures was the first.
         place: The line of code where it failed or was last seen, e.g. ``"train.py:12 (step)"``; None if unknown.
+        foreign: The kind of the original exception, if it is of another library and not about other ranks.
     """
 
     def __init__(
@@ -324,21 +325,22 @@ class RankError(RunError):
         trace: str,
         raised_at: float,
         place: str | None = None,
+        foreign: ForeignCause = ForeignCause.UNKNOWN,
     ) -> None:
         self.rank_id, self.phase, self.cause = rank_id, str(phase), cause
         self.text, self.trace, self.raised_at, self.place = text, trace, raised_at, place
         where = "" if place is None else f" at {place}"
-        super().__init__(f"{rank_id} failed in phase {phase}{where}: {text}")
+        super().__init__(f"{rank_id} failed in phase {phase}{where}: {text}", foreign=foreign)
 
     def seen_at(self, place: str) -> RankError:
         """Returns the same error with the line of code where the rank was last seen."""
-        fields = ("rank_id", "phase", "cause", "text", "trace", "raised_at")
+        fields = ("rank_id", "phase", "cause", "text", "trace", "raised_at", "foreign")
         return RankError(**{name: getattr(self, name) for name in fields}, place=place)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields as values for JSON, in which a rank sends the error to other ranks. Cuts long texts."""
         of = list(self.cause.of) if isinstance(self.cause, Repeats) else type(self.cause).__name__
-        plain = {name: getattr(self, name) for name in ("phase", "raised_at", "place")}
+        plain = {name: getattr(self, name) for name in ("phase", "raised_at", "place", "foreign")}
         text, trace = self.text[:_TOLD_CHARACTERS], self.trace[-_TOLD_CHARACTERS:]
         return {**plain, "text": text, "trace": trace, "rank_id": list(self.rank_id), "cause": of}
 
@@ -348,7 +350,8 @@ class RankError(RunError):
         role, rank = fields["rank_id"]
         of = fields["cause"]
         cause = _PLAIN_CAUSES[of]() if isinstance(of, str) else Repeats(RankId(Role(of[0]), of[1]))
-        return cls(**{**fields, "rank_id": RankId(Role(role), rank), "cause": cause})
+        known = {"rank_id": RankId(Role(role), rank), "cause": cause, "foreign": ForeignCause(fields["foreign"])}
+        return cls(**{**fields, **known})
 
 
 class JobError(RunError):

@@ -28,6 +28,8 @@ class ForeignCause(StrEnum):
     """A device or the host has no memory left."""
     NO_SPACE = "no space"
     """A file system has no space left."""
+    IMPORT = "import error"
+    """A module is not there, or cannot be imported."""
 
     @property
     def is_about_others(self) -> bool:
@@ -49,6 +51,7 @@ PATTERNS: Mapping[ForeignCause, tuple[str, ...]] = {
         r"due to the node running low on memory",
     ),
     ForeignCause.NO_SPACE: (r"No space left on device", r"\ALocal disk is full"),
+    ForeignCause.IMPORT: (r"\A(ModuleNotFoundError|ImportError): ",),
     ForeignCause.STORE_LOST: (
         r"Failed to (recv, got|send, sent) 0 bytes\. Connection was likely closed",
         r"(sendBytes|recvValue) failed on SocketImpl\(",
@@ -112,6 +115,8 @@ def classify(error: BaseException | str) -> ForeignCause:
     is_of_ray = any(cls.__module__.partition(".")[0] == "ray" for cls in type(error).__mro__)
     if isinstance(error, MemoryError):
         return ForeignCause.OUT_OF_MEMORY
+    if isinstance(error, ImportError):
+        return ForeignCause.IMPORT
     if isinstance(error, OSError) and not is_of_ray:
         return ForeignCause.NO_SPACE if error.errno in _FULL else ForeignCause.UNKNOWN
     if not is_of_ray and not isinstance(error, RuntimeError):

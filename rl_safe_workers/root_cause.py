@@ -23,6 +23,7 @@ from rl_safe_workers.errors import (
     Victim,
     foreign_cause,
 )
+from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.frames import place_of
 from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.ranks import RankId
@@ -70,6 +71,7 @@ def report_of(error: Exception, rank_id: RankId, phase: str) -> PhaseTimeoutErro
     """
     if isinstance(error, PhaseTimeoutError):
         return error
+    foreign = foreign_cause(error)
     raised_at = unix_now()  # before the trace is formatted, which takes a while
     return RankError(
         rank_id=rank_id,
@@ -79,6 +81,7 @@ def report_of(error: Exception, rank_id: RankId, phase: str) -> PhaseTimeoutErro
         trace="".join(traceback.format_exception(error)),
         raised_at=raised_at,
         place=place_of(error),
+        foreign=ForeignCause.UNKNOWN if foreign.is_about_others else foreign,
     )
 
 

@@ -32,6 +32,7 @@ from rl_safe_workers.errors import (
     UsageError,
     first_line,
 )
+from rl_safe_workers.foreign_errors import ForeignCause, classify
 from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.ranks import RankId
 
@@ -151,7 +152,10 @@ def _reports(
 
 def _report(rank_id: RankId, phase: str | None, cause: Died | Raised, text: str) -> RankError:
     named = "unknown" if phase is None else phase
-    return RankError(rank_id=rank_id, phase=named, cause=cause, text=text, trace="", raised_at=unix_now())
+    foreign = classify(text) if isinstance(cause, Raised) else ForeignCause.UNKNOWN
+    return RankError(
+        rank_id=rank_id, phase=named, cause=cause, text=text, trace="", raised_at=unix_now(), foreign=foreign
+    )
 
 
 def _ask(actors: Sequence[_Actor], patience_s: float) -> Answers:

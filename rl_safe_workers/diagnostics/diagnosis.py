@@ -24,7 +24,7 @@ from rl_safe_workers.diagnostics.endings import Ending, joined
 from rl_safe_workers.diagnostics.flight_recorder import works_waited_in
 from rl_safe_workers.diagnostics.hang import Wait, home_of, judge, keep, wait_of, waiting_for_others
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
-from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault, told_fault
+from rl_safe_workers.diagnostics.log_lines import ADVICE, OF_FOREIGN, Fault
 from rl_safe_workers.diagnostics.stacks import CallFrame
 from rl_safe_workers.errors import (
     Cause,
@@ -342,7 +342,7 @@ def _fault(
     if endings:
         return endings[0].fault
     if isinstance(error, RankError) and isinstance(error.cause, Raised) and error.rank_id in culprits:
-        return told_fault(error.text)
+        return OF_FOREIGN.get(error.foreign)
     return None
 
 

@@ -68,15 +68,16 @@ class Ending:
 
 
 class KernelLine(NamedTuple):
-    """A line of the kernel's log."""
+    """A line of the kernel's log that tells of a failure."""
 
     at_s: float
     """Unix time in seconds."""
     text: str
+    found: LineFault
 
 
 class KernelLog(NamedTuple):
-    """The lines of the kernel's log, or why there are none."""
+    """The lines of the kernel's log that tell of failures, or why there are none."""
 
     lines: Sequence[KernelLine]
     complaint: str = ""
@@ -84,7 +85,7 @@ class KernelLog(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """The facts that a machine has about processes that have ended on it."""
+    """Knowledge of a machine about processes that have ended on it."""
 
     kernel: KernelLog
     shared_free_bytes: int | None
@@ -107,7 +108,7 @@ def look_around(logs: Path | None = None) -> Signs:
 
 
 def read_kernel_log(path: Path = _KERNEL_LOG) -> KernelLog:
-    """Reads the kernel's log, oldest line first."""
+    """Reads what the kernel's log tells of failures, oldest line first."""
     lines: list[KernelLine] = []
     started_s = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
     try:
@@ -115,7 +116,7 @@ def read_kernel_log(path: Path = _KERNEL_LOG) -> KernelLog:
     except OSError as error:
         return KernelLog([], f"the kernel's log cannot be read ({error.strerror})")
     try:
-        while len(lines) < _MOST_RECORDS:
+        for _ in range(_MOST_RECORDS):
             try:
                 record = os.read(descriptor, _RECORD_BYTES)
             except OSError as error:
@@ -130,7 +131,8 @@ def read_kernel_log(path: Path = _KERNEL_LOG) -> KernelLog:
             fields = head.split(",")
             if len(fields) > 2 and fields[2].isdecimal():
                 line = printable(text.partition("\n")[0])
-                lines.append(KernelLine(started_s + int(fields[2]) / 1e6, line))
+                if (found := fault_of_kernel_line(line)) is not None:
+                    lines.append(KernelLine(started_s + int(fields[2]) / 1e6, line, found))
     finally:
         os.close(descriptor)
     return KernelLog(lines)
@@ -147,20 +149,17 @@ def ending_of(pid: int, signs: Signs, *, exit_code: int | None, kills: Path | No
         noted_s: Unix time, in seconds, when it was last known to live; None if nobody knows.
     """
     since_s = 0.0 if noted_s is None else noted_s - _SLACK_S
-    faults = [
-        (found, line.text)
-        for line in signs.kernel.lines
-        if line.at_s >= since_s and (found := fault_of_kernel_line(line.text)) is not None
-    ]
-    own = [(found, text) for found, text in faults if found.pid == pid]
+    lines = [line for line in signs.kernel.lines if line.at_s >= since_s]
+    own = [line for line in lines if line.found.pid == pid]
     for wanted in (Fault.OOM_KILL, Fault.XID):
-        for found, text in own:
-            if found.fault is wanted:
-                return Ending(fault=wanted, said=_victim(text), detail=found.detail)
-    if (logged := _of_own_log(pid, signs)) is not None:
+        for line in own:
+            if line.found.fault is wanted:
+                return Ending(fault=wanted, said=_victim(line.text), detail=line.found.detail)
+    logged, silence = _of_own_log(pid, signs)
+    if logged is not None:
         return logged
     if own:
-        return _of_signal(own[-1][0].detail, _cut(own[-1][1]), signs)
+        return _of_signal(own[-1].found.detail, _cut(own[-1].text), signs)
     if exit_code is not None and exit_code < 0 and exit_code != -_SIGKILL:
         return _of_signal(signal_name(-exit_code), "its parent says so", signs)
     if exit_code is not None and exit_code > 0:
@@ -168,13 +167,14 @@ def ending_of(pid: int, signs: Signs, *, exit_code: int | None, kills: Path | No
     more, is_counted = (0, False) if kills is None else _more_kills(kills)
     if more > 0:
         said = f"its control group counts {counted(more, 'kill')} since it began"
-        return Ending(fault=Fault.OOM_KILL, said=f"{said}{_others_killed(faults)}")
-    if noted_s is not None and (xid := _last_of(Fault.XID, faults)) is not None:
-        return Ending(fault=Fault.XID, said=_cut(xid[1]), detail=xid[0].detail)
+        return Ending(fault=Fault.OOM_KILL, said=f"{said}{_others_killed(lines)}")
+    xids = [line for line in lines if line.found.fault is Fault.XID and line.found.pid is None]
+    if noted_s is not None and xids:
+        return Ending(fault=Fault.XID, said=_cut(xids[-1].text), detail=xids[-1].found.detail)
     reasons = [
         signs.kernel.complaint or "the kernel's log does not name it",
         "its control group counts no OOM kill" if is_counted else "nobody counts the OOM kills of its control group",
-        "no log of its own is here" if _own_log(pid, signs) is None else "its log ends without a word",
+        silence,
     ]
     return Ending(fault=Fault.SILENT_END, said=", ".join(reasons[:-1]) + f", and {reasons[-1]}")
 
@@ -214,29 +214,29 @@ def _own_log(pid: int, signs: Signs) -> Path | None:
     return max(signs.logs.glob(f"worker-*-{pid}.err"), key=lambda path: path.stat().st_mtime, default=None)
 
 
-def _of_own_log(pid: int, signs: Signs) -> Ending | None:
-    if (log := _own_log(pid, signs)) is None:
-        return None
-    events = [event for event in events_of_log(log, log.name) if not event.is_weak]
+def _of_own_log(pid: int, signs: Signs) -> tuple[Ending | None, str]:
+    """Returns what the process's own log ends with; without that, why there is nothing."""
+    try:
+        if (log := _own_log(pid, signs)) is None:
+            return None, "no log of its own is here"
+        events = [event for event in events_of_log(log, log.name) if not event.is_weak]
+    except OSError as error:
+        return None, f"its log cannot be read ({error.strerror})"
     if not events:
-        return None
+        return None, "its log ends without a word"
     told = min(events, key=lambda event: event.order)
     said = f"{told.text[:_SAID_CHARACTERS]}{f' at {told.place}' if told.place else ''}"
     if told.fault is Fault.SIGNAL:
-        return _of_signal(told.detail, said, signs)
+        return _of_signal(told.detail, said, signs), ""
     if told.fault is Fault.ABORTED:  # torch aborts a process that has waited in vain: the line before says for what
         waits = [event.text for event in events if event.fault.tier >= 2 or event.fault is Fault.NCCL]
         said = waits[-1][:_SAID_CHARACTERS] if waits else said
-    return Ending(fault=told.fault, said=said, detail=told.detail)
+    return Ending(fault=told.fault, said=said, detail=told.detail), ""
 
 
-def _last_of(fault: Fault, faults: Iterable[tuple[LineFault, str]]) -> tuple[LineFault, str] | None:
-    return next((one for one in reversed(list(faults)) if one[0].fault is fault and one[0].pid is None), None)
-
-
-def _others_killed(faults: Iterable[tuple[LineFault, str]]) -> str:
+def _others_killed(lines: Iterable[KernelLine]) -> str:
     """Returns, in words, the last kill that the kernel's log has. A container counts processes otherwise than it."""
-    killed = [text for found, text in faults if found.fault is Fault.OOM_KILL and _VICTIM.search(text)]
+    killed = [line.text for line in lines if line.found.fault is Fault.OOM_KILL and _VICTIM.search(line.text)]
     return f"; the last in the kernel's log: {_victim(killed[-1])}" if killed else ""
 
 

@@ -33,7 +33,7 @@ from rl_safe_workers.diagnostics.answering import (
     read_place,
     stack_file,
 )
-from rl_safe_workers.diagnostics.endings import Ending, ending_of, look_around
+from rl_safe_workers.diagnostics.endings import Ending, Signs, ending_of, look_around
 from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_spy
@@ -220,6 +220,22 @@ def processes_of_run(run_id: str, node: str | None = None) -> list[RankProcess]:
     return sorted(found, key=lambda one: one.rank_id)
 
 
+def ending_here(rank: RankProcess, signs: Signs) -> Ending:
+    """Returns why a rank's process has ended, as far as this machine knows.
+
+    Args:
+        rank: The process, which has run on this machine.
+        signs: From `endings.look_around`.
+    """
+    return ending_of(
+        rank.pid,
+        signs,
+        exit_code=rank.exit_code,
+        kills=None if rank.folder is None else rank.folder / kills_file(rank.rank_id),
+        noted_s=None if rank.folder is None else last_alive_s(rank.folder, rank.rank_id),
+    )
+
+
 class _Inquiry:
     """Facts about the ranks, as far as they are known; `ask` fills it in.
 
@@ -296,14 +312,7 @@ class _Inquiry:
             return
         signs = look_around(self._logs)
         for rank in gone:
-            folder = rank.folder or self._folder
-            rank.ending = ending_of(
-                rank.pid,
-                signs,
-                exit_code=rank.exit_code,
-                kills=None if folder is None else folder / kills_file(rank.rank_id),
-                noted_s=None if folder is None else last_alive_s(folder, rank.rank_id),
-            )
+            rank.ending = ending_here(replace(rank, folder=rank.folder or self._folder), signs)
 
     def _look_into_kernel(self, rank: RankProcess) -> None:
         if (facts := look_at(rank.pid)).state in DISK_SLEEP:

@@ -117,12 +117,13 @@ _OF_RAY_EXIT: tuple[tuple[Fault, re.Pattern[str]], ...] = (
     (Fault.NODE_LOST, re.compile(r"its node has died|node it was running on is dead")),
 )
 """Ray's words on a dead actor. Seen in Ray 2.60.0, each by such an end of an actor."""
-_OF_FOREIGN = {
+OF_FOREIGN = {
     ForeignCause.TIMEOUT: Fault.TIMEOUT,
     ForeignCause.PEER_LOST: Fault.PEER_LOST,
     ForeignCause.STORE_LOST: Fault.PEER_LOST,
     ForeignCause.OUT_OF_MEMORY: Fault.DEVICE_MEMORY,
     ForeignCause.NO_SPACE: Fault.NO_SPACE,
+    ForeignCause.IMPORT: Fault.IMPORT,
 }
 _RAY_ERROR = re.compile(
     r"ray\.exceptions\.(Ray|Actor|Worker|Node|Owner|Object|Task|Local|Reference|GetTimeout|OutOf)\w*(Error|Crashed)\b"
@@ -255,17 +256,8 @@ def fault_of_exception(text: str) -> Fault:
         return line.fault
     foreign = classify(text.partition(": ")[2] or text)
     if foreign is not ForeignCause.UNKNOWN:
-        return _OF_FOREIGN[foreign]
+        return OF_FOREIGN[foreign]
     return Fault.NCCL if "NCCL error" in text or "DistBackendError" in text else Fault.RAISED
-
-
-def told_fault(text: str) -> Fault | None:
-    """Returns the kind of failure that an exception tells of, ``"Type: message"``; None if it may follow from another.
-
-    An exception of the user's own code tells of none.
-    """
-    found = fault_of_exception(text)
-    return None if found.tier > 0 or found is Fault.RAISED else found
 
 
 def exception_line(text: str) -> str | None:

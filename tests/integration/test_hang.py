@@ -1,4 +1,4 @@
-"""A run that hangs: one line says who is missing and where, and the evidence is kept."""
+"""A run that hangs or loses a rank: one line says who is missing and where, or why it died."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_safe_workers.diagnostics.log_lines import ADVICE
+from rl_safe_workers.diagnostics.log_lines import Fault as Ended
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import Role
 from tests.chaos.plan import VARIABLE, Fault, Kind, to_json
@@ -64,7 +66,24 @@ def test_a_trainer_that_is_stopped_between_two_phases_is_named_and_the_run_ends_
     assert outcome.left == []
     assert re.search(r"trainer rank 1 \(process \d+\) is stopped \(SIGSTOP\)", outcome.err), outcome.err
     assert re.search(
-        r"trainer rank 1 failed in phase \w+: trainer rank 1 \(process \d+\) was stopped \(SIGSTOP\), and was ended",
+        r"trainer rank 1 failed in phase \w+( at \S+ \(\w+\))?: trainer rank 1 \(process \d+\) was stopped \(SIGSTOP\), and was ended",
         outcome.last_error,
     ), outcome.err
     assert ended_s - float(fault.struck.read_text()) < ENDS_S
+
+
+def test_a_trainer_that_is_killed_is_told_with_what_is_known(
+    moe_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Fault(kind=Kind.KILL, role=Role.TRAINER, rank=1, phase=Phase.TRAIN, folder=str(tmp_path))
+    monkeypatch.setenv(VARIABLE, to_json(fault))
+    command = [
+        *(sys.executable, "-m", "tests.chaos.command", "run", str(RECIPES / "quickstart.yaml")),
+        *(f"model.path={moe_model}", "trainer.total_training_steps=1", *SMALL),
+    ]
+    outcome = finish(command, tmp_path / "run")
+    assert outcome.code == 1, outcome.err
+    assert outcome.left == []
+    (line,) = [line for line in outcome.err.splitlines() if line.startswith("trainer rank 1: why ")]
+    assert "its log ends without a word" in line
+    assert line.endswith(f": {ADVICE[Ended.SILENT_END]}")

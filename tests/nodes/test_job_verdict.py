@@ -105,8 +105,10 @@ def test_a_rank_on_another_node_is_asked_there(signum, stop_limit_s, told, machi
     assert job.finish() == 0, job.out
     assert ("was stopped (SIGSTOP) for 3 s: it is ended" in job.out) == (stop_limit_s > 0)
     said = json.loads(next(line for line in job.out.splitlines() if line.startswith('{"node"')))
-    first, _, folder = said["verdict"].splitlines()
+    first, advice, folder = said["verdict"].splitlines()
     assert re.match(told.format(node=re.escape(said["node"])), first), first
+    # Nobody tells SIGKILL from an exit: what that node knows has been looked at.
+    assert ("its log ends without a word" in advice) is (signum == signal.SIGKILL)
     assert folder == f"evidence in {tmp_path / 'failure'}"
     assert (tmp_path / "failure" / "stack_trainer_1.txt").is_file()
     assert machines.left_of_runs() == []

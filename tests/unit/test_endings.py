@@ -28,13 +28,14 @@ from rl_safe_workers.diagnostics.endings import (
     read_kernel_log,
 )
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
-from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault
+from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault, fault_of_kernel_line
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
 from rl_safe_workers.diagnostics.stacks import Stack
-from rl_safe_workers.errors import Awaited, Died, PhaseTimeoutError, Raised, RankError
+from rl_safe_workers.errors import Awaited, Died, PhaseTimeoutError, RankError
 from rl_safe_workers.frames import Frame
 from rl_safe_workers.platforms import host_memory
 from rl_safe_workers.ranks import trainer_id, trainer_ids
+from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
 
 PID = 4711
 NOW_S = 1.8e9
@@ -64,7 +65,8 @@ Fatal Python error: Aborted
 
 
 def kernel(*lines: str, at_s: float = NOW_S) -> Signs:
-    return Signs(kernel=KernelLog([KernelLine(at_s, line) for line in lines]), shared_free_bytes=2**30)
+    told = [KernelLine(at_s, line, found) for line in lines if (found := fault_of_kernel_line(line)) is not None]
+    return Signs(kernel=KernelLog(told), shared_free_bytes=2**30)
 
 
 def ending(signs: Signs, exit_code: int | None = None, kills: Path | None = None) -> Ending:
@@ -134,6 +136,11 @@ def test_the_log_of_a_worker_tells_its_end(log: str, fault: Fault, said: str, tm
     found = ending(kernel()._replace(logs=tmp_path))
     assert found.fault is fault
     assert said in str(found)
+
+
+def test_a_log_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / f"worker-65-01000000-{PID}.err").symlink_to(tmp_path)
+    assert ", and its log cannot be read (" in str(ending(kernel()._replace(logs=tmp_path)))
 
 
 def test_a_bus_error_with_full_shared_memory_is_told_apart() -> None:
@@ -226,7 +233,7 @@ def test_a_kernel_log_that_may_not_be_read_is_a_complaint(tmp_path: Path) -> Non
 
 def test_records_of_the_kernel_are_read(tmp_path: Path) -> None:
     uptime_us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
-    (tmp_path / "kmsg").write_text(f"6,339,{uptime_us},-;{OOM}\n SUBSYSTEM=x\n")
+    (tmp_path / "kmsg").write_text(f"6,339,{uptime_us},-;{OOM}\n SUBSYSTEM=x\n")  # a device gives one at a time
     (line,) = read_kernel_log(tmp_path / "kmsg").lines
     assert line.text == OOM
     assert abs(line.at_s - time.time()) < 5
@@ -274,11 +281,18 @@ def test_the_end_of_a_rank_that_others_wait_for_is_said() -> None:
 
 def test_what_a_rank_has_said_itself_counts_before_its_end() -> None:
     why = Ending(fault=Fault.EXIT, said="its parent says so", detail="1")
-    for text, fault in (("ValueError: no", None), ("OSError: [Errno 28] No space left on device", Fault.NO_SPACE)):
-        own = RankError(rank_id=trainer_id(1), phase="save", cause=Raised(), text=text, trace="", raised_at=1.0)
+    for error, fault in (
+        (ValueError("no"), None),
+        (OSError(28, "No space left on device"), Fault.NO_SPACE),
+        (MemoryError("no"), Fault.DEVICE_MEMORY),
+        (ModuleNotFoundError("no"), Fault.IMPORT),
+    ):
+        own = report_from_text(report_to_text(report_of(error, trainer_id(1), "save")))
         ranks = Answers(ranks=[gone(why)], reports={trainer_id(1): own})
         found = diagnose_answers(lambda _, ranks=ranks: ranks, patience_s=1.0)
-        assert found.verdict == f"trainer rank 1 failed in phase save at an unknown line: {text}"
+        assert (
+            found.verdict == f"trainer rank 1 failed in phase save at an unknown line: {type(error).__name__}: {error}"
+        )
         assert found.fault is fault
 
 

@@ -17,11 +17,14 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_safe_workers import env
+from rl_safe_workers.compat.ray_tables import actor_id, actor_table, death_in_words, logs_folder
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.control.deadline import attempt
 from rl_safe_workers.diagnostics.answering import read_place
+from rl_safe_workers.diagnostics.endings import ending_by_ray, joined, look_around
 from rl_safe_workers.diagnostics.hang import collect_evidence
-from rl_safe_workers.diagnostics.inquiry import Answers, ask_ranks, processes_of_run
+from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks, ending_here, processes_of_run
+from rl_safe_workers.diagnostics.log_lines import ADVICE
 from rl_safe_workers.diagnostics.stopped import MachineWatch, Stop, read_stops
 from rl_safe_workers.driver.cluster.actor_group import ActorRef, listed_actors
 from rl_safe_workers.driver.cluster.actors import CALL_FRAME, RolloutActor, TrainerActor
@@ -284,7 +287,9 @@ class Cluster:
             guardian.dismiss(timeout_s=kill_after_s)
 
     def keep_evidence(self, failure: E, folder: Path, *, patience_s: float) -> E | PhaseTimeoutError | RankError:
-        """Saves the evidence of a failure before `close`: where ranks hang (also printed), and Ray's logs.
+        """Saves the evidence of a failure before `close`: where ranks hang, and Ray's logs.
+
+        It prints where ranks hang, and why a rank has died.
 
         Args:
             failure: The error of the run.
@@ -301,6 +306,7 @@ class Cluster:
         )
         if hang is not None:
             sys.stderr.write(f"{hang.verdict}\n")
+        attempt("asking why a rank has died", lambda: self._tell_ending(failure), timeout_s=patience_s)
         logs = folder / "ray_logs"
         attempt("keeping Ray's logs", lambda: self._keep_logs(logs, 0.8 * patience_s), timeout_s=patience_s)
         if hang is not None and hang.culprits is not None and isinstance(failure, PhaseTimeoutError):
@@ -338,6 +344,20 @@ class Cluster:
                     place=stop.place,
                 )
         return None
+
+    def _tell_ending(self, failure: BaseException) -> None:
+        """Prints why a rank has died, as far as Ray and this machine know, and what to do."""
+        if not isinstance(failure, RankError) or not isinstance(failure.cause, Died):
+            return
+        rank_id = failure.rank_id
+        ids = {actor_id(actor.handle) for actor in self.actors if actor.rank_id == rank_id}
+        for row in actor_table():
+            if row["ActorID"] not in ids or not row["Pid"]:
+                continue
+            process = RankProcess(rank_id=rank_id, pid=row["Pid"], folder=self._hang_dir)
+            here = ending_here(process, look_around(logs_folder())) if self.is_local else None
+            if (ending := joined(ending_by_ray(death_in_words(row)), here)) is not None:
+                sys.stderr.write(f"{rank_id}: {ending}: {ADVICE[ending.fault]}\n")
 
     def _keep_logs(self, target: Path, timeout_s: float) -> None:
         """Copies Ray's logs, which hold the actors' output, before `close` removes them."""

@@ -110,7 +110,7 @@ class NodeAgent:
         """Returns the end of the output of each process of the run on this node, by the name of Ray's log file."""
         self.note_processes()
         folder = logs_folder()
-        assert folder is not None, "an actor is on a node"
+        assert folder is not None, "an actor has a node"
         files = [
             file for pid in self._pids for kind in ("out", "err") for file in folder.glob(f"worker-*-{pid}.{kind}")
         ]
