@@ -270,7 +270,7 @@ def _state(one: RankProcess, report: RunError | None, phase: str | None) -> str:
         line = (report.text.splitlines() or [""])[0]
         return f"failed in phase {report.phase} at {report.place or 'an unknown line'}: {line}"
     during = "" if phase is None else f" in phase {phase}"
-    if one.is_gone and isinstance(report, RankError) and isinstance(report.cause, Stopped):
+    if not one.is_stopped and isinstance(report, RankError) and isinstance(report.cause, Stopped):
         return told_of_stop(report, during)
     if not one.is_stopped:
         return one.where(during)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -105,8 +106,11 @@ def run_id() -> str:
 def start(run_id: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     started = []
 
-    def start(code: str = IDLE, mark: str = run_id, **variables: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-c", code], env={**env.marked(mark), **variables})
+    def start(
+        code: str = IDLE, mark: str = run_id, stdout: int | None = None, **variables: str
+    ) -> subprocess.Popen[bytes]:
+        environ = {**env.marked(mark), **variables}
+        process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=stdout)
         started.append(process)
         return process
 
@@ -114,6 +118,8 @@ def start(run_id: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     for process in started:
         process.kill()
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -180,6 +186,30 @@ def test_a_process_that_stays_stopped_is_named_and_ended(
     assert found.verdict == "trainer rank 1 is stopped, last seen at train.py:3 (step)"
     assert found.culprits == {trainer_id(1)}
     assert "it was ended: see the setting timeouts.stopped" in found.advice
+
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_rank_whose_child_stays_stopped_is_named_with_it(run_id: str, start, tmp_path: Path) -> None:
+    server = start(PARENT, stdout=subprocess.PIPE)
+    child = int(server.stdout.readline())
+    watch = MachineWatch(run_id, tmp_path, LIMIT_S)
+    try:
+        os.kill(child, signal.SIGSTOP)
+        server.wait(30)  # as an engine's server fails once its engine has died
+    finally:
+        watch.close()
+    rollout = RankId(Role.ROLLOUT, 0)
+    ranks = [RankProcess(rank_id=rollout, pid=server.pid, folder=tmp_path, never_ends=True)]
+    found = diagnose(ranks, patience_s=5.0)
+    assert re.fullmatch(rf"rollout rank 0 has a process that is stopped, {child} \(python\S*\)", found.verdict)
+    assert found.culprits == {rollout}
 
 
 def test_a_process_that_goes_on_in_time_is_left_alone(
