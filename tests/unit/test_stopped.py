@@ -233,3 +233,43 @@ def test_a_limit_of_zero_watches_nobody(run_id: str, tmp_path: Path) -> None:
         watch = MachineWatch(run_id, tmp_path, limit_s)
         assert sum(thread.name == "stop-watch" for thread in threading.enumerate()) == threads
         watch.close()
+
+
+RANK = """
+import sys, tempfile, time
+tempfile.tempdir = sys.argv[1]
+from rl_safe_workers.diagnostics.neighbours import Neighbours
+Neighbours("key", rank=int(sys.argv[2]), stop_limit_s=1.5)
+print("joined", flush=True)
+time.sleep(300)
+"""
+
+
+def test_ranks_of_a_machine_look_after_each_other_whoever_of_them_has_died(tmp_path: Path) -> None:
+    ranks = []
+    try:
+        for rank in range(5):
+            command = [sys.executable, "-c", RANK, str(tmp_path), str(rank)]
+            with (tmp_path / f"log_{rank}").open("w") as log:
+                ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log))
+        for process in ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"joined\n"
+        ranks[3].kill()
+        ranks[3].wait()
+        for rank in (4, 0):  # with the dead one between them and rank 2, which has to see past all of them
+            _stop(ranks[rank])
+        assert [ranks[rank].wait(60) for rank in (4, 0)] == [-signal.SIGKILL] * 2
+        assert [ranks[rank].poll() for rank in (1, 2)] == [None, None]
+        _await(lambda: "the job has failed on rank " in (tmp_path / "log_2").read_text(), "the verdict is told")
+        assert (tmp_path / "log_1").read_text() == ""
+        assert {stop.process.rank_id for stop in read_stops(tmp_path / "rl_safe_ranks_key")} == {
+            trainer_id(0),
+            trainer_id(4),
+        }
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
