@@ -291,7 +291,7 @@ def _state(one: RankProcess, report: RunError | None, phase: str | None) -> str:
         return f"failed in phase {report.phase} at {report.place or 'an unknown line'}: {line}"
     phase = one.phase or phase
     during = "" if phase is None else f" in phase {phase}"
-    if one.is_gone and isinstance(report, RankError) and isinstance(report.cause, Stopped):
+    if not one.is_stopped and isinstance(report, RankError) and isinstance(report.cause, Stopped):
         return told_of_stop(report, during)
     if report is not None and _is_of_host(report) and not one.is_gone:
         # Its host no longer reaches it: it is about to end.

@@ -24,21 +24,19 @@ FLOOR_BYTES = 8 * _MIB
 """Smallest growth in a cycle that counts."""
 FIRST_CYCLES = 9
 """Cycles before the first judgement: a cache that falls back within them is not taken for a leak."""
-_WINDOW, _NEWEST = 7, 5
-"""Newest cycles in which a leak shows in the order of the sizes, and in their steps."""
+_NEWEST = 5
+"""Newest cycles, in which a leak shows."""
 _WARM_UP = 2
 """First cycles, whose peak says nothing: weights are loaded, and libraries build their tables."""
 _HISTORY = 40
 """Cycles that are remembered of an owner."""
-_MOST_DISCORDANT = 1
-"""Pairs of cycles, of 21, in which the later one may have less."""
-_LARGEST_STEP, _STEADY = 0.5, 0.6
-"""Largest share of the growth in one cycle; least ratio of the last two cycles' growth to that of the two before."""
+_LARGEST_STEP = 0.5
+"""Largest share of the growth in one cycle."""
 _WARM_STEPS, _SETTLED = 5, 14
 """A first step of more than so many later ones is a warm-up that may go on, until so many cycles are known."""
 _LARGEST_FALL = 0.25
 """Largest fall that is remembered, as a share of the growth: what has fallen like that falls again."""
-_NOISES = 6.0
+_NOISES = 7.0
 """How many times the growth in the newest cycles must exceed the noise of one cycle."""
 _MAD = 1.4826
 """Ratio of the standard deviation to the median deviation of a normal distribution."""
@@ -98,16 +96,14 @@ class MemoryGrowth:
 
 def _lost_in_each(sizes: Sequence[int]) -> float | None:
     """Returns the bytes that an owner loses in each cycle; None if it is well, or nobody can tell."""
-    before, window, newest = sizes[:-_WINDOW], sizes[-_WINDOW:], sizes[-_NEWEST:]
+    before, newest = sizes[:-_NEWEST], sizes[-_NEWEST:]
     steps = _steps(newest)
-    grown, half = newest[-1] - newest[0], len(steps) // 2
+    grown = newest[-1] - newest[0]
     # The median over all pairs (Theil and Sen) does not mind a single cycle that is off.
     rate = statistics.median((newest[j] - newest[i]) / (j - i) for i, j in combinations(range(_NEWEST), 2))
     is_leak = (
         rate >= FLOOR_BYTES
-        and sum(later <= earlier for earlier, later in combinations(window, 2)) <= _MOST_DISCORDANT
         and max(steps) <= _LARGEST_STEP * grown
-        and sum(steps[half:]) >= _STEADY * sum(steps[:half])
         and (len(sizes) >= _SETTLED or sizes[1] - sizes[0] <= _WARM_STEPS * rate)
         and -min(_steps(sizes)) <= _LARGEST_FALL * grown
         and min(newest) > max(before, default=0)

@@ -44,7 +44,7 @@ class MemoryWatch:
         return self._growth.worst / 2**20
 
     def step(self) -> None:
-        """Takes in the memory at the end of a step. Takes some 0.1 ms, and a warning if an owner grows in each step."""
+        """Takes in the memory at the end of a step. Warns of an owner that grows in each."""
         sizes = {HOST: own_bytes()}
         if self._first_here:
             sizes[SHARED] = shared_memory_bytes()

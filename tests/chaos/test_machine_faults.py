@@ -116,6 +116,8 @@ def continue_after_verdict(run: Running) -> None:
                 process.resume()
 
 
+UNWATCHED = "rl_safe.timeouts.stopped=0"
+"""Leaves a stopped rank to the timeout of a phase."""
 STOPPED = {
     MachineFault.STOPPED_TRAINER: (Role.TRAINER, 1, Phase.TRAIN, Phase.TRAIN),
     MachineFault.STOPPED_ENGINE: (Role.ROLLOUT, 0, Phase.ROLLOUT, Phase.ROLLOUT),
@@ -133,7 +135,7 @@ def test_a_stopped_rank_is_said_to_be_stopped(
     record_property(MACHINE, (str(row), None))
     role, rank, phase, missed_in = STOPPED[row]
     fault = Fault(kind=Kind.STOP, role=role, rank=rank, phase=phase, folder=str(tmp_path))
-    overrides = [*GOES_ON, *(f"rl_safe.timeouts.{name}={WAIT_S}" for name in {phase, missed_in})]
+    overrides = [*GOES_ON, UNWATCHED, *(f"rl_safe.timeouts.{name}={WAIT_S}" for name in {phase, missed_in})]
     outcome, ended_at = run_with([fault], overrides, undisturbed, tmp_path, monkeypatch, continue_after_verdict)
     assert outcome.code == 1, outcome.err
     (verdict,) = [line for line in outcome.err.splitlines() if line.startswith(f"hang: phase {missed_in}, ")]
@@ -154,7 +156,7 @@ def test_a_rank_that_was_stopped_touches_nothing_of_the_next_attempt(
     row = MachineFault.STOPPED_AND_STARTED_AGAIN
     record_property(MACHINE, (str(row), None))
     fault = Fault(kind=Kind.STOP, role=Role.TRAINER, rank=1, phase=Phase.SAVE, folder=str(tmp_path))
-    overrides = [*GOES_ON, f"rl_safe.timeouts.save={WAIT_S}", "rl_safe.restarts=1"]
+    overrides = [*GOES_ON, UNWATCHED, f"rl_safe.timeouts.save={WAIT_S}", "rl_safe.restarts=1"]
     outcome, _ = run_with([fault], overrides, undisturbed, tmp_path, monkeypatch, continue_after_verdict)
     assert len(named_at_restarts(outcome)) == 1, outcome.err
     assert_completed(outcome, undisturbed)

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,9 @@ HANG = (
 )
 
 
-def broken(folder: Path, inputs: Path, place: str, way: str, *, ours: bool) -> End:
+def broken(
+    folder: Path, inputs: Path, place: str, way: str, *, ours: bool, settings: dict[str, Any] | None = None
+) -> End:
     folder.mkdir()
     model, output = ["--model", str(inputs / "model")], ["--output_dir", str(folder / "out")]
     if place == "export":
@@ -45,7 +48,7 @@ def broken(folder: Path, inputs: Path, place: str, way: str, *, ours: bool) -> E
     plugins = [CPU, *([PLUGIN] if ours else []), BREAK]
     args = [*command, "--expert_model_parallel_size", "2", *ON_CPU, *PLAIN, "--external_plugins", *map(str, plugins)]
     env = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port()), "BREAK": f"{place}:{way}"}
-    return run(folder, args, settings=SETTINGS, **env)
+    return run(folder, args, settings=settings or SETTINGS, **env)
 
 
 @pytest.mark.parametrize(("place", "way"), CASES)
@@ -62,6 +65,16 @@ def test_a_broken_job_ends_in_time_and_names_the_rank(
     assert way != "hang" or end.named_by_us, end.output[-4000:]
     # In other places no rank waits in a collective, or nobody waits for the other.
     assert (place, way) != ("step", "hang") or re.search(HANG, end.output), end.output[-4000:]
+
+
+def test_a_rank_that_stays_stopped_is_named_long_before_the_timeout_of_its_phase(inputs: Path, tmp_path: Path) -> None:
+    settings = {"timeouts": {"teardown": 5, "stopped": 3}}
+    end = broken(tmp_path / "job", inputs, "step", "stop", ours=True, settings=settings)
+    assert end.status == 1, end.output[-4000:]
+    assert end.seconds < TIMEOUT_S + 10
+    assert end.left == []
+    told = r"the job has failed on rank 1: trainer rank 1 is stopped, last seen at break_plugin.py:\d+ \(strike\)"
+    assert re.search(told, end.output), end.output[-4000:]
 
 
 @pytest.mark.every_failure

@@ -57,6 +57,29 @@ def test_two_hundred_cycles_that_are_well_give_no_alarm(
     assert growth.worst == 0
 
 
+def _long_warm_up(rng: random.Random) -> Iterator[float]:
+    size, lasts, noise = rng.choice((100, 1000, 5000)), rng.uniform(0.3, 2), rng.choice((0.5, 2, 5, 20, 60))
+    return (40_000 + size * (1 - math.exp(-cycle / lasts)) + rng.gauss(0, noise) for cycle in range(200))
+
+
+def _long_plateaus(rng: random.Random) -> Iterator[float]:
+    steps = [(at, rng.uniform(20, 600)) for at in rng.sample(range(4, 200, 8), 4)]
+    for cycle, warm in enumerate(_long_warm_up(rng)):
+        yield warm + sum(size for at, size in steps if cycle >= at)
+
+
+@pytest.mark.parametrize("shape", [_long_warm_up, _long_plateaus])
+def test_three_hundred_runs_that_warm_up_in_their_own_way_give_no_alarm(
+    shape: Callable[[random.Random], Iterator[float]],
+) -> None:
+    found = []
+    for seed in range(300):
+        growth = MemoryGrowth()
+        sizes = shape(random.Random(seed))
+        found += [(seed, leak) for size in sizes for leak in growth.cycle({"host memory": int(size * MIB)})]
+    assert found == []
+
+
 @pytest.mark.parametrize("owner", OWNERS)
 @pytest.mark.parametrize("seed", range(10))
 def test_what_is_lost_in_each_cycle_is_named_once_before_the_tenth(owner: str, seed: int) -> None:
@@ -70,6 +93,13 @@ def test_what_is_lost_in_each_cycle_is_named_once_before_the_tenth(owner: str, s
     assert leak.owner == owner
     assert leak.bytes_per_cycle / MIB == pytest.approx(LOST_MIB, rel=0.2)
     assert growth.worst == leak.bytes_per_cycle
+
+
+def test_an_owner_that_comes_back_to_where_it_has_been_is_well() -> None:
+    growth, size = MemoryGrowth(), 9000
+    for step in ([-15] * 10 + [20] * 7) * 6:
+        size += step
+        assert growth.cycle({"host memory": size * MIB}) == []
 
 
 def test_two_owners_that_leak_are_both_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -105,8 +106,11 @@ def run_id() -> str:
 def start(run_id: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     started = []
 
-    def start(code: str = IDLE, mark: str = run_id, **variables: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-c", code], env={**env.marked(mark), **variables})
+    def start(
+        code: str = IDLE, mark: str = run_id, stdout: int | None = None, **variables: str
+    ) -> subprocess.Popen[bytes]:
+        environ = {**env.marked(mark), **variables}
+        process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=stdout)
         started.append(process)
         return process
 
@@ -114,6 +118,8 @@ def start(run_id: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     for process in started:
         process.kill()
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -182,6 +188,30 @@ def test_a_process_that_stays_stopped_is_named_and_ended(
     assert "it was ended: see the setting timeouts.stopped" in found.advice
 
 
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_rank_whose_child_stays_stopped_is_named_with_it(run_id: str, start, tmp_path: Path) -> None:
+    server = start(PARENT, stdout=subprocess.PIPE)
+    child = int(server.stdout.readline())
+    watch = MachineWatch(run_id, tmp_path, LIMIT_S)
+    try:
+        os.kill(child, signal.SIGSTOP)
+        server.wait(30)  # as an engine's server fails once its engine has died
+    finally:
+        watch.close()
+    rollout = RankId(Role.ROLLOUT, 0)
+    ranks = [RankProcess(rank_id=rollout, pid=server.pid, folder=tmp_path, never_ends=True)]
+    found = diagnose(ranks, patience_s=5.0)
+    assert re.fullmatch(rf"rollout rank 0 has a process that is stopped, {child} \(python\S*\)", found.verdict)
+    assert found.culprits == {rollout}
+
+
 def test_a_process_that_goes_on_in_time_is_left_alone(
     run_id: str, start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,3 +233,43 @@ def test_a_limit_of_zero_watches_nobody(run_id: str, tmp_path: Path) -> None:
         watch = MachineWatch(run_id, tmp_path, limit_s)
         assert sum(thread.name == "stop-watch" for thread in threading.enumerate()) == threads
         watch.close()
+
+
+RANK = """
+import sys, tempfile, time
+tempfile.tempdir = sys.argv[1]
+from rl_safe_workers.diagnostics.neighbours import Neighbours
+Neighbours("key", rank=int(sys.argv[2]), stop_limit_s=1.5)
+print("joined", flush=True)
+time.sleep(300)
+"""
+
+
+def test_ranks_of_a_machine_look_after_each_other_whoever_of_them_has_died(tmp_path: Path) -> None:
+    ranks = []
+    try:
+        for rank in range(5):
+            command = [sys.executable, "-c", RANK, str(tmp_path), str(rank)]
+            with (tmp_path / f"log_{rank}").open("w") as log:
+                ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log))
+        for process in ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"joined\n"
+        ranks[3].kill()
+        ranks[3].wait()
+        for rank in (4, 0):  # with the dead one between them and rank 2, which has to see past all of them
+            _stop(ranks[rank])
+        assert [ranks[rank].wait(60) for rank in (4, 0)] == [-signal.SIGKILL] * 2
+        assert [ranks[rank].poll() for rank in (1, 2)] == [None, None]
+        _await(lambda: "the job has failed on rank " in (tmp_path / "log_2").read_text(), "the verdict is told")
+        assert (tmp_path / "log_1").read_text() == ""
+        assert {stop.process.rank_id for stop in read_stops(tmp_path / "rl_safe_ranks_key")} == {
+            trainer_id(0),
+            trainer_id(4),
+        }
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()

@@ -319,8 +319,8 @@ class Cluster:
         return failure
 
     def _stop_behind(self, failure: BaseException, patience_s: float) -> RankError | None:
-        """Returns the stop that a rank was ended for; None if the failure is another one."""
-        if not isinstance(failure, RankError) or not isinstance(failure.cause, Died):
+        """Returns the stop that a rank, or a process of it, was ended for; None if the failure is another one."""
+        if not isinstance(failure, RankError):
             return None
         stops: list[Stop] = []
         agents = self._agents

@@ -28,6 +28,9 @@ def strike() -> None:
         raise RuntimeError("broken on purpose")
     if HOW == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if HOW == "stop":
+        time.sleep(1.5)  # so that it has noted where it is
+        os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(float(os.environ.get("BREAK_S", "3600")))
 
 
