@@ -337,16 +337,15 @@ def _blame(script: _Script, failed: Mapping[int, str], *, is_well: bool) -> None
     if reports and silent:
         neighbours.say(*blame(reports, silent=silent, among=neighbours))
     elif is_well and silent:
-        found = blame_for_the_end(
-            failed,
+        _, culprits, why = blame_for_the_end(
+            silent,
             rank=trainer.training_rank,
             size=trainer.training_size,
             waited_s=trainer.deadline.waited_s,
             setting="the timeout of teardown()",
             among=neighbours,
         )
-        if found is not None:
-            neighbours.say(*found[1:])
+        neighbours.say(culprits, why)
     elif reports:
         neighbours.say(*blame(reports, silent=(), among=neighbours))
 

@@ -20,14 +20,13 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from rl_safe_workers.control.deadline import Background, Deadline
-from rl_safe_workers.control.plane import NO_VERDICT, TRAINING_WORLD
 from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file, leave_failure, note_phase
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
 from rl_safe_workers.diagnostics.inquiry import RankProcess
@@ -268,12 +267,12 @@ def blame(
 
 
 def blame_for_the_end(
-    failed: Mapping[int, str], *, rank: int, size: int, waited_s: float, setting: str, among: Neighbours | None
-) -> tuple[PhaseTimeoutError, Collection[RankId], str] | None:
+    silent: Collection[int], *, rank: int, size: int, waited_s: float, setting: str, among: Neighbours | None
+) -> tuple[PhaseTimeoutError, Collection[RankId], str]:
     """Says which ranks have not ended with the others.
 
     Args:
-        failed: What each rank's end has failed with; `NO_VERDICT` of one that has said nothing.
+        silent: The training ranks that have said nothing, at least one.
         rank: This training rank, which is well.
         size: Number of training ranks.
         waited_s: How long this rank has waited, in seconds.
@@ -281,14 +280,11 @@ def blame_for_the_end(
         among: As for `blame`.
 
     Returns:
-        The error, and what `blame` returns; None if every rank has said what it has failed with.
+        The error, and what `blame` returns.
     """
-    silent = [other for other, reason in failed.items() if reason == NO_VERDICT]
-    if not silent:
-        return None
     late = PhaseTimeoutError(
         phase=Phase.TEARDOWN,
-        awaited=Awaited(TRAINING_WORLD, frozenset(trainer_ids(range(size)))),
+        awaited=Awaited("training world", frozenset(trainer_ids(range(size)))),
         missing=trainer_ids(silent),
         waited_s=waited_s,
         setting=setting,

@@ -27,6 +27,7 @@ from rl_safe_workers.adapters.nemo_rl.import_groups import end_groups_since, gro
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.refit_places import awaited_rollout
 from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.adapters.rank_answers import leave_early
 from rl_safe_workers.adapters.save_queue import SaveQueue
 from rl_safe_workers.adapters.shards import ShardWriter
 from rl_safe_workers.adapters.weight_update import WeightUpdate
@@ -76,6 +77,8 @@ class PolicyProcess(HostedTrainer):
         self.settings = settings
         self.import_groups = 0
         self._importing = False
+        self._stage = Phase.START
+        """Where the constructor is, for errors that no phase of the lifecycle has told of."""
         self.distributed_optimizer = True
         self.saves: BridgeSaves | None = None
 
@@ -105,6 +108,8 @@ class PolicyProcess(HostedTrainer):
                 yield
                 self.trainer.comms.require("the end of set-up")
             except Exception as error:
+                # NeMo RL's error of a constructor has no more than its text.
+                leave_early(error, self._stage)
                 # Else the others would wait for this rank in their next collective.
                 self.end(in_one_line(error))
                 raise
@@ -165,6 +170,7 @@ class PolicyProcess(HostedTrainer):
 
         No phase of the lifecycle: it comes before the groups of training, with groups of its own.
         """
+        self._stage = Phase.CONVERT
         self.trainer.meet(Phase.CONVERT)
         before, self._importing = groups_now(), True
         try:
@@ -174,6 +180,7 @@ class PolicyProcess(HostedTrainer):
         finally:
             self._importing = False
         set_group_timeouts(self._outside_timeout)
+        self._stage = Phase.START
 
     def _building(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def setup_model_and_optimizer(policy_cfg: Any, megatron_cfg: Any, *args: Any, **kwargs: Any) -> Any:

@@ -424,16 +424,15 @@ class SwiftJob(HostedTrainer):
             waited_s: How long this rank has waited.
         """
         trainer = self.trainer
-        found = blame_for_the_end(
-            failed,
-            rank=trainer.training_rank,
-            size=trainer.training_size,
-            waited_s=waited_s,
-            setting=f"rl_safe.timeouts.{Phase.TEARDOWN}",
-            among=self._neighbours,
-        )
-        if found is not None:
-            late, culprits, why = found
+        if silent := [rank for rank, reason in failed.items() if reason == NO_VERDICT]:
+            late, culprits, why = blame_for_the_end(
+                silent,
+                rank=trainer.training_rank,
+                size=trainer.training_size,
+                waited_s=waited_s,
+                setting=f"rl_safe.timeouts.{Phase.TEARDOWN}",
+                among=self._neighbours,
+            )
             self.notes.failed(Phase.TEARDOWN, late)
             self._say(culprits, why)
         reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in failed.items())
