@@ -150,7 +150,9 @@ def diagnose_answers(
             f"{one}{home_of(one, answers)} {states.get(one) or _unseen(known.get(one), phase)}{_because(whys.get(one))}"
             for one in sorted(culprits)
         ]
-        found = {"verdict": "; ".join([*names, *_others(answers, culprits, known), *said])}
+        # A rank that has failed says the phase itself.
+        during = f"phase {phase}: " if phase is not None and culprits and not culprits & known.keys() else ""
+        found = {"verdict": during + "; ".join([*names, *_others(answers, culprits, known), *said])}
         found["error"] = f"{type(error).__name__}: {error}"
     fault = _fault(error, culprits, answers, whys)
     advice = _advice(error, wait, culprits, answers, whys, fault)

@@ -58,6 +58,7 @@ from rl_safe_workers.errors import (
     ConfigError,
     ModelError,
     PhaseTimeoutError,
+    RankError,
     ResourceError,
     RunError,
     UsageError,
@@ -352,7 +353,7 @@ class Job:
         if trainer.save_freq > 0 and (step % trainer.save_freq == 0 or step == trainer.total_training_steps):
             self._session.save(step, asdict(self._layout), {"data": self._loader.state_dict()})
 
-    def _keep_evidence(self, failure: E, folder: Path) -> E | PhaseTimeoutError:
+    def _keep_evidence(self, failure: E, folder: Path) -> E | PhaseTimeoutError | RankError:
         return self._cluster.keep_evidence(failure, folder, patience_s=self._config.rl_safe.teardown.kill_after_s)
 
     def _end(self, log: MetricsLog, failure: BaseException | None) -> None:

@@ -280,7 +280,7 @@ class Cluster:
         if guardian is not None:
             guardian.dismiss(timeout_s=kill_after_s)
 
-    def keep_evidence(self, failure: E, folder: Path, *, patience_s: float) -> E | PhaseTimeoutError:
+    def keep_evidence(self, failure: E, folder: Path, *, patience_s: float) -> E | PhaseTimeoutError | RankError:
         """Saves the evidence of a failure before `close`: where ranks hang, and Ray's logs.
 
         It prints where ranks hang, and why a rank has died.
@@ -293,28 +293,22 @@ class Cluster:
 
         Returns:
             The failure; or a copy that names fewer ranks, if the evidence shows that the other ranks only wait for
-            these.
+            these; or one that says where a rank that died was last seen.
         """
         hang = collect_evidence(
             failure, ask=self.ask_ranks, folder=folder, patience_s=patience_s, facts={"ray": listed_actors}
         )
         if hang is not None:
             sys.stderr.write(f"{hang.verdict}\n")
-        if (place := self._last_place(failure)) is not None:
-            sys.stderr.write(f"{place}\n")
         attempt("asking why a rank has died", lambda: self._tell_ending(failure), timeout_s=patience_s)
         logs = folder / "ray_logs"
         attempt("keeping Ray's logs", lambda: self._keep_logs(logs, 0.8 * patience_s), timeout_s=patience_s)
         if hang is not None and hang.culprits is not None and isinstance(failure, PhaseTimeoutError):
             return failure.naming(hang.culprits)
+        if self._hang_dir is not None and isinstance(failure, RankError) and isinstance(failure.cause, Died):
+            place = read_place(self._hang_dir, failure.rank_id)  # None if it died on another machine
+            return failure if place is None else failure.seen_at(place)
         return failure
-
-    def _last_place(self, failure: BaseException) -> str | None:
-        """Returns a line that says where a rank was before it died; None if this machine has no record of it."""
-        if self._hang_dir is None or not isinstance(failure, RankError) or not isinstance(failure.cause, Died):
-            return None
-        place = read_place(self._hang_dir, failure.rank_id)
-        return None if place is None else f"{failure.rank_id} was last seen at {place}"
 
     def _tell_ending(self, failure: BaseException) -> None:
         """Prints why a rank has died, as far as Ray and this machine know, and what to do."""
