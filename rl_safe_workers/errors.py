@@ -307,7 +307,13 @@ class RankError(RunError):
     ) -> None:
         self.rank_id, self.phase, self.cause = rank_id, str(phase), cause
         self.text, self.trace, self.raised_at, self.place = text, trace, raised_at, place
-        super().__init__(f"{rank_id} failed in phase {phase}: {text}")
+        where = "" if place is None else f" at {place}"
+        super().__init__(f"{rank_id} failed in phase {phase}{where}: {text}")
+
+    def seen_at(self, place: str) -> RankError:
+        """Returns the same error with the line of code where the rank was last seen."""
+        fields = ("rank_id", "phase", "cause", "text", "trace", "raised_at")
+        return RankError(**{name: getattr(self, name) for name in fields}, place=place)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields as values for JSON, in which a rank sends the error to other ranks. Cuts long texts."""

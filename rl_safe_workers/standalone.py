@@ -84,6 +84,8 @@ class _Script:
     """torch's names of the groups that the bootstrap has connected or left out."""
     neighbours: Neighbours | None = None
     """The ranks on this machine, once `bootstrap` has begun."""
+    failed_in: str | None = None
+    """The phase of the `guard` that this rank is in, or has left by an exception; None if the last one ended well."""
     not_ended: str | None = None
     """The reason why a teardown could not destroy the groups in order; None if there was no such teardown."""
 
@@ -238,9 +240,11 @@ def guard(phase: str = "train", *, watch_steps: int = 3, refuse: bool = False) -
         LifecycleError: If `bootstrap` has not run, or groups were built since.
         CommunicatorError: If ``refuse``, and the bootstrap has left out something that a collective then allocated.
     """
-    trainer = _require(phase)
+    trainer, script = _require(phase), _current()
+    script.failed_in = phase
     with trainer.comms.watching(phase, steps=watch_steps, refuse=refuse):
         yield
+    script.failed_in = None
     if phase == Phase.TRAIN:
         trainer.memory.step()
 
@@ -297,7 +301,7 @@ def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
             raise
     error = sys.exc_info()[1]
     if leaving_on is not None and isinstance(error, Exception):
-        trainer.control.report_failure(error, phase=str(trainer.lifecycle.last_failed or _OUTSIDE))
+        trainer.control.report_failure(error, phase=str(script.failed_in or trainer.lifecycle.last_failed or _OUTSIDE))
     failed = trainer.teardown(leaving_on)
     if failed:
         _blame(script, failed)

@@ -140,7 +140,9 @@ def diagnose_answers(
             f"{one}{home_of(one, answers)} {states.get(one) or _unseen(known.get(one), phase)}"
             for one in sorted(culprits)
         ]
-        found = {"verdict": "; ".join([*names, *_others(answers, culprits, known), *said])}
+        # A rank that has failed says the phase itself.
+        during = f"phase {phase}: " if phase is not None and culprits and not culprits & known.keys() else ""
+        found = {"verdict": during + "; ".join([*names, *_others(answers, culprits, known), *said])}
         found["error"] = f"{type(error).__name__}: {error}"
     advice = _advice(error, wait, culprits, answers)
     if evidence is not None:

@@ -5,6 +5,7 @@ Ranks that die, raise, or never arrive are in tests/chaos. Checks within a step 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.integration.runs import SMALL, Outcome, finish, rl_safe
@@ -24,7 +25,7 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 
 def assert_failed(outcome: Outcome, message: str) -> None:
     assert outcome.code == 1, outcome.err
-    assert outcome.last_error.startswith(f"rl-safe: error: {message}"), outcome.err
+    assert re.match(f"rl-safe: error: {message}", outcome.last_error), outcome.err
     assert outcome.err.count("rl-safe: error: ") == 1
     assert "failed: " in (outcome.run_dir / "report.html").read_text()
     assert outcome.left == []
@@ -34,7 +35,8 @@ def test_a_rollout_rank_that_raises_is_named(moe_model: Path, tmp_path: Path) ->
     # As long as the longest message, which is all that is counted before the start: the chat template adds to it.
     command = rl_safe("quickstart.yaml", f"model.path={moe_model}", STEPS, *SMALL, "data.max_prompt_length=22")
     outcome = finish(command, tmp_path)
-    assert_failed(outcome, "rollout rank 0 failed in phase rollout: DataError: prompt 0 of step 1 has ")
+    where = r"at rl_safe_workers/rollout/\S+:\d+ \(\w+\)"
+    assert_failed(outcome, f"rollout rank 0 failed in phase rollout {where}: DataError: prompt 0 of step 1 has ")
     assert outcome.records == []
 
 

@@ -10,6 +10,7 @@ from nemo_rl.distributed import worker_groups
 from rl_safe_workers.adapters.nemo_rl import refit_places
 from rl_safe_workers.adapters.weight_update import ROLLOUT
 from rl_safe_workers.models import gathering
+from tests.diagnosis import misdeeds
 from tests.nemo_rl import sending
 from tests.nemo_rl.host import SafeWorker
 
@@ -58,12 +59,14 @@ class EngineWorker:
         return ["GPU-0"]
 
     def update_weights_from_collective(self) -> bool:
+        misdeeds.here("rollout", 0, "sync")
         return self._engine.receive(self._misdeeds.get("refit"))
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
         return True
 
     def generate(self, data: Any = None, greedy: bool = False) -> str:
+        misdeeds.here("rollout", 0, "rollout")
         if misdeed := self._misdeeds.get("generation"):
             sending.misbehave(misdeed)
         return "a response"

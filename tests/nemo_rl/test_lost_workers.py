@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -30,6 +30,7 @@ pytestmark = [needs_source, pytest.mark.filterwarnings("ignore")]
 
 TIMEOUT_S = 6.0
 PHASES = ("train", "save", "sync", "rollout")
+SHORT = dict.fromkeys((*PHASES, "logprob"), TIMEOUT_S) | {"teardown": 4.0}
 ALLOWED_S = TIMEOUT_S + 10.0
 
 
@@ -97,6 +98,11 @@ class Job:
     def train(self) -> None:
         self.policy.train(reference.random_batch(rows=4))
 
+    def logprob(self) -> None:
+        ray.get(
+            self.policy.worker_group.run_all_workers_single_data("get_logprobs", data=reference.random_batch(rows=4))
+        )
+
     def save(self, folder: Path) -> None:
         self.policy.save_checkpoint(weights_path=str(folder / "step_1" / "weights"))
 
@@ -108,7 +114,14 @@ class Job:
 
 
 @contextmanager
-def job(clusters: tuple[Any, Any], model: Path, folder: Path, **misdeeds: Any) -> Iterator[Job]:
+def job(
+    clusters: tuple[Any, Any],
+    model: Path,
+    folder: Path,
+    *,
+    timeouts: Mapping[str, float] = SHORT,
+    **misdeeds: Any,
+) -> Iterator[Job]:
     engine = {"engine": str(folder / "s"), "misdeeds": misdeeds.pop("engine", {})}
     config = config_of(model, folder, engine=engine["engine"], **misdeeds)
     policy = _host("Policy", ("broadcast_weights_for_collective", "save_checkpoint", "shutdown"))
@@ -116,13 +129,15 @@ def job(clusters: tuple[Any, Any], model: Path, folder: Path, **misdeeds: Any) -
     generation = _host("VllmGeneration", ("update_weights_from_collective", "prepare_for_generation", "shutdown"))
     policy.cfg, policy.worker_group = (
         {"in_other_phase": misdeeds.get("in_other_phase")},
-        group_of(clusters[0], config, timeouts=dict.fromkeys((*PHASES[:3], "logprob"), TIMEOUT_S) | {"teardown": 4.0}),
+        group_of(clusters[0], config, timeouts={name: s for name, s in timeouts.items() if name != "rollout"}),
     )
     generation.cfg = {"vllm_cfg": {"async_engine": False}, "colocated": {"enabled": False}}
     generation.weight_synchronizer, generation.worker_group = None, group_of(clusters[1], engine, worker=ENGINE, size=1)
     with ExitStack() as ends:
         module = _refit()
-        driver = GuardedDriver(NemoRlTimeouts(**dict.fromkeys(PHASES, TIMEOUT_S)), ends, evidence=folder / "failure")
+        driver = GuardedDriver(
+            NemoRlTimeouts(**{name: timeouts[name] for name in PHASES}), ends, evidence=folder / "failure"
+        )
         driver.guard_setup(module)
         driver.policy, driver.generation = policy, generation
         driver.guard_loops(module)
@@ -203,7 +218,7 @@ CASES = {
     ),
     "engine_silent_in_a_refit": Case(
         *("refit", {"engine": {"refit": "silent"}}, ENGINE_0, Phase.SYNC, None),
-        r"rollout rank 0 on [0-9.]+ is at \S+/sending.py:\d+ \(misbehave\); .*rollout engine 0 does not answer",
+        r"phase sync: rollout rank 0 on [0-9.]+ is at \S+/sending.py:\d+ \(misbehave\); .*rollout engine 0 does not",
     ),
     "engine_killed_in_generation": Case(
         *("generate", {"engine": {"generation": "dies"}}, ENGINE_0, Phase.ROLLOUT, Died),

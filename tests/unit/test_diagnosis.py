@@ -150,7 +150,9 @@ def test_a_stopped_rank_is_named_though_others_have_named_more(judged: Judge) ->
 def test_a_rank_that_others_speak_of_is_named_with_what_they_say(judged: Judge) -> None:
     found = judged(waits(0), busy(1), reports={0: failed(0, Repeats(trainer_id(1)), "RunError: rank 1 is full")})
     assert culprits(found) == {1}
-    assert found.verdict.startswith("trainer rank 1 is at mine.py:7 (step); trainer rank 0 failed in phase train: ")
+    assert found.verdict.startswith(
+        "trainer rank 1 is at mine.py:7 (step); trainer rank 0 failed in phase train at mine.py:5 "
+    )
 
 
 @pytest.mark.parametrize("last", [busy, ended_well])
@@ -291,7 +293,9 @@ def test_the_drivers_error_names_who_does_not_answer_where_no_rank_does() -> Non
         host_error=host,
     )
     assert found.culprits == {ENGINE}
-    assert found.verdict == ("rollout rank 0 on 10.0.0.4 is in no call; the sync: rollout replica 0 does not answer")
+    assert found.verdict == (
+        "phase train: rollout rank 0 on 10.0.0.4 is in no call; the sync: rollout replica 0 does not answer"
+    )
 
 
 @pytest.mark.parametrize("host_error", [None, RunError("the sync: rollout replica 0 does not answer", culprit=ENGINE)])

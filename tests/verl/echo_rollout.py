@@ -20,9 +20,11 @@ import torch
 from verl.workers.rollout import base
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
+from tests.diagnosis import misdeeds
 from tests.verl import faulty_training
 
 VICTIM = 1
+_PHASE_OF = {"generate": "rollout"}
 
 
 @ray.remote(num_cpus=0)
@@ -35,6 +37,7 @@ class _Server:
         self._step = 0
 
     async def _reach(self, call: str) -> None:
+        misdeeds.here("rollout", self._replica_rank, _PHASE_OF.get(call, "sync"), call)
         told = Path(self._fault).read_text() if self._fault and Path(self._fault).is_file() else ""
         if self._replica_rank == VICTIM and told == f"{call} {self._step}":
             self._silent = True

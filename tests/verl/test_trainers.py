@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, get_trainer_cls
 
+from rl_safe_workers.adapters.group_ends import GroupEnd
 from rl_safe_workers.adapters.verl import trainers
 from rl_safe_workers.adapters.verl.trainers import TRAINERS, SafeTrainerMixin, use_trainers
 from rl_safe_workers.errors import RunError
@@ -67,9 +69,10 @@ class _Group:
 
 
 def _trainer(monkeypatch: pytest.MonkeyPatch, *, failure: Exception | None = None, wrong: str = "") -> Any:
-    monkeypatch.setattr(trainers, "_gather", lambda calls, patience_s: wrong)
+    monkeypatch.setattr(trainers, "end_of", lambda calls, patience_s: GroupEnd(2, frozenset(), 1.0, wrong))
     trainer: Any = type("Trainer", (SafeTrainerMixin, _Stock), {"failure": failure})()
     trainer.config = composed(*ON)
+    trainer.rl_safe_verdict = SimpleNamespace(on=lambda error, phase: error)
     trainer.actor_rollout_wg = trainer.ref_policy_wg = _Group()
     trainer.critic_wg = _Group()
     return trainer
@@ -82,16 +85,17 @@ def test_after_training_each_worker_group_ends_once(monkeypatch) -> None:
 
 
 def test_a_failure_of_training_is_told_to_the_workers_and_goes_on(monkeypatch) -> None:
-    trainer = _trainer(monkeypatch, failure=ValueError("no reward"), wrong="rank 1 did not end within 75 s")
+    trainer = _trainer(monkeypatch, failure=ValueError("no reward"), wrong="rank 1 is stuck")
     with pytest.raises(ValueError, match="no reward"):
         trainer.fit(None)
     assert trainer.actor_rollout_wg.told == ["driver, in fit: ValueError: no reward"]
 
 
 def test_an_end_that_fails_fails_a_run_that_went_well(monkeypatch) -> None:
-    trainer = _trainer(monkeypatch, wrong="rank 1 did not end within 75 s")
-    with pytest.raises(RunError, match="teardown: rank 1 did not end within 75 s"):
+    trainer = _trainer(monkeypatch, wrong="rank 1: its groups were aborted")
+    with pytest.raises(RunError, match="teardown: rank 1: its groups were aborted"):
         trainer.fit(None)
+    assert (trainer.actor_rollout_wg.told, trainer.critic_wg.told) == ([None], [None]), "they end once"
 
 
 def test_metrics_are_the_worst_of_every_rank_of_every_worker_group(monkeypatch) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Party, Standstill
+from rl_safe_workers.adapters.group_ends import end_of, error_of
 from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
 from rl_safe_workers.adapters.patches import replaced
@@ -38,6 +39,8 @@ MAKES_SYNC = "create_weight_synchronizer"
 """Function that makes what refits the rollout, in newer versions."""
 _AFTER_FAILURE_S = 4.0
 """Seconds that trainers get to abort their groups after a failure: one that waits for another does not answer."""
+_ABORT_S = 12.0
+"""Seconds that a trainer may take to abort its groups, after it has waited for the others in vain."""
 ENGINE_CALLS = (
     *("prepare_refit_info", "prepare_for_generation", "finish_generation", "invalidate_kv_cache"),
     *("snapshot_step_metrics", "get_step_metrics", "clear_logger_metrics", "get_logger_metrics"),
@@ -173,6 +176,7 @@ class GuardedDriver:
         """
         try:
             yield
+            self._end_in_order()
         except Exception as error:
             verdict = self._verdict.on(error, self._waits.failed_in)
             self._end_at_once(error)
@@ -184,6 +188,21 @@ class GuardedDriver:
             self.end()
             raise
         self.end()
+
+    def _end_in_order(self) -> None:
+        """Has the trainers end their groups together. NeMo RL would kill one that does not, and not say so.
+
+        Raises:
+            RunError: If they have not; names the ranks.
+        """
+        trainers = getattr(self.policy, "worker_group", None)
+        if trainers is None or not trainers.workers:
+            return
+        with self._waits.waiting(Phase.TEARDOWN):
+            calls = [worker.end_groups.remote() for worker in trainers.workers]
+            error = error_of([end_of(calls, self._waits.timeout_s(Phase.TEARDOWN) + _ABORT_S)])
+            if error is not None:
+                raise error
 
     def _ending_policy_first(self, end_generation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(end_generation)

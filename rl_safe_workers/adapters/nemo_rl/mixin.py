@@ -147,6 +147,14 @@ class SafePolicyMixin:
         """
         self.safe.finish_saves(super().finalize_async_save)  # type: ignore[misc]
 
+    def end_groups(self) -> dict[int, str]:
+        """Ends the groups as all ranks agree. Idempotent. Collective over: the training world.
+
+        Returns:
+            Failure by training rank; empty if every rank was well.
+        """
+        return dict(self.safe.end(None))
+
     def shutdown(self, failure: str | None = None) -> bool:
         """Ends the groups as all ranks agree, then what the host ends. Within the host's 30 s. Idempotent.
 

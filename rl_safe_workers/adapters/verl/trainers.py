@@ -15,14 +15,15 @@ from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from rl_safe_workers import env
-from rl_safe_workers.adapters.driver_waits import DriverWaits, Party, last_line
+from rl_safe_workers.adapters.driver_waits import DriverWaits, Party
+from rl_safe_workers.adapters.group_ends import end_of, error_of
 from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.verl.guarded_objects import guarded_agents, guarded_samples, guarded_transfer
 from rl_safe_workers.adapters.verl.settings import VerlSettings, read_settings
 from rl_safe_workers.adapters.verl.workers import safe_worker
 from rl_safe_workers.errors import RunError, in_one_line
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import RankId, Role, format_ranks, trainer_id
+from rl_safe_workers.ranks import RankId, Role, trainer_id
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class SafeTrainerMixin:
     _save_checkpoint = _within("_save_checkpoint", Phase.SAVE)
     _load_checkpoint = _within("_load_checkpoint", Phase.LOAD)
     _setup = _within("_setup", Phase.START)
+    _rl_safe_has_ended = False
 
     @cached_property
     def rl_safe_settings(self) -> VerlSettings:
@@ -158,9 +160,10 @@ class SafeTrainerMixin:
         """
         with self._ended_on_failure("driver, in fit"):
             super().fit(agent_loop_manager)  # type: ignore[misc]
-        failed = self.end_groups(None)
-        if failed:
-            raise RunError(f"teardown: {'; '.join(failed)}")
+            with self.rl_safe_waits.waiting(Phase.TEARDOWN):
+                failed = self.end_groups(None)
+                if failed is not None:
+                    raise failed
 
     def on_step_end(self) -> None:
         """As verl's; the adapter's metrics, of every worker group, go with the step's."""
@@ -169,44 +172,26 @@ class SafeTrainerMixin:
         pending = dict(getattr(self, "_pending_sync_metrics", None) or {})
         self._pending_sync_metrics = {**pending, **_worst(everyone)}
 
-    def end_groups(self, failure: str | None) -> list[str]:
+    def end_groups(self, failure: str | None) -> RunError | None:
         """Has every worker end its groups, within the teardown's deadline; logs what goes wrong.
 
         Args:
             failure: None if all is well, else what has failed.
 
         Returns:
-            What went wrong, one line for each worker group.
+            What went wrong; names ranks that have not ended.
         """
+        if self._rl_safe_has_ended:
+            return None  # the end is what has failed
+        self._rl_safe_has_ended = True
         timeouts = self.rl_safe_settings.timeouts
         # Saves in the background are finished first, if all is well.
         patience_s = timeouts.teardown + timeouts.save + _GRACE_S if failure is None else _AFTER_FAILURE_S
-        found = []
-        for group in self._worker_groups():
-            answers = _gather(group.teardown_groups(failure), patience_s)
-            found += [answers] if answers else []
-        for text in found:
-            logger.warning("teardown: %s", text)
-        return found
-
-
-def _gather(calls: Sequence[Any], patience_s: float) -> str:
-    """Waits for every rank's answer; returns what went wrong, or nothing."""
-    done, late = ray.wait(list(calls), num_returns=len(calls), timeout=patience_s)
-    wrong = []
-    if late:
-        ranks = [rank for rank, call in enumerate(calls) if call in late]
-        wrong.append(f"rank {format_ranks(ranks)} did not end within {patience_s:.0f} s")
-    for rank, call in enumerate(calls):
-        if call not in done:
-            continue
-        try:
-            verdicts = ray.get(call)
-        except ray.exceptions.RayError as error:
-            wrong.append(f"rank {rank}: {last_line(error)}")
-        else:
-            wrong += [f"rank {other}: {text}" for other, text in verdicts.items()]
-    return "; ".join(dict.fromkeys(wrong))
+        ends = [end_of(group.teardown_groups(failure), patience_s) for group in self._worker_groups()]
+        for end in ends:
+            if end.text:
+                logger.warning("teardown: %s", end.text)
+        return error_of(ends)
 
 
 def _worst(everyone: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -294,20 +294,23 @@ class Cluster:
 
         Returns:
             The failure; or a copy that names fewer ranks, if the evidence shows that the other ranks only wait for
-            these; or the stop of a rank that was ended for it.
+            these; or the stop of a rank that was ended for it; or one that says where a rank that died was last seen.
         """
         hang = collect_evidence(
             failure, ask=self.ask_ranks, folder=folder, patience_s=patience_s, facts={"ray": listed_actors}
         )
         if hang is not None:
             sys.stderr.write(f"{hang.verdict}\n")
-        if (place := self._last_place(failure)) is not None:
-            sys.stderr.write(f"{place}\n")
         logs = folder / "ray_logs"
         attempt("keeping Ray's logs", lambda: self._keep_logs(logs, 0.8 * patience_s), timeout_s=patience_s)
         if hang is not None and hang.culprits is not None and isinstance(failure, PhaseTimeoutError):
             return failure.naming(hang.culprits)
-        return self._stop_behind(failure, patience_s) or failure
+        if (stop := self._stop_behind(failure, patience_s)) is not None:
+            return stop
+        if self._hang_dir is not None and isinstance(failure, RankError) and isinstance(failure.cause, Died):
+            place = read_place(self._hang_dir, failure.rank_id)  # None if it died on another machine
+            return failure if place is None else failure.seen_at(place)
+        return failure
 
     def _stop_behind(self, failure: BaseException, patience_s: float) -> RankError | None:
         """Returns the stop that a rank, or a process of it, was ended for; None if the failure is another one."""
@@ -329,19 +332,12 @@ class Cluster:
                     rank_id=failure.rank_id,
                     phase=failure.phase,
                     cause=Stopped(),
-                    text=f"{stop.process.who} was stopped (SIGSTOP), and was ended after rl_safe.timeouts.stopped",
+                    text=f"{stop.process.who} is stopped (SIGSTOP): it was ended after rl_safe.timeouts.stopped",
                     trace="",
                     raised_at=stop.at_s,
                     place=stop.place,
                 )
         return None
-
-    def _last_place(self, failure: BaseException) -> str | None:
-        """Returns a line that says where a rank was before it died; None if this machine has no record of it."""
-        if self._hang_dir is None or not isinstance(failure, RankError) or not isinstance(failure.cause, Died):
-            return None
-        place = read_place(self._hang_dir, failure.rank_id)
-        return None if place is None else f"{failure.rank_id} was last seen at {place}"
 
     def _keep_logs(self, target: Path, timeout_s: float) -> None:
         """Copies Ray's logs, which hold the actors' output, before `close` removes them."""

@@ -1,0 +1,70 @@
+"""The end of a host's worker groups, as the driver hears of it: which ranks have not ended, and what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import ray
+
+from rl_safe_workers.adapters.driver_waits import last_line
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.plane import NO_VERDICT, TRAINING_WORLD
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RunError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import format_ranks, trainer_ids
+
+_LATER_THAN_OTHERS = timedelta(seconds=2)
+"""How much longer a rank may take to end than one that has waited for it in vain."""
+
+
+class GroupEnd(NamedTuple):
+    """How the ranks of a worker group have ended."""
+
+    size: int
+    late: frozenset[int]
+    """Ranks that have not."""
+    waited_s: float
+    text: str
+    """What went wrong; empty if all went well."""
+
+
+def end_of(calls: Sequence[Any], patience_s: float) -> GroupEnd:
+    """Waits until every rank has ended its groups, but not for ranks that another rank has waited for in vain.
+
+    Args:
+        calls: By rank, the reference to what `TrainingRank`'s teardown returns: failures by rank.
+        patience_s: Longest wait, in seconds.
+    """
+    ranks = {call: rank for rank, call in enumerate(calls)}
+    deadline, waiting, wrong = Deadline.after(patience_s), list(calls), list[str]()
+    while waiting and (done := ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline.left_s))[0]):
+        waiting.remove(done[0])
+        try:
+            failures = ray.get(done[0])
+        except ray.exceptions.RayError as error:
+            wrong.append(f"rank {ranks[done[0]]}: {last_line(error)}")
+            continue
+        wrong += [f"rank {other}: {text}" for other, text in sorted(failures.items())]
+        if NO_VERDICT in failures.values():
+            deadline = deadline.at_most(_LATER_THAN_OTHERS)
+    late = frozenset(ranks[call] for call in waiting)
+    if late:
+        wrong.append(f"rank {format_ranks(late)} did not end within {deadline.waited_s:.0f} s")
+    return GroupEnd(len(calls), late, deadline.waited_s, "; ".join(dict.fromkeys(wrong)))
+
+
+def error_of(ends: Sequence[GroupEnd]) -> RunError | None:
+    """Returns the error of groups that have not ended well; None if all have. It names ranks that have not ended."""
+    late = {rank for end in ends for rank in end.late}
+    if late:
+        return PhaseTimeoutError(
+            phase=Phase.TEARDOWN,
+            awaited=Awaited(TRAINING_WORLD, frozenset(trainer_ids(range(max(end.size for end in ends))))),
+            missing=trainer_ids(late),
+            waited_s=max(end.waited_s for end in ends),
+            setting=f"rl_safe.timeouts.{Phase.TEARDOWN}",
+        )
+    wrong = [end.text for end in ends if end.text]
+    return RunError(f"teardown: {'; '.join(wrong)}") if wrong else None
