@@ -116,6 +116,8 @@ def start(run_id: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
     yield start
     for process in started:
+        if _state(process) == "t":  # Popen takes a stop of a process that is traced by us for its end
+            os.kill(process.pid, signal.SIGKILL)
         process.kill()
         process.wait()
         if process.stdout is not None:
