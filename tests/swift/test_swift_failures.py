@@ -73,7 +73,9 @@ def test_a_rank_that_stays_stopped_is_named_long_before_the_timeout_of_its_phase
     assert end.status == 1, end.output[-4000:]
     assert end.seconds < TIMEOUT_S + 10
     assert end.left == []
-    told = r"the job has failed on training rank 1: trainer rank 1 is stopped, last seen at break_plugin.py:\d+ \(strike\)"
+    told = (
+        r"the job has failed on training rank 1: trainer rank 1 is stopped, last seen at break_plugin.py:\d+ \(strike\)"
+    )
     assert re.search(told, end.output), end.output[-4000:]
 
 

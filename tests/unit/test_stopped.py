@@ -116,6 +116,8 @@ def start(run_id: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
     yield start
     for process in started:
+        if _state(process) == "t":  # Popen takes a stop of a process that is traced by us for its end
+            os.kill(process.pid, signal.SIGKILL)
         process.kill()
         process.wait()
         if process.stdout is not None:
@@ -261,7 +263,9 @@ def test_ranks_of_a_machine_look_after_each_other_whoever_of_them_has_died(tmp_p
             _stop(ranks[rank])
         assert [ranks[rank].wait(60) for rank in (4, 0)] == [-signal.SIGKILL] * 2
         assert [ranks[rank].poll() for rank in (1, 2)] == [None, None]
-        _await(lambda: "the job has failed on training rank " in (tmp_path / "log_2").read_text(), "the verdict is told")
+        _await(
+            lambda: "the job has failed on training rank " in (tmp_path / "log_2").read_text(), "the verdict is told"
+        )
         assert (tmp_path / "log_1").read_text() == ""
         assert {stop.process.rank_id for stop in read_stops(tmp_path / "rl_safe_ranks_key")} == {
             trainer_id(0),

@@ -338,7 +338,7 @@ class Cluster:
                     rank_id=failure.rank_id,
                     phase=failure.phase,
                     cause=Stopped(),
-                    text=f"{stop.process.who} was stopped (SIGSTOP), and was ended after rl_safe.timeouts.stopped",
+                    text=f"{stop.process.who} is stopped (SIGSTOP): it was ended after rl_safe.timeouts.stopped",
                     trace="",
                     raised_at=stop.at_s,
                     place=stop.place,
