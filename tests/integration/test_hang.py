@@ -66,8 +66,8 @@ def test_a_trainer_that_is_stopped_between_two_phases_is_named_and_the_run_ends_
     assert outcome.left == []
     assert re.search(r"trainer rank 1 \(process \d+\) is stopped \(SIGSTOP\)", outcome.err), outcome.err
     assert re.search(
-        r"trainer rank 1 failed in phase \w+( at \S+ \(\w+\))?: trainer rank 1 \(process \d+\) was stopped "
-        r"\(SIGSTOP\), and was ended",
+        r"trainer rank 1 failed in phase \w+( at \S+:\d+ \(\w+\))?: "
+        r"trainer rank 1 \(process \d+\) is stopped \(SIGSTOP\): it was ended after rl_safe\.timeouts\.stopped",
         outcome.last_error,
     ), outcome.err
     assert ended_s - float(fault.struck.read_text()) < ENDS_S
