@@ -306,12 +306,14 @@ class Cluster:
         )
         if hang is not None:
             sys.stderr.write(f"{hang.verdict}\n")
-        attempt("asking why a rank has died", lambda: self._tell_ending(failure), timeout_s=patience_s)
+        stop = self._stop_behind(failure, patience_s)
+        if stop is None:
+            attempt("asking why a rank has died", lambda: self._tell_ending(failure), timeout_s=patience_s)
         logs = folder / "ray_logs"
         attempt("keeping Ray's logs", lambda: self._keep_logs(logs, 0.8 * patience_s), timeout_s=patience_s)
         if hang is not None and hang.culprits is not None and isinstance(failure, PhaseTimeoutError):
             return failure.naming(hang.culprits)
-        if (stop := self._stop_behind(failure, patience_s)) is not None:
+        if stop is not None:
             return stop
         if self._hang_dir is not None and isinstance(failure, RankError) and isinstance(failure.cause, Died):
             place = read_place(self._hang_dir, failure.rank_id)  # None if it died on another machine
