@@ -317,6 +317,8 @@ def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
             trainer.control.report_failure(error, phase=phase)
             if neighbours is not None:
                 neighbours.leave_failure(error, phase)
+        elif neighbours is not None:
+            neighbours.leave()  # its user ends it: nobody is to say that it has died
         failed = trainer.teardown(leaving_on)
         if failed:
             _blame(script, failed, is_well=leaving_on is None)

@@ -462,6 +462,8 @@ class SwiftJob(HostedTrainer):
             logger.warning("training rank %d: leaving phase %s: %s", trainer.training_rank, phase, in_one_line(lost))
         if isinstance(error, Exception):
             self.notes.failed(phase, error)
+        elif self._neighbours is not None:
+            self._neighbours.leave()  # its user ends it: nobody is to say that it has died
         if self._is_actor:
             return
         seconds = min(trainer.rl_safe.timeouts.teardown, _HEARD.total_seconds())
