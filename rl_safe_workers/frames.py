@@ -96,7 +96,9 @@ def place_of(error: BaseException) -> str | None:
 
     Of an error that was raised from another one, it is the other one's.
     """
-    while error.__cause__ is not None and error.__cause__.__traceback__ is not None:
-        error = error.__cause__
+    seen = {id(error)}  # an error may be its own cause
+    while (cause := error.__cause__) is not None and cause.__traceback__ is not None and id(cause) not in seen:
+        error = cause
+        seen.add(id(error))
     frame = telling_frame(frames_of(error.__traceback__))
     return None if frame is None else str(frame)

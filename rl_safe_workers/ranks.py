@@ -100,7 +100,7 @@ def ranks_of(text: str) -> Iterator[int]:
     for span in text.split(", ") if text else ():
         first, dash, last = span.partition("-")
         ranks = range(int(first), int(last if dash else first) + 1)
-        if (left := left - len(ranks)) < 0:
+        if (left := left - max(0, ranks.stop - ranks.start)) < 0:  # len() refuses what is too large for a machine word
             raise ValueError(f"more than {MOST_RANKS} ranks")
         yield from ranks
 

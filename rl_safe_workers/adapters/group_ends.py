@@ -38,7 +38,7 @@ def end_of(calls: Sequence[Any], patience_s: float) -> GroupEnd:
         patience_s: Longest wait, in seconds.
     """
     ranks = {call: rank for rank, call in enumerate(calls)}
-    deadline, waiting, wrong = Deadline.after(patience_s), list(calls), list[str]()
+    deadline, waiting, wrong, unheard = Deadline.after(patience_s), list(calls), list[str](), set[int]()
     while waiting and (done := ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline.left_s))[0]):
         waiting.remove(done[0])
         try:
@@ -47,9 +47,12 @@ def end_of(calls: Sequence[Any], patience_s: float) -> GroupEnd:
             wrong.append(f"rank {ranks[done[0]]}: {last_line(error)}")
             continue
         wrong += [f"rank {other}: {text}" for other, text in sorted(failures.items())]
-        if NO_VERDICT in failures.values():
+        unheard.update(other for other, text in failures.items() if text == NO_VERDICT)
+        if unheard:
             deadline = deadline.at_most(_LATER_THAN_OTHERS)
     late = frozenset(ranks[call] for call in waiting)
+    # The others are aborting their groups, which takes a while.
+    late = (late & unheard) or late
     if late:
         wrong.append(f"rank {format_ranks(late)} did not end within {deadline.waited_s:.0f} s")
     return GroupEnd(len(calls), late, deadline.waited_s, "; ".join(dict.fromkeys(wrong)))

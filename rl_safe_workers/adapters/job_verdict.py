@@ -140,7 +140,9 @@ def _reports(
     """Returns what Ray knows of failures: actors that have died, or whose constructor has raised."""
     found = {one.rank_id: _report(one.rank_id, phase, Died(), "the process died") for one in actors if one.is_dead}
     link: BaseException | None = error
-    while link is not None:
+    seen = set[int]()  # an error may be its own cause
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
         if isinstance(link, ray.exceptions.RayActorError) and (rank_id := parties.get(str(link.actor_id))) is not None:
             raised = link.actor_init_failed
             found[rank_id] = _report(

@@ -6,6 +6,7 @@ processes. A process that cannot answer is looked at by py-spy, if that is insta
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import signal
@@ -40,6 +41,7 @@ from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_
 from rl_safe_workers.diagnostics.stopped import read_stops
 from rl_safe_workers.errors import RunError
 from rl_safe_workers.foreign_files import read_foreign
+from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.processes import run_processes
 
@@ -49,6 +51,9 @@ _GONE = "gone"
 _UNKNOWN = "unknown"
 _FLIGHT_BYTES, _STACK_BYTES = 2**28, 2**24
 """Size limits of what is read of a rank's files."""
+
+BY_SIGNAL = "faulthandler"
+"""Where the stack of a process comes from that has answered the signal."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -270,6 +275,11 @@ class _Inquiry:
                 rank.folder = rank.folder or env.hang_dir(process.environ())
                 if (file := _stacks_of(rank)) is not None:
                     before[rank.rank_id] = _size(file)
+                    if rank.pid == os.getpid():
+                        # A signal may come while this thread changes its frames, which its handler then reads.
+                        with file.open("ab") as stacks:
+                            faulthandler.dump_traceback(stacks, all_threads=True)
+                        continue
                     process.send_signal(STACK_SIGNAL)
                     if not rank.is_stopped:
                         awaited[file] = before[rank.rank_id]
@@ -296,6 +306,8 @@ class _Inquiry:
         ids_by_pid = {rank.pid: rank.rank_id for rank in self.ranks}
         for stop in (stop for folder in sorted(known) for stop in read_stops(folder)):
             if (stopped_id := stop.rank_of(ids_by_pid)) is not None:
+                if not stop.may_explain(unix_now()):
+                    continue
                 pid = next((rank.pid for rank in self.ranks if rank.rank_id == stopped_id), None)
                 self.reports.setdefault(stopped_id, stop.failure(stopped_id, pid))
         self._look_into_endings()
@@ -346,7 +358,7 @@ class _Inquiry:
             file = _stacks_of(rank)
             # What lies before is the answer to an earlier request.
             written = read_foreign(file, limit_bytes=_STACK_BYTES, uid=os.getuid())[offset:] if file else b""
-            rank.text, rank.source = written.decode("utf-8", errors="replace"), "faulthandler"
+            rank.text, rank.source = written.decode("utf-8", errors="replace"), BY_SIGNAL
         if not rank.text or is_cut_off(rank.text):
             rank.text, rank.source = py_spy(rank.pid, timeout_s=deadline.remaining().total_seconds()), "py-spy"
         if not rank.text:

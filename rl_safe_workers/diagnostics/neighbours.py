@@ -29,7 +29,7 @@ import psutil
 from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file, leave_failure, note_phase
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
-from rl_safe_workers.diagnostics.inquiry import RankProcess
+from rl_safe_workers.diagnostics.inquiry import BY_SIGNAL, RankProcess
 from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, first_line
 from rl_safe_workers.foreign_files import read_foreign
@@ -46,7 +46,7 @@ _PREFIX = "rl_safe_ranks_"
 _VERDICT, _DONE = "verdict", "done"
 _ENTRY_BYTES = 64
 _VERDICT_BYTES = 2**24
-_ZOMBIE = "Z"
+_ZOMBIE, _STOPPED, _ASLEEP = "Z", "T", "D"
 _LOOK_S = 0.05
 
 
@@ -84,8 +84,10 @@ class Neighbours:
         """When the folder was changed that the others were listed in."""
         self._has_left = False
         self._is_ending, self._has_spoken = threading.Event(), threading.Event()
-        watch = StopWatch(self.folder, stop_limit_s, self._stopped_after_me, before_end=self._judge_stop)
-        answer_when_asked(self.folder, trainer_id(rank), look=watch.look if stop_limit_s > 0 else lambda: None)
+        watch = StopWatch(
+            self.folder, stop_limit_s, self._stopped_after_me, before_end=self._judge_stop, spared=self._take_back
+        )
+        answer_when_asked(self.folder, trainer_id(rank), look=watch.look_or_tell if stop_limit_s > 0 else lambda: None)
         (self.folder / f"process_{rank}").write_text(f"{os.getpid()} {psutil.Process().create_time()}")
 
     def judge(self, reports: Reports) -> Diagnosis | None:
@@ -111,7 +113,7 @@ class Neighbours:
         silent = [one for one in _ranks_of(self.folder) if one.rank_id not in reports]
         diagnosis = diagnose(silent, patience_s=PATIENCE_S, reports=reports, evidence=self.evidence)
         for one in silent:
-            if one.status in (psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP):
+            if _is_out_of_reach(one):
                 # No SIGTERM of the launcher reaches it, which would wait for its end: torchrun for 30 s.
                 with suppress(ProcessLookupError):
                     os.kill(one.pid, signal.SIGKILL)
@@ -177,6 +179,7 @@ class Neighbours:
         """
         hears, tells = os.pipe()
         os.set_blocking(tells, False)
+        ends_process = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         faulthandler.register(signal.SIGTERM, file=tells, all_threads=False, chain=False)
         _let_forks_be(signal.SIGTERM)
 
@@ -188,7 +191,8 @@ class Neighbours:
                     threading.main_thread().join(PATIENCE_S)
                 elif (words := self.last_words()) is not None:
                     self.say(*words)
-                self.leave()
+                if ends_process:
+                    self.leave()
             finally:
                 faulthandler.unregister(signal.SIGTERM)
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -221,6 +225,10 @@ class Neighbours:
         diagnosis = self.judge({rank_id: stop.failure(rank_id)})
         if diagnosis is not None:
             self.say({rank_id}, self._in_lines(diagnosis))
+
+    def _take_back(self) -> None:
+        """Removes the verdict on a rank that goes on after all, so that nobody repeats it."""
+        shutil.rmtree(self.evidence, ignore_errors=True)
 
     def stops(self) -> Reports:
         """Returns the stops of ranks here that were ended for them, as their failures."""
@@ -309,7 +317,7 @@ def _ranks_of(folder: Path) -> list[RankProcess]:
 
 def _let_forks_be(signum: signal.Signals) -> None:
     """Takes faulthandler's handler of a signal out of forks: a data loader ends its workers by SIGTERM."""
-    kept = threading.local()
+    kept, handler = threading.local(), signal.getsignal(signum)
 
     def hold() -> None:
         kept.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
@@ -318,10 +326,19 @@ def _let_forks_be(signum: signal.Signals) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, kept.mask)
 
     def in_child() -> None:
-        faulthandler.unregister(signum)
+        if signal.getsignal(signum) == handler:  # else somebody has set one since, which stays
+            faulthandler.unregister(signum)
         let_go()
 
     os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=in_child)
+
+
+def _is_out_of_reach(one: RankProcess) -> bool:
+    """Returns True if a process that was asked is stopped, or has answered no signal and sleeps in the kernel still."""
+    stat = stat_of(one.pid)
+    if stat is None:
+        return False
+    return stat.state == _STOPPED or (stat.state == _ASLEEP and one.source != BY_SIGNAL)
 
 
 def _is_gone(pid: int) -> bool:

@@ -44,6 +44,8 @@ LOOK_SHARE = 0.004
 _LATE_S = 2.0
 """A watch that looks so much later than it wanted to was stopped itself, as a whole job is by Ctrl-Z or a scheduler."""
 _ENDING_S = 5.0
+_FELT_S = 60.0
+"""Seconds after the end of a process in which a rank that needs it fails."""
 _STOPPED, _ENDED = "T", (None, "X", "Z")
 """The kernel's letters for states of processes; None where there is no process any more."""
 _MOST_PARENTS = 16
@@ -98,7 +100,7 @@ class StopTimes(Generic[Key]):
         return Changes(begun=begun, over=over, expired=expired)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoppedProcess:
     """A process that is stopped.
 
@@ -114,6 +116,13 @@ class StoppedProcess:
     is_rank: bool
     """True if it is the rank itself."""
     name: str
+
+    def __eq__(self, other: object) -> bool:
+        # Its parents may end, and its rank may become known, while it is stopped.
+        return isinstance(other, StoppedProcess) and (self.pid, self.started) == (other.pid, other.started)
+
+    def __hash__(self) -> int:
+        return hash((self.pid, self.started))
 
     @property
     def pid(self) -> int:
@@ -142,6 +151,16 @@ class Stop:
     """The line of code that its rank noted last; None if unknown."""
     at_s: float
     """Unix time in seconds when it was found."""
+    lasted_s: float = 0.0
+    """Seconds from then until the process was ended."""
+
+    def may_explain(self, now_s: float) -> bool:
+        """Returns True if a failure may come of it: of a rank's own stop always, of a process beside it for a while.
+
+        Args:
+            now_s: Unix time in seconds when the failure was seen.
+        """
+        return self.process.is_rank or now_s - (self.at_s + self.lasted_s) < _FELT_S
 
     def rank_of(self, ranks: Mapping[int, RankId]) -> RankId | None:
         """Returns the rank that was stopped, or that the process worked for; None if nobody knows.
@@ -175,7 +194,9 @@ class Stop:
         process = self.process
         rank = None if process.rank_id is None else list(process.rank_id)
         fields = {"pids": process.pids, "started": process.started, "rank": rank, "is_rank": process.is_rank}
-        return json.dumps({**fields, "name": process.name, "place": self.place, "at_s": self.at_s})
+        return json.dumps(
+            {**fields, "name": process.name, "place": self.place, "at_s": self.at_s, "lasted_s": self.lasted_s}
+        )
 
     @classmethod
     def from_text(cls, text: bytes) -> Stop:
@@ -195,7 +216,12 @@ class Stop:
                 name=str(fields["name"]),
             )
             place = fields["place"]
-            return cls(process=process, place=None if place is None else str(place), at_s=float(fields["at_s"]))
+            return cls(
+                process=process,
+                place=None if place is None else str(place),
+                at_s=float(fields["at_s"]),
+                lasted_s=float(fields["lasted_s"]),
+            )
         except (KeyError, TypeError) as error:
             raise ValueError(f"no record of a stop: {error}") from error
 
@@ -226,6 +252,7 @@ class StopWatch:
         find: Callable[[], Iterable[StoppedProcess]],
         *,
         before_end: Callable[[Stop], object] = lambda stop: None,
+        spared: Callable[[], object] = lambda: None,
     ) -> None:
         """Looks at nothing yet.
 
@@ -234,7 +261,9 @@ class StopWatch:
             limit_s: Seconds after which a stopped process is ended.
             find: Returns the processes that are stopped now.
             before_end: Called with the record of a process that is about to be ended.
+            spared: Called if somebody has continued it meanwhile.
         """
+        self._spared = spared
         self._folder, self._limit_s, self._find, self._before_end = folder, limit_s, find, before_end
         self._times: StopTimes[StoppedProcess] = StopTimes(limit_s)
         self._due_s: float | None = None
@@ -261,11 +290,21 @@ class StopWatch:
         self._due_s = time.monotonic() + pause_s
         return pause_s
 
+    def look_or_tell(self) -> float:
+        """As `look`; an error is logged, and the watch goes on."""
+        try:
+            return self.look()
+        except Exception:
+            logger.exception("nobody could look who is stopped")
+            return LOOK_EVERY_S
+
     def _place(self, one: StoppedProcess) -> str | None:
         return None if one.rank_id is None else read_place(self._folder, one.rank_id)
 
     def _end(self, one: StoppedProcess, seen_s: float) -> None:
-        stop = Stop(process=one, place=self._place(one), at_s=unix_now() - seen_s)
+        if one.state() != _STOPPED:  # the next look says so
+            return
+        stop = Stop(process=one, place=self._place(one), at_s=unix_now() - seen_s, lasted_s=seen_s)
         file = self._folder / f"stopped_{one.pid}.json"
         try:
             make_private(self._folder)
@@ -280,6 +319,7 @@ class StopWatch:
                 os.kill(one.pid, signal.SIGKILL)
         else:
             file.unlink(missing_ok=True)
+            self._spared()
 
 
 class MachineWatch:
@@ -299,7 +339,7 @@ class MachineWatch:
         self._thread = in_background("stop-watch", self._run) if limit_s > 0 else None
 
     def _run(self) -> None:
-        while not self._ends.wait(self._watch.look()):
+        while not self._ends.wait(self._watch.look_or_tell()):
             pass
 
     def close(self) -> None:

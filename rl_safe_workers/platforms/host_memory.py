@@ -31,16 +31,24 @@ def host_memory() -> HostMemory:
     )
 
 
-def own_bytes() -> int:
-    """Returns the bytes of host memory that this process alone holds: its anonymous pages, without files."""
-    lines = _OWN_STATUS.read_text(encoding="utf-8").splitlines()
-    (kibibytes,) = (line.split()[1] for line in lines if line.startswith(_ANONYMOUS))
-    return int(kibibytes) * 1024
+def own_bytes() -> int | None:
+    """Returns the bytes of host memory that this process alone holds: its anonymous pages, without files.
+
+    None where the kernel does not say so, as in some sandboxes.
+    """
+    try:
+        lines = _OWN_STATUS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(_ANONYMOUS)), None)
 
 
-def shared_memory_bytes() -> int:
-    """Returns the bytes that are in use in ``/dev/shm``, by all processes of this machine."""
-    found = os.statvfs(_SHARED_MEMORY)
+def shared_memory_bytes() -> int | None:
+    """Returns the bytes that are in use in ``/dev/shm``, by all processes of this machine; None if there is none."""
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return None
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 

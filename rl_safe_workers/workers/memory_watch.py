@@ -45,9 +45,8 @@ class MemoryWatch:
 
     def step(self) -> None:
         """Takes in the memory at the end of a step. Warns of an owner that grows in each."""
-        sizes = {HOST: own_bytes()}
-        if self._first_here:
-            sizes[SHARED] = shared_memory_bytes()
+        known = {HOST: own_bytes(), SHARED: shared_memory_bytes() if self._first_here else None}
+        sizes = {owner: taken for owner, taken in known.items() if taken is not None}
         if self._outside is not None:
             sizes |= {TENSORS: torch.cuda.memory_allocated(self._device), OUTSIDE: self._outside()}
         for leak in self._growth.cycle(sizes):

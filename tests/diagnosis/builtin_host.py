@@ -27,8 +27,8 @@ def run(fault: Fault, folder: Path) -> Seen:
         f"rl_safe.timeouts.{fault.phase}={TIMEOUT_S}",
         *(["trainer.resume_mode=auto"] if fault.phase == "load" else []),
     ]
-    temp = tempfile.mkdtemp(prefix="t")  # the paths of Ray's sockets must stay short
-    status, output, after_s = ended(command, {**variables(fault, folder), "TMPDIR": temp}, folder)
+    with tempfile.TemporaryDirectory(prefix="t") as temp:  # the paths of Ray's sockets must stay short
+        status, output, after_s = ended(command, {**variables(fault, folder), "TMPDIR": temp}, folder)
     hang, _, _ = told(output, r"^(hang: .*)$")
     error, _, _ = told(output, r"^rl-safe: error: (.*)$")
     folders = sorted(folder.glob("outputs/*/hang"))

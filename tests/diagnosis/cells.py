@@ -182,12 +182,17 @@ _BLAMED = re.compile(
     r"(?:died|failed|is |was killed|was stopped|has |gives|hangs|did not)"
 )
 
+_MISSED = re.compile(r"arrived, ([^;]+?) did not within")
+"""Everyone that a line on a hang says has not come."""
+
 
 def score(cell: Cell, first_line: str) -> Score:
     """Judges the first line of a run."""
-    if all(re.search(pattern, first_line) for pattern in expected(cell)):
-        return Score.RIGHT
+    fault = cell.fault
     blamed = [(role.replace("training", "trainer"), int(rank)) for role, rank in _BLAMED.findall(first_line)]
-    if blamed and (cell.fault.role, cell.fault.rank) not in blamed:
+    if blamed and blamed[0] != (fault.role, fault.rank):
         return Score.WRONG
-    return Score.INCOMPLETE
+    missed = _MISSED.search(first_line)
+    if missed is not None and missed[1] not in (str(fault.rank), f"{fault.role} rank {fault.rank}"):
+        return Score.WRONG
+    return Score.RIGHT if all(re.search(pattern, first_line) for pattern in expected(cell)) else Score.INCOMPLETE

@@ -13,10 +13,7 @@ from rl_safe_workers.adapters.swift.__main__ import PLUGIN
 from rl_safe_workers.adapters.swift.swift_settings import VARIABLE, SwiftTimeouts
 from tests.diagnosis.host import TIMEOUT_S, Fault, Seen, ended, told, variables
 from tests.swift.conftest import write_inputs
-from tests.swift.jobs import CPU, ENGINE, GRPO, ON_CPU, PLAIN, TRAINING, environment, free_port
-
-GENERATES = ("rollout", "sync", "logprob")
-"""Phases of GRPO, with the engine double in each rank."""
+from tests.swift.jobs import CPU, ON_CPU, PLAIN, TRAINING, environment, free_port
 
 
 def run(fault: Fault, folder: Path) -> Seen:
@@ -27,7 +24,7 @@ def run(fault: Fault, folder: Path) -> Seen:
     stock = environment()
     paths = os.pathsep.join((faults["PYTHONPATH"], stock["PYTHONPATH"]))
     every = {**{name: value for name, value in stock.items() if name not in os.environ}, **faults, **ours}
-    command = [str(Path(sys.executable).parent / "megatron"), *_arguments(fault, folder)]
+    command = [str(Path(sys.executable).parent / "megatron"), *_arguments(folder)]
     status, output, after_s = ended(command, {**every, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}, folder)
     # torch puts the rank in front of each line while a rank ends.
     plain = re.sub(r"^\[rank\d+\]: ?", "", output, flags=re.MULTILINE)
@@ -37,15 +34,13 @@ def run(fault: Fault, folder: Path) -> Seen:
     return Seen(first_line, advice, evidence, after_s, output, status)
 
 
-def _arguments(fault: Fault, folder: Path) -> Sequence[str]:
+def _arguments(folder: Path) -> Sequence[str]:
     inputs = folder / "inputs"
     inputs.mkdir()
     write_inputs(inputs, experts=8)
-    generates = fault.phase in GENERATES
-    command = ["rlhf", *GRPO, "--vllm_mode", "colocate", "--sleep_level", "1"] if generates else ["sft"]
-    plugins = [CPU, *([ENGINE] if generates else []), PLUGIN]
+    plugins = [CPU, PLUGIN]
     return [
-        *command,
+        "sft",
         *("--model", str(inputs / "model"), "--dataset", str(inputs / "data.jsonl")),
         *("--output_dir", str(folder / "out"), "--expert_model_parallel_size", "2"),
         *(*TRAINING, "--train_iters", "2", *ON_CPU, *PLAIN, "--external_plugins", *map(str, plugins)),

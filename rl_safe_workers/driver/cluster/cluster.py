@@ -37,6 +37,7 @@ from rl_safe_workers.driver.cluster.nodes import Node, lost_among
 from rl_safe_workers.driver.cluster.reservation import Reservation, reserve
 from rl_safe_workers.driver.inputs.preflight import layout_of
 from rl_safe_workers.errors import Died, PhaseTimeoutError, RankError, Stopped
+from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
@@ -335,13 +336,13 @@ class Cluster:
         elif self._hang_dir is not None:
             stops = read_stops(self._hang_dir)
         for stop in stops:
-            if stop.rank_of({}) == failure.rank_id:
+            if stop.rank_of({}) == failure.rank_id and stop.may_explain(unix_now()):
                 return RankError(
                     rank_id=failure.rank_id,
                     phase=failure.phase,
                     cause=Stopped(),
                     text=f"{stop.process.who} is stopped (SIGSTOP): it was ended after rl_safe.timeouts.stopped",
-                    trace="",
+                    trace=failure.trace,
                     raised_at=stop.at_s,
                     place=stop.place,
                 )
