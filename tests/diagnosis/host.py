@@ -9,8 +9,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.diagnosis.misdeeds import STORAGE
 
 ROOT = Path(__file__).parents[2]
 INJECT = Path(__file__).parent / "inject"
@@ -101,6 +104,8 @@ def ended(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(timeout=15)
+            with suppress(OSError):  # there is no such child
+                os.close(os.open(folder / STORAGE, os.O_WRONLY | os.O_NONBLOCK))
     output = log.read_text(errors="replace")
     if not strikes:
         assert status == 0, output[-4000:]

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 VARIABLE = "RL_SAFE_TEST_MISDEED"
+STORAGE = "storage.fifo"
+"""A pipe that somebody has to open, so that the child ends."""
 NOTED_S = 1.5
 """Longer than a rank takes to note where it is."""
 LONG_S = 3600.0
@@ -76,7 +78,7 @@ def crash(detail: str) -> None:
 
 def wait_for_storage(detail: str) -> None:
     """Waits in state D, as for a file server that does not answer: for a child of vfork that opens a pipe."""
-    pipe = f"{detail or '/tmp'}/rl_safe_test_{os.getpid()}.fifo"
+    pipe = f"{json.loads(os.environ[VARIABLE])['folder']}/{STORAGE}"
     os.mkfifo(pipe)
     actions = [(os.POSIX_SPAWN_OPEN, 0, pipe, os.O_RDONLY, 0)]
     os.posix_spawn("/bin/true", ["true"], {}, file_actions=actions)

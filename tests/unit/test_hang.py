@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import uuid
 import zlib
@@ -218,7 +219,7 @@ def test_a_wait_in_vain_names_nobody(error: RunError, arrived: set[RankId]) -> N
 
 
 def test_a_stack_is_read_where_the_call_runs() -> None:
-    site = str(Path(psutil.__file__).parents[1])
+    site = sysconfig.get_path("purelib")  # Ray may bring a psutil of its own
     stack = Stack.parse(STACKS.format(stdlib=Path(os.__file__).parent, site=site, repository=REPOSITORY), CALL_FRAME)
     assert stack.is_in_a_call
     assert (stack.op, str(stack.place)) == ("all_reduce", "megatron/core/optimizer.py:12 (step)")

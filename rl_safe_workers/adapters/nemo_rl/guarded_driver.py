@@ -199,7 +199,7 @@ class GuardedDriver:
         if trainers is None or not trainers.workers:
             return
         with self._waits.waiting(Phase.TEARDOWN):
-            calls = [worker.end_groups.remote() for worker in trainers.workers]
+            calls = [worker.rl_safe_end_groups.remote() for worker in trainers.workers]
             error = error_of([end_of(calls, self._waits.timeout_s(Phase.TEARDOWN) + _ABORT_S)])
             if error is not None:
                 raise error

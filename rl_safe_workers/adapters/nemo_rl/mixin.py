@@ -147,7 +147,7 @@ class SafePolicyMixin:
         """
         self.safe.finish_saves(super().finalize_async_save)  # type: ignore[misc]
 
-    def end_groups(self) -> dict[int, str]:
+    def rl_safe_end_groups(self) -> dict[int, str]:
         """Ends the groups as all ranks agree. Idempotent. Collective over: the training world.
 
         Returns:
