@@ -52,7 +52,7 @@ def write(found: Mapping[str, Mapping[str, Any]]) -> None:
     cells = {str(cell): cell for cell in all_cells()}
     scores = {name: score(cells[name], str(seen["first_line"])) for name, seen in found.items() if name in cells}
     lines = [
-        HEAD.format(timeout=TIMEOUT_S, allowed=ALLOWED_S),
+        *(_filled(part) for part in HEAD.format(timeout=TIMEOUT_S, allowed=ALLOWED_S).split("\n\n")),
         _sums(cells.values(), scores),
         "",
         *_table(cells, found, scores),
@@ -131,6 +131,11 @@ def _shown(cell: Cell, seen: Mapping[str, Any], found: Score) -> Iterable[str]:
     text = str(seen["first_line"]) or "nothing"
     yield from (f"    {line}" for line in textwrap.wrap(text, 115, break_long_words=False, break_on_hyphens=False))
     yield ""
+
+
+def _filled(paragraph: str) -> str:
+    """Returns a paragraph with its lines broken anew, and an empty line after it."""
+    return textwrap.fill(" ".join(paragraph.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def _wrap(paragraph: str) -> str:
