@@ -29,7 +29,7 @@ import psutil
 from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file, leave_failure, note_phase
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
-from rl_safe_workers.diagnostics.inquiry import BY_SIGNAL, RankProcess
+from rl_safe_workers.diagnostics.inquiry import RankProcess
 from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, first_line
 from rl_safe_workers.foreign_files import read_foreign
@@ -334,11 +334,11 @@ def _let_forks_be(signum: signal.Signals) -> None:
 
 
 def _is_out_of_reach(one: RankProcess) -> bool:
-    """Returns True if a process that was asked is stopped, or has answered no signal and sleeps in the kernel still."""
+    """Returns True if a process is stopped, or sleeps in the kernel as it did when it was asked, some seconds ago."""
     stat = stat_of(one.pid)
     if stat is None:
         return False
-    return stat.state == _STOPPED or (stat.state == _ASLEEP and one.source != BY_SIGNAL)
+    return stat.state == _STOPPED or (stat.state == _ASLEEP and one.status == psutil.STATUS_DISK_SLEEP)
 
 
 def _is_gone(pid: int) -> bool:
