@@ -77,7 +77,7 @@ class KernelLine(NamedTuple):
 
 
 class KernelLog(NamedTuple):
-    """The lines of the kernel's log that tell of failures, or why there are none."""
+    """The failures in the kernel's log, or the reason why it could not be read."""
 
     lines: Sequence[KernelLine]
     complaint: str = ""
@@ -91,14 +91,14 @@ class Signs(NamedTuple):
     shared_free_bytes: int | None
     """Bytes that ``/dev/shm`` has left; None: nobody knows."""
     logs: Path | None = None
-    """The folder of Ray's logs; None: there is none."""
+    """The folder of Ray's logs; None without Ray."""
 
 
 def look_around(logs: Path | None = None) -> Signs:
     """Reads what this machine knows of ended processes. Takes milliseconds.
 
     Args:
-        logs: The folder of Ray's logs on this machine; None: there is none.
+        logs: The folder of Ray's logs on this machine; None without Ray.
     """
     free = None
     with suppress(OSError):
@@ -145,7 +145,7 @@ def ending_of(pid: int, signs: Signs, *, exit_code: int | None, kills: Path | No
         pid: The process.
         signs: What the machine knows.
         exit_code: Its exit code, negative for a signal; None if nobody can tell.
-        kills: The file of its `answering.note_kills`; None: there is none.
+        kills: The file that `answering.note_kills` wrote for it; None if it wrote none.
         noted_s: Unix time, in seconds, when it was last known to live; None if nobody knows.
     """
     since_s = 0.0 if noted_s is None else noted_s - _SLACK_S

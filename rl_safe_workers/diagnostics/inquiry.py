@@ -52,9 +52,6 @@ _UNKNOWN = "unknown"
 _FLIGHT_BYTES, _STACK_BYTES = 2**28, 2**24
 """Size limits of what is read of a rank's files."""
 
-BY_SIGNAL = "faulthandler"
-"""Where the stack of a process comes from that has answered the signal."""
-
 
 @dataclass(slots=True, kw_only=True)
 class RankProcess:
@@ -188,7 +185,7 @@ def ask_ranks(
         patience_s: Longest wait, in seconds. What is known by then is returned.
         folder: Where ranks that have ended may have left their last places.
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
-        logs: The folder of Ray's logs on this machine, which tell how a process has ended; None: there is none.
+        logs: The folder of Ray's logs on this machine, which tell how a process has ended; None without Ray.
     """
     inquiry = _Inquiry(call_frame, folder, logs)
     # Even a look at a process may block, one at its environment, too.
@@ -358,7 +355,7 @@ class _Inquiry:
             file = _stacks_of(rank)
             # What lies before is the answer to an earlier request.
             written = read_foreign(file, limit_bytes=_STACK_BYTES, uid=os.getuid())[offset:] if file else b""
-            rank.text, rank.source = written.decode("utf-8", errors="replace"), BY_SIGNAL
+            rank.text, rank.source = written.decode("utf-8", errors="replace"), "faulthandler"
         if not rank.text or is_cut_off(rank.text):
             rank.text, rank.source = py_spy(rank.pid, timeout_s=deadline.remaining().total_seconds()), "py-spy"
         if not rank.text:

@@ -310,7 +310,7 @@ class StopWatch:
             make_private(self._folder)
             with os.fdopen(open_anew(file), "w", encoding="utf-8") as record:
                 record.write(stop.to_text())
-        except OSError as lost:  # the process is ended all the same: the run would wait for it
+        except OSError as lost:  # end the process even without the record, or the run would wait for it
             logger.warning("the record of a stop cannot be left in %s: %s", self._folder, lost)
         logger.error("%s was stopped (SIGSTOP) for %.0f s: it is ended, because the run waits for it", one.who, seen_s)
         self._before_end(stop)

@@ -44,7 +44,7 @@ def own_bytes() -> int | None:
 
 
 def shared_memory_bytes() -> int | None:
-    """Returns the bytes that are in use in ``/dev/shm``, by all processes of this machine; None if there is none."""
+    """Returns the bytes that are in use in ``/dev/shm``, by all processes of this machine; None without it."""
     try:
         found = os.statvfs(_SHARED_MEMORY)
     except OSError:

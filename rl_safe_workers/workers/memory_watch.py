@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 HOST, SHARED = "host memory", "/dev/shm of this machine"
 TENSORS, OUTSIDE = "tensors on the device", "device memory outside torch, such as communicators,"
-"""The owners. torch's cache is none: it gives back what it holds."""
+"""The owners. torch's cache does not count: torch gives back what it holds."""
 
 
 class MemoryWatch:

@@ -1,6 +1,6 @@
 """The ground truth: what users report, the fault that stands for it under each host, and the right answer.
 
-Rows are numbered as users' reports are in docs/diagnosis.md. A cell without a fault says why there is none.
+Rows are numbered as users' reports are in docs/diagnosis.md. A cell without a fault gives the reason.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class RayJob(RayStandIn):
             os._exit(_FAILED)
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``ray.init``; the actors get the mark, whoever has started Ray."""
+        """As ``ray.init``. The actors get the job's mark, also in a cluster that somebody else has started."""
         started = ray.init(*args, runtime_env={"env_vars": self._variables}, **kwargs)
         assert self._processes is not None, "the job begins once"
         self._processes.watch_nodes(self._stop_limit_s)
