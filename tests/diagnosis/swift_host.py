@@ -11,15 +11,16 @@ from pathlib import Path
 
 from rl_safe_workers.adapters.swift.__main__ import PLUGIN
 from rl_safe_workers.adapters.swift.swift_settings import VARIABLE, SwiftTimeouts
+from rl_safe_workers.ports import port_to_listen_on
 from tests.diagnosis.host import TIMEOUT_S, Fault, Seen, ended, told, variables
 from tests.swift.conftest import write_inputs
-from tests.swift.jobs import CPU, ON_CPU, PLAIN, TRAINING, environment, free_port
+from tests.swift.jobs import CPU, ON_CPU, PLAIN, TRAINING, environment
 
 
 def run(fault: Fault, folder: Path) -> Seen:
     """Runs the job until the fault has ended it; its root cause is the line that a rank logs."""
     settings = {"timeouts": dict.fromkeys(SwiftTimeouts.model_fields, TIMEOUT_S)}
-    ours = {VARIABLE: json.dumps(settings), "NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
+    ours = {VARIABLE: json.dumps(settings), "NPROC_PER_NODE": "2", "MASTER_PORT": str(port_to_listen_on("127.0.0.1"))}
     faults = variables(fault, folder)
     stock = environment()
     paths = os.pathsep.join((faults["PYTHONPATH"], stock["PYTHONPATH"]))

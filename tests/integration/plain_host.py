@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from functools import partial
@@ -18,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from rl_safe_workers.ports import port_to_listen_on
 from tests.integration.without_driver import forbid_driver
 
 forbid_driver()
@@ -38,7 +38,7 @@ def main(fates: list[str], patience_s: float, folder: Path, options: list[str]) 
     secret = new_secret()
     (folder / "secret").touch(mode=0o600)
     (folder / "secret").write_bytes(secret)
-    port, processes = free_port(), []
+    port, processes = port_to_listen_on("127.0.0.1"), []
     is_ready, ready = os.pipe()
     try:
         for rank, fate in enumerate(fates):
@@ -87,11 +87,6 @@ def pid_of(process: BaseProcess) -> int:
 
 def exit_code(process: BaseProcess) -> int | None:
     return process.exitcode
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def await_note(folder: Path, rank: int, process: BaseProcess) -> None:

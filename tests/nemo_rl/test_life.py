@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import CheckpointError, CommunicatorError, PhaseTimeoutError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.seeded import create_seeded_model
+from rl_safe_workers.ports import port_to_listen_on
 from rl_safe_workers.trainer.batch import SequenceBatch
 from tests.distributed import reference
 from tests.distributed.ranks import run_ranks, values
@@ -40,20 +40,14 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture
 def port() -> int:
-    return _free_port()
+    return port_to_listen_on("127.0.0.1")
 
 
 @pytest.fixture
 def other_port() -> int:
-    return _free_port()
+    return port_to_listen_on("127.0.0.1")
 
 
 def config_of(model: Path, folder: Path, **more: Any) -> dict[str, Any]:

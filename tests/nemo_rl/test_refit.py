@@ -22,10 +22,11 @@ from rl_safe_workers.frames import Frame
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models import gathering
 from rl_safe_workers.models.seeded import create_seeded_model
+from rl_safe_workers.ports import port_to_listen_on
 from tests.distributed.ranks import Outcome, run_ranks, values
 from tests.nemo_rl import sending
 from tests.nemo_rl.host import SafeWorker, annotations, set_environment
-from tests.nemo_rl.test_life import _free_port, config_of
+from tests.nemo_rl.test_life import config_of
 
 SIZE, VICTIM = 2, 1
 TIMEOUT_S = 4.0
@@ -42,7 +43,7 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def port() -> int:
-    return _free_port()
+    return port_to_listen_on("127.0.0.1")
 
 
 def start(rank: int, port: int, config: dict[str, Any]) -> SafeWorker:

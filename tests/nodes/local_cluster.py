@@ -8,7 +8,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from rl_safe_workers import env
+from rl_safe_workers.ports import port_to_listen_on
 from tests.integration.runs import MARK, REPOSITORY, marked_processes
 
 START_S = 120.0
@@ -50,7 +50,7 @@ class LocalCluster:
         self.home.mkdir()
         number = os.getpid()
         self._network = f"127.{1 + number % 250}.{number // 250 % 250}"
-        self._port, self._dashboard_port = free_port(self.address(0)), free_port("127.0.0.1")
+        self._port, self._dashboard_port = port_to_listen_on(self.address(0)), port_to_listen_on("127.0.0.1")
         self.nodes: list[int] = []
         self._jobs: list[Job] = []
 
@@ -92,7 +92,7 @@ class LocalCluster:
             "--include-dashboard=true",
             "--dashboard-host=127.0.0.1",
             f"--dashboard-port={self._dashboard_port}",
-            f"--ray-client-server-port={free_port(self.address(0))}",
+            f"--ray-client-server-port={port_to_listen_on(self.address(0))}",
         )
         with ThreadPoolExecutor() as pool:
             list(pool.map(self.add_node, range(1, nodes)))
@@ -113,7 +113,7 @@ class LocalCluster:
             f"--num-cpus={self._cpus}",
             f"--num-gpus={self._gpus}",
             f"--object-store-memory={100 * 2**20}",
-            f"--dashboard-agent-listen-port={free_port(address)}",
+            f"--dashboard-agent-listen-port={port_to_listen_on(address)}",
             *options,
         ]
         self._launch(command, self.environment | {"PYTHONPATH": str(python_path)})
@@ -297,12 +297,6 @@ class Job:
     def finish(self, *, timeout_s: float = 240.0) -> int:
         """Waits for the end; returns the exit status of ``ray job submit``."""
         return self.process.wait(timeout_s)
-
-
-def free_port(address: str) -> int:
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

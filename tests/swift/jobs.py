@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from rl_safe_workers.adapters.swift.__main__ import PLUGIN
+from rl_safe_workers.ports import port_to_listen_on
 
 HERE = Path(__file__).parent
 CPU = HERE / "cpu" / "cpu_plugin.py"
@@ -38,15 +36,6 @@ GRPO = [
     *("--offload_model", "true", "--offload_optimizer", "true"),
 ]
 PLAIN = ["--use_hf", "true", "--template", "qwen3"]
-
-
-def free_port() -> int:
-    """A port that nobody listens on, and that the system gives to no connection meanwhile."""
-    while True:
-        port = random.randrange(15_000, 30_000)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -169,7 +158,7 @@ class Forge:
                 *map(str, (CPU, *own, WATCH, *plugins)),
             ],
             "ranks": ranks,
-            "port": free_port(),
+            "port": port_to_listen_on("127.0.0.1"),
             "folder": str(folder),
             "env": {"RL_SAFE_SWIFT": json.dumps(settings or {}), **(env or {})},
             "limit_s": limit_s,

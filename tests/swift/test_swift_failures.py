@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from rl_safe_workers.adapters.swift.__main__ import PLUGIN
+from rl_safe_workers.ports import port_to_listen_on
 from tests.swift.commands import End, run
-from tests.swift.jobs import BREAK, CPU, ON_CPU, PLAIN, TRAINING, Forge, free_port
+from tests.swift.jobs import BREAK, CPU, ON_CPU, PLAIN, TRAINING, Forge
 
 TIMEOUT_S = 15.0
 """Seconds of every phase but the teardown."""
@@ -47,7 +48,7 @@ def broken(
         command = ["sft", *model, *output, "--dataset", str(inputs / "data.jsonl"), *TRAINING]
     plugins = [CPU, *([PLUGIN] if ours else []), BREAK]
     args = [*command, "--expert_model_parallel_size", "2", *ON_CPU, *PLAIN, "--external_plugins", *map(str, plugins)]
-    env = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port()), "BREAK": f"{place}:{way}"}
+    env = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(port_to_listen_on("127.0.0.1")), "BREAK": f"{place}:{way}"}
     return run(folder, args, settings=settings or SETTINGS, **env)
 
 

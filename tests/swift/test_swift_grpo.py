@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.swift.jobs import BREAK, Forge, Job, environment, free_port
+from rl_safe_workers.ports import port_to_listen_on
+from tests.swift.jobs import BREAK, Forge, Job, environment
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -143,7 +144,7 @@ def test_a_rank_that_fails_is_named_in_time(place: str, way: str, forge: Forge, 
 def server(folder: Path, breaks: str = "") -> Iterator[tuple[str, ...]]:
     """A server double in a process; yields ms-swift's arguments for it."""
     folder.mkdir()
-    port, listens = free_port(), folder / "listens"
+    port, listens = port_to_listen_on("127.0.0.1"), folder / "listens"
     env = environment(BREAK_ENGINE=breaks, STRUCK=str(folder / "struck"))
     with subprocess.Popen([sys.executable, "-m", "tests.swift.server_double", str(port), str(listens)], env=env) as one:
         try:

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 from collections.abc import Callable
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from rl_safe_workers.ports import port_to_listen_on
 from tests.distributed import ranks as plain
 from tests.distributed.ranks import Outcome, values
 from tests.verl import stock_on_cpu
 
-__all__ = ["Outcome", "free_port", "run_verl_ranks", "values"]
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+__all__ = ["Outcome", "run_verl_ranks", "values"]
 
 
 def _rank(rank: int, function: Callable[..., Any], size: int, port: int, stock: bool, args: tuple[Any, ...]) -> Any:
@@ -41,4 +34,6 @@ def run_verl_ranks(
 ) -> list[Outcome]:
     """Calls ``function(rank, *args)`` on ``size`` ranks, with our engines chosen, or verl's own."""
     plain.PRELOAD[:] = ["tests.verl.preload"]
-    return plain.run_ranks(_rank, size, function, size, free_port(), stock, args, timeout_s=timeout_s)
+    return plain.run_ranks(
+        _rank, size, function, size, port_to_listen_on("127.0.0.1"), stock, args, timeout_s=timeout_s
+    )

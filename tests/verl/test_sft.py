@@ -19,8 +19,9 @@ from rl_safe_workers.adapters.verl import main_sft
 from rl_safe_workers.adapters.verl.entry import check_sft
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.ports import port_to_listen_on
 from tests.verl.host import train, training_worker
-from tests.verl.ranks import free_port, run_verl_ranks
+from tests.verl.ranks import run_verl_ranks
 
 ENTRY = "rl_safe_workers.adapters.verl.main_sft"
 MEGATRON = ["engine=megatron", "optim=megatron"]
@@ -73,7 +74,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _launch(model: Path, rows: Path, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={SIZE}"),
-        *("--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", ENTRY),
+        *("--master-addr=127.0.0.1", f"--master-port={port_to_listen_on('127.0.0.1')}", "-m", ENTRY),
         f"model.path={model}",
         "model.use_remove_padding=false",
         f"data.train_files={rows}",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_safe_workers import env
 from rl_safe_workers.adapters.driver_waits import Party
@@ -21,6 +22,7 @@ from rl_safe_workers.adapters.job_processes import FAILED_KILL_AFTER_S, KILL_AFT
 from rl_safe_workers.adapters.swift.ray_waits import BoundedRay, RayStandIn, RayWaits, calling
 from rl_safe_workers.adapters.swift.swift_settings import SwiftSettings
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ports import port_to_listen_on
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 
 _RAY = "swift.ray.megatron"
@@ -54,6 +56,7 @@ def install_driver(settings: SwiftSettings) -> RayWaits:
     group.__init__ = _noting_ranks(group.__init__, waits)
     group.execute = functools.wraps(group.execute)(calling(waits, settings.to_json())(group.execute))
     group.shutdown = _ending(group.shutdown, waits)
+    group._discover_master = staticmethod(_at_a_lasting_port(group._discover_master, waits))
     replica._spawn_actors = _noting_engines(replica._spawn_actors, waits)
     replica._parallel_launch_all = classmethod(_launching(replica._parallel_launch_all.__func__, waits))
     manager = _module("checkpoint_engine.manager").CheckpointEngineManager
@@ -156,6 +159,19 @@ def _launching(original: Callable[..., None], waits: RayWaits) -> Callable[..., 
             original(cls, replicas)
 
     return launch
+
+
+def _at_a_lasting_port(original: Callable[[Any], tuple[str, int]], waits: RayWaits) -> Callable[[Any], tuple[str, int]]:
+    """Wraps ``_discover_master``: the port of the ranks' store stays free until rank 0 listens on it."""
+
+    @functools.wraps(original)
+    def discover_master(pool: Any) -> tuple[str, int]:
+        address, _ = original(pool)
+        first = PlacementGroupSchedulingStrategy(placement_group=pool.pgs[0], placement_group_bundle_index=0)
+        port = ray.remote(port_to_listen_on).options(num_cpus=0.01, scheduling_strategy=first).remote()
+        return address, int(waits.get(port, "a port for the training ranks' store", (Phase.START,)))
+
+    return discover_master
 
 
 def _ending(original: Callable[..., None], waits: RayWaits) -> Callable[..., None]:

@@ -259,6 +259,12 @@ RAY_NAMES: tuple[HostName, ...] = (
         why="replaced: nothing after a failure",
     ),
     HostName(
+        file=_GROUP,
+        name="WorkerGroup._discover_master",
+        parameters=("resource_pool",),
+        why="replaced: a port that stays free",
+    ),
+    HostName(
         file=_REPLICA,
         name="RolloutReplica._spawn_actors",
         parameters=("self",),

@@ -1,0 +1,43 @@
+"""The port of a listener that starts later, such as the store of a process group."""
+
+from __future__ import annotations
+
+import random
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["LOWEST", "port_to_listen_on"]
+
+LOWEST = 20_000
+"""Ray's workers listen below (``ray start --max-worker-port``, 19999 by default)."""
+_OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_TRIES = 100
+
+
+def port_to_listen_on(address: str = "") -> int:
+    """Returns a TCP port that is free, and that no outgoing connection takes before the listener starts.
+
+    The kernel gives a port of its own range to each outgoing connection, and to whoever binds port 0. A port that was
+    found by binding port 0 is of that range. A worker takes half a minute to start, and by then another connection may
+    have it (``EADDRINUSE``).
+
+    Args:
+        address: The local address to listen on; every one of them unless given.
+
+    Raises:
+        OSError: The address is not of this machine, or there is no port left.
+    """
+    first_outgoing = int(_OUTGOING.read_text(encoding="ascii").split()[0]) if _OUTGOING.exists() else LOWEST
+    for _ in range(_TRIES if first_outgoing > LOWEST else 0):
+        port = random.randrange(LOWEST, first_outgoing)
+        with suppress(OSError):
+            return _bound(address, port)
+    return _bound(address, 0)
+
+
+def _bound(address: str, port: int) -> int:
+    """Returns the port once it could be bound. Port 0 stands for any of the kernel's choice."""
+    with socket.socket() as listener:
+        listener.bind((address, port))
+        return int(listener.getsockname()[1])
