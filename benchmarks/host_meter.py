@@ -29,7 +29,8 @@ FAULT = "RL_SAFE_METER_FAULT"
 """Environment variable: ``NAME:CALL:RANK:HOW``. The fault happens as the call begins, its number counted from 0. HOW is
 ``raise``, ``kill``, ``stop`` for a process that is stopped, or ``hang`` for one that sleeps, and ends if it is told."""
 TURNS = "RL_SAFE_METER_TURNS"
-"""Environment variable: ``FOLDER:NAME:OTHER``. This job is NAME, and takes turns with the job OTHER."""
+"""Environment variable: ``FOLDER:NAME:OTHER``. This job is NAME, and takes turns with the job OTHER. ``{rank}`` in
+FOLDER stands for the process's rank: then each rank takes turns with the same rank of the other job."""
 _TURNS_FILE = "turns"
 FAULT_NAME = "fault"
 """Name of the record that a process writes before it ends or stops itself."""
@@ -96,7 +97,7 @@ def take_turns(owner: type, first: str, last: str | None = None, *, left_out: in
     """
     if TURNS not in os.environ:
         return
-    folder, mine, other = os.environ[TURNS].split(":")
+    folder, mine, other = os.environ[TURNS].replace("{rank}", os.environ.get("RANK", "0")).split(":")
     turns = _Turns(Path(folder), mine, other)
     before, after = getattr(owner, first), getattr(owner, last or first)
 
@@ -120,6 +121,17 @@ def take_turns(owner: type, first: str, last: str | None = None, *, left_out: in
                 turns.end()
 
     setattr(owner, last or first, end)
+
+
+def leave_first_turn_to(folder: Path, *, had_the_last: str) -> None:
+    """Makes a folder for turns, with the order of the jobs fixed: ranks of one job wait for each other.
+
+    Args:
+        folder: Does not exist.
+        had_the_last: Name of the job that does not begin.
+    """
+    folder.mkdir()
+    (folder / _TURNS_FILE).write_text(f"{had_the_last}\n")
 
 
 @contextmanager

@@ -27,18 +27,25 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.gpus import count_gpus, gpu_memory_mib, gpu_row
+from benchmarks.host_meter import TURNS, leave_first_turn_to
+from benchmarks.script import median_with_bounds
 from benchmarks.swift_jobs import (
+    COLOCATED,
     EXPORT,
     FIRST_STEPS,
+    GENERATE,
+    GRPO,
     ON_CPU,
     PLOT,
     RANKS_OF_NODE,
     SAVE,
     STEP,
     STOP,
+    SYNC,
     TRAINED,
     TRAINED_STEPS,
     TRAINING,
+    VLLM,
     SwiftJob,
     free_port,
     read_lines,
@@ -61,16 +68,34 @@ OURS, STOCK, WARMED = "ours", "stock", "stock with nccl_comm_warmup"
 WAYS = (OURS, STOCK, WARMED)
 JOBS, CYCLES = 5, 50
 FAULTS = ("raise", "kill", "hang")
-FAULTY_CALLS = {"step": f"{STEP}:1", "save": "shards:0"}
-"""Calls that the meter breaks: the second step, and the first save once it has begun."""
+FAULTY_CALLS = {"step": f"{STEP}:1", "save": "shards:0", "generation": f"{GENERATE}:1", "weight export": f"{SYNC}:1"}
+"""Calls that the meter breaks: the second step, the first save once it has begun, and the like."""
+GRPO_STEPS, RESUMED_STEPS = 5, 7
+TIMED_STEPS, UNTIMED_STEPS = (6, 2) if ON_CPU else (20, 3)
+"""Steps in turns, after those that are left out."""
+LORA = {"tuner_type": "lora", "target_modules": ["all-linear"], "lora_rank": 4, "merge_lora": False}
+"""In Ray mode: with full training, stock ms-swift exports weights from memory that it has freed."""
 FAULTY_RANK = 1
 TIMEOUT_S, GRACE_S, CUT_S = 20.0, 10.0, 120.0
 EXIT_S = 5.0
-LIMIT_S, BROKEN_LIMIT_S, CYCLES_LIMIT_S = 150.0, 240.0, 300.0
-_PHASES = ("world", "bootstrap", "outside", "convert", "train", "save", "teardown")
+LIMIT_S, GRPO_LIMIT_S, BROKEN_LIMIT_S, CYCLES_LIMIT_S = 150.0, 270.0, 240.0, 300.0
+_PHASES = (
+    "world",
+    "bootstrap",
+    "outside",
+    "start",
+    "convert",
+    "rollout",
+    "sync",
+    "logprob",
+    "train",
+    "save",
+    "teardown",
+)
 DEADLINES = {"timeouts": dict.fromkeys(_PHASES, 120)}
 """Ours, in jobs that are to end well. Beside other jobs on the same GPUs, the end of the groups can take a minute."""
-SHORT = {"timeouts": {**DEADLINES["timeouts"], "teardown": 5, **dict.fromkeys(("train", "logprob", "save"), TIMEOUT_S)}}
+_BROKEN = ("rollout", "sync", "logprob", "train", "save")
+SHORT = {"timeouts": {**DEADLINES["timeouts"], "teardown": 5, **dict.fromkeys(_BROKEN, TIMEOUT_S)}}
 Report = Callable[[str], None]
 
 
@@ -249,6 +274,139 @@ def late_bytes(folder: Path, inputs: Path, report: Report, *, nodes: int) -> lis
     return [row for name, ways in found.items() for row in _late_rows(name, ways, report)]
 
 
+def grpo(folder: Path, inputs: Path, report: Report) -> list[Row]:
+    """GRPO with vLLM on the trainers' GPUs: whole jobs, a resume, and steps in turns with stock's."""
+    turns = folder / "turns"
+    folder.mkdir(parents=True)
+    for rank in range(GPUS):
+        leave_first_turn_to(Path(f"{turns}{rank}"), had_the_last=OURS)
+    steps = ["--train_iters", str(UNTIMED_STEPS + TIMED_STEPS), "--save_steps", "1000"]
+    own, stock = (
+        _grpo(
+            folder,
+            inputs,
+            f"grpo {way}",
+            *steps,
+            ours=way == OURS,
+            variables={TURNS: f"{turns}{{rank}}:{way}:{other}"},
+        )
+        for way, other in ((OURS, STOCK), (STOCK, OURS))
+    )
+    giving = _grpo(folder, inputs, "grpo giving", *_until(GRPO_STEPS), settings={**DEADLINES, "release_comms": True})
+    run_jobs([own, stock, giving], report, limit_s=GRPO_LIMIT_S)
+    resumed = _grpo(
+        folder,
+        inputs,
+        "grpo resumed",
+        *_until(RESUMED_STEPS),
+        *("--mcore_model", str(giving.output / f"checkpoint-{GRPO_STEPS}"), "--finetune", "false"),
+    )
+    if giving.is_clean:
+        run_jobs([resumed], report, limit_s=GRPO_LIMIT_S)
+    connected = (
+        min(((r["bootstrap"]["bytes"] or 0) - (r["kernel_bytes"] or 0) for r in giving.records()), default=0) / MIB
+    )
+    given = min((r["given_bytes"] for r in giving.records()), default=0) / MIB
+    ratios = [_seconds_of_steps(job)[UNTIMED_STEPS:] for job in (own, stock)]
+    return [
+        gpu_row(f"grpo: clean exits, {GRPO_STEPS} steps and a save", "", giving.is_clean, at_least(1)),
+        gpu_row("grpo: steps logged", "", len(giving.losses), at_least(GRPO_STEPS)),
+        gpu_row("grpo: resumed: clean exits", "", resumed.is_clean, at_least(1)),
+        gpu_row("grpo: resumed: steps more", "", len(resumed.calls(STEP)) / GPUS, at_least(RESUMED_STEPS - GRPO_STEPS)),
+        gpu_row("grpo: communicators after the bootstrap, without kernels", "MiB", connected, at_least(0)),
+        gpu_row(
+            "grpo: part of it that is given to generation",
+            "",
+            given / connected if connected else math.nan,
+            at_least(0.95),
+        ),
+        gpu_row("grpo: jobs in turns: clean exits", "", own.is_clean + stock.is_clean, at_least(2)),
+        *_late_rows("grpo EP2", {OURS: own, STOCK: stock}, report),
+        *_step_rows("grpo", *ratios),
+    ]
+
+
+def grpo_failures(folder: Path, inputs: Path, report: Report) -> list[Row]:
+    """Rank 1 is killed in GRPO's generation, weight export, step and save; stock beside ours."""
+    places = ("generation", "weight export", "step", "save")
+    return _broken(
+        "grpo",
+        {
+            (way, f"{place}, kill"): _grpo(
+                folder, inputs, f"grpo {way} {place}", ours=way == OURS, settings=SHORT, fault=_fault(place, "kill")
+            )
+            for way in (STOCK, OURS)
+            for place in places
+        },
+        report,
+    )
+
+
+def ray_mode(folder: Path, inputs: Path, report: Report) -> list[Row]:
+    """GRPO in ms-swift's Ray mode: ours and stock, three steps and a save."""
+    config = {
+        **LORA,
+        "reward_funcs": ["brief"],
+        "colocate_groups": [["train", "rollout"]],
+        "train": {"gpus": GPUS},
+        "rollout": {"gpus": GPUS, "vllm_tensor_parallel_size": 1, **VLLM},
+    }
+    jobs = [
+        training(
+            folder,
+            inputs,
+            f"ray {way}",
+            *EP2,
+            *GRPO,
+            command="rlhf",
+            data="data.jsonl",
+            ours=way == OURS,
+            config=config,
+        )
+        for way in (OURS, STOCK)
+    ]
+    run_jobs(jobs, report, limit_s=GRPO_LIMIT_S)
+    saved = [len(list(job.output.rglob("latest_checkpointed_iteration.txt"))) for job in jobs]
+    return [
+        gpu_row("ray: clean exits of ours", "", jobs[0].is_clean, at_least(1)),
+        gpu_row("ray: clean exits of stock", "", jobs[1].is_clean, at_least(0)),
+        gpu_row("ray: steps of ours", "", len(jobs[0].losses), at_least(TRAINED_STEPS)),
+        gpu_row("ray: checkpoints of ours", "", saved[0], at_least(1)),
+        *_same_losses(*jobs, name="ray: "),
+    ]
+
+
+def _grpo(folder: Path, inputs: Path, name: str, *more: str, **options: Any) -> SwiftJob:
+    return training(folder, inputs, name, *EP2, *GRPO, *COLOCATED, *more, command="rlhf", **options)
+
+
+def _until(steps: int) -> list[str]:
+    return ["--train_iters", str(steps), "--save_steps", str(steps)]
+
+
+def _seconds_of_steps(job: SwiftJob) -> list[float]:
+    """Seconds of each step, of the slowest rank."""
+    found: dict[int, float] = {}
+    for call in job.calls(STEP):
+        found[call.call] = max(call.seconds, found.get(call.call, 0.0))
+    return [found[number] for number in sorted(found)]
+
+
+def _step_rows(name: str, ours: Sequence[float], stock: Sequence[float]) -> list[Row]:
+    count = min(len(ours), len(stock))
+    rows = [gpu_row(f"{name}: steps in turns", "", count, at_least(TIMED_STEPS))]
+    if count < 2:
+        return rows
+    bounds = median_with_bounds([one / other for one, other in zip(ours, stock, strict=False)])
+    return [
+        *rows,
+        gpu_row(f"{name}: step, medians", "s", median(ours[:count]), at_most(1.03), median(stock[:count])),
+        gpu_row(f"{name}: step, median of the ratios", "", bounds["step_ratio"], at_most(1.03)),
+        gpu_row(f"{name}: step, lower end of its 95 % interval", "", bounds["step_ratio_low"], at_least(0)),
+        gpu_row(f"{name}: step, upper end of its 95 % interval", "", bounds["step_ratio_high"], at_most(1.03)),
+    ]
+
+
 def failures(folder: Path, inputs: Path, report: Report, *, place: str) -> list[Row]:
     """One rank raises, is killed or hangs in a step or a save; stock beside ours, cut after two minutes."""
     broken = {
@@ -259,12 +417,21 @@ def failures(folder: Path, inputs: Path, report: Report, *, place: str) -> list[
             *EP2,
             ours=way == OURS,
             settings=SHORT,
-            fault=f"{FAULTY_CALLS[place]}:{FAULTY_RANK}:{how}",
+            fault=_fault(place, how),
         )
         # Stock's hang takes longest.
         for how in reversed(FAULTS)
         for way in (STOCK, OURS)
     }
+    return _broken(place, broken, report)
+
+
+def _fault(place: str, how: str) -> str:
+    return f"{FAULTY_CALLS[place]}:{FAULTY_RANK}:{how}"
+
+
+def _broken(place: str, broken: dict[tuple[str, str], SwiftJob], report: Report) -> list[Row]:
+    """Runs jobs that break, each under whose it is and how it breaks."""
     run_jobs(list(broken.values()), report, limit_s=BROKEN_LIMIT_S, cut_s=CUT_S)
     rows: list[Row] = []
     named = kept = left = 0
@@ -390,6 +557,9 @@ PARTS: dict[str, Callable[[Path, Path, Report], list[Row]]] = {
     "late_bytes_of_hosts": partial(late_bytes, nodes=2),
     "failures_in_steps": partial(failures, place="step"),
     "failures_in_saves": partial(failures, place="save"),
+    "grpo": grpo,
+    "grpo_failures": grpo_failures,
+    "ray": ray_mode,
 }
 OF_ALL = [name for name in PARTS if name != "smoke"]
 INTERRUPTED = 130

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.host_jobs import OFFLINE, Job
 from benchmarks.host_meter import FAULT_NAME, Call, runs
 from rl_safe_workers.adapters.swift.__main__ import PLUGIN
@@ -24,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 METER = Path(__file__).parent / "swift_meter" / "meter_plugin.py"
 BUILD, SETUP, STEP, SAVE = "build", "setup", "step", "save"
 SHARDS, TRAINED, PLOT, EXPORT = "shards", "trained", "plot", "export"
+GENERATE, SYNC = "generate", "sync"
 """Names of the calls that the meter watches."""
 FIRST_STEPS = 3
 RECORD = "record"
@@ -37,6 +40,15 @@ STOP = threading.Event()
 TRAINED_STEPS = 3
 _STEPS = str(TRAINED_STEPS)
 MODEL = ("--template", "qwen3", "--use_hf", "true", "--check_model", "false")
+GRPO = (
+    *("--rlhf_type", "grpo", "--reward_funcs", "brief", "--num_generations", "2", "--max_completion_length", "32"),
+    *("--offload_model", "true", "--offload_optimizer", "true", "--sleep_level", "1"),
+)
+"""Arguments of ``rlhf``, with vLLM on the trainers' GPUs."""
+VLLM = {"vllm_gpu_memory_utilization": 0.15, "vllm_max_model_len": 128, "vllm_enforce_eager": True}
+"""Arguments of the engines. Four jobs share the GPUs."""
+COLOCATED = ("--vllm_mode", "colocate", *(str(part) for pair in VLLM.items() for part in (f"--{pair[0]}", pair[1])))
+REWARD = ROOT / "recipes" / "swift" / "tiny_reward.py"
 TRAINING = (
     *("--micro_batch_size", "1", "--global_batch_size", "8", "--max_length", "64", "--padding_free", "false"),
     *("--train_iters", _STEPS, "--save_steps", _STEPS, "--eval_iters", "0", "--logging_steps", "1", "--lr", "1e-3"),
@@ -77,6 +89,10 @@ class SwiftJob:
     """Ours."""
     fault: str = ""
     """As the meter takes it."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """More of the environment."""
+    config: Mapping[str, Any] | None = None
+    """For Ray mode: arguments as keys of its YAML, besides ``args``."""
     started_s: float = 0.0
     """Unix time."""
     statuses: list[int | None] = field(default_factory=list)
@@ -135,15 +151,22 @@ class SwiftJob:
         """Starts the commands of all nodes."""
         self.started_s = time.time()
         self.folder.mkdir(parents=True)
-        plugins, more = [*([PLUGIN] if self.ours else []), METER], list[str]()
+        args = [*self.args, *MODEL, *([] if "--output_dir" in self.args else ["--output_dir", str(self.output)])]
+        plugins = [*([PLUGIN] if self.ours else []), *([REWARD] if self.command == "rlhf" else []), METER]
         if ON_CPU:
             from tests.swift import jobs
 
-            plugins.insert(0, jobs.CPU)
-            more = jobs.ON_CPU
-        place = [] if "--output_dir" in self.args else ["--output_dir", str(self.output)]
-        command = [sys.executable, "-m", "swift.cli._megatron.main", self.command, *self.args, *MODEL, *place, *more]
-        command += ["--external_plugins", *map(str, plugins)]
+            plugins = [jobs.CPU, *([jobs.ENGINE] if self.command == "rlhf" else []), *plugins]
+            args += jobs.ON_CPU
+        command = [sys.executable, "-m", "swift.cli._megatron.main", self.command]
+        if self.config is None:
+            command += [*args, "--external_plugins", *map(str, plugins)]
+        else:
+            options = dict(zip((name.removeprefix("--") for name in args[::2]), args[1::2], strict=True))
+            config = {name: yaml.safe_load(value) for name, value in options.items()} | dict(self.config)
+            config |= {"external_plugins": list(map(str, plugins)), "dataset": [config["dataset"]]}
+            (self.folder / "job.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+            command += ["--use_ray", "true", "--config", str(self.folder / "job.yaml")]
         variables = {
             **variables_of_ranks(),
             "HF_HOME": str(self.folder / "hf"),
@@ -151,9 +174,10 @@ class SwiftJob:
             "RL_SAFE_SWIFT": json.dumps(self.settings),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
-            "NPROC_PER_NODE": str(RANKS_OF_NODE),
-            "NNODES": str(self.nodes),
+            **self.variables,
         }
+        if self.config is None:
+            variables |= {"NPROC_PER_NODE": str(RANKS_OF_NODE), "NNODES": str(self.nodes)}
         for node in range(self.nodes):
             own = {"NODE_RANK": str(node)}
             if self.nodes > 1:

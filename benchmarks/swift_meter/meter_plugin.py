@@ -18,10 +18,25 @@ import torch
 from swift.megatron.pipelines.export.export import MegatronExport
 from swift.megatron.pipelines.train import sft
 from swift.megatron.trainers.base import BaseMegatronTrainer
+from swift.megatron.trainers.rollout_mixin import MegatronRolloutMixin
 from swift.megatron.utils import megatron_lm_utils
 
-from benchmarks.host_meter import FOLDER, watch
-from benchmarks.swift_jobs import BUILD, EXPORT, FIRST_STEPS, ON_CPU, PLOT, RECORD, SAVE, SETUP, SHARDS, STEP, TRAINED
+from benchmarks.host_meter import FOLDER, take_turns, watch
+from benchmarks.swift_jobs import (
+    BUILD,
+    EXPORT,
+    FIRST_STEPS,
+    GENERATE,
+    ON_CPU,
+    PLOT,
+    RECORD,
+    SAVE,
+    SETUP,
+    SHARDS,
+    STEP,
+    SYNC,
+    TRAINED,
+)
 from benchmarks.taken import Taken
 from rl_safe_workers.platforms.nvml_memory import process_memory
 
@@ -70,7 +85,7 @@ def write() -> None:
     if job is not None and job.has_world and (report := job.trainer.comms.report) is not None:
         found["ledger"] = [asdict(entry) for entry in report.entries]
         found["bootstrap"] = {"bytes": report.bytes, "predicted_bytes": report.predicted_bytes}
-        found["kernel_bytes"] = report.kernel_bytes
+        found["kernel_bytes"], found["given_bytes"] = report.kernel_bytes, job.given_bytes
     path = Path(os.environ[FOLDER]) / f"{RECORD}{os.environ['RANK']}.json"
     path.write_text(json.dumps(found), encoding="utf-8")
 
@@ -86,6 +101,9 @@ if multiprocessing.parent_process() is None:  # no worker of a data loader
         ("finalize_training", TRAINED),
     ):
         watch(BaseMegatronTrainer, own_method, own_name)
+    watch(MegatronRolloutMixin, "_generate_completions", GENERATE)
+    watch(MegatronRolloutMixin, "_move_model_to_vllm", SYNC)
+    take_turns(BaseMegatronTrainer, "train_step")
     watch(megatron_lm_utils, "_generate_state_dict", SHARDS)
     watch(sft, "plot_images", PLOT)
     watch(MegatronExport, "run", EXPORT)

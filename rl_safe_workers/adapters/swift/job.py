@@ -289,6 +289,11 @@ class SwiftJob(HostedTrainer):
         with self.outermost(Phase.ROLLOUT):
             self._given.give(Phase.ROLLOUT)
 
+    @property
+    def given_bytes(self) -> int:
+        """Device memory in bytes that the communicators of this rank gave to the engine last."""
+        return 0 if self._given is None else self._given.freed_bytes
+
     def take_back_comms(self) -> None:
         """Takes it back. Collective over: the training world. Idempotent."""
         assert self._given is not None, "made with the world"
