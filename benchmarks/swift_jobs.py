@@ -45,9 +45,17 @@ GRPO = (
     *("--offload_model", "true", "--offload_optimizer", "true", "--sleep_level", "1"),
 )
 """Arguments of ``rlhf``, with vLLM on the trainers' GPUs."""
-VLLM = {"vllm_gpu_memory_utilization": 0.15, "vllm_max_model_len": 128, "vllm_enforce_eager": True}
-"""Arguments of the engines. Four jobs share the GPUs."""
-COLOCATED = ("--vllm_mode", "colocate", *(str(part) for pair in VLLM.items() for part in (f"--{pair[0]}", pair[1])))
+VLLM = {
+    "vllm_gpu_memory_utilization": 0.15,
+    "vllm_max_model_len": 128,
+    "vllm_enforce_eager": True,
+    "vllm_engine_kwargs": {"kv_cache_memory_bytes": 2**29},
+}
+"""Arguments of the engines. Unless the cache is given, vLLM measures, and counts what other jobs take meanwhile."""
+COLOCATED = (
+    *("--vllm_mode", "colocate"),
+    *(part for name, value in VLLM.items() for part in (f"--{name}", json.dumps(value))),
+)
 REWARD = ROOT / "recipes" / "swift" / "tiny_reward.py"
 TRAINING = (
     *("--micro_batch_size", "1", "--global_batch_size", "8", "--max_length", "64", "--padding_free", "false"),

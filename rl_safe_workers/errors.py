@@ -431,7 +431,7 @@ class WeightSyncError(RunError):
 
 
 class RolloutError(RunError):
-    """The rollout returned something that the run cannot use."""
+    """A rollout engine failed, or returned something that the run cannot use."""
 
 
 class DivergedError(RunError):

@@ -17,6 +17,7 @@ from rl_safe_workers.adapters.swift import install
 from rl_safe_workers.adapters.swift.ray_waits import RayStandIn
 from rl_safe_workers.adapters.swift.silent_engine import silent_engine
 from rl_safe_workers.adapters.swift.swift_settings import VARIABLE
+from rl_safe_workers.errors import RolloutError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role
 
@@ -175,9 +176,11 @@ class _PatientRay(RayStandIn):
     """Bounds a worker's waits for its engine."""
 
     def get(self, reference: Any) -> Any:
-        """As ``ray.get``, within what is left of the phase."""
+        """As ``ray.get``, within what is left of the phase. An engine's own error is told on the first line."""
         patience = install.job().patience()
         try:
             return ray.get(reference, timeout=patience.remaining().total_seconds())
         except ray.exceptions.GetTimeoutError:
             raise silent_engine("the vLLM engine of this rank", install.job().phase_name(), patience) from None
+        except ray.exceptions.RayTaskError as error:
+            raise RolloutError(f"the vLLM engine of this rank failed: {in_one_line(error.cause)}") from error
