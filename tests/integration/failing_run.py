@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
+
+RECORDED_S = 1.0
+"""gloo's own thread records the end of a collective after the caller has gone on."""
 
 
 def fail(how: str, folder: str) -> None:
@@ -52,6 +56,7 @@ def with_torchrun(how: str, folder: str) -> None:
         work = dist.all_reduce(torch.ones(2), async_op=True)
         if how != "late":
             work.wait()
+    time.sleep(RECORDED_S)
     (Path(folder) / f"flight_gloo_{rank}").write_bytes(_dump_fr_trace(True, False, False))
     if how == "late":
         os._exit(0)
