@@ -21,8 +21,8 @@ _SITE = re.compile(r"^.*/(site|dist)-packages/")
 _ANY_STDLIB = re.compile(r"^/.*/lib/python3\.\d+/(?!(site|dist)-packages/)")
 """The standard library of another interpreter: a process that is looked at may run in another environment."""
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_FRAME = re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
-"""As faulthandler writes them."""
+FAULTHANDLER_FRAME = re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+"""A frame, as faulthandler writes it."""
 _STACKS_BYTES = 2**20
 _MACHINERY = (
     "ray/",
@@ -86,23 +86,33 @@ def frames_of(stack: TracebackType | None) -> list[Frame]:
     ]
 
 
-def frames_of_thread(thread: threading.Thread) -> list[Frame]:
-    """Returns the frames of a thread of this process, innermost first; none if it has ended.
+def stacks_of_threads(scratch: int) -> str:
+    """Returns the stacks of all threads of this process, as faulthandler writes them.
 
     faulthandler reads them in C, while no other thread runs. Code in Python that follows the frames of a running thread
     (``sys._current_frames``, then ``f_back``) ended processes by SIGSEGV with Python 3.11.7.
+
+    Args:
+        scratch: The descriptor of a file in memory (``os.memfd_create``). It is overwritten.
     """
+    os.ftruncate(scratch, 0)
+    os.lseek(scratch, 0, os.SEEK_SET)
+    faulthandler.dump_traceback(file=scratch, all_threads=True)
+    return os.pread(scratch, _STACKS_BYTES, 0).decode("utf-8", errors="replace")
+
+
+def frames_of_thread(thread: threading.Thread) -> list[Frame]:
+    """Returns the frames of a thread of this process, innermost first; none if it has ended."""
     scratch = os.memfd_create("stacks")
     try:
-        faulthandler.dump_traceback(file=scratch, all_threads=True)
-        text = os.pread(scratch, _STACKS_BYTES, 0).decode("utf-8", errors="replace")
+        text = stacks_of_threads(scratch)
     finally:
         os.close(scratch)
     found, is_of_thread = [], False
     for line in text.splitlines():
         if (head := _THREAD.match(line)) is not None:
             is_of_thread = int(head[1], 16) == thread.ident
-        elif is_of_thread and (frame := _FRAME.match(line)) is not None:
+        elif is_of_thread and (frame := FAULTHANDLER_FRAME.match(line)) is not None:
             found.append(Frame(file=relative(frame["file"]), line=int(frame["line"]), function=frame["function"]))
     return found
 

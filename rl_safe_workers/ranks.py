@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+TRAINING_WORLD = "training world"
+"""The name of the world of all training ranks, in errors and in keys of the store."""
 MOST_RANKS = 2**17
 """Most ranks that a text may name."""
 

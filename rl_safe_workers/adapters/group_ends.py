@@ -10,10 +10,11 @@ import ray
 
 from rl_safe_workers.adapters.driver_waits import last_line
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.control.plane import NO_VERDICT, TRAINING_WORLD
-from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RunError
+from rl_safe_workers.control.plane import NO_VERDICT
+from rl_safe_workers.diagnostics.neighbours import late_for_the_end
+from rl_safe_workers.errors import RunError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import format_ranks, trainer_ids
+from rl_safe_workers.ranks import format_ranks
 
 _LATER_THAN_OTHERS = timedelta(seconds=2)
 """How much longer a rank may take to end than one that has waited for it in vain."""
@@ -62,10 +63,9 @@ def error_of(ends: Sequence[GroupEnd]) -> RunError | None:
     """Returns the error of groups that have not ended well; None if all have. It names ranks that have not ended."""
     late = {rank for end in ends for rank in end.late}
     if late:
-        return PhaseTimeoutError(
-            phase=Phase.TEARDOWN,
-            awaited=Awaited(TRAINING_WORLD, frozenset(trainer_ids(range(max(end.size for end in ends))))),
-            missing=trainer_ids(late),
+        return late_for_the_end(
+            late,
+            size=max(end.size for end in ends),
             waited_s=max(end.waited_s for end in ends),
             setting=f"rl_safe.timeouts.{Phase.TEARDOWN}",
         )

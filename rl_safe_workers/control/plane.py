@@ -37,7 +37,6 @@ from rl_safe_workers.root_cause import report_from_text, report_of, report_to_te
 
 logger = logging.getLogger(__name__)
 
-TRAINING_WORLD = "training world"
 NO_VERDICT = "gave no verdict"
 """The text of a rank in `ControlPlane.exchange_verdicts` that has said nothing."""
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack
 from rl_safe_workers.errors import RunError
 from rl_safe_workers.foreign_files import read_foreign
+from rl_safe_workers.frames import stacks_of_threads
 from rl_safe_workers.platforms.host_memory import oom_kills
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
@@ -48,7 +49,6 @@ longer is the pause to the next one."""
 _PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
 _PLACE_BYTES = 4096
 _FAILURE_BYTES = 2**20
-_STACKS_BYTES = 2**20
 """Most bytes of the stacks of all threads."""
 
 
@@ -283,12 +283,7 @@ def _place_now(call_frame: CallFrame | None, scratch: int) -> str | None:
 
 
 def _stack_now(call_frame: CallFrame | None, scratch: int) -> Stack:
-    os.ftruncate(scratch, 0)
-    os.lseek(scratch, 0, os.SEEK_SET)
-    # faulthandler writes in C and lets no other thread run meanwhile. Code in Python that follows the frames of a
-    # running thread (sys._current_frames, then f_back) ended a trainer by SIGSEGV with Python 3.11.7.
-    faulthandler.dump_traceback(file=scratch, all_threads=True)
-    return Stack.parse(os.pread(scratch, _STACKS_BYTES, 0).decode("utf-8", errors="replace"), call_frame)
+    return Stack.parse(stacks_of_threads(scratch), call_frame)
 
 
 def _answer_flight_requests(folder: Path, rank: int) -> None:

@@ -34,7 +34,7 @@ from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch,
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, first_line
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import RankId, Role, trainer_id, trainer_ids
+from rl_safe_workers.ranks import TRAINING_WORLD, RankId, Role, trainer_id, trainer_ids
 from rl_safe_workers.reaping.processes import stat_of
 from rl_safe_workers.root_cause import root_cause
 
@@ -290,14 +290,26 @@ def blame_for_the_end(
     Returns:
         The error, and what `blame` returns.
     """
-    late = PhaseTimeoutError(
+    late = late_for_the_end(silent, size=size, waited_s=waited_s, setting=setting)
+    return late, *blame({trainer_id(rank): late}, silent=silent, among=among)
+
+
+def late_for_the_end(late: Collection[int], *, size: int, waited_s: float, setting: str) -> PhaseTimeoutError:
+    """Returns the error of training ranks that have not ended with the others.
+
+    Args:
+        late: These ranks.
+        size: Number of training ranks.
+        waited_s: How long the others have waited, in seconds.
+        setting: What moves the deadline.
+    """
+    return PhaseTimeoutError(
         phase=Phase.TEARDOWN,
-        awaited=Awaited("training world", frozenset(trainer_ids(range(size)))),
-        missing=trainer_ids(silent),
+        awaited=Awaited(TRAINING_WORLD, frozenset(trainer_ids(range(size)))),
+        missing=trainer_ids(late),
         waited_s=waited_s,
         setting=setting,
     )
-    return late, *blame({trainer_id(rank): late}, silent=silent, among=among)
 
 
 def _ranks_of(folder: Path) -> list[RankProcess]:

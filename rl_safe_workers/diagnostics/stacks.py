@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from rl_safe_workers.frames import Frame, relative, telling_frame
+from rl_safe_workers.frames import FAULTHANDLER_FRAME, Frame, relative, telling_frame
 
 _THREAD = re.compile(r"(Current thread|Thread) ")
 _FRAMES = (
-    re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$'),  # faulthandler
+    FAULTHANDLER_FRAME,
     re.compile(r"^ {4}(?P<function>\S.*) \((?P<file>.+):(?P<line>\d+)\)$"),  # py-spy
 )
 COLLECTIVES = "torch/distributed/distributed_c10d.py"

@@ -13,10 +13,10 @@ from torch.distributed import Store
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.failure import Failure
-from rl_safe_workers.control.plane import TRAINING_WORLD, ControlPlane
+from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import CheckpointError, LifecycleError, RunError
 from rl_safe_workers.lifecycle import Lifecycle, Phase
-from rl_safe_workers.ranks import Role, trainer_ids
+from rl_safe_workers.ranks import TRAINING_WORLD, Role, trainer_ids
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.worlds.training_world import TrainingWorld, set_group_timeouts
 

@@ -22,10 +22,10 @@ from rl_safe_workers.config import (
     RunConfig,
     TimeoutsConfig,
 )
-from rl_safe_workers.control.plane import TRAINING_WORLD, ControlPlane
+from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cpu
-from rl_safe_workers.ranks import joint_ids
+from rl_safe_workers.ranks import TRAINING_WORLD, joint_ids
 from rl_safe_workers.trainer.batch import SequenceBatch
 from rl_safe_workers.trainer.policy import MegatronPolicy
 from rl_safe_workers.workers.actor import MegatronActorMixin
