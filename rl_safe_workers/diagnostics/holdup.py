@@ -18,7 +18,8 @@ _ADVICE = {
     Standing.GONE: "look for its error in its log, and end the others: they wait for a process that is gone",
     Standing.STOPPED: "continue it (kill -CONT PID), or end its debugger",
     Standing.ASLEEP: ADVICE[Fault.ASLEEP],
-    Standing.ELSEWHERE: "look at that line: the others go on once the rank reaches the collective",
+    Standing.ELSEWHERE: "look at that line: the others go on once it is done there",
+    Standing.CALLS: "look at that line, and at the actor that it calls",
     Standing.IDLE: "look at the driver: it has called the other actors, and not this one",
 }
 _OTHERWISE = (
@@ -30,11 +31,14 @@ _CAUSES = {
     Standing.STOPPED: "process stopped",
     Standing.ASLEEP: str(Fault.ASLEEP),
     Standing.ELSEWHERE: "rank outside the collective",
+    Standing.CALLS: "rank outside the collective",
     Standing.IDLE: "actor not called",
 }
 _OF_VICTIMS = (SIGABRT, SIGTERM)
 """Signals by which a process often ends that has lost another, or is asked to end after that."""
 _HARD = (Standing.GONE, Standing.STOPPED, Standing.ASLEEP)
+_OUTSIDE = (Standing.ELSEWHERE, Standing.CALLS, Standing.IDLE)
+_NOT_AT_WORK = (Standing.WAITS, Standing.DEVICE, Standing.CALLS, Standing.IDLE)
 
 
 def explain_sightings(sightings: Sequence[Sighting], *, notes: Sequence[str] = ()) -> Explanation:
@@ -46,9 +50,10 @@ def explain_sightings(sightings: Sequence[Sighting], *, notes: Sequence[str] = (
     """
     sightings, bystanders = _of_the_job(sightings)
     missing = _missing_ranks(sightings)
-    notes = [*notes, *_notes(sightings, missing)]
     waiting = [one for one in sightings if one.standing in (Standing.WAITS, Standing.DEVICE)]
-    verdict, culprits, cause, advice = _judge(sightings, waiting, is_whole=not missing)
+    called = _called(sightings, bystanders, waiting, is_whole=not missing and not notes)
+    verdict, culprits, cause, advice = called or _judge(sightings, waiting, is_whole=not missing)
+    notes = [*notes, *_notes(sightings, missing)]
     named = {one.facts.pid for one in culprits}
     return Explanation(
         verdict=verdict,
@@ -84,12 +89,47 @@ def _judge(sightings: Sequence[Sighting], waiting: Sequence[Sighting], *, is_who
             f"the ranks move: {_names(moving)} were not in the same wait in both looks, so nothing stands still",
             "ask again when the run stands still; one look is one moment",
         )
-    outside = [one for one in sightings if one.standing in (Standing.ELSEWHERE, Standing.IDLE)]
+    outside = [one for one in sightings if one.standing in _OUTSIDE]
     unclear = [one for one in sightings if one.standing is Standing.UNKNOWN]
     return (
         _outside(outside, waiting, sightings, unclear, is_whole=is_whole)
         if outside
         else _all_wait(waiting, unclear, is_whole=is_whole)
+    )
+
+
+def _called(
+    ranks: Sequence[Sighting], bystanders: Sequence[Sighting], waiting: Sequence[Sighting], *, is_whole: bool
+) -> _Judgement | None:
+    """Judges a job that waits for a call of one of its actors; None if it does not.
+
+    It does if the ranks outside the collective are in ``ray.get``. Without a collective, it does if an actor is in
+    ``ray.get``, or if all actors but one are in no call.
+
+    Args:
+        ranks: Processes of classes that take part in collectives; all if nobody is in one.
+        bystanders: The other actors.
+        waiting: The ranks that are in a collective.
+        is_whole: Whether everybody was looked at. Else nobody is named.
+    """
+    every = [*ranks, *bystanders]
+    callers = [one for one in every if one.standing is Standing.CALLS]
+    at_work = [one for one in every if one.standing not in _NOT_AT_WORK]
+    if waiting and (not callers or any(one in at_work or one.standing is Standing.IDLE for one in ranks)):
+        return None
+    if not callers and not (len(at_work) == 1 and at_work[0].actor and len(every) > 1):
+        return None
+    hard = [one for kind in _HARD for one in at_work if one.standing is kind]
+    suspects = [one for one in at_work if one.standing is hard[0].standing] if hard else at_work
+    is_seen = all(one.stays and one.standing is not Standing.UNKNOWN for one in suspects)
+    if len(suspects) == 1 and is_whole and (hard or is_seen):
+        return _blame(suspects, [*callers, *waiting])
+    if not callers:
+        return None
+    busy = f"; {_names(suspects)} {_verb(suspects, 'is', 'are')} in a call" if suspects else ""
+    return _unknown(
+        f"{_names(callers)} {_verb(callers, 'waits', 'wait')} for a call of another actor at {callers[0].place}{busy}",
+        "look at the lines of the actors that are in a call, on every node",
     )
 
 
@@ -210,7 +250,8 @@ def _blame(culprits: Sequence[Sighting], waiting: Sequence[Sighting]) -> _Judgem
     said = "; ".join(f"{one.name} {one.where()}" for one in culprits)
     held = [one for one in waiting if one not in culprits]
     if held:
-        waits = ", ".join(dict.fromkeys(one.wait for one in held))
+        calls = "a call of an actor"
+        waits = ", ".join(dict.fromkeys(calls if one.standing is Standing.CALLS else one.wait for one in held))
         said += f"; {_names(held)} {_verb(held, 'waits', 'wait')} for {_verb(culprits, 'it', 'them')} in {waits}"
     kind = culprits[0].standing
     advice = _ADVICE[kind].replace("PID", " ".join(str(one.facts.pid) for one in culprits))

@@ -34,7 +34,8 @@ _BUSY_SHARE = 0.2
 """A main thread that takes more than this share of a processor works."""
 _DUMP_CHARACTERS = 64 * 2**20
 _TORCH_LOGGER = "torch/distributed/c10d_logger.py"
-_RAY_LOOP = "ray/_private/worker.py"
+_RAY = "ray/_private/worker.py"
+_RAY_WAITS = frozenset({"get", "get_objects", "wait"})
 _OF_THE_WORLD = frozenset({"init_process_group", "new_group", "new_subgroups", "destroy_process_group"})
 """Functions of torch that every rank of the world calls."""
 _NATIVE_WAIT = re.compile(r"\b(c10d|gloo|nccl\w*)::|^nccl[A-Z]|\bncclComm")
@@ -56,6 +57,8 @@ class Standing(StrEnum):
     """In a collective, a wait for one, or a send or receive."""
     DEVICE = "waits for its GPU"
     """It is not known for which kernel. It may be a collective's."""
+    CALLS = "waits for a call"
+    """In ``ray.get`` or ``ray.wait``: another actor does what it waits for."""
     IDLE = "is in no call"
     """An actor that nobody has called."""
     ELSEWHERE = "elsewhere"
@@ -135,6 +138,8 @@ class Sighting:
                 return f"waits for its GPU{at}"
             case Standing.IDLE:
                 return "is in no call"
+            case Standing.CALLS:
+                return f"waits for a call of another actor{at}"
             case Standing.UNKNOWN:
                 return f"may wait for others or not{at}: not known, because {self.doubt}"
         wait = self.facts.describe_wait()
@@ -152,6 +157,8 @@ class _Look:
     members: Members = Members.UNKNOWN
     peer: int | None = None
     is_idle: bool = False
+    calls: bool = False
+    """True if the thread that counts waits for another actor."""
     complaint: str = ""
 
 
@@ -294,9 +301,9 @@ def _read(look: _Look, threads: Sequence[Mapping[str, Any]]) -> _Look:
     )
     chosen = next((frames for frames in [main, *stacks.values()] if collective_of(_frames(frames))), main)
     op, members, peer = _wait_of(chosen)
-    return replace(
-        look, frames=_frames(chosen), op=op, members=members, peer=peer, is_idle=_is_idle(_frames(main), stacks)
-    )
+    frames, is_idle = _frames(chosen), _is_idle(_frames(main), stacks)
+    calls = op is None and any(one.file.endswith(_RAY) and one.function in _RAY_WAITS for one in frames)
+    return replace(look, frames=frames, op=op, members=members, peer=peer, is_idle=is_idle, calls=calls)
 
 
 def _frames(frames: Sequence[Mapping[str, Any]]) -> list[Frame]:
@@ -311,7 +318,7 @@ def _frames(frames: Sequence[Mapping[str, Any]]) -> list[Frame]:
 def _is_idle(main: Sequence[Frame], stacks: Mapping[Any, Sequence[Mapping[str, Any]]]) -> bool:
     """Returns True for a Ray worker that runs no task, on no thread."""
     python = [frame for frame in main if frame.line]
-    in_loop = bool(python) and python[0].file.endswith(_RAY_LOOP) and python[0].function.endswith("main_loop")
+    in_loop = bool(python) and python[0].file.endswith(_RAY) and python[0].function.endswith("main_loop")
     return in_loop and not any(
         frame.is_telling and frame.line for frames in stacks.values() if frames for frame in _frames(frames)
     )
@@ -352,7 +359,7 @@ def _locals(frame: Mapping[str, Any]) -> dict[str, str]:
 
 def _needs_native(look: _Look) -> bool:
     """Returns True if Python's frames show no collective, so that only native ones can: ``work.wait()`` is in C++."""
-    return look.op is None and not look.is_idle and look.facts.state not in GONE | STOPPED | DISK_SLEEP
+    return look.op is None and not (look.is_idle or look.calls) and look.facts.state not in GONE | STOPPED | DISK_SLEEP
 
 
 def _sight(pid: int, first: _Look | None, second: _Look | None, native: _Look | None, actor: str) -> Sighting:
@@ -385,6 +392,8 @@ def _sight(pid: int, first: _Look | None, second: _Look | None, native: _Look | 
         return replace(sighting, standing=Standing.WAITS)
     if second.is_idle:
         return replace(sighting, standing=Standing.IDLE)
+    if second.calls:
+        return replace(sighting, standing=Standing.CALLS)
     return _by_native_frames(sighting, second, native)
 
 

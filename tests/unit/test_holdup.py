@@ -120,3 +120,58 @@ def test_actors_of_another_class_are_bystanders() -> None:
     found = explain_sightings([*trainers, reward])
     assert found.culprits == ["actor Trainer (process 2)"]
     assert [row.is_culprit for row in found.rows] == [False, True, False]
+
+
+def actor(pid: int, name: str, standing: Standing, *, stays: bool = True) -> Sighting:
+    return Sighting(
+        facts=ProcessFacts(pid=pid, state="S"),
+        standing=standing,
+        actor=name,
+        op="all_reduce" if standing is Standing.WAITS else None,
+        members=Members.WORLD,
+        frames=[Frame(file="job.py", line=pid, function=name.lower())],
+        stays=stays,
+    )
+
+
+WAITS = actor(1, "Trainer", Standing.WAITS)
+CALLS = actor(2, "Trainer", Standing.CALLS)
+
+
+@pytest.mark.parametrize(
+    ("sightings", "culprits"),
+    [
+        ([WAITS, CALLS, actor(3, "Engine", Standing.ELSEWHERE), actor(4, "Engine", Standing.IDLE)], [3]),
+        ([WAITS, CALLS, actor(3, "Engine", Standing.STOPPED), actor(4, "Engine", Standing.ELSEWHERE)], [3]),
+        ([CALLS, actor(3, "Engine", Standing.ELSEWHERE)], [3]),
+        ([actor(3, "Engine", Standing.ELSEWHERE), actor(4, "Engine", Standing.IDLE)], [3]),
+        # Somebody else is late, whatever the caller waits for.
+        ([WAITS, CALLS, actor(5, "Trainer", Standing.STOPPED), actor(3, "Engine", Standing.ELSEWHERE)], [5]),
+        # Nobody can tell.
+        ([WAITS, CALLS, actor(3, "Engine", Standing.ELSEWHERE), actor(4, "Engine", Standing.ELSEWHERE)], []),
+        ([WAITS, CALLS, actor(4, "Engine", Standing.IDLE)], []),
+        ([WAITS, CALLS, actor(3, "Engine", Standing.UNKNOWN)], []),
+        ([actor(3, "Engine", Standing.ELSEWHERE, stays=False), actor(4, "Engine", Standing.IDLE)], []),
+        ([actor(3, "Engine", Standing.ELSEWHERE), actor(4, "Engine", Standing.ELSEWHERE)], []),
+    ],
+)
+def test_the_actor_that_a_rank_has_called_is_named(sightings: list[Sighting], culprits: list[int]) -> None:
+    found = explain_sightings(sightings)
+    assert [int(one.rpartition(" ")[2].rstrip(")")) for one in found.culprits] == culprits, found.verdict
+    assert found.is_known == bool(culprits)
+
+
+def test_nobody_is_named_for_a_call_where_not_every_actor_was_looked_at() -> None:
+    found = explain_sightings([WAITS, CALLS, actor(3, "Engine", Standing.ELSEWHERE)], notes=["1 actor is elsewhere"])
+    assert found.verdict == (
+        "not known, because actor Trainer (process 2) waits for a call of another actor at job.py:2 (trainer); "
+        "actor Engine (process 3) is in a call"
+    )
+
+
+def test_who_waits_for_a_call_is_told_from_who_is_in_a_collective() -> None:
+    found = explain_sightings([WAITS, CALLS, actor(3, "Engine", Standing.ELSEWHERE)])
+    assert found.verdict == (
+        "actor Engine (process 3) is at job.py:3 (engine); processes 1-2 wait for it in a call of an actor, "
+        "all_reduce of the world"
+    )
