@@ -97,7 +97,7 @@ _PATTERNS: tuple[tuple[Fault, re.Pattern[str]], ...] = tuple(
         (Fault.SHARED_MEMORY, r"It is possible that dataloader's workers are out of shared memory"),
         (Fault.SHARED_MEMORY, r"(unable to (write to file|allocate shared memory)|No space left on device).*/dev/shm"),
         (Fault.DEVICE_ERROR, r"CUDA error: (an illegal|device-side assert|misaligned|unspecified launch)"),
-        (Fault.SILENT_END, r"A worker died or was killed while executing a task.* Worker PID: (?P<pid>\d+)"),
+        (Fault.SILENT_END, r"^(\(raylet[^)]*\) )?A worker died or was killed while .* Worker PID: (?P<pid>\d+)"),
         (Fault.SILENT_END, r"Reporting worker exit, worker id = (?P<worker>\w+),.*exit_type = SYSTEM_ERROR"),
         (Fault.ABORTED, r"^Fatal Python error: (?P<detail>Aborted)"),
         (Fault.ABORTED, r"^terminate called (after throwing|without an active)"),

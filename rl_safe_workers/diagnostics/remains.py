@@ -324,14 +324,25 @@ def _join(found: _Found) -> None:
         else event
         for event in events
     ]
+    # Ray tells the driver which worker has died in a task. Its own logs tell of every worker that ends later, too.
+    told = {_pid_of(event) for event in events if event.fault is Fault.SILENT_END and not _is_of_ray(event)} - {None}
+    events = [
+        replace(event, is_weak=True)
+        if event.fault is Fault.SILENT_END and told and _is_of_ray(event) and _pid_of(event) not in told
+        else event
+        for event in events
+    ]
     # The kernel's word on a kill says how a process ended that others only saw end; so does a signal.
     killed = {event.pid for event in events if event.fault is Fault.OOM_KILL and not event.is_weak} - {None}
     signalled = {_pid_of(event) for event in events if event.fault is Fault.SIGNAL} - {None}
+    raised = {_rank_of(event) for event in events if event.fault in (Fault.NCCL, Fault.RAISED)} - {None}
     found.events = [
         event
         for event in events
         if not (event.fault in (Fault.SIGNAL, Fault.SILENT_END, Fault.ABORTED) and _pid_of(event) in killed)
         and not (event.fault in (Fault.SILENT_END, Fault.ABORTED) and _pid_of(event) in signalled)
+        # A launcher's word on an exit code says less than the rank's own exception.
+        and not (event.fault is Fault.EXIT and _rank_of(event) in raised)
     ]
 
 
@@ -339,6 +350,16 @@ def _pid_of(event: Event) -> int | None:
     """Returns the process of an event, as its line or the name of its file tells."""
     found = re.search(r"process (\d{1,9})", event.who)
     return event.pid if found is None else int(found[1])
+
+
+def _is_of_ray(event: Event) -> bool:
+    """Returns True if a log of Ray's own processes holds the event."""
+    return _OF_RAY.fullmatch(event.source.rpartition(":")[0].rpartition("/")[2]) is not None
+
+
+def _rank_of(event: Event) -> str | None:
+    """Returns the rank of an event, e.g. ``"rank 1"``; None if it names none."""
+    return found[0] if (found := re.match(r"rank \d{1,6}", event.who)) is not None else None
 
 
 def _explain(found: _Found) -> Explanation:

@@ -147,6 +147,36 @@ def test_a_worker_that_was_killed_goes_before_an_error_that_another_outlived(tmp
     assert (found.cause, list(found.culprits)) == (Fault.SILENT_END, ["process 4711"])
 
 
+RAYLET = (
+    "\x1b[33m(raylet)\x1b[0m A worker died or was killed while executing a task by an unexpected system error. "
+    "Worker IP address: 192.0.2.2 Worker port: 4 Worker PID: 1950 Worker exit type: SYSTEM_ERROR\n"
+)
+GCS = "[2026-11-25 08:38:47,646 W 17 17] (gcs_server) x.cc:70: Reporting worker exit, worker id = {}, "
+
+
+def test_the_worker_that_died_in_a_task_goes_before_those_that_ended_later(tmp_path: Path) -> None:
+    died = f"{GCS.format('ab')}exit_type = SYSTEM_ERROR\n{GCS.format('cd')}exit_type = SYSTEM_ERROR\n"
+    session = {"worker-ab-01-1950.err": "", "worker-cd-01-1951.err": "", "gcs_server.out": died}
+    found = explained(tmp_path, {"job.log": RAYLET, **{f"r/logs/{name}": text for name, text in session.items()}})
+    assert found.culprits == ["process 1950"]
+    assert found.cause == Fault.SILENT_END
+
+
+def test_a_worker_that_died_in_a_task_is_named_however_long_ray_lives_on(tmp_path: Path) -> None:
+    died = f"{GCS.format('ab')}exit_type = SYSTEM_ERROR\n" + "something else\n" * 30
+    found = explained(tmp_path, {"job.log": RAYLET, "worker-ab-01-1950.err": "", "gcs_server.out": died})
+    assert found.culprits == ["process 1950"]
+
+
+def test_an_exception_says_more_than_the_exit_code_of_its_rank(tmp_path: Path) -> None:
+    told = (
+        f"[rank1]: {TRACEBACK.replace(chr(10), chr(10) + '[rank1]: ')}torch.distributed.DistBackendError: NCCL error in"
+    )
+    found = explained(tmp_path, {"job.log": f"{told}\n{TORCHRUN.replace('-9', '1').replace('  (SIGKILL)', '')}"})
+    assert found.culprits == ["rank 1"]
+    assert found.cause == Fault.NCCL
+
+
 def test_the_first_of_a_chain_counts(tmp_path: Path) -> None:
     chain = f"{TRACEBACK}KeyError: 1\n\nDuring handling of the above exception, another exception occurred:\n\n"
     found = explained(tmp_path, {"rank_0.log": f"{chain}{TRACEBACK}ValueError: later\n"})
