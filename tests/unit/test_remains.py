@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,13 @@ Root Cause (first observed failure):
 """
 
 
-def explained(folder: Path, files: dict[str, str]) -> Explanation:
+def explained(folder: Path, files: dict[str, str], *, changed: str | None = None) -> Explanation:
+    """Writes files, each 10 s after the one before, or all at one time, and explains their folder."""
     for number, (name, text) in enumerate(files.items()):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-        os.utime(folder / name, (1e9 + 10 * number,) * 2)
+        at_s = 1e9 + 10 * number if changed is None else datetime.fromisoformat(changed).timestamp()
+        os.utime(folder / name, (at_s, at_s))
     return explain_folder(folder)
 
 
@@ -155,9 +158,15 @@ GCS = "[2026-11-25 08:38:47,646 W 17 17] (gcs_server) x.cc:70: Reporting worker 
 
 
 def test_the_worker_that_died_in_a_task_goes_before_those_that_ended_later(tmp_path: Path) -> None:
-    died = f"{GCS.format('ab')}exit_type = SYSTEM_ERROR\n{GCS.format('cd')}exit_type = SYSTEM_ERROR\n"
+    lines = [
+        GCS.format("ab") + "exit_type = SYSTEM_ERROR",
+        *["else"] * 30,
+        GCS.format("cd") + "exit_type = SYSTEM_ERROR",
+    ]
+    died = "".join(f"{line}\n" for line in lines)
     session = {"worker-ab-01-1950.err": "", "worker-cd-01-1951.err": "", "gcs_server.out": died}
-    found = explained(tmp_path, {"job.log": RAYLET, **{f"r/logs/{name}": text for name, text in session.items()}})
+    files = {"job.log": RAYLET, **{f"r/logs/{name}": text for name, text in session.items()}}
+    found = explained(tmp_path, files, changed="2026-11-25 08:38:48")
     assert found.culprits == ["process 1950"]
     assert found.cause == Fault.SILENT_END
 
@@ -172,7 +181,8 @@ def test_an_exception_says_more_than_the_exit_code_of_its_rank(tmp_path: Path) -
     told = (
         f"[rank1]: {TRACEBACK.replace(chr(10), chr(10) + '[rank1]: ')}torch.distributed.DistBackendError: NCCL error in"
     )
-    found = explained(tmp_path, {"job.log": f"{told}\n{TORCHRUN.replace('-9', '1').replace('  (SIGKILL)', '')}"})
+    report = TORCHRUN.replace("-9", "1").replace("  (SIGKILL)", "")
+    found = explained(tmp_path, {"job.log": f"{told}\n{report}"}, changed="2026-11-25 00:03:08")
     assert found.culprits == ["rank 1"]
     assert found.cause == Fault.NCCL
 
