@@ -335,13 +335,13 @@ def _join(found: _Found) -> None:
     # The kernel's word on a kill says how a process ended that others only saw end; so does a signal.
     killed = {event.pid for event in events if event.fault is Fault.OOM_KILL and not event.is_weak} - {None}
     signalled = {_pid_of(event) for event in events if event.fault is Fault.SIGNAL} - {None}
-    raised = {_rank_of(event) for event in events if event.fault in (Fault.NCCL, Fault.RAISED)} - {None}
+    raised = {_rank_of(event) for event in events if event.place} - {None}
     found.events = [
         event
         for event in events
         if not (event.fault in (Fault.SIGNAL, Fault.SILENT_END, Fault.ABORTED) and _pid_of(event) in killed)
         and not (event.fault in (Fault.SILENT_END, Fault.ABORTED) and _pid_of(event) in signalled)
-        # A launcher's word on an exit code says less than the rank's own exception.
+        # A launcher's word on an exit code says less than the rank's own exception, also if that tells of a lost peer.
         and not (event.fault is Fault.EXIT and _rank_of(event) in raised)
     ]
 

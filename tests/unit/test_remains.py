@@ -177,12 +177,19 @@ def test_a_worker_that_died_in_a_task_is_named_however_long_ray_lives_on(tmp_pat
     assert found.culprits == ["process 1950"]
 
 
-def test_an_exception_says_more_than_the_exit_code_of_its_rank(tmp_path: Path) -> None:
-    told = (
-        f"[rank1]: {TRACEBACK.replace(chr(10), chr(10) + '[rank1]: ')}torch.distributed.DistBackendError: NCCL error in"
-    )
-    report = TORCHRUN.replace("-9", "1").replace("  (SIGKILL)", "")
-    found = explained(tmp_path, {"job.log": f"{told}\n{report}"}, changed="2026-11-25 00:03:08")
+def of_rank(rank: int, error: str) -> str:
+    return "".join(f"[rank{rank}]: {line}\n" for line in [*TRACEBACK.splitlines(), error])
+
+
+@pytest.mark.parametrize("exits_first", ["rank 1", "rank 0"])
+def test_an_exception_says_more_than_the_exit_codes_of_its_rank_and_of_those_that_lost_it(
+    exits_first: str, tmp_path: Path
+) -> None:
+    report = TORCHRUN.replace("-9", "1").replace("-15", "1").replace("  (SIGKILL)", "").replace("  (SIGTERM)", "")
+    if exits_first == "rank 0":
+        report = report.replace("local_rank: 1 (pid: 6571)", "local_rank: 0 (pid: 6570)")
+    told = of_rank(1, "torch.distributed.DistBackendError: NCCL error in") + of_rank(0, PEER)
+    found = explained(tmp_path, {"job.log": f"{told}{report}"}, changed="2026-11-25 00:03:08")
     assert found.culprits == ["rank 1"]
     assert found.cause == Fault.NCCL
 

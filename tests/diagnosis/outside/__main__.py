@@ -1,6 +1,7 @@
 """The faults of the ground truth in jobs without this package, looked at from outside, and the page of what was seen.
 
-    python -m tests.diagnosis.outside script|ray|swift...   runs the cells of these hosts that have no kept result
+    scripts/test --outside                                  runs the cells that have no kept result
+    python -m tests.diagnosis.outside script|ray|swift...   those of these hosts; ms-swift needs its own environment
 
 A fault that leaves its job alive is explained by ``rl-safe explain --pid`` or ``--ray``. Of a job that has ended,
 ``rl-safe explain FOLDER`` reads its log, and under Ray the logs of its session. Beside it stand what py-spy prints of
@@ -36,7 +37,7 @@ KEPT = ROOT / "outputs" / "outside.json"
 PAGE = ROOT / "docs" / "outside.md"
 HERE = Path(__file__).parent
 TOOLS = ROOT / ".venv" / "bin"
-"""Of the environment of `scripts/setup test`, whatever environment a job needs."""
+"""The tools of `scripts/setup test`: a job may have another environment."""
 HOSTS = {"script": Host.SCRIPT, "ray": Host.VERL, "swift": Host.SWIFT}
 """By name, whose faults of the ground truth they get."""
 NAMES = {"script": "Megatron script", "ray": "actors on Ray", "swift": "ms-swift"}
@@ -55,11 +56,14 @@ HEAD = """# Diagnosis from outside
 
 Jobs that have never heard of this package, with the faults of [diagnosis](diagnosis.md). `rl-safe explain` looks at
 those that stand still, by the processes of torchrun's ranks or by Ray's actors. Of those that have ended it reads the
-log, and under Ray the session's logs. `python -m tests.diagnosis.outside script ray swift` writes this page.
+log, and under Ray the session's logs. `scripts/test --outside` writes this page.
+
+The hosts are a Megatron script of four ranks under torchrun, a job on Ray with two trainers and two rollout engines
+without a model, and ms-swift's own `megatron sft`. verl and NeMo RL without this package were not run.
 
 An answer is right if it names the faulty process alone. Beside it stands what a user reads without it. For a job that
 stands still that is `py-spy dump` of every rank: its lines, of which the faulty rank's are some. Ray and torchrun print
-nothing then. For a job that has ended it is the last line that names an error.
+nothing then. For a job that has ended it is the last line that names an error; the traceback of each rank is above it.
 
 torch's analysis of Flight Recorder files takes no part: gloo writes no such file, and NCCL needs GPUs.
 """
@@ -71,7 +75,7 @@ class Job(NamedTuple):
     process: subprocess.Popen[bytes]
     folder: Path
     pids: Mapping[int, int]
-    """Of its ranks, by rank. Empty for Ray's."""
+    """Processes of the ranks, by rank. Empty under Ray."""
 
     @property
     def output(self) -> str:
