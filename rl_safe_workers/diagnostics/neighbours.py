@@ -34,7 +34,7 @@ from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch,
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, first_line
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import TRAINING_WORLD, RankId, Role, trainer_id, trainer_ids
+from rl_safe_workers.ranks import TRAINING_WORLD, RankId, Role, name_ranks, trainer_id, trainer_ids
 from rl_safe_workers.reaping.processes import stat_of
 from rl_safe_workers.root_cause import root_cause
 
@@ -159,8 +159,9 @@ class Neighbours:
 
     def say(self, culprits: Collection[RankId], why: str) -> None:
         """Logs with which ranks the job's failure began: what `blame` returns."""
-        names = ", ".join(str(one.rank) for one in sorted(culprits)) or "?"
-        logger.error("training rank %d: the job has failed on training rank %s: %s", self._rank, names, why)
+        names = ", ".join(str(one.rank) for one in sorted(culprits))
+        on = f" on training rank {names}" if names else ""
+        logger.error("training rank %d: the job has failed%s: %s", self._rank, on, why)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -271,7 +272,26 @@ def blame(
             return heard
     if isinstance(cause.error, RankError) and isinstance(cause.error.cause, Stopped):
         return cause.culprits, told_of_stop(cause.error)
-    return cause.culprits, first_line(cause.error) if cause.is_told else "hangs, or is gone: it has said nothing"
+    if cause.is_told:
+        return cause.culprits, first_line(cause.error)
+    return cause.culprits, "hangs, or is gone: it has said nothing" if cause.culprits else _where_all_waited(reports)
+
+
+def _where_all_waited(reports: Reports) -> str:
+    """Returns where ranks have waited in vain of which none is missing, and what to do."""
+    places: dict[str, list[RankId]] = {}
+    for rank_id, error in reports.items():
+        if isinstance(error, RankError | PhaseTimeoutError):
+            place = error.place if isinstance(error, RankError) else None
+            places.setdefault(f"in phase {error.phase} at {place or 'an unknown line'}", []).append(rank_id)
+    by_size = sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))
+    said = "; ".join(f"{name_ranks(ranks)} waited in vain {place}" for place, ranks in by_size)
+    advice = (
+        "compare these lines: every rank must come to the same collectives, in the same order"
+        if len(by_size) > 1
+        else "compare the shapes of that collective, and the network between the ranks"
+    )
+    return f"no rank is missing: {said}\n{advice}"
 
 
 def blame_for_the_end(

@@ -222,3 +222,41 @@ def test_a_launcher_that_ends_all_has_one_of_them_name_the_rank_that_was_killed(
 def test_whoever_ends_a_job_that_is_well_hears_of_nobody(temporary: Path) -> None:
     assert _ended(temporary, kills=False) == [(-signal.SIGTERM, [])] * SIZE
     assert list(temporary.iterdir()) == []
+
+
+def _reduce_or_meet(rank: int, address: StoreAddress, temporary: Path) -> list[str]:
+    """Rank 1 comes to another collective than the others. Returns the lines in the log."""
+    tempfile.tempdir = str(temporary)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    neighbours.logger.addHandler(handler)
+    store = connect_store(address, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    with suppress(RuntimeError):
+        try:
+            bootstrap()
+            again = dist.new_group(list(range(SIZE)), timeout=PATIENCE)
+            if rank == CULPRIT:
+                dist.all_reduce(torch.ones(1), group=again)
+            dist.all_reduce(torch.ones(1))
+        finally:
+            teardown()
+    return lines
+
+
+def test_ranks_that_all_wait_in_vain_are_told_by_the_lines_that_they_wait_at(
+    address: StoreAddress, temporary: Path
+) -> None:
+    found = values(run_ranks(_reduce_or_meet, SIZE, address, temporary))
+    (told,) = {line.partition(": ")[2] for lines in found for line in lines if "the job has failed" in line}
+    first, advice = told.splitlines()
+    assert re.fullmatch(
+        r"the job has failed: no rank is missing: trainer rank 0, 2 waited in vain in phase outside at "
+        r"tests/distributed/test_neighbours.py:\d+ \(_reduce_or_meet\); "
+        r"trainer rank 1 waited in vain in phase outside at "
+        r"tests/distributed/test_neighbours.py:\d+ \(_reduce_or_meet\)",
+        first,
+    ), told
+    assert advice.startswith("compare these lines")
