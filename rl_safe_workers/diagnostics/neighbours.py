@@ -30,7 +30,7 @@ from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file, leave_failure, note_phase
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
 from rl_safe_workers.diagnostics.inquiry import RankProcess
-from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
+from rl_safe_workers.diagnostics.stopped import STOPPED, Stop, StoppedProcess, StopWatch, read_stops, stopped_process
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, first_line
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.lifecycle import Phase
@@ -236,6 +236,16 @@ class Neighbours:
         found = ((stop.process.rank_id, stop) for stop in read_stops(self.folder))
         return {rank_id: stop.failure(rank_id) for rank_id, stop in found if rank_id is not None}
 
+    def end_stopped(self) -> None:
+        """Ends ranks here that were stopped for too long: the watch of this rank may not live to do so.
+
+        A launcher would wait half a minute for a stopped process to end.
+        """
+        for stop in read_stops(self.folder):
+            if stop.process.state() == STOPPED:
+                with suppress(ProcessLookupError):
+                    os.kill(stop.process.pid, signal.SIGKILL)
+
     def _await_judge(self) -> None:
         deadline = Deadline.after(2 * PATIENCE_S)
         while not (self.evidence / _DONE).exists() and not deadline.expired:
@@ -271,7 +281,11 @@ def blame(
         if diagnosis is None and (heard := among.heard()) is not None:
             return heard
     if isinstance(cause.error, RankError) and isinstance(cause.error.cause, Stopped):
-        return cause.culprits, told_of_stop(cause.error)
+        if among is not None:
+            among.end_stopped()
+        late = next((error for error in reports.values() if isinstance(error, PhaseTimeoutError)), None)
+        told = told_of_stop(cause.error, "" if late is None else f" in phase {late.phase}")
+        return cause.culprits, f"{name_ranks(cause.culprits)} {told}"
     if cause.is_told:
         return cause.culprits, first_line(cause.error)
     return cause.culprits, "hangs, or is gone: it has said nothing" if cause.culprits else _where_all_waited(reports)
