@@ -127,6 +127,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_in_seconds(tmp_path: P
     line = script.splitlines().index(next(line for line in script.splitlines() if "SIGSTOP" in line)) + 1
     assert "goes on after" not in done.stderr
     verdict = (
-        rf"rank 0: the job has failed on training rank 1: trainer rank 1 is stopped, last seen at script\.py:{line} \("
+        rf"rank 0: the job has failed on training rank 1: trainer rank 1 is stopped, last seen at script\.py:{line} "
+        r"\(<module>\); trainer rank 0 was in all_reduce"
     )
     assert len(re.findall(verdict, done.stderr)) == 1, done.stderr
