@@ -349,7 +349,7 @@ def ray_mode(folder: Path, inputs: Path, report: Report) -> list[Row]:
         "reward_funcs": ["brief"],
         "colocate_groups": [["train", "rollout"]],
         "train": {"gpus": GPUS},
-        # ms-swift 4.6.0 turns LoRA on in its engines by itself, but sends them merged weights under plain names.
+        # ms-swift 4.6.0 enables LoRA in its engines by default. These then refuse the merged weights of its trainers.
         "rollout": {"gpus": GPUS, "vllm_tensor_parallel_size": 1, "vllm_enable_lora": False, **VLLM},
     }
     jobs = [

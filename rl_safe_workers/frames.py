@@ -24,6 +24,7 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 FAULTHANDLER_FRAME = re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 """A frame, as faulthandler writes it."""
 _STACKS_BYTES = 2**20
+"""Most bytes of the stacks of all threads."""
 _MACHINERY = (
     "ray/",
     "torch/",

@@ -18,9 +18,8 @@ _TRIES = 100
 def port_to_listen_on(address: str = "") -> int:
     """Returns a TCP port that is free, and that no outgoing connection takes before the listener starts.
 
-    The kernel gives a port of its own range to each outgoing connection, and to whoever binds port 0. A port that was
-    found by binding port 0 is of that range. A worker takes half a minute to start, and by then another connection may
-    have it (``EADDRINUSE``).
+    The kernel has a range of ports for outgoing connections. Binding port 0 gives a port of the same range. A worker
+    takes half a minute to start. By then another connection may have that port (``EADDRINUSE``).
 
     Args:
         address: The local address to listen on; every one of them unless given.

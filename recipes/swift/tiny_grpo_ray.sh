@@ -63,7 +63,7 @@ rollout:
   vllm_gpu_memory_utilization: 0.3
   vllm_max_model_len: 128
   vllm_enforce_eager: true
-  # ms-swift 4.6.0 turns LoRA on in its engines by itself, but sends them merged weights under plain names.
+  # ms-swift 4.6.0 enables LoRA in its engines by default. These then refuse the merged weights of its trainers.
   vllm_enable_lora: false
 YAML
 

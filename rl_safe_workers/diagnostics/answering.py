@@ -49,7 +49,6 @@ longer is the pause to the next one."""
 _PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
 _PLACE_BYTES = 4096
 _FAILURE_BYTES = 2**20
-"""Most bytes of the stacks of all threads."""
 
 
 def stack_file(rank_id: RankId) -> str:

@@ -30,7 +30,7 @@ from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file, leave_failure, note_phase
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
 from rl_safe_workers.diagnostics.inquiry import RankProcess
-from rl_safe_workers.diagnostics.stopped import STOPPED, Stop, StoppedProcess, StopWatch, read_stops, stopped_process
+from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, first_line
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.lifecycle import Phase
@@ -242,9 +242,7 @@ class Neighbours:
         A launcher would wait half a minute for a stopped process to end.
         """
         for stop in read_stops(self.folder):
-            if stop.process.state() == STOPPED:
-                with suppress(ProcessLookupError):
-                    os.kill(stop.process.pid, signal.SIGKILL)
+            stop.process.end()
 
     def _await_judge(self) -> None:
         deadline = Deadline.after(2 * PATIENCE_S)

@@ -46,7 +46,7 @@ _LATE_S = 2.0
 _ENDING_S = 5.0
 _FELT_S = 60.0
 """Seconds after the end of a process in which a rank that needs it fails."""
-STOPPED, _ENDED = "T", (None, "X", "Z")
+_STOPPED, _ENDED = "T", (None, "X", "Z")
 """The kernel's letters for states of processes; None where there is no process any more."""
 _MOST_PARENTS = 16
 _RECORD_BYTES = 2**16
@@ -140,6 +140,14 @@ class StoppedProcess:
         """Returns the kernel's letter for its state now; None if it has ended."""
         stat = stat_of(self.pid)
         return None if stat is None or stat.started != self.started else stat.state
+
+    def end(self) -> bool:
+        """Kills the process if it is still stopped. Returns False if somebody has continued or ended it meanwhile."""
+        if self.state() != _STOPPED:
+            return False
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +310,7 @@ class StopWatch:
         return None if one.rank_id is None else read_place(self._folder, one.rank_id)
 
     def _end(self, one: StoppedProcess, seen_s: float) -> None:
-        if one.state() != STOPPED:  # the next look says so
+        if one.state() != _STOPPED:  # the next look says so
             return
         stop = Stop(process=one, place=self._place(one), at_s=unix_now() - seen_s, lasted_s=seen_s)
         file = self._folder / f"stopped_{one.pid}.json"
@@ -314,10 +322,7 @@ class StopWatch:
             logger.warning("the record of a stop cannot be left in %s: %s", self._folder, lost)
         logger.error("%s was stopped (SIGSTOP) for %.0f s: it is ended, because the run waits for it", one.who, seen_s)
         self._before_end(stop)
-        if one.state() == STOPPED:  # else somebody has continued or ended it meanwhile
-            with suppress(ProcessLookupError):
-                os.kill(one.pid, signal.SIGKILL)
-        else:
+        if not one.end():
             file.unlink(missing_ok=True)
             self._spared()
 
@@ -361,7 +366,7 @@ def stopped_processes(run_id: str, folder: Path, node: str | None = None) -> lis
     for pid in _pids():
         with suppress(psutil.Error, PermissionError):  # it has ended, or is another user's
             stat = stat_of(pid)
-            if stat is None or stat.state != STOPPED or pid == os.getpid():
+            if stat is None or stat.state != _STOPPED or pid == os.getpid():
                 continue
             process = psutil.Process(pid)
             environ = process.environ()
@@ -383,7 +388,7 @@ def stopped_processes(run_id: str, folder: Path, node: str | None = None) -> lis
 def stopped_process(pid: int, rank_id: RankId) -> StoppedProcess | None:
     """Returns the process of a rank if it is stopped, else None."""
     stat = stat_of(pid)
-    if stat is None or stat.state != STOPPED:
+    if stat is None or stat.state != _STOPPED:
         return None
     return StoppedProcess(pids=(pid,), started=stat.started, rank_id=rank_id, is_rank=True, name=str(rank_id))
 

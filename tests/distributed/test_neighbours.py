@@ -43,6 +43,19 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def _start(rank: int, address: StoreAddress, temporary: Path) -> list[str]:
+    """Creates the groups of a rank. Returns the list that its lines in the log are added to."""
+    tempfile.tempdir = str(temporary)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    neighbours.logger.addHandler(handler)
+    store = connect_store(address, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    return lines
+
+
 def _train(
     rank: int, address: StoreAddress, temporary: Path, break_down: Callable[[], None] | None
 ) -> tuple[str, list[str]]:
@@ -53,14 +66,7 @@ def _train(
     Returns:
         The class of the error that the rank leaves on, and its lines in the log.
     """
-    tempfile.tempdir = str(temporary)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    neighbours.logger.addHandler(handler)
-    store = connect_store(address, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    lines = _start(rank, address, temporary)
     try:
         try:
             bootstrap()
@@ -226,14 +232,7 @@ def test_whoever_ends_a_job_that_is_well_hears_of_nobody(temporary: Path) -> Non
 
 def _reduce_or_meet(rank: int, address: StoreAddress, temporary: Path) -> list[str]:
     """Rank 1 comes to another collective than the others. Returns the lines in the log."""
-    tempfile.tempdir = str(temporary)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    neighbours.logger.addHandler(handler)
-    store = connect_store(address, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    lines = _start(rank, address, temporary)
     with suppress(RuntimeError):
         try:
             bootstrap()
