@@ -181,6 +181,10 @@ class Awaited:
     """Ids of its ranks; None for a thing without ranks, such as a node or the placement group."""
 
 
+THE_DRIVER = Awaited("the driver")
+"""The process that calls the ranks, where it waits for work of its own, such as the rewards."""
+
+
 class PhaseTimeoutError(RunError):
     """A phase passed its deadline.
 

@@ -102,13 +102,18 @@ def stacks_of_threads(scratch: int) -> str:
     return os.pread(scratch, _STACKS_BYTES, 0).decode("utf-8", errors="replace")
 
 
-def frames_of_thread(thread: threading.Thread) -> list[Frame]:
-    """Returns the frames of a thread of this process, innermost first; none if it has ended."""
+def own_stacks() -> str:
+    """Returns `stacks_of_threads` for a caller that has no file for it."""
     scratch = os.memfd_create("stacks")
     try:
-        text = stacks_of_threads(scratch)
+        return stacks_of_threads(scratch)
     finally:
         os.close(scratch)
+
+
+def frames_of_thread(thread: threading.Thread) -> list[Frame]:
+    """Returns the frames of a thread of this process, innermost first; none if it has ended."""
+    text = own_stacks()
     found, is_of_thread = [], False
     for line in text.splitlines():
         if (head := _THREAD.match(line)) is not None:

@@ -20,7 +20,8 @@ from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.diagnostics.answering import stack_file
 from rl_safe_workers.diagnostics.flight_recorder import Work, works_waited_in
 from rl_safe_workers.diagnostics.inquiry import Answers
-from rl_safe_workers.errors import PhaseTimeoutError, RankError, StoreLostError, Victim
+from rl_safe_workers.errors import THE_DRIVER, PhaseTimeoutError, RankError, StoreLostError, Victim
+from rl_safe_workers.frames import own_stacks
 from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks, trainer_id, trainer_ids
 
 _EVIDENCE = re.compile(r"verdict\.json|stack_\w+\.txt|flight_\w+")
@@ -44,6 +45,8 @@ class Wait:
     missing: frozenset[RankId] | None
     """None if the error names nobody: the ranks that are still in a call then."""
     waited_s: float | None
+    detail: str = ""
+    """Further facts of the error, such as the line of code of the driver's own work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,23 +67,25 @@ def collect_evidence(
     patience_s: float,
     facts: Mapping[str, Callable[[], Any]] | None = None,
 ) -> Hang | None:
-    """Asks every rank of a run that has failed where it is, if the failure is about ranks that did not come.
+    """Asks every rank of a run that has failed where it is, if the failure is about a wait for ranks or for the driver.
 
-    To be called before the processes are killed. Never raises.
+    To be called in the driver, before the processes are killed. Never raises.
 
     Args:
         error: What the run has failed with. Where it names all that are in a call, the Flight Recorder may show that
             some of them only wait for the others: on a GPU nobody else can tell.
         ask: Asks the ranks, and waits for no longer than the seconds it is given; e.g. ``cluster.ask_ranks``.
         folder: The run's; gets ``hang/`` with ``verdict.json``, ``stack_<role>_<rank>.txt`` for each process, and of
-            trainers ``flight_<backend>_<rank>``, the Flight Recorder's record as torch writes it.
+            trainers ``flight_<backend>_<rank>``, the Flight Recorder's record as torch writes it. If the driver itself
+            is late, also ``stack_driver.txt``.
         patience_s: Longest wait, in seconds.
         facts: What else the host knows: functions that return JSON values, by the name to keep them under.
 
     Returns:
-        What was found; None if the error is of another kind, or a wait of the driver alone.
+        What was found; None if the error is of another kind.
     """
-    if (wait := wait_of(error)) is None:
+    of_driver = _wait_of_driver(error)
+    if (wait := of_driver or wait_of(error)) is None:
         return None
     hangs: list[Hang] = []
     # Leaves the thread time to write what it has before it is left behind.
@@ -94,7 +99,7 @@ def collect_evidence(
             _add(found, name, tell, max(_FACTS_S, deadline.remaining().total_seconds() / 2))
         hangs.append(hang)
         # Last: the folder's storage may be what the run hangs in, and the files of thousands of ranks take a while.
-        keep(answers, found, target, first=hang.culprits or wait.missing or ())
+        keep(answers, found, target, first=hang.culprits or wait.missing or (), with_own_stacks=of_driver is not None)
 
     attempt("collecting the evidence of the hang", collect, timeout_s=patience_s)
     return hangs[0] if hangs else None
@@ -184,7 +189,14 @@ def _culprits(missing: Collection[RankId], answers: Answers) -> frozenset[RankId
     return frozenset(filter(is_known, missing))
 
 
-def keep(answers: Answers, found: Mapping[str, Any], target: Path, *, first: Collection[RankId] = ()) -> None:
+def keep(
+    answers: Answers,
+    found: Mapping[str, Any],
+    target: Path,
+    *,
+    first: Collection[RankId] = (),
+    with_own_stacks: bool = False,
+) -> None:
     """Writes the evidence, the most telling files first: those of thousands of ranks may not all be written in time.
 
     Args:
@@ -192,6 +204,7 @@ def keep(answers: Answers, found: Mapping[str, Any], target: Path, *, first: Col
         found: For ``verdict.json``.
         target: A folder of ours, made if need be; what an earlier run has kept there goes, other files stay.
         first: Ranks whose files are written before those of others.
+        with_own_stacks: True to add the stacks of all threads of this process, the driver.
     """
     target.mkdir(parents=True, exist_ok=True)
     if target.is_symlink():
@@ -200,6 +213,8 @@ def keep(answers: Answers, found: Mapping[str, Any], target: Path, *, first: Col
         if _EVIDENCE.fullmatch(path.name):
             path.unlink()  # of an earlier run by the same name
     (target / "verdict.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if with_own_stacks:
+        (target / "stack_driver.txt").write_text(own_stacks(), encoding="utf-8")
     for one in sorted(answers.ranks, key=lambda one: one.rank_id not in first):
         (target / stack_file(one.rank_id)).write_text(
             one.text or f"no stack: the process is {one.status}\n", encoding="utf-8"
@@ -222,7 +237,7 @@ def _training_ranks(ranks: Collection[RankId]) -> set[int]:
 
 
 def wait_of(error: BaseException) -> Wait | None:
-    """Returns the wait that an error carries; None if it is about something else."""
+    """Returns the wait for ranks that an error carries; None if it is about something else."""
     if isinstance(error, PhaseTimeoutError):
         if (members := error.awaited.members) is None:
             return None
@@ -241,6 +256,21 @@ def wait_of(error: BaseException) -> Wait | None:
     if isinstance(error, StoreLostError):
         return Wait(phase=None, group="the trainers", waited_s=None, arrived=frozenset(), missing=None)
     return None
+
+
+def _wait_of_driver(error: BaseException) -> Wait | None:
+    """Returns the wait of the driver for its own work; None if an error is about something else."""
+    if not isinstance(error, PhaseTimeoutError) or error.awaited != THE_DRIVER:
+        return None
+    nobody = frozenset[RankId]()
+    return Wait(
+        phase=error.phase,
+        group=error.awaited.name,
+        arrived=nobody,
+        missing=nobody,
+        waited_s=error.waited_s,
+        detail=error.detail,
+    )
 
 
 def verdict(
@@ -274,6 +304,7 @@ def verdict(
     parts = [
         "hang: " + ", ".join([*([f"phase {wait.phase}"] if wait.phase else []), wait.group, *ops[:1]]) + ": "
         f"{_attendance(wait, missing)}",
+        *([wait.detail] if wait.detail else []),
         *(
             f"{name_ranks(of_place)}{_homes(of_place, answers)} {place}"
             for place, of_place in sorted(places.items(), key=lambda item: min(item[1]))
@@ -312,6 +343,8 @@ def _attendance(wait: Wait, missing: Collection[RankId]) -> str:
     if wait.missing is None:
         who = f"{name_ranks(wait.arrived)} waited in vain" if wait.arrived else "a rank waited in vain"
         return who if missing else f"{who}, nobody is in a call any more"
+    if not missing and not wait.arrived:
+        return f"did not finish{waited}"
     if not missing:
         return f"all arrived, and did not finish{waited}"
     if {one.role for one in (*missing, *wait.arrived)} == {Role.TRAINER}:

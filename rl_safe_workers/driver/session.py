@@ -20,7 +20,16 @@ from rl_safe_workers.driver.cluster.joining import LOOPBACK
 from rl_safe_workers.driver.cluster.node_check import marker
 from rl_safe_workers.driver.outputs.console import RunConsole
 from rl_safe_workers.driver.outputs.metrics import PhaseTotal
-from rl_safe_workers.errors import Awaited, Died, Interrupted, NodeLostError, PhaseTimeoutError, RankError, RunError
+from rl_safe_workers.errors import (
+    THE_DRIVER,
+    Died,
+    Interrupted,
+    NodeLostError,
+    PhaseTimeoutError,
+    RankError,
+    RunError,
+)
+from rl_safe_workers.frames import frames_of_thread, telling_frame
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, unix_now
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.worlds.address import StoreAddress
@@ -117,18 +126,21 @@ class Session:
         The work runs on a separate thread. A thread that does not end in time is abandoned; it ends with the process.
 
         Raises:
-            PhaseTimeoutError: If the work does not end in time. The error names the driver.
+            PhaseTimeoutError: If the work does not end in time. The error names the driver, and the line of code that
+                the work is at.
             Interrupted: On a signal.
         """
         deadline = Deadline.after(self.timeout_s(phase))
         try:
             return run_bounded(work, deadline, name=phase, on_tick=self._interrupts.check, tick_s=SLICE_S)
-        except DeadlineExceededError:
+        except DeadlineExceededError as late:
+            place = telling_frame(frames_of_thread(late.work.thread))
             raise PhaseTimeoutError(
                 phase=phase,
-                awaited=Awaited("the driver"),
+                awaited=THE_DRIVER,
                 waited_s=deadline.waited_s,
                 setting=f"rl_safe.timeouts.{phase}",
+                detail="" if place is None else f"it is at {place}",
             ) from None
 
     def _record(self, phase: Phase, seconds: float) -> None:

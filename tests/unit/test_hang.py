@@ -11,22 +11,26 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from rl_safe_workers.config import RunConfig
 from rl_safe_workers.diagnostics import inquiry
 from rl_safe_workers.diagnostics.flight_recorder import Record, Work, works_waited_in
 from rl_safe_workers.diagnostics.hang import Hang, collect_evidence, keep, verdict, wait_of
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks, processes_of_run
 from rl_safe_workers.diagnostics.stacks import Stack
 from rl_safe_workers.driver.cluster.actors import CALL_FRAME
+from rl_safe_workers.driver.session import Session
 from rl_safe_workers.env import actor_env
 from rl_safe_workers.errors import (
     Awaited,
@@ -40,6 +44,7 @@ from rl_safe_workers.errors import (
     StoreLostError,
     Victim,
 )
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role, joint_ids, trainer_id, trainer_ids
 
 pytestmark = pytest.mark.usefixtures("without_messages")
@@ -163,12 +168,36 @@ def evidence(folder: Path) -> dict[str, Any]:
         failed(Raised()),
         failed(Repeats(trainer_id(1))),
         CommunicatorError("plans differ"),
-        PhaseTimeoutError(phase="start", awaited=Awaited("the driver"), waited_s=1.0, setting="x"),
+        PhaseTimeoutError(phase="start", awaited=Awaited("the placement group"), waited_s=1.0, setting="x"),
     ],
 )
 def test_a_failure_that_no_rank_waits_in_leaves_nothing(error: BaseException, tmp_path: Path) -> None:
     assert collect(error, tmp_path) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def ask_judge(asked: threading.Event) -> None:
+    """A reward that never answers."""
+    asked.wait(60)
+
+
+def test_a_reward_that_hangs_in_the_driver_is_named_with_its_line_and_its_stack(tmp_path: Path) -> None:
+    config, asked = RunConfig(), threading.Event()
+    config.rl_safe.timeouts.reward = 0.2
+    listener: Any = SimpleNamespace(check=lambda: None)
+    session = Session(config, SimpleNamespace(), SimpleNamespace(), listener)  # type: ignore[arg-type]
+    with pytest.raises(PhaseTimeoutError) as caught:
+        session.run_here(Phase.REWARD, lambda: ask_judge(asked))
+    place = r"it is at (tests/unit/)?test_hang\.py:\d+ \(ask_judge\)"
+    assert re.fullmatch(place, caught.value.detail)
+    line = collect(caught.value, tmp_path, ask=lambda _: Answers())
+    asked.set()
+    assert line is not None
+    assert re.fullmatch(
+        rf"hang: phase reward, the driver: did not finish within [\d.]+ s; {place}; evidence in \S+/hang", line
+    )
+    assert "in ask_judge" in (tmp_path / "hang" / "stack_driver.txt").read_text()
+    assert evidence(tmp_path)["verdict"] == line
 
 
 def test_evidence_of_an_earlier_run_goes_and_files_of_the_user_stay(tmp_path: Path) -> None:
