@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 
 import torch
 
+from rl_safe_workers.checkpoint.folders.durable import naming
 from rl_safe_workers.checkpoint.folders.ownership import MARKER
 from rl_safe_workers.checkpoint.format.archives import crc32_of
 from rl_safe_workers.errors import CheckpointError
@@ -114,7 +115,7 @@ def write_items(path: Path, items: Iterable[torch.Tensor | bytes]) -> WrittenFil
         OSError: If the file cannot be written or made durable.
     """
     lengths: list[int] = []
-    with path.open("xb", buffering=_BUFFER_BYTES) as file, _flushing(file) as flush:
+    with naming(path), path.open("xb", buffering=_BUFFER_BYTES) as file, _flushing(file) as flush:
         digested = _DigestedFile(file)
         for item in items:
             start = digested.size_bytes
