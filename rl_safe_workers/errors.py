@@ -221,6 +221,12 @@ class PhaseTimeoutError(RunError):
         """Returns the same error with other missing ranks, e.g. without ranks that are known to wait themselves."""
         return PhaseTimeoutError(**self._plain(), awaited=self.awaited, missing=culprits)
 
+    def as_of(self, phase: str, *, setting: str) -> PhaseTimeoutError:
+        """Returns the same error in the words of a caller that has another phase and another setting for the wait."""
+        return PhaseTimeoutError(
+            **{**self._plain(), "phase": phase, "setting": setting}, awaited=self.awaited, missing=self.missing
+        )
+
     def as_json(self) -> dict[str, Any]:
         """Returns the fields as values for JSON, in which a rank sends the error to other ranks."""
         members = None if self.awaited.members is None else _by_role(self.awaited.members)

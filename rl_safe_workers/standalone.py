@@ -28,8 +28,16 @@ from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import NO_VERDICT
-from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, blame_for_the_end
-from rl_safe_workers.errors import CommunicatorError, ConfigError, LifecycleError, RlSafeError, RunError, in_one_line
+from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, blame_for_the_end, say_who_is_late
+from rl_safe_workers.errors import (
+    CommunicatorError,
+    ConfigError,
+    LifecycleError,
+    PhaseTimeoutError,
+    RlSafeError,
+    RunError,
+    in_one_line,
+)
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.device_memory import free_bytes
@@ -218,19 +226,35 @@ def bootstrap(
     script = _current()
     script.bound(timeout)
     trainer, lifecycle = script.trainer, script.trainer.lifecycle
-    if not lifecycle.has_completed(Phase.WORLD):
-        trainer.entry.adopt_world()
-        script.neighbours = Neighbours(
-            trainer.entry.job_key, rank=trainer.training_rank, stop_limit_s=stopped.total_seconds()
-        )
-        script.neighbours.speak_before_sigterm()
-    script.come_to(Phase.BOOTSTRAP)
-    with lifecycle.enter(Phase.GROUPS):
-        _agree_on_plan(trainer, features, max_ctas, check_memory=not script.groups)
-    report = trainer.comms.bootstrap()
+    try:
+        with _waiting_in(bootstrap.__name__, Phase.BOOTSTRAP):
+            if not lifecycle.has_completed(Phase.WORLD):
+                trainer.entry.adopt_world()
+                script.neighbours = Neighbours(
+                    trainer.entry.job_key, rank=trainer.training_rank, stop_limit_s=stopped.total_seconds()
+                )
+                script.neighbours.speak_before_sigterm()
+            script.come_to(Phase.BOOTSTRAP)
+            with lifecycle.enter(Phase.GROUPS):
+                _agree_on_plan(trainer, features, max_ctas, check_memory=not script.groups)
+            report = trainer.comms.bootstrap()
+    except PhaseTimeoutError as late:
+        if script.neighbours is None:
+            say_who_is_late(late, rank=trainer.training_rank)
+        raise
     script.groups = frozenset(group.group.group_name for group in live_groups())
     script.come_to(None)
     return report
+
+
+@contextmanager
+def _waiting_in(function: str, phase: Phase) -> Iterator[None]:
+    """Has an error about late ranks name the function of this module that waits, by its phase and its argument."""
+    try:
+        yield
+    except PhaseTimeoutError as late:
+        told = late.as_of(phase, setting=f"{function}(timeout=...)")
+        raise told.with_traceback(late.__traceback__) from late.__cause__
 
 
 @contextmanager
@@ -319,7 +343,8 @@ def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
                 neighbours.leave_failure(error, phase)
         elif neighbours is not None:
             neighbours.leave()  # its user ends it: nobody is to say that it has died
-        failed = trainer.teardown(leaving_on)
+        with _waiting_in(teardown.__name__, Phase.TEARDOWN):
+            failed = trainer.teardown(leaving_on)
         if failed:
             _blame(script, failed, is_well=leaving_on is None)
     if failed:
@@ -344,7 +369,7 @@ def _blame(script: _Script, failed: Mapping[int, str], *, is_well: bool) -> None
             rank=trainer.training_rank,
             size=trainer.training_size,
             waited_s=trainer.deadline.waited_s,
-            setting="the timeout of teardown()",
+            setting=f"{teardown.__name__}(timeout=...)",
             among=neighbours,
         )
         neighbours.say(culprits, why)

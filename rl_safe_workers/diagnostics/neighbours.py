@@ -26,10 +26,12 @@ from pathlib import Path
 
 import psutil
 
-from rl_safe_workers.control.deadline import Background, Deadline
+from rl_safe_workers.control.deadline import Background, Deadline, attempt
 from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file, leave_failure, note_phase
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
 from rl_safe_workers.diagnostics.inquiry import RankProcess
+from rl_safe_workers.diagnostics.onlooker import find_ranks
+from rl_safe_workers.diagnostics.proc_facts import look_at
 from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, first_line
 from rl_safe_workers.foreign_files import read_foreign
@@ -147,7 +149,7 @@ class Neighbours:
         return (culprits, "\n".join(lines)) if culprits else None
 
     def _in_lines(self, found: Diagnosis) -> str:
-        return f"{found.verdict}\n{found.advice}\nevidence in {self.evidence}"
+        return _in_lines(found, self.evidence)
 
     def note(self, phase: str | None) -> None:
         """Notes the phase that this rank has come to; None: it is outside of phases."""
@@ -159,9 +161,7 @@ class Neighbours:
 
     def say(self, culprits: Collection[RankId], why: str) -> None:
         """Logs with which ranks the job's failure began: what `blame` returns."""
-        names = ", ".join(str(one.rank) for one in sorted(culprits))
-        on = f" on training rank {names}" if names else ""
-        logger.error("training rank %d: the job has failed%s: %s", self._rank, on, why)
+        _say(self._rank, culprits, why)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -324,6 +324,46 @@ def blame_for_the_end(
     """
     late = late_for_the_end(silent, size=size, waited_s=waited_s, setting=setting)
     return late, *blame({trainer_id(rank): late}, silent=silent, among=among)
+
+
+def say_who_is_late(late: PhaseTimeoutError, *, rank: int) -> None:
+    """Logs which ranks have not come to where a job's ranks first meet, and at which line of code they are.
+
+    They have not called this package yet, and answer nobody. So those on this machine are looked at from outside, by
+    py-spy. It takes three times twice `PATIENCE_S` at most. The lowest rank that has come keeps the evidence.
+
+    Args:
+        late: The error about them.
+        rank: This training rank.
+    """
+    assert late.awaited.members is not None, "a wait for ranks"
+    processes: list[RankProcess] = []
+
+    def find() -> None:
+        for pid in find_ranks([os.getpid()]):
+            if (number := look_at(pid).number("RANK")) is not None and trainer_id(number) in late.missing:
+                processes.append(RankProcess(rank_id=trainer_id(number), pid=pid))
+
+    attempt("looking for the late ranks", find, timeout_s=2 * PATIENCE_S)
+    if not processes:
+        said = "no process of this machine has their rank in its environment, so nobody knows where they are"
+        _say(rank, late.missing, f"{first_line(late)}\n{said}")
+        return
+    keeps = trainer_id(rank) == min(late.awaited.members - late.missing, default=None)
+    evidence = Path(tempfile.mkdtemp(prefix=_PREFIX)) / _VERDICT if keeps else None
+    found = diagnose(processes, patience_s=2 * PATIENCE_S, reports={trainer_id(rank): late}, evidence=evidence)
+    _say(rank, found.culprits, _in_lines(found, evidence))
+
+
+def _say(rank: int, culprits: Collection[RankId], why: str) -> None:
+    names = ", ".join(str(one.rank) for one in sorted(culprits))
+    on = f" on training rank {names}" if names else ""
+    logger.error("training rank %d: the job has failed%s: %s", rank, on, why)
+
+
+def _in_lines(found: Diagnosis, evidence: Path | None) -> str:
+    where = "" if evidence is None else f"\nevidence in {evidence}"
+    return f"{found.verdict}\n{found.advice}{where}"
 
 
 def late_for_the_end(late: Collection[int], *, size: int, waited_s: float, setting: str) -> PhaseTimeoutError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -101,6 +102,34 @@ def test_a_phase_before_the_bootstrap_is_refused_and_a_collective_that_it_missed
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("bootstrap() has not run") == 2
     assert "the bootstrap has missed allreduce_ (reduce) on DATA_PARALLEL_GROUP" in done.stderr
+
+
+LATE = """
+    if dist.get_rank() == 2:
+        import time
+        time.sleep(600)
+    report = bootstrap(timeout=timedelta(seconds=4))
+"""
+
+
+def test_a_rank_that_does_not_come_to_the_bootstrap_is_named_with_its_line_of_code(tmp_path: Path) -> None:
+    script = _script().replace("import os\n", "import os\nfrom datetime import timedelta\n", 1)
+    script = script.replace("    report = bootstrap()", LATE.strip("\n"), 1)
+    line = script.splitlines().index("        time.sleep(600)") + 1
+    done = _run(tmp_path, script, ranks=4)
+    assert done.returncode != 0
+    told = re.findall(
+        r"rank (\d): the job has failed on training rank 2: hang: phase bootstrap, training world: 0-1, 3 arrived, "
+        rf"2 did not within [\d.]+ s; trainer rank 2 is at script\.py:{line} \(<module>\)\n"
+        r"if the phase only takes longer, raise bootstrap\(timeout=\.\.\.\); .*(?:\nevidence in (\S+))?$",
+        done.stderr,
+        re.MULTILINE,
+    )
+    evidence = dict(told)
+    assert set(evidence) >= {"0"}, done.stderr
+    assert f"script.py:{line}" in (Path(evidence["0"]) / "stack_trainer_2.txt").read_text()
+    shutil.rmtree(Path(evidence["0"]).parent)
+    assert "rl_safe.timeouts" not in done.stderr
 
 
 STOPS = """
