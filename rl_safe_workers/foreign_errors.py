@@ -30,6 +30,8 @@ class ForeignCause(StrEnum):
     """A file system has no space left."""
     IMPORT = "import error"
     """A module is not there, or cannot be imported."""
+    SHAPES = "different shapes"
+    """Ranks came to one collective with tensors of different sizes."""
 
     @property
     def is_about_others(self) -> bool:
@@ -52,6 +54,7 @@ PATTERNS: Mapping[ForeignCause, tuple[str, ...]] = {
     ),
     ForeignCause.NO_SPACE: (r"No space left on device", r"\ALocal disk is full"),
     ForeignCause.IMPORT: (r"\A(ModuleNotFoundError|ImportError): ",),
+    ForeignCause.SHAPES: (r"op\.preamble\.length <= op\.nbytes",),  # gloo
     ForeignCause.STORE_LOST: (
         r"Failed to (recv, got|send, sent) 0 bytes\. Connection was likely closed",
         r"(sendBytes|recvValue) failed on SocketImpl\(",

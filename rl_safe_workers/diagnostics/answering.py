@@ -1,6 +1,6 @@
 """A rank's side of the diagnostics: it tells where it is, whatever its main thread is doing.
 
-Up to six files end up in a folder of the run on the rank's own machine:
+Up to seven files end up in a folder of the run on the rank's own machine:
 
     stack_<role>_<rank>.txt    the stacks of all threads, added each time that the rank gets `STACK_SIGNAL`
     place_<role>_<rank>.txt    the last line of code that the rank noted, and its process id; outlives the process
@@ -8,6 +8,7 @@ Up to six files end up in a folder of the run on the rank's own machine:
     flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups, once somebody asks
     kills_<role>_<rank>.json   the OOM kills of its control group when it began
     failure_<role>_<rank>.json what the rank has failed with, if its host calls `leave_failure`
+    fatal_<role>_<rank>.txt    the stacks at a signal such as SIGSEGV that ends the process, if faulthandler was off
 
 Nothing here needs torch, Ray or a driver. torch itself writes the Flight Recorder's file for NCCL.
 """
@@ -49,6 +50,7 @@ longer is the pause to the next one."""
 _PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
 _PLACE_BYTES = 4096
 _FAILURE_BYTES = 2**20
+_FATAL_BYTES = 2**20
 
 
 def stack_file(rank_id: RankId) -> str:
@@ -145,6 +147,40 @@ def kills_file(rank_id: RankId) -> str:
     return f"kills_{rank_id.role}_{rank_id.rank}.json"
 
 
+def fatal_file(rank_id: RankId) -> str:
+    """Returns the name of the file that a rank writes its stacks to when a signal like SIGABRT ends it."""
+    return f"fatal_{rank_id.role}_{rank_id.rank}.txt"
+
+
+def read_fatal(folder: Path, rank_id: RankId) -> str:
+    """Returns the stacks that a rank has written when a signal ended it; empty if there are none.
+
+    Args:
+        folder: What the rank gave to `answer_when_asked`.
+        rank_id: The rank, dead or alive.
+    """
+    with suppress(OSError):
+        text = read_foreign(folder / fatal_file(rank_id), limit_bytes=_FATAL_BYTES, within=folder, uid=os.getuid())
+        return text.decode("utf-8", errors="replace")
+    return ""
+
+
+def _tell_fatal_signals(file: Path) -> None:
+    """Has faulthandler write to a file when a signal ends this process. Where it is on already, it stays as it is."""
+    if faulthandler.is_enabled():
+        return
+    descriptor = open_anew(file)
+    faulthandler.enable(file=descriptor, all_threads=True)
+
+    def in_child() -> None:
+        # The end of a child, such as a data loader's worker, is not this process's.
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, descriptor, inheritable=False)
+        os.close(nowhere)
+
+    os.register_at_fork(after_in_child=in_child)
+
+
 def note_kills(folder: Path, rank_id: RankId) -> None:
     """Notes the OOM kills that this process's control group counts now, for the one who asks why it has ended."""
     with os.fdopen(open_anew(folder / kills_file(rank_id)), "w", encoding="utf-8") as file:
@@ -214,9 +250,10 @@ def answer_when_asked(
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
         look: Called every `ALIVE_EVERY_S` on the thread of the notes, e.g. to look after another rank.
     """
-    for name in (failure_file(rank_id), phase_file(rank_id)):
+    for name in (failure_file(rank_id), phase_file(rank_id), fatal_file(rank_id)):
         (folder / name).unlink(missing_ok=True)  # of an earlier process
     note_kills(folder, rank_id)
+    _tell_fatal_signals(folder / fatal_file(rank_id))
     stacks = open_anew(folder / stack_file(rank_id), os.O_APPEND)
     # faulthandler writes in C, without the lock that Python code needs.
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)

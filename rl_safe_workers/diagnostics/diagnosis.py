@@ -25,6 +25,7 @@ from rl_safe_workers.diagnostics.flight_recorder import works_waited_in
 from rl_safe_workers.diagnostics.hang import Wait, home_of, judge, keep, wait_of, waiting_for_others
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
 from rl_safe_workers.diagnostics.log_lines import ADVICE, OF_FOREIGN, Fault
+from rl_safe_workers.diagnostics.mismatch import Mismatch, find_mismatch
 from rl_safe_workers.diagnostics.stacks import CallFrame
 from rl_safe_workers.errors import (
     Cause,
@@ -38,7 +39,7 @@ from rl_safe_workers.errors import (
     first_line,
 )
 from rl_safe_workers.lifecycle import unix_now
-from rl_safe_workers.ranks import RankId, Role, name_ranks, trainer_id
+from rl_safe_workers.ranks import RankId, Role, name_ranks, trainer_id, trainer_ids
 from rl_safe_workers.root_cause import RootCause, root_cause
 
 Reports = Mapping[RankId, RunError]
@@ -65,6 +66,11 @@ class Diagnosis:
     """The root of what ranks have reported and of what became of their processes; None if nothing has failed."""
     ranks: Mapping[RankId, str]
     """Each rank's action or failure, with its line of code: the end of a sentence about it."""
+
+    @property
+    def is_told(self) -> bool:
+        """True if the verdict says where the failure began: with a rank, or in a collective with different shapes."""
+        return bool(self.culprits) or self.fault is Fault.SHAPES
 
 
 def diagnose(
@@ -131,7 +137,14 @@ def diagnose_answers(
     wait = _seen_wait(answers, waiting, busy) if error is None else wait_of(error)
     found: dict[str, Any] = {"verdict": "no rank has failed, and no rank waits for others"}
     culprits = frozenset[RankId]()
-    if wait is not None:
+    mismatch = None if root is None else _mismatch(root, answers, whys)
+    if mismatch is not None:
+        culprits = frozenset(trainer_ids(mismatch.culprits))
+        places = [(one, _place(one, answers, known)) for one in sorted(culprits)]
+        at = [f"{one}{home_of(one, answers)} was at {place}" for one, place in places if place is not None]
+        found["verdict"] = "; ".join([f"{Fault.SHAPES} in {mismatch.work}: {mismatch.said}", *at])
+        found["error"] = f"{type(error).__name__}: {error}"
+    elif wait is not None:
         if root is not None and wait.missing is not None:
             # Of the ranks that the error names, some wait themselves.
             missing = (root.culprits - waiting) or root.culprits or wait.missing
@@ -154,7 +167,7 @@ def diagnose_answers(
         during = f"phase {phase}: " if phase is not None and culprits and not culprits & known.keys() else ""
         found = {"verdict": during + "; ".join([*names, *_others(answers, culprits, known), *said])}
         found["error"] = f"{type(error).__name__}: {error}"
-    fault = _fault(error, culprits, answers, whys)
+    fault = _fault(error, culprits, answers, whys) if mismatch is None else Fault.SHAPES
     advice = _advice(error, wait, culprits, answers, whys, fault)
     if evidence is not None:
         told = {} if host_error is None else {"driver": str(host_error)}
@@ -186,6 +199,28 @@ def _root(known: Reports, busy: Collection[RankId], host_error: RunError | None,
         # It waits for something that is no rank.
         return RootCause(root.error, culprits=frozenset(), is_told=True)
     return root
+
+
+def _mismatch(root: RootCause, answers: Answers, whys: Mapping[RankId, Ending | None]) -> Mismatch | None:
+    """Returns the different shapes that have ended the ranks that a failure began with; None if nothing shows any."""
+    ended = [one for one in root.culprits if one.role is Role.TRAINER]
+    if not ended or not isinstance(root.error, RankError) or not isinstance(root.error.cause, Died):
+        return None
+    endings = [ending for one in ended if (ending := whys.get(one)) is not None]
+    if any(ending.fault not in (Fault.ABORTED, Fault.SILENT_END, Fault.SHAPES) for ending in endings):
+        return None
+    aborted_in = next((ending.aborted_in for ending in endings if ending.aborted_in), "")
+    return find_mismatch(answers.records, ended={one.rank for one in ended}, aborted_in=aborted_in)
+
+
+def _place(rank_id: RankId, answers: Answers, known: Reports) -> str | None:
+    """Returns the line of code at which a rank has failed, is, or was last seen; None if nobody knows."""
+    if isinstance(report := known.get(rank_id), RankError) and report.place is not None:
+        return report.place
+    process = next((one for one in answers.ranks if one.rank_id == rank_id), None)
+    if process is not None and process.stack is not None and process.stack.place is not None:
+        return str(process.stack.place)
+    return answers.last_places.get(rank_id) if process is None else process.last_place
 
 
 def _root_of_astray(known: Reports, phase: str | None) -> RootCause | None:

@@ -2,6 +2,7 @@
 
     the kernel's log     an OOM kill, a segmentation fault, a GPU's Xid: where this user may read it
     its own log          the end of its standard error, which Ray keeps in a file for each worker
+    its last stacks      what faulthandler has written when a signal like SIGSEGV ended it
     its exit code        a signal, where its parent can tell
     its control group    the number of OOM kills in it, compared with the number at the process's start
     its host             what Ray says of a dead actor: given to `joined`
@@ -18,13 +19,14 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from rl_safe_workers.diagnostics.log_lines import Fault, LineFault, fault_of_kernel_line, fault_of_ray_exit
 from rl_safe_workers.diagnostics.proc_facts import signal_name
 from rl_safe_workers.diagnostics.remains import events_of_log
+from rl_safe_workers.diagnostics.stacks import Stack
 from rl_safe_workers.findings import counted
 from rl_safe_workers.foreign_files import printable, read_foreign
 from rl_safe_workers.platforms.host_memory import CGROUP, oom_kills
@@ -39,6 +41,18 @@ _VICTIM = re.compile(r"Killed process \d+ \((?P<name>[^)]*)\).*anon-rss:(?P<kib>
 _SHARED_MEMORY, _FULL_BYTES = Path("/dev/shm"), 2**20
 """A file system with less than so many bytes left counts as full."""
 _OF_BUS_ERROR = ("SIGBUS", "Bus error")
+_FATAL = re.compile(r"Fatal Python error: (.+)")
+_FATAL_SIGNALS = {
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Floating-point exception": "SIGFPE",
+    "Floating point exception": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+    "Segmentation fault": "SIGSEGV",
+}
+"""Signals by faulthandler's words for them."""
+_OWN_THREAD = "Current thread "
+"""The head of the stack of the thread that got the signal, in faulthandler's text; absent if no Python runs in it."""
 _SIGKILL = 9
 
 
@@ -55,6 +69,10 @@ class Ending:
     """The evidence; if the reason is not known, why it is not."""
     detail: str = ""
     """A signal or a code."""
+    place: str | None = None
+    """The line of code at which its last stacks have it; None without these."""
+    aborted_in: str = ""
+    """The torch collective that Python was in when a thread of a library aborted the process; empty if none did."""
 
     @property
     def is_known(self) -> bool:
@@ -138,7 +156,15 @@ def read_kernel_log(path: Path = _KERNEL_LOG) -> KernelLog:
     return KernelLog(lines)
 
 
-def ending_of(pid: int, signs: Signs, *, exit_code: int | None, kills: Path | None, noted_s: float | None) -> Ending:
+def ending_of(
+    pid: int,
+    signs: Signs,
+    *,
+    exit_code: int | None,
+    kills: Path | None,
+    noted_s: float | None,
+    last_stacks: str = "",
+) -> Ending:
     """Finds out why a process of this machine has ended.
 
     Args:
@@ -147,6 +173,7 @@ def ending_of(pid: int, signs: Signs, *, exit_code: int | None, kills: Path | No
         exit_code: Its exit code, negative for a signal; None if nobody can tell.
         kills: The file that `answering.note_kills` wrote for it; None if it wrote none.
         noted_s: Unix time, in seconds, when it was last known to live; None if nobody knows.
+        last_stacks: From `answering.read_fatal`.
     """
     since_s = 0.0 if noted_s is None else noted_s - _SLACK_S
     lines = [line for line in signs.kernel.lines if line.at_s >= since_s]
@@ -160,6 +187,8 @@ def ending_of(pid: int, signs: Signs, *, exit_code: int | None, kills: Path | No
         return logged
     if own:
         return _of_signal(own[-1].found.detail, _cut(own[-1].text), signs)
+    if (told := _of_last_stacks(last_stacks, signs)) is not None:
+        return told
     if exit_code is not None and exit_code < 0 and exit_code != -_SIGKILL:
         return _of_signal(signal_name(-exit_code), "its parent says so", signs)
     if exit_code is not None and exit_code > 0:
@@ -205,6 +234,20 @@ def _of_signal(name: str, said: str, signs: Signs) -> Ending:
         return Ending(fault=Fault.SHARED_MEMORY, said=f"{name} ({said}), and {left}")
     fault = {"SIGABRT": Fault.ABORTED, "SIGTERM": Fault.ASKED, "SIGINT": Fault.ASKED}.get(name, Fault.SIGNAL)
     return Ending(fault=fault, said=said, detail=name)
+
+
+def _of_last_stacks(text: str, signs: Signs) -> Ending | None:
+    """Returns the ending that faulthandler tells; None if it has written nothing."""
+    if (found := _FATAL.match(text)) is None:
+        return None
+    head, is_of_python, own = text.partition(_OWN_THREAD)
+    stack = Stack.parse(is_of_python + own.partition("\n\n")[0] if is_of_python else head)
+    place = None if stack.place is None else str(stack.place)
+    name = _FATAL_SIGNALS.get(found[1], found[1])
+    told = replace(_of_signal(name, f"faulthandler says {found[1]}", signs), place=place)
+    if told.fault is not Fault.ABORTED or is_of_python or stack.op is None:
+        return told
+    return replace(told, said=f"by a thread of a library, during {stack.op}", aborted_in=stack.op)
 
 
 def _own_log(pid: int, signs: Signs) -> Path | None:

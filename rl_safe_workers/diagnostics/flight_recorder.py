@@ -5,12 +5,18 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 logger = logging.getLogger(__name__)
+
+_RECENT = 16
+"""Works that a summary of a record keeps."""
+_SHOWN = 3
+"""Most tensors of a work whose shapes are told."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -32,6 +38,14 @@ class Work:
     """In a result or an error."""
     created_s: float
     """Unix time in seconds."""
+    group_name: str = ""
+    """torch's own name of the group: the same on all of its members, and no other group's. Empty if not known."""
+    backend: str = ""
+    """``"gloo"`` or ``"nccl"``; empty if it is not known."""
+    tensors: str = ""
+    """Shapes and types of what this rank gives, e.g. ``"32x128 Float"``; empty if nothing."""
+    elements: int = 0
+    """Number of elements that this rank gives."""
 
     def __str__(self) -> str:
         return f"{self.op} of {self.group}"
@@ -46,6 +60,8 @@ class Record:
     last: Work | None
     begun: Mapping[str, int]
     """The number of the last one of each group, by the group's name."""
+    recent: Sequence[Work] = ()
+    """The last ones, oldest first."""
 
     @classmethod
     def of(cls, works: Sequence[Work]) -> Self:
@@ -54,7 +70,7 @@ class Record:
         for work in works:
             begun[work.group] = max(work.number, begun.get(work.group, 0))
         under_way = next((work for work in works if not work.has_ended), None)
-        return cls(under_way=under_way, last=works[-1] if works else None, begun=begun)
+        return cls(under_way=under_way, last=works[-1] if works else None, begun=begun, recent=works[-_RECENT:])
 
 
 def read_flights(files: Mapping[str, bytes]) -> dict[int, Record]:
@@ -100,12 +116,19 @@ def _works(entries: Sequence[Mapping[str, Any]]) -> list[Work]:
 
 def _work(entry: Mapping[str, Any]) -> Work:
     name, description = entry["process_group"]
+    backend, _, op = entry["profiling_name"].rpartition(":")
+    sizes, types = entry.get("input_sizes", ()), entry.get("input_dtypes", ())
+    given = [f"{'x'.join(map(str, size)) or 'scalar'} {kind}" for size, kind in zip(sizes, types, strict=False)]
     return Work(
-        op=entry["profiling_name"].rpartition(":")[2],
+        op=op,
         group=description if description not in ("", "undefined") else name,
         number=entry["collective_seq_id"],
         has_ended=entry["retired"] or entry["state"] == "completed",
         created_s=entry["time_created_ns"] / 1e9,
+        group_name=str(name),
+        backend=backend,
+        tensors=", ".join(given[:_SHOWN]) + (f" and {len(given) - _SHOWN} more" if len(given) > _SHOWN else ""),
+        elements=sum(math.prod(size) for size in sizes),
     )
 
 

@@ -30,6 +30,7 @@ from rl_safe_workers.diagnostics.answering import (
     last_alive_s,
     rank_of_place,
     read_failure,
+    read_fatal,
     read_phase,
     read_place,
     stack_file,
@@ -235,6 +236,7 @@ def ending_here(rank: RankProcess, signs: Signs) -> Ending:
         exit_code=rank.exit_code,
         kills=None if rank.folder is None else rank.folder / kills_file(rank.rank_id),
         noted_s=None if rank.folder is None else last_alive_s(rank.folder, rank.rank_id),
+        last_stacks="" if rank.folder is None else read_fatal(rank.folder, rank.rank_id),
     )
 
 
@@ -321,7 +323,11 @@ class _Inquiry:
             return
         signs = look_around(self._logs)
         for rank in gone:
-            rank.ending = ending_here(replace(rank, folder=rank.folder or self._folder), signs)
+            folder = rank.folder or self._folder
+            rank.ending = ending_here(replace(rank, folder=folder), signs)
+            if folder is not None and (text := read_fatal(folder, rank.rank_id)):
+                rank.text, rank.source = text, "faulthandler"
+                rank.last_place = rank.ending.place or rank.last_place  # newer than the last note
 
     def _look_into_kernel(self, rank: RankProcess) -> None:
         if (facts := look_at(rank.pid)).state in DISK_SLEEP:

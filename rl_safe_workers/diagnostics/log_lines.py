@@ -30,6 +30,7 @@ class Fault(StrEnum):
     SHARED_MEMORY = "/dev/shm is full"
     NO_SPACE = "full disk"
     IMPORT = "import error"
+    SHAPES = "different shapes"
     RAISED = "exception"
     TIME_LIMIT = "time limit of the job"
     NCCL = "NCCL error"
@@ -64,6 +65,7 @@ ADVICE: Mapping[Fault, str] = {
     Fault.SHARED_MEMORY: "make /dev/shm larger (--shm-size of a container), and remove what dead runs have left there",
     Fault.NO_SPACE: "free space on that file system",
     Fault.IMPORT: "install that module in the environment of the workers",
+    Fault.SHAPES: "give the same shape on every rank there, e.g. pad the last batch or drop it (drop_last=True)",
     Fault.RAISED: "look at the line that raised it",
     Fault.TIME_LIMIT: "ask the scheduler for more time, and save before its limit",
     Fault.NCCL: "run again with NCCL_DEBUG=WARN, and look at the first warning",
@@ -125,6 +127,7 @@ OF_FOREIGN = {
     ForeignCause.OUT_OF_MEMORY: Fault.DEVICE_MEMORY,
     ForeignCause.NO_SPACE: Fault.NO_SPACE,
     ForeignCause.IMPORT: Fault.IMPORT,
+    ForeignCause.SHAPES: Fault.SHAPES,
 }
 _RAY_ERROR = re.compile(
     r"ray\.exceptions\.(Ray|Actor|Worker|Node|Owner|Object|Task|Local|Reference|GetTimeout|OutOf)\w*(Error|Crashed)\b"

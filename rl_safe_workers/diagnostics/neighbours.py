@@ -30,6 +30,7 @@ from rl_safe_workers.control.deadline import Background, Deadline, attempt
 from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file, leave_failure, note_phase
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
 from rl_safe_workers.diagnostics.inquiry import RankProcess
+from rl_safe_workers.diagnostics.log_lines import Fault
 from rl_safe_workers.diagnostics.onlooker import find_ranks
 from rl_safe_workers.diagnostics.proc_facts import look_at
 from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
@@ -128,7 +129,7 @@ class Neighbours:
         if not any(map(self._has_failed, _ranks_of(self.folder))):
             return None  # somebody ends the job
         found = self.judge({})
-        return None if found is None or not found.culprits else (found.culprits, self._in_lines(found))
+        return None if found is None or not found.is_told else (found.culprits, self._in_lines(found))
 
     def _has_failed(self, one: RankProcess) -> bool:
         if (self.folder / failure_file(one.rank_id)).exists():
@@ -137,16 +138,17 @@ class Neighbours:
         return _is_gone(one.pid) and (self.folder / f"process_{one.rank_id.rank}").exists()
 
     def heard(self) -> tuple[Collection[RankId], str] | None:
-        """Returns what another rank here has judged, as `blame`; None if it has named nobody."""
+        """Returns what another rank here has judged, as `blame`; None if it does not say where the failure began."""
         try:
             file = self.evidence / "verdict.json"
             told = json.loads(read_foreign(file, limit_bytes=_VERDICT_BYTES, within=self.evidence, uid=os.getuid()))
             culprits = [RankId(Role(role), int(rank)) for role, rank in told["culprits"]]
+            is_told = bool(culprits) or told["fault"] == Fault.SHAPES
             lines = str(told["verdict"]), str(told["advice"]), f"evidence in {self.evidence}"
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.debug("the verdict of another rank cannot be read: %s", error)
             return None
-        return (culprits, "\n".join(lines)) if culprits else None
+        return (culprits, "\n".join(lines)) if is_told else None
 
     def _in_lines(self, found: Diagnosis) -> str:
         return _in_lines(found, self.evidence)
@@ -274,7 +276,7 @@ def blame(
     cause = root_cause(reports, pending=trainer_ids(silent))
     if among is not None and not (cause.is_told and cause.culprits <= reports.keys()):
         diagnosis = among.judge(reports)
-        if diagnosis is not None and diagnosis.culprits:
+        if diagnosis is not None and diagnosis.is_told:
             return diagnosis.culprits, among._in_lines(diagnosis)
         if diagnosis is None and (heard := among.heard()) is not None:
             return heard

@@ -120,6 +120,41 @@ def test_the_silent_rank_is_named_with_its_place_by_one_of_the_others(
     assert folder.stat().st_mode & 0o077 == 0
 
 
+def _gather(rank: int, address: StoreAddress, temporary: Path, of_culprit: int) -> list[str]:
+    """Gathers 4000 numbers of each rank, but others of rank 1. Returns the lines in the log."""
+    lines = _start(rank, address, temporary)
+    with suppress(RuntimeError):
+        try:
+            bootstrap()
+            mine = torch.ones(of_culprit if rank == CULPRIT else 4000)
+            dist.all_gather([torch.empty_like(mine) for _ in range(SIZE)], mine)
+        finally:
+            teardown()
+    return lines
+
+
+@pytest.mark.parametrize("of_culprit", [3000, 5000], ids=["shorter", "longer"])
+def test_a_rank_with_another_shape_is_named_whoever_gloo_ends(
+    of_culprit: int, address: StoreAddress, temporary: Path
+) -> None:
+    outcomes = run_ranks(_gather, SIZE, address, temporary, of_culprit)
+    (ended,) = [outcome.rank for outcome in outcomes if outcome.error is not None]
+    assert (ended == CULPRIT) == (of_culprit < 4000)
+    lines = [line for outcome in outcomes if outcome.error is None for line in outcome.value]
+    assert len(lines) == SIZE - 1
+    shapes = (
+        "trainer rank 0, 2 with 4000 Float, and trainer rank 1 with less"
+        if of_culprit < 4000
+        else r"trainer rank \d with \d000 Float; trainer rank \d with \d000 Float"
+    )
+    told = (
+        rf"training rank \d: the job has failed on training rank 1: different shapes in all_gather of \S+: {shapes}; "
+        rf"gloo has ended trainer rank {ended}, which got more than it expected; trainer rank 1 was at "
+        r"\S+:\d+ \(_gather\)\n"
+    )
+    assert [line for line in lines if re.match(told, line)] == lines, lines
+
+
 def _fail() -> None:
     raise ValueError("no such column")
 

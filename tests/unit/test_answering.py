@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from rl_safe_workers.diagnostics.answering import (
     note_phase,
     place_file,
     read_failure,
+    read_fatal,
     read_phase,
     read_place,
 )
@@ -49,6 +51,41 @@ def test_a_rank_that_is_killed_has_left_the_line_that_it_was_at(tmp_path: Path) 
     process.kill()
     process.wait()
     assert read_place(tmp_path, trainer_id(0)) == expected
+
+
+ABORTED = """
+import ctypes, os, sys
+from pathlib import Path
+from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.ranks import trainer_id
+
+answer_when_asked(Path(sys.argv[1]), trainer_id(0))
+if (child := os.fork()) == 0:
+    ctypes.string_at(0)
+os.waitpid(child, 0)
+library, thread = ctypes.CDLL(None), ctypes.c_ulong()
+library.pthread_create(ctypes.byref(thread), None, ctypes.cast(library.abort, ctypes.c_void_p), None)
+library.pause()  # line 13
+"""
+
+
+def test_a_rank_that_a_thread_of_a_library_aborts_has_left_its_stacks_and_not_those_of_a_child(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(ABORTED)
+    done = subprocess.run([sys.executable, "rank.py", str(tmp_path)], cwd=tmp_path, env=_ours(), check=False)
+    assert done.returncode == -signal.SIGABRT
+    left = read_fatal(tmp_path, trainer_id(0))
+    assert left.startswith("Fatal Python error: Aborted\n")
+    assert 'rank.py", line 13 in <module>' in left
+    assert "Current thread" not in left
+    assert "Segmentation fault" not in left
+
+
+def test_a_process_whose_faulthandler_is_on_keeps_it(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(ABORTED)
+    command = [sys.executable, "-X", "faulthandler", "rank.py", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=_ours(), check=False, capture_output=True, text=True)
+    assert "Fatal Python error: Aborted" in done.stderr
+    assert read_fatal(tmp_path, trainer_id(0)) == ""
 
 
 def test_an_error_raised_from_another_one_has_the_place_of_the_other_one() -> None:

@@ -11,8 +11,10 @@ import pytest
 
 from rl_safe_workers.diagnostics import diagnosis
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, diagnose, diagnose_answers
+from rl_safe_workers.diagnostics.endings import Ending
 from rl_safe_workers.diagnostics.flight_recorder import Record, Work
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess
+from rl_safe_workers.diagnostics.log_lines import Fault
 from rl_safe_workers.diagnostics.stacks import Stack
 from rl_safe_workers.errors import (
     Awaited,
@@ -259,6 +261,59 @@ def test_an_actor_that_torch_has_ended_because_its_collective_timed_out_is_a_vic
     work = Work(op="all_reduce", group="dp", number=3, has_ended=False, created_s=1.0)
     found = of_host(actor(0, status="gone"), actor(1, WORK), records={0: Record.of([work])})
     assert found.culprits == {trainer_id(1)}
+
+
+def gathers(elements: int) -> Record:
+    work = Work(
+        op="all_gather",
+        group="dp",
+        number=3,
+        has_ended=False,
+        created_s=1.0,
+        group_name="3",
+        backend="gloo",
+        tensors=f"{elements} Float",
+        elements=elements,
+    )
+    return Record.of([work])
+
+
+def aborted(rank: int) -> RankProcess:
+    found = actor(rank, status="gone")
+    said = "by a thread of a library, during all_gather at mine.py:3 (send)"
+    found.ending = Ending(fault=Fault.ABORTED, said=said, detail="SIGABRT", aborted_in="all_gather")
+    return found
+
+
+def test_a_rank_with_a_longer_tensor_is_named_and_not_the_one_that_gloo_has_ended(tmp_path: Path) -> None:
+    found = of_host(
+        aborted(2),
+        reports={trainer_id(rank): failed(rank, Victim()) for rank in (0, 1, 3)},
+        records={0: gathers(4000), 1: gathers(5000), 3: gathers(4000)},
+    )
+    assert found.verdict == (
+        "different shapes in all_gather of dp: trainer rank 0, 3 with 4000 Float; trainer rank 1 with 5000 Float; gloo "
+        "has ended trainer rank 2, which got more than it expected; trainer rank 1 was at mine.py:5 (f)"
+    )
+    assert (culprits(found), found.fault) == ({1}, Fault.SHAPES)
+    assert "drop_last" in found.advice
+
+
+def test_nobody_is_blamed_for_the_shapes_of_two_ranks() -> None:
+    found = of_host(aborted(1), reports={trainer_id(0): failed(0, Victim())}, records={0: gathers(4000)})
+    assert "who is wrong is not known, because" in found.verdict
+    assert (culprits(found), found.is_told) == (set(), True)
+
+
+def test_a_rank_that_the_kernel_has_killed_in_a_collective_has_no_other_shape() -> None:
+    killed_there = actor(2, status="gone")
+    killed_there.ending = Ending(fault=Fault.OOM_KILL, said="the kernel killed python")
+    found = of_host(
+        killed_there,
+        reports={trainer_id(0): failed(0, Victim())},
+        records={0: gathers(4000), 1: gathers(5000)},
+    )
+    assert (culprits(found), found.fault) == ({2}, Fault.OOM_KILL)
 
 
 def test_a_stopped_actor_is_named_with_the_collective_that_others_were_in() -> None:
