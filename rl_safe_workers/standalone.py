@@ -333,6 +333,8 @@ def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
             abort_groups(trainer.world, timeout=_ABORT)
             raise
     error, neighbours = sys.exc_info()[1], script.neighbours
+    if neighbours is not None:
+        neighbours.watch_exit(timeout.total_seconds())
     with nullcontext() if neighbours is None or leaving_on is None else neighbours.ending():
         if leaving_on is None:
             script.come_to(Phase.TEARDOWN)

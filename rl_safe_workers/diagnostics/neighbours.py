@@ -27,7 +27,13 @@ from pathlib import Path
 import psutil
 
 from rl_safe_workers.control.deadline import Background, Deadline, attempt
-from rl_safe_workers.diagnostics.answering import answer_when_asked, failure_file, leave_failure, note_phase
+from rl_safe_workers.diagnostics.answering import (
+    answer_when_asked,
+    failure_file,
+    in_background,
+    leave_failure,
+    note_phase,
+)
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
 from rl_safe_workers.diagnostics.inquiry import RankProcess
 from rl_safe_workers.diagnostics.log_lines import Fault
@@ -36,6 +42,7 @@ from rl_safe_workers.diagnostics.proc_facts import look_at
 from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, first_line
 from rl_safe_workers.foreign_files import read_foreign
+from rl_safe_workers.frames import frames_of_thread, telling_frame
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import TRAINING_WORLD, RankId, Role, name_ranks, trainer_id, trainer_ids
 from rl_safe_workers.reaping.processes import stat_of
@@ -85,7 +92,7 @@ class Neighbours:
         self._others: list[RankProcess] = []
         self._listed_ns = 0
         """When the folder was changed that the others were listed in."""
-        self._has_left = False
+        self._has_left = self._watches_exit = False
         self._is_ending, self._has_spoken = threading.Event(), threading.Event()
         watch = StopWatch(
             self.folder, stop_limit_s, self._stopped_after_me, before_end=self._judge_stop, spared=self._take_back
@@ -201,6 +208,40 @@ class Neighbours:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         Background(end, name="last words")
+
+    def watch_exit(self, limit_s: float) -> None:
+        """Warns once if this process has not ended some time after the last line of its script, and says where it is.
+
+        So a handler of `atexit` that hangs is named, and a thread that is no daemon. The watch is a thread, which
+        waits without a look until the main thread is through. What Python does after these handlers, it does not see:
+        threads do not run then.
+
+        Args:
+            limit_s: Seconds that the process may take to end.
+        """
+        if not self._watches_exit:
+            self._watches_exit = True
+            in_background("exit", self._tell_late_exit, limit_s)
+
+    def _tell_late_exit(self, limit_s: float) -> None:
+        threading.main_thread().join()  # Python says so before it joins threads and calls handlers
+        threading.Event().wait(limit_s)
+        held = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+        places = [
+            f"its thread {one.name} is at {place}"
+            for one in held
+            if (place := telling_frame(frames_of_thread(one))) is not None
+        ]
+        main = telling_frame(frames_of_thread(threading.main_thread()))
+        where = ", and ".join(places) or ("no line is known" if main is None else f"it is at {main}")
+        logger.warning(
+            "training rank %d does not exit, %.1f s after the end of its script: %s\n"
+            "the job waits for it: its handlers of atexit and its threads must end; kill %d ends it",
+            self._rank,
+            limit_s,
+            where,
+            os.getpid(),
+        )
 
     def _stopped_after_me(self) -> list[StoppedProcess]:
         """Returns the stopped ranks between this one and the next that works, in the order of ranks."""

@@ -265,6 +265,43 @@ def test_whoever_ends_a_job_that_is_well_hears_of_nobody(temporary: Path) -> Non
     assert list(temporary.iterdir()) == []
 
 
+EXIT = """
+import atexit, sys, threading, time
+from rl_safe_workers.diagnostics.neighbours import Neighbours
+
+def upload():
+    time.sleep(3.0)  # line 6
+
+neighbours = Neighbours("0123456789abcdef", rank=2)
+neighbours.watch_exit(0.5)
+if "handler" in sys.argv:
+    atexit.register(upload)
+if "thread" in sys.argv:
+    threading.Thread(target=upload, name="sender").start()
+neighbours.leave()
+"""
+
+
+@pytest.mark.parametrize(
+    ("held_by", "said"),
+    [
+        (["handler"], r"it is at exits\.py:6 \(upload\)"),
+        (["thread"], r"its thread sender is at exits\.py:6 \(upload\)"),
+        ([], None),
+    ],
+    ids=["a handler of atexit", "a thread", "nobody"],
+)
+def test_a_rank_that_does_not_exit_says_where_it_is(held_by: list[str], said: str | None, tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text(EXIT)
+    variables = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "exits.py", *held_by]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, check=True, capture_output=True, text=True, timeout=60)
+    told = [line for line in done.stderr.splitlines() if "does not exit" in line]
+    assert len(told) == (said is not None), done.stderr
+    if said is not None:
+        assert re.fullmatch(rf"training rank 2 does not exit, 0\.5 s after the end of its script: {said}", told[0])
+
+
 def _reduce_or_meet(rank: int, address: StoreAddress, temporary: Path) -> list[str]:
     """Rank 1 comes to another collective than the others. Returns the lines in the log."""
     lines = _start(rank, address, temporary)

@@ -413,6 +413,8 @@ class SwiftJob(HostedTrainer):
             PhaseTimeoutError: If a rank that was well does not come in time; names it.
         """
         started_s = time.monotonic()
+        if self._neighbours is not None:
+            self._neighbours.watch_exit(self.settings.timeouts.teardown)
         failed = self.end()
         self._has_ended = True
         with self._ending():
