@@ -28,6 +28,7 @@ _STACKS_BYTES = 2**20
 _MACHINERY = (
     "ray/",
     "torch/",
+    "multiprocess/",
     "<",
     "rl_safe_workers/control/",
     "rl_safe_workers/diagnostics/",

@@ -219,6 +219,9 @@ def keep(
         (target / stack_file(one.rank_id)).write_text(
             one.text or f"no stack: the process is {one.status}\n", encoding="utf-8"
         )
+        for child in one.children:
+            name = stack_file(one.rank_id).replace(".txt", f"_process_{child.pid}.txt")
+            (target / name).write_text(child.text or f"no stack: the process {child.said}\n", encoding="utf-8")
     numbers = {str(rank) for rank in _training_ranks(first)}
     for flights in (lambda: answers.flights, *answers.more_flights):
         for name, contents in sorted(flights().items(), key=lambda item: item[0].rpartition("_")[2] not in numbers):

@@ -35,6 +35,7 @@ from rl_safe_workers.diagnostics.answering import (
     read_place,
     stack_file,
 )
+from rl_safe_workers.diagnostics.awaited_children import Child, children_of, waits_for_a_child
 from rl_safe_workers.diagnostics.endings import Ending, Signs, ending_of, look_around
 from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
@@ -85,6 +86,8 @@ class RankProcess:
     """The phase that it has noted; None: outside of phases, or it notes none."""
     ending: Ending | None = None
     """Why it has ended, as far as its machine knows; None if it lives, or nobody has looked."""
+    children: Sequence[Child] = ()
+    """Processes that it has started and may wait for, the telling ones first; empty if it waits for none."""
     kernel_wait: str = ""
     """The end of a sentence about its wait in the kernel, if it sleeps there and nothing can interrupt it."""
 
@@ -125,6 +128,8 @@ class RankProcess:
             return f"is in no call{notable}"
         if self.stack.op is None and self.waits_for_others:
             return f"waits for other ranks at {self.stack.place}{notable}"
+        awaited = [f"its process {one.pid}, which {one.said}" for one in self.children[:1] if one.said]
+        notable += f", and waits for {awaited[0]}" if awaited else ""
         return f"is {f'in {self.stack.op} ' if self.stack.op else ''}at {self.stack.place}{notable}"
 
     def _end(self) -> str:
@@ -298,6 +303,10 @@ class _Inquiry:
         for rank in self.ranks:
             if not rank.is_gone:
                 self._read_stack(rank, max(0, before.get(rank.rank_id, 0)), deadline)
+        for rank in self.ranks:
+            stack = None if rank.is_gone or rank.is_stopped else rank.stack
+            if stack is not None and not stack.waits_for_others and waits_for_a_child(stack.frames):
+                rank.children = children_of(rank.pid, deadline, ask=partial(self._ask_child, rank, deadline))
         # Last: ranks that wait for each other give up at about the same time, and the host hears of the first.
         for rank in self.ranks:
             if rank.folder is not None and (report := read_failure(rank.folder, rank.rank_id)) is not None:
@@ -316,6 +325,16 @@ class _Inquiry:
                 attempt(
                     f"looking at process {rank.pid}", partial(self._look_into_kernel, rank), timeout_s=_KERNEL_LOOK_S
                 )
+
+    def _ask_child(self, rank: RankProcess, deadline: Deadline, pid: int) -> str:
+        """Returns the stacks of a child that was forked, and so writes to the rank's own file; empty for another."""
+        if rank.folder is None or not _listens(pid) or _size(file := rank.folder / stack_file(rank.rank_id)) < 0:
+            return ""
+        before = _size(file)
+        os.kill(pid, STACK_SIGNAL)
+        _settle({file: before}, deadline.share(0.2))
+        written = read_foreign(file, limit_bytes=_STACK_BYTES, uid=os.getuid())
+        return written[before:].decode("utf-8", errors="replace")
 
     def _look_into_endings(self) -> None:
         gone = [rank for rank in self.ranks if rank.is_gone and rank.exit_code != 0]
@@ -375,11 +394,15 @@ def _stacks_of(rank: RankProcess) -> Path | None:
     """Returns the file that a rank writes its stacks to; None before it listens: the signal would kill it."""
     if rank.folder is None:
         return None
-    status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    listens = caught is not None and bool(int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1)
+    listens = _listens(rank.pid)
     file = rank.folder / stack_file(rank.rank_id)
     return file if listens and file.exists() else None
+
+
+def _listens(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1)
 
 
 def _request_flights(folder: Path, stopped: Collection[int]) -> list[Path]:

@@ -1,0 +1,97 @@
+"""Looks at the processes that a rank has started and waits for: a data loader's workers, a pool's, a sandbox.
+
+A child that was forked has the rank's handler of `STACK_SIGNAL`, and so writes its stacks where the rank does.
+py-spy looks at other children, if it is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rl_safe_workers.control.deadline import Deadline, attempt
+from rl_safe_workers.diagnostics.proc_facts import GONE, descendants_of, look_at
+from rl_safe_workers.diagnostics.stacks import Stack, py_spy
+from rl_safe_workers.frames import Frame, telling_frame
+
+_WAITS = (
+    *("/multiprocessing/connection.py", "/multiprocessing/queues.py", "/multiprocessing/popen_fork.py"),
+    *("multiprocess/connection.py", "multiprocess/queues.py", "multiprocess/popen_fork.py"),
+    *("/concurrent/futures/_base.py", "/subprocess.py", "torch/utils/data/dataloader.py"),
+)
+"""Ends of the paths of files in which a process waits for a child. ``multiprocess`` is the fork that datasets uses."""
+_BEGINS = ("multiprocessing/process.py", "multiprocess/process.py")
+"""Ends of the paths of files in which a child begins. What is outside of it is its parent's stack, copied by a fork."""
+_HELPERS = ("resource_tracker", "forkserver", "SyncManager", "managers.py")
+_MOST = 8
+"""Most children that are looked at, the nearest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Child:
+    """A process that a rank has started, and what it does.
+
+    Example: ``Child(pid=4711, text="Process 4711: ...", said="is at rows.py:12 (from_cache)")``
+    """
+
+    pid: int
+    text: str
+    """Its stacks; empty if there are none."""
+    said: str
+    """The end of a sentence about it; empty if it is in no line of the user's, or nothing tells what it does."""
+    awaits_message: bool
+    """True if it waits for what another process sends, such as work."""
+
+
+def waits_for_a_child(frames: Sequence[Frame]) -> bool:
+    """Returns True if frames, innermost first, may wait for a process that this one has started, or for a message."""
+    place = telling_frame(frames)
+    inside = frames[: list(frames).index(place)] if place is not None else frames
+    return any(frame.file.endswith(_WAITS) for frame in inside)
+
+
+def children_of(pid: int, deadline: Deadline, *, ask: Callable[[int], str]) -> list[Child]:
+    """Looks at the children of a process; those that do something come first. Blocks until the deadline at most.
+
+    Args:
+        pid: The process.
+        deadline: Longest wait. A child that cannot be looked at by then is left out.
+        ask: Returns the stacks of a child that writes them; empty for any other.
+    """
+    pids: list[int] = []
+    attempt("looking for children", lambda: pids.extend(descendants_of(pid)[:_MOST]), timeout_s=_left_s(deadline))
+    told: dict[int, str] = {}
+    for one in pids:
+        # One after the other: they write to one file.
+        attempt(f"asking process {one}", lambda: told.update({one: ask(one)}), timeout_s=_left_s(deadline))  # noqa: B023
+    found: list[Child] = []
+
+    def look(one: int) -> None:
+        what = f"looking at process {one}"
+        attempt(what, lambda: found.extend(_look(one, told.get(one, ""), deadline)), timeout_s=_left_s(deadline))
+
+    with ThreadPoolExecutor(max_workers=_MOST) as pool:
+        list(pool.map(look, pids))
+    return sorted(found, key=lambda child: (not child.said, child.awaits_message, child.pid))
+
+
+def _left_s(deadline: Deadline) -> float:
+    return deadline.remaining().total_seconds()
+
+
+def _look(pid: int, told: str, deadline: Deadline) -> list[Child]:
+    facts = look_at(pid)
+    if facts.state in GONE or any(helper in facts.command for helper in _HELPERS):
+        return []
+    text = told or py_spy(pid, timeout_s=_left_s(deadline))
+    frames = list(Stack.parse(text).frames) if text else []
+    begins = [number for number, frame in enumerate(frames) if frame.file.endswith(_BEGINS)]
+    frames = frames[: begins[0]] if begins else frames
+    place = next((frame for frame in frames if frame.is_telling), None)
+    wait = facts.describe_wait()
+    # Without a stack, a wait at a pipe says nothing: a worker without work has it, too.
+    said = wait if not frames and facts.holder is None else ""
+    if place is not None:
+        said = f"is at {place}" + (f": {wait}" if wait else "")
+    return [Child(pid=pid, text=text, said=said, awaits_message=waits_for_a_child(frames))]
