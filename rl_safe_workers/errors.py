@@ -168,6 +168,19 @@ def error_named(class_name: str, text: str) -> RlSafeError:
     return RunError(text)
 
 
+OUTSIDE = "outside"
+"""The name of no phase, where a host has no other name for what a rank does."""
+
+
+def during(phase: str) -> str:
+    """Returns when something happened, by its phase.
+
+    >>> during("train"), during("outside")
+    ('in phase train', 'between phases')
+    """
+    return "between phases" if phase == OUTSIDE else f"in phase {phase}"
+
+
 @dataclass(frozen=True, slots=True)
 class Awaited:
     """The object of a phase's wait: a set of ranks, or a thing without ranks.
@@ -215,7 +228,8 @@ class PhaseTimeoutError(RunError):
             else f"{awaited.name} did not finish"
         )
         tail = f" ({detail})" if detail else ""
-        super().__init__(f"phase {phase}: {who} within {waited_s:.1f} s{tail}; to wait longer raise {setting}")
+        when = during(self.phase).removeprefix("in ")
+        super().__init__(f"{when}: {who} within {waited_s:.1f} s{tail}; to wait longer raise {setting}")
 
     def naming(self, culprits: Iterable[RankId]) -> PhaseTimeoutError:
         """Returns the same error with other missing ranks, e.g. without ranks that are known to wait themselves."""
@@ -340,7 +354,7 @@ class RankError(RunError):
         self.rank_id, self.phase, self.cause = rank_id, str(phase), cause
         self.text, self.trace, self.raised_at, self.place = text, trace, raised_at, place
         where = "" if place is None else f" at {place}"
-        super().__init__(f"{rank_id} failed in phase {phase}{where}: {text}", foreign=foreign)
+        super().__init__(f"{rank_id} failed {during(self.phase)}{where}: {text}", foreign=foreign)
 
     def seen_at(self, place: str) -> RankError:
         """Returns the same error with the line of code where the rank was last seen."""

@@ -30,6 +30,7 @@ from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import NO_VERDICT
 from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, blame_for_the_end, say_who_is_late
 from rl_safe_workers.errors import (
+    OUTSIDE,
     CommunicatorError,
     ConfigError,
     LifecycleError,
@@ -68,8 +69,6 @@ _MOST = Features(
 _SECOND = timedelta(seconds=1)
 _HEARD_S = 1.0
 """Seconds in which a rank that leaves reads what others have failed with."""
-_OUTSIDE = "outside"
-"""Name of no phase, for errors."""
 _ABORT = timedelta(seconds=10)
 """Timeout for aborting groups that cannot be destroyed in order."""
 
@@ -339,7 +338,7 @@ def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
         if leaving_on is None:
             script.come_to(Phase.TEARDOWN)
         elif isinstance(error, Exception):
-            phase = str(script.phase or trainer.lifecycle.last_failed or _OUTSIDE)
+            phase = str(script.phase or trainer.lifecycle.last_failed or OUTSIDE)
             trainer.control.report_failure(error, phase=phase)
             if neighbours is not None:
                 neighbours.leave_failure(error, phase)

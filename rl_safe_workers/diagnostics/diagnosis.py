@@ -36,6 +36,7 @@ from rl_safe_workers.errors import (
     RunError,
     Stopped,
     Victim,
+    during,
     first_line,
 )
 from rl_safe_workers.lifecycle import unix_now
@@ -164,8 +165,10 @@ def diagnose_answers(
             for one in sorted(culprits)
         ]
         # A rank that has failed says the phase itself.
-        during = f"phase {phase}: " if phase is not None and culprits and not culprits & known.keys() else ""
-        found = {"verdict": during + "; ".join([*names, *_others(answers, culprits, known), *said])}
+        when = ""
+        if phase is not None and culprits and not culprits & known.keys():
+            when = during(phase).removeprefix("in ") + ": "
+        found = {"verdict": when + "; ".join([*names, *_others(answers, culprits, known), *said])}
         found["error"] = f"{type(error).__name__}: {error}"
     fault = _fault(error, culprits, answers, whys) if mismatch is None else Fault.SHAPES
     advice = _advice(error, wait, culprits, answers, whys, fault)
@@ -257,7 +260,7 @@ def _other_phases(reported: Reports, culprits: Collection[RankId], phase: str | 
     for one in culprits:
         if isinstance(report := reported.get(one), PhaseTimeoutError) and report.phase != phase:
             phases.setdefault(report.phase, []).append(one)
-    return [f"{name_ranks(ranks)} waited in phase {other}" for other, ranks in sorted(phases.items())]
+    return [f"{name_ranks(ranks)} waited {during(other)}" for other, ranks in sorted(phases.items())]
 
 
 def _others(answers: Answers, culprits: Collection[RankId], known: Reports) -> list[str]:
@@ -323,33 +326,36 @@ def _state(one: RankProcess, report: RunError | None, phase: str | None) -> str:
     """Returns the end of a sentence about a rank: what it has failed with, else where it is."""
     if isinstance(report, RankError) and not isinstance(report.cause, Died | Stopped):
         line = (report.text.splitlines() or [""])[0]
-        return f"failed in phase {report.phase} at {report.place or 'an unknown line'}: {line}"
-    phase = one.phase or phase
-    during = "" if phase is None else f" in phase {phase}"
+        return f"failed {during(report.phase)} at {report.place or 'an unknown line'}: {line}"
+    when = _when(one.phase or phase)
     if not one.is_stopped and isinstance(report, RankError) and isinstance(report.cause, Stopped):
-        return told_of_stop(report, during)
+        return told_of_stop(report, when)
     if report is not None and _is_of_host(report) and not one.is_gone:
         # Its host no longer reaches it: it is about to end.
-        return f"died{during}" + ("" if one.last_place is None else f", last seen at {one.last_place}")
-    return one.where(during)
+        return f"died{when}" + ("" if one.last_place is None else f", last seen at {one.last_place}")
+    return one.where(when)
 
 
-def told_of_stop(report: RankError, during: str = "") -> str:
+def _when(phase: str | None) -> str:
+    return "" if phase is None else f" {during(phase)}"
+
+
+def told_of_stop(report: RankError, when: str = "") -> str:
     """Returns the end of a sentence about a rank that was ended because it was stopped.
 
     Args:
         report: The stop, as the rank's failure.
-        during: When it was stopped, e.g. ``" in phase train"``.
+        when: When it was stopped, e.g. ``" in phase train"``.
     """
-    return f"{report.text}{during}" + ("" if report.place is None else f", last seen at {report.place}")
+    return f"{report.text}{when}" + ("" if report.place is None else f", last seen at {report.place}")
 
 
 def _unseen(report: RunError | None, phase: str | None) -> str:
     """Returns the same about a rank whose process has not been found."""
     if isinstance(report, RankError) and isinstance(report.cause, Stopped):
-        return told_of_stop(report, "" if phase is None else f" in phase {phase}")
+        return told_of_stop(report, _when(phase))
     if isinstance(report, RankError) and isinstance(report.cause, Died):
-        return "died" + ("" if phase is None else f" in phase {phase}")
+        return f"died{_when(phase)}"
     return "is unknown here"
 
 

@@ -20,7 +20,7 @@ from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.diagnostics.answering import stack_file
 from rl_safe_workers.diagnostics.flight_recorder import Work, works_waited_in
 from rl_safe_workers.diagnostics.inquiry import Answers
-from rl_safe_workers.errors import THE_DRIVER, PhaseTimeoutError, RankError, StoreLostError, Victim
+from rl_safe_workers.errors import THE_DRIVER, PhaseTimeoutError, RankError, StoreLostError, Victim, during
 from rl_safe_workers.frames import own_stacks
 from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks, trainer_id, trainer_ids
 
@@ -304,9 +304,9 @@ def verdict(
     places: dict[str, set[RankId]] = {}
     for rank_id in (*missing, *unknown):
         places.setdefault(where.get(rank_id) or _absence(rank_id, answers), set()).add(rank_id)
+    when = [during(wait.phase).removeprefix("in ")] if wait.phase else []
     parts = [
-        "hang: " + ", ".join([*([f"phase {wait.phase}"] if wait.phase else []), wait.group, *ops[:1]]) + ": "
-        f"{_attendance(wait, missing)}",
+        f"hang: {', '.join([*when, wait.group, *ops[:1]])}: {_attendance(wait, missing)}",
         *([wait.detail] if wait.detail else []),
         *(
             f"{name_ranks(of_place)}{_homes(of_place, answers)} {place}"

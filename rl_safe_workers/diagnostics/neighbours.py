@@ -40,7 +40,7 @@ from rl_safe_workers.diagnostics.log_lines import Fault
 from rl_safe_workers.diagnostics.onlooker import find_ranks
 from rl_safe_workers.diagnostics.proc_facts import look_at
 from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
-from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, first_line
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, during, first_line
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.frames import frames_of_thread, telling_frame
 from rl_safe_workers.lifecycle import Phase
@@ -325,7 +325,7 @@ def blame(
         if among is not None:
             among.end_stopped()
         late = next((error for error in reports.values() if isinstance(error, PhaseTimeoutError)), None)
-        told = told_of_stop(cause.error, "" if late is None else f" in phase {late.phase}")
+        told = told_of_stop(cause.error, "" if late is None else f" {during(late.phase)}")
         return cause.culprits, f"{name_ranks(cause.culprits)} {told}"
     if cause.is_told:
         return cause.culprits, first_line(cause.error)
@@ -338,7 +338,7 @@ def _where_all_waited(reports: Reports) -> str:
     for rank_id, error in reports.items():
         if isinstance(error, RankError | PhaseTimeoutError):
             place = error.place if isinstance(error, RankError) else None
-            places.setdefault(f"in phase {error.phase} at {place or 'an unknown line'}", []).append(rank_id)
+            places.setdefault(f"{during(error.phase)} at {place or 'an unknown line'}", []).append(rank_id)
     by_size = sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))
     said = "; ".join(f"{name_ranks(ranks)} waited in vain {place}" for place, ranks in by_size)
     advice = (

@@ -324,9 +324,9 @@ def test_ranks_that_all_wait_in_vain_are_told_by_the_lines_that_they_wait_at(
     (told,) = {line.partition(": ")[2] for lines in found for line in lines if "the job has failed" in line}
     first, advice = told.splitlines()
     assert re.fullmatch(
-        r"the job has failed: no rank is missing: trainer rank 0, 2 waited in vain in phase outside at "
+        r"the job has failed: no rank is missing: trainer rank 0, 2 waited in vain between phases at "
         r"tests/distributed/test_neighbours.py:\d+ \(_reduce_or_meet\); "
-        r"trainer rank 1 waited in vain in phase outside at "
+        r"trainer rank 1 waited in vain between phases at "
         r"tests/distributed/test_neighbours.py:\d+ \(_reduce_or_meet\)",
         first,
     ), told

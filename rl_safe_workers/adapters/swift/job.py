@@ -28,7 +28,7 @@ from rl_safe_workers.adapters.swift.args_features import features_of
 from rl_safe_workers.adapters.swift.bridge_groups import create_ep_pp_groups, create_rollout_groups
 from rl_safe_workers.adapters.swift.export import exported
 from rl_safe_workers.adapters.swift.swift_contract import check_grpo
-from rl_safe_workers.adapters.swift.swift_settings import OUTSIDE, SwiftSettings
+from rl_safe_workers.adapters.swift.swift_settings import SwiftSettings
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER, write_tracker
 from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.compat import torch_groups
@@ -37,6 +37,7 @@ from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import NO_VERDICT
 from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, blame_for_the_end
 from rl_safe_workers.errors import (
+    OUTSIDE,
     CommunicatorError,
     ConfigError,
     RlSafeError,

@@ -18,8 +18,8 @@ import ray
 
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Party
 from rl_safe_workers.adapters.job_verdict import JobVerdict
-from rl_safe_workers.adapters.swift.swift_settings import OUTSIDE, SwiftTimeouts
-from rl_safe_workers.errors import RunError
+from rl_safe_workers.adapters.swift.swift_settings import SwiftTimeouts
+from rl_safe_workers.errors import OUTSIDE, RunError
 from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,6 @@ from rl_safe_workers.config import PhaseTimeouts, RlSafeConfig, Seconds, Timeout
 
 VARIABLE = "RL_SAFE_SWIFT"
 """The settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
-OUTSIDE = "outside"
-"""Stands for the phase in waits outside of phases; the setting is ``timeouts.outside``."""
 
 
 class SwiftTimeouts(PhaseTimeouts):
