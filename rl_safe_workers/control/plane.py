@@ -32,7 +32,7 @@ from rl_safe_workers.errors import (
     StoreLostError,
     first_line,
 )
-from rl_safe_workers.ranks import RankId
+from rl_safe_workers.ranks import RankId, format_ranks
 from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
 
 logger = logging.getLogger(__name__)
@@ -298,7 +298,8 @@ class Operation:
                 break
         found, _ = self._board.notes(self._key(f"{place}/came"))
         if len(found) < self.size:
-            logger.warning("phase %s: not every rank of %s gave a verdict in time", self.phase, self.world)
+            silent = format_ranks(set(range(self.size)) - found.keys())
+            logger.info("phase %s: rank %s of %s has not answered within the timeout", self.phase, silent, self.world)
         else:
             self.forget_earlier()
         return dict.fromkeys(range(self.size), NO_VERDICT) | found

@@ -96,7 +96,7 @@ def diagnose(
     def ask(patience_s: float) -> Answers:
         return ask_ranks(lambda: ranks, patience_s=patience_s, call_frame=call_frame)
 
-    return diagnose_answers(ask, patience_s=patience_s, reports=reports, evidence=evidence)
+    return diagnose_answers(ask, patience_s=patience_s, reports=reports, evidence=evidence, on_ray=False)
 
 
 def diagnose_answers(
@@ -108,6 +108,7 @@ def diagnose_answers(
     phase: str | None = None,
     host_error: RunError | None = None,
     endings: Callable[[], Mapping[RankId, Ending]] = dict,
+    on_ray: bool = True,
 ) -> Diagnosis:
     """As `diagnose`, for processes on any machines.
 
@@ -119,6 +120,7 @@ def diagnose_answers(
         phase: The phase that the host waits in; None if it is not known. What a rank has noted itself goes first.
         host_error: What the host's driver has failed with. It counts where no rank tells whom the failure began with.
         endings: Returns why processes have ended, as far as the host knows. It is called after the other two.
+        on_ray: True if Ray keeps the output of the processes, for the advice.
     """
     reported: dict[RankId, RunError] = {}
     attempt(
@@ -171,7 +173,7 @@ def diagnose_answers(
         found = {"verdict": when + "; ".join([*names, *_others(answers, culprits, known), *said])}
         found["error"] = f"{type(error).__name__}: {error}"
     fault = _fault(error, culprits, answers, whys) if mismatch is None else Fault.SHAPES
-    advice = _advice(error, wait, culprits, answers, whys, fault)
+    advice = _advice(error, wait, culprits, answers, whys, fault, on_ray=on_ray)
     if evidence is not None:
         told = {} if host_error is None else {"driver": str(host_error)}
         contents = {
@@ -399,6 +401,8 @@ def _advice(
     answers: Answers,
     whys: Mapping[RankId, Ending | None],
     fault: Fault | None,
+    *,
+    on_ray: bool,
 ) -> str:
     """Returns what to do, in one line."""
     if fault is not None:
@@ -408,9 +412,10 @@ def _advice(
     cause = error.cause if isinstance(error, RankError) else None
     if isinstance(cause, Died) or endings:
         why = endings[0] if endings else "nothing of the rank's own says why"
+        logs = "Ray's logs" if on_ray else "the job's log"
         return (
             f"{why}: look in the kernel's log of {node or 'its machine'} for the OOM "
-            "killer, in Ray's logs for the end of its output, and for somebody who kills processes there"
+            f"killer, in {logs} for the end of its output, and for a call of os._exit or somebody who kills processes"
         )
     if isinstance(cause, Stopped):
         pids = [str(one.pid) for one in answers.ranks if one.rank_id in culprits and not one.is_gone]

@@ -134,10 +134,8 @@ class SafeTrainer(TrainingRank):
                 failed = self.control.exchange_verdicts(failure, phase=Phase.TEARDOWN, deadline=self.deadline)
                 self._verdict = failed
                 if failed:
-                    # A rank that failed itself does not wait for the others, and knows nothing of them.
-                    blamed = failed if failure is None else {self.training_rank: failure}
-                    reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in blamed.items())
-                    logger.warning("teardown: groups are aborted, because of %s", reasons)
+                    # No warning, and no names: those that have failed may only have waited. The verdict comes later.
+                    logger.info("teardown: groups are aborted, because not every rank is well")
                     abort_groups(self.world, timeout=_ABORT)
                     return failed
                 self.control.barrier(Phase.TEARDOWN, self.deadline)

@@ -54,7 +54,10 @@ def test_a_rank_that_fails_is_named_by_the_others_and_keeps_its_own_error(tmp_pa
     done = _run(tmp_path, _script().replace("    for step in range(3):", failing), ranks=4)
     assert done.returncode != 0
     assert "AssertionError: no more disk" in done.stderr
-    assert "groups are aborted, because of training rank 1: AssertionError: no more disk\n" in done.stderr
+    told = r"rank \d: the job has failed on training rank 1: trainer rank 1 failed between phases at script\.py:\d+ "
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("training rank", "teardown", "phase"))]
+    assert lines, done.stderr
+    assert [line for line in lines if re.search(rf"{told}\(<module>\): AssertionError: no more disk$", line)] == lines
     named = re.findall(r"CommunicatorError: teardown: rank 1 AssertionError: no more disk$", done.stderr, re.MULTILINE)
     assert len(named) == 3
 
