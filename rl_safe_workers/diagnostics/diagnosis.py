@@ -145,7 +145,7 @@ def diagnose_answers(
         culprits = frozenset(trainer_ids(mismatch.culprits))
         places = [(one, _place(one, answers, known)) for one in sorted(culprits)]
         at = [f"{one}{home_of(one, answers)} was at {place}" for one, place in places if place is not None]
-        found["verdict"] = "; ".join([f"{Fault.SHAPES} in {mismatch.work}: {mismatch.said}", *at])
+        found["verdict"] = "; ".join([f"{Fault.SHAPES} in {mismatch.work or 'a collective'}: {mismatch.said}", *at])
         found["error"] = f"{type(error).__name__}: {error}"
     elif wait is not None:
         if root is not None and wait.missing is not None:
@@ -215,7 +215,8 @@ def _mismatch(root: RootCause, answers: Answers, whys: Mapping[RankId, Ending | 
     if any(ending.fault not in (Fault.ABORTED, Fault.SILENT_END, Fault.SHAPES) for ending in endings):
         return None
     aborted_in = next((ending.aborted_in for ending in endings if ending.aborted_in), "")
-    return find_mismatch(answers.records, ended={one.rank for one in ended}, aborted_in=aborted_in)
+    is_sure = any(ending.fault is Fault.SHAPES for ending in endings)
+    return find_mismatch(answers.records, ended={one.rank for one in ended}, aborted_in=aborted_in, is_sure=is_sure)
 
 
 def _place(rank_id: RankId, answers: Answers, known: Reports) -> str | None:

@@ -24,14 +24,17 @@ class Mismatch:
     Example: ``Mismatch(work=work, culprits=frozenset({1}), said="training rank 1 gives 5000 Float, ...")``
     """
 
-    work: Work
+    work: Work | None
+    """The collective; None if no record shows it."""
     culprits: frozenset[int]
     """Training ranks whose shape differs from that of most; empty if nobody can know."""
     said: str
     """The shapes, and if nobody is named, why; the end of a sentence about the collective."""
 
 
-def find_mismatch(records: Mapping[int, Record], *, ended: Collection[int], aborted_in: str) -> Mismatch | None:
+def find_mismatch(
+    records: Mapping[int, Record], *, ended: Collection[int], aborted_in: str, is_sure: bool = False
+) -> Mismatch | None:
     """Finds the collective in which shapes differ; None if nothing shows that they do.
 
     Args:
@@ -39,6 +42,7 @@ def find_mismatch(records: Mapping[int, Record], *, ended: Collection[int], abor
         ended: Training ranks that have died, at least one. They have left no record.
         aborted_in: The torch collective in which a thread of a library has aborted one of them; empty if that is not
             known to have happened.
+        is_sure: True if gloo has said that it has ended them because of their shapes.
     """
     alive = {rank: record for rank, record in records.items() if rank not in ended}
     newest = [work for record in alive.values() if (work := record.under_way or record.last) is not None]
@@ -51,8 +55,10 @@ def find_mismatch(records: Mapping[int, Record], *, ended: Collection[int], abor
         there = {rank: one for rank, record in alive.items() for one in record.recent if _spot(one) == spot}
         if len({one.tensors for one in there.values()}) > 1:
             return _among_the_living(work, there, ended)
-        if aborted_in.startswith(work.op):
+        if is_sure or aborted_in.startswith(work.op):
             return _of_the_ended(work, there, ended)
+    if is_sure:
+        return Mismatch(work=None, culprits=frozenset(), said=_without_records(ended))
     return None
 
 
@@ -87,6 +93,11 @@ def _of_the_ended(work: Work, there: Mapping[int, Work], ended: Collection[int])
         *([] if few else ["who is wrong is not known, because only two ranks can be compared"]),
     ]
     return Mismatch(work=work, culprits=few, said="; ".join(told))
+
+
+def _without_records(ended: Collection[int]) -> str:
+    gloo = f"gloo has ended {_names(ended)}, which got more than it expected"
+    return f"{gloo}; who is wrong is not known, because the Flight Recorder has no record of it"
 
 
 def _names(ranks: Collection[int]) -> str:

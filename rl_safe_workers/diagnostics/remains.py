@@ -369,7 +369,8 @@ def _explain(found: _Found) -> Explanation:
     slices = [one for flight in found.flights for one in _slices(flight)]
     if len(events) > _SHOWN:
         notes.append(f"not shown: {len(events) - _SHOWN} later events")
-    if events and events[0].order[0] == 0:
+    # Of shapes, the verdict of the run has compared more than a log tells.
+    if events and events[0].order[0] == 0 and not (found.verdicts and events[0].fault is Fault.SHAPES):
         return _of_events(events, notes, slices)
     if found.verdicts:
         source, verdict = found.verdicts[0]
@@ -443,6 +444,9 @@ def _of_events(events: Sequence[Event], notes: Sequence[str], slices: Sequence[S
         same = [event for event in same if event is first or _pid_of(event) is None or _pid_of(event) != _pid_of(first)]
         others = len({event.who for event in same} - {first.who})
         verdict = _said(first) + (f", and the same in {counted(others, 'other rank')}" if others else "")
+    if first.fault is Fault.SHAPES:
+        verdict += "; which rank has another shape is not known, because gloo ends whoever gets more than it expects"
+        same = []
     return Explanation(
         verdict=verdict,
         advice=ADVICE[first.fault],

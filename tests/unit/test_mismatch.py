@@ -68,6 +68,17 @@ def test_a_rank_that_was_killed_by_something_else_has_no_other_shape() -> None:
     assert found(ended=1, aborted_in="", rank0=4000, rank2=4000) is None
 
 
+def test_what_gloo_has_said_counts_without_a_stack_and_without_a_record() -> None:
+    records = {rank: Record.of([work(4000)]) for rank in (0, 2)}
+    mismatch = find_mismatch(records, ended=[1], aborted_in="", is_sure=True)
+    assert mismatch is not None
+    assert mismatch.culprits == {1}
+    unseen = find_mismatch({}, ended=[1], aborted_in="", is_sure=True)
+    assert unseen is not None
+    assert (unseen.work, unseen.culprits) == (None, set())
+    assert "who is wrong is not known, because" in unseen.said
+
+
 def test_a_rank_that_was_in_another_collective_has_no_other_shape() -> None:
     assert found(ended=1, aborted_in="barrier", rank0=4000, rank2=4000) is None
 

@@ -125,6 +125,24 @@ def test_the_cause_is_told_from_what_its_victims_say(
     assert list(found.culprits) == ([] if culprit is None else [culprit])
 
 
+GLOO_ENDS = """\
+terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8000 vs 6000. Received data
+"""
+
+
+def test_a_rank_that_gloo_ends_over_its_shape_is_not_blamed(tmp_path: Path) -> None:
+    found = explained(tmp_path, {"rank_2.log": GLOO_ENDS})
+    assert (found.cause, list(found.culprits)) == (Fault.SHAPES, [])
+    assert "which rank has another shape is not known" in found.verdict
+    assert not any(row.is_culprit for row in found.rows)
+
+
+def test_the_verdict_of_the_run_says_more_of_shapes_than_a_log(tmp_path: Path) -> None:
+    verdict = json.dumps({"verdict": "different shapes in all_gather of dp: trainer rank 1 with 5000 Float"})
+    assert "trainer rank 1" in explained(tmp_path, {"rank_2.log": GLOO_ENDS, "verdict.json": verdict}).verdict
+
+
 def test_a_traceback_that_the_process_has_outlived_is_not_the_cause(tmp_path: Path) -> None:
     alive = "".join(f"step {step}\n" for step in range(50))
     found = explained(
