@@ -275,7 +275,39 @@ def late_bytes(folder: Path, inputs: Path, report: Report, *, nodes: int) -> lis
 
 
 def grpo(folder: Path, inputs: Path, report: Report) -> list[Row]:
-    """GRPO with vLLM on the trainers' GPUs: whole jobs, a resume, and steps in turns with stock's."""
+    """GRPO with vLLM on the trainers' GPUs: five steps and a save with communicators given away, and a resume."""
+    giving = _grpo(folder, inputs, "grpo giving", *_until(GRPO_STEPS), settings={**DEADLINES, "release_comms": True})
+    run_jobs([giving], report, limit_s=GRPO_LIMIT_S)
+    resumed = _grpo(
+        folder,
+        inputs,
+        "grpo resumed",
+        *_until(RESUMED_STEPS),
+        *("--mcore_model", str(giving.output / f"checkpoint-{GRPO_STEPS}"), "--finetune", "false"),
+    )
+    if giving.is_clean:
+        run_jobs([resumed], report, limit_s=GRPO_LIMIT_S)
+    connected = (
+        min(((r["bootstrap"]["bytes"] or 0) - (r["kernel_bytes"] or 0) for r in giving.records()), default=0) / MIB
+    )
+    given = min((r["given_bytes"] for r in giving.records()), default=0) / MIB
+    return [
+        gpu_row(f"grpo: clean exits, {GRPO_STEPS} steps and a save", "", giving.is_clean, at_least(1)),
+        gpu_row("grpo: steps logged", "", len(giving.losses), at_least(GRPO_STEPS)),
+        gpu_row("grpo: resumed: clean exits", "", resumed.is_clean, at_least(1)),
+        gpu_row("grpo: resumed: steps more", "", len(resumed.calls(STEP)) / GPUS, at_least(RESUMED_STEPS - GRPO_STEPS)),
+        gpu_row("grpo: communicators after the bootstrap, without kernels", "MiB", connected, at_least(0)),
+        gpu_row(
+            "grpo: part of it that is given to generation",
+            "",
+            given / connected if connected else math.nan,
+            at_least(0.95),
+        ),
+    ]
+
+
+def grpo_turns(folder: Path, inputs: Path, report: Report) -> list[Row]:
+    """The same, ours and stock's steps in turns: late communicators, and the seconds of a step."""
     turns = folder / "turns"
     folder.mkdir(parents=True)
     for rank in range(GPUS):
@@ -292,34 +324,9 @@ def grpo(folder: Path, inputs: Path, report: Report) -> list[Row]:
         )
         for way, other in ((OURS, STOCK), (STOCK, OURS))
     )
-    giving = _grpo(folder, inputs, "grpo giving", *_until(GRPO_STEPS), settings={**DEADLINES, "release_comms": True})
-    run_jobs([own, stock, giving], report, limit_s=GRPO_LIMIT_S)
-    resumed = _grpo(
-        folder,
-        inputs,
-        "grpo resumed",
-        *_until(RESUMED_STEPS),
-        *("--mcore_model", str(giving.output / f"checkpoint-{GRPO_STEPS}"), "--finetune", "false"),
-    )
-    if giving.is_clean:
-        run_jobs([resumed], report, limit_s=GRPO_LIMIT_S)
-    connected = (
-        min(((r["bootstrap"]["bytes"] or 0) - (r["kernel_bytes"] or 0) for r in giving.records()), default=0) / MIB
-    )
-    given = min((r["given_bytes"] for r in giving.records()), default=0) / MIB
+    run_jobs([own, stock], report, limit_s=GRPO_LIMIT_S)
     ratios = [_seconds_of_steps(job)[UNTIMED_STEPS:] for job in (own, stock)]
     return [
-        gpu_row(f"grpo: clean exits, {GRPO_STEPS} steps and a save", "", giving.is_clean, at_least(1)),
-        gpu_row("grpo: steps logged", "", len(giving.losses), at_least(GRPO_STEPS)),
-        gpu_row("grpo: resumed: clean exits", "", resumed.is_clean, at_least(1)),
-        gpu_row("grpo: resumed: steps more", "", len(resumed.calls(STEP)) / GPUS, at_least(RESUMED_STEPS - GRPO_STEPS)),
-        gpu_row("grpo: communicators after the bootstrap, without kernels", "MiB", connected, at_least(0)),
-        gpu_row(
-            "grpo: part of it that is given to generation",
-            "",
-            given / connected if connected else math.nan,
-            at_least(0.95),
-        ),
         gpu_row("grpo: jobs in turns: clean exits", "", own.is_clean + stock.is_clean, at_least(2)),
         *_late_rows("grpo EP2", {OURS: own, STOCK: stock}, report),
         *_step_rows("grpo", *ratios),
@@ -559,6 +566,7 @@ PARTS: dict[str, Callable[[Path, Path, Report], list[Row]]] = {
     "failures_in_steps": partial(failures, place="step"),
     "failures_in_saves": partial(failures, place="save"),
     "grpo": grpo,
+    "grpo_turns": grpo_turns,
     "grpo_failures": grpo_failures,
     "ray": ray_mode,
 }
