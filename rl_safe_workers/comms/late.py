@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 NOTICED_BYTES = 2 * 2**20
 """The smallest piece in which CUDA hands out memory; less is not seen."""
+READING_S = 0.5
+"""How long the readings of memory in one body may take; NVML takes milliseconds for one, and more on a busy GPU."""
+ALWAYS_READ = 4
+"""The first calls of an operation of a group in a body are looked at even then."""
 _OF_ALL_TO_ALL = frozenset({OpClass.BATCHED_P2P, OpClass.ROOT_EXCHANGE})
 """Op classes that use the connections of all_to_all."""
 
@@ -38,12 +44,18 @@ class LateWatch:
         """
         self._connected = {name: set(classes) for name, classes in connected.items()}
         self._probe = probe
+        self._read_s = 0.0
+        self._calls: Counter[tuple[str, str]] = Counter()
         self.found: list[LateAllocation] = []
 
     @contextmanager
     def watching(self, phase: str) -> Iterator[list[LateAllocation]]:
-        """Watches this thread's collectives, and those of its backward passes; yields what is found meanwhile."""
+        """Watches this thread's collectives, and those of its backward passes; yields what is found meanwhile.
+
+        Reading the memory takes some `READING_S` at most: a step of a large model has very many collectives.
+        """
         before = len(self.found)
+        self._read_s, self._calls = 0.0, Counter()
         new: list[LateAllocation] = []
 
         def issue(group: dist.ProcessGroup, operation: str, call: Callable[[], Any]) -> Any:
@@ -66,9 +78,10 @@ class LateWatch:
         logger.warning("%s", text)
 
     def _issue(self, group: dist.ProcessGroup, operation: str, call: Callable[[], Any], phase: str) -> Any:
-        before = None if self._probe is None else self._probe()
+        probe = self._probe if self._reads(group, operation) else None
+        before = None if probe is None else self._timed(probe)
         value = call()
-        taken = None if self._probe is None or before is None else self._probe() - before
+        taken = None if probe is None or before is None else self._timed(probe) - before
         found = op_class(operation)
         if self._is_new(group, found) or (taken is not None and taken >= NOTICED_BYTES):
             self.found.append(
@@ -82,6 +95,18 @@ class LateWatch:
                 )
             )
         return value
+
+    def _reads(self, group: dist.ProcessGroup, operation: str) -> bool:
+        """Returns True if memory is to be read around this call."""
+        name = (group.group_name, operation)
+        self._calls[name] += 1
+        return self._calls[name] <= ALWAYS_READ or self._read_s < READING_S
+
+    def _timed(self, probe: Callable[[], int]) -> int:
+        began_s = time.perf_counter()
+        used = probe()
+        self._read_s += time.perf_counter() - began_s
+        return used
 
     def _is_new(self, group: dist.ProcessGroup, found: OpClass | None) -> bool:
         """Returns True if a group carries a class for the first time. One rank alone has nobody to connect to."""

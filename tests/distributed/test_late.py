@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rl_safe_workers.comms.bootstrap import Bootstrap
-from rl_safe_workers.comms.late import NOTICED_BYTES, LateWatch
+from rl_safe_workers.comms.late import ALWAYS_READ, NOTICED_BYTES, READING_S, LateWatch
 from rl_safe_workers.comms.trace import op_class
 from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.errors import CommunicatorError
@@ -100,6 +100,33 @@ def test_a_class_that_was_not_connected_is_told_once_and_one_that_takes_memory_a
         assert found["nothing"] == [[], []]
         assert found["first"] == [(GATHER, "allgather_", (0, 1), "train", 0)]
         assert found["second"] == [(REDUCE, "logprob", NOTICED_BYTES)]
+
+
+def _watch_a_slow_device(rank: int, address: StoreAddress) -> list[int]:
+    dist.init_process_group("gloo", store=connect_store(address, timeout=PATIENCE), rank=rank, world_size=2)
+    one, readings = torch.ones(1), 0
+
+    def slow() -> int:
+        nonlocal readings
+        readings += 1
+        time.sleep(READING_S / 4)
+        return 0
+
+    of_bodies, watch = [], LateWatch({}, probe=slow)
+    for _ in range(2):
+        readings = 0
+        with watch.watching("train"):
+            for _ in range(20):
+                dist.all_reduce(one)
+            dist.broadcast(one, src=0)
+        of_bodies.append(readings)
+    dist.destroy_process_group()
+    return of_bodies
+
+
+def test_the_first_calls_alone_are_looked_at_where_a_reading_takes_long(address: StoreAddress) -> None:
+    # Two readings a call, of an operation that is called often and of one that comes late.
+    assert values(run_ranks(_watch_a_slow_device, 2, address)) == [[2 * ALWAYS_READ + 2] * 2] * 2
 
 
 def _step_unprepared(rank: int, address: StoreAddress, config: RunConfig) -> tuple[str, int]:
