@@ -172,6 +172,7 @@ class RayServer:
 
         import zmq
 
+        (Path(os.environ["RECORDS"]) / f"socket{os.getpid()}").write_text(zmq_handle)
         socket = zmq.Context.instance().socket(zmq.REP)
         socket.connect(zmq_handle)
         place = socket.recv_pyobj()

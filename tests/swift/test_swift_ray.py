@@ -82,6 +82,12 @@ def test_the_phases_have_really_run_in_the_actors(own: tuple[Path, End]) -> None
         assert record["saves"][0]["all"] == 0
 
 
+def test_the_sockets_of_weights_are_the_jobs_own(own: tuple[Path, End]) -> None:
+    names = {path.read_text() for path in own[0].glob("socket*")}
+    assert len(names) == 2
+    assert not any("swift-rollout-zmq" in name for name in names), "another job on this machine has the same"
+
+
 @pytest.mark.every_failure
 def test_the_losses_are_those_of_stock_to_the_last_bit(own: tuple[Path, End], inputs: Path, tmp_path: Path) -> None:
     stock = run_ray(tmp_path / "job", inputs, ours=False, limit_s=300)

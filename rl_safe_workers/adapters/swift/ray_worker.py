@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -58,7 +59,7 @@ class SafeMegatronWorker(MegatronWorker):
         os.environ[VARIABLE] = rl_safe
         listen()
         install.in_actor()
-        _bound_waits_for_engines()
+        _mend_transfers()
         with _told():
             super().init_actor(*args, **kwargs)
 
@@ -141,10 +142,22 @@ def _parameter_buffers(models: list[Any]) -> Iterator[Any]:
             yield from (one for one in found if one.param_data is not None) if isinstance(found, list) else ()
 
 
-def _bound_waits_for_engines() -> None:
-    """Bounds the waits of this process for an engine: ms-swift has none, or ten minutes."""
+def _mend_transfers() -> None:
+    """Bounds the waits of this process for an engine, and gives each transfer a socket of this job's own.
+
+    ms-swift has no such limit, or ten minutes. Its sockets have the same names in all jobs of a machine
+    (rollout/adapter.py:34): two jobs then hang, or an engine gets the other job's weights.
+    """
     from swift.ray.megatron.rollout import adapter
     from swift.ray.megatron.rollout.weight_transfer import BucketedWeightSender
+
+    make = adapter.RolloutAdapter.__init__
+
+    @functools.wraps(make)
+    def make_own(one: Any, *args: Any, **kwargs: Any) -> None:
+        make(one, *args, **kwargs)
+        # The engine is told the name with each transfer. In /tmp, because the path of a socket has to be short.
+        one.zmq_handle = f"ipc:///tmp/rl-safe-swift-{uuid.uuid4().hex}.sock"
 
     original = BucketedWeightSender.__init__
 
@@ -167,6 +180,7 @@ def _bound_waits_for_engines() -> None:
             rank_id = RankId(Role.ROLLOUT, one.replica_rank)
             raise silent_engine(engine, install.job().phase_name(), patience, rank_id) from None
 
+    adapter.RolloutAdapter.__init__ = make_own
     BucketedWeightSender.__init__ = init
     adapter.RolloutAdapter.update_weights = update_weights
     adapter.ray = _PatientRay()

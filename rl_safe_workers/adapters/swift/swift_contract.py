@@ -350,6 +350,12 @@ RAY_NAMES: tuple[HostName, ...] = (
     ),
     HostName(
         file=_ADAPTER,
+        name="RolloutAdapter.__init__",
+        parameters=("self",),
+        why="replaced: a socket of the job's own",
+    ),
+    HostName(
+        file=_ADAPTER,
         name="RolloutAdapter.update_weights",
         parameters=("self", "weight_iter"),
         why="replaced: names the engine",
@@ -428,6 +434,18 @@ RAY_TEXTS: tuple[HostText, ...] = (
         within="RolloutAdapter.update_weights",
         text="ray.get, rpc_ref",
         why="replaced: looked up in the module",
+    ),
+    HostText(
+        file=_ADAPTER,
+        within="RolloutAdapter.__init__",
+        text="self.zmq_handle = ",
+        why="the socket of a transfer",
+    ),
+    HostText(
+        file=_ADAPTER,
+        within="RolloutAdapter.update_weights",
+        text="zmq_handle=self.zmq_handle",
+        why="the socket of a transfer",
     ),
     HostText(
         file=_SENDER,
