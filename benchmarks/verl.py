@@ -334,7 +334,7 @@ def variants(jobs: Jobs) -> list[Row]:
 
 def _release_rows(jobs: Jobs, giving: Job) -> list[Row]:
     of_steps = metrics_of(giving.output()).values()
-    connected = max((of_step.get("rl_safe/bootstrap_mib", 0) for of_step in of_steps), default=0) or float("nan")
+    connected = max((_communicators_mib(of_step) for of_step in of_steps), default=0) or float("nan")
     released = min((of_step.get("rl_safe/released_mib", 0) for of_step in of_steps), default=0)
     after = memory_of(giving)
     jobs.report(f"release_comms: { ({key: round(value / MIB) for key, value in after.items()}) }")
@@ -343,6 +343,11 @@ def _release_rows(jobs: Jobs, giving: Job) -> list[Row]:
         row("released, by our own figures, of what was connected", "", released / connected, at_least(0.95)),
         row("outside torch, less at rollout, of what was connected", "", back_mib / connected, at_least(0.95)),
     ]
+
+
+def _communicators_mib(of_step: Mapping[str, float]) -> float:
+    """Returns what the communicators took that the bootstrap has connected, without NCCL's kernels."""
+    return of_step.get("rl_safe/bootstrap_mib", 0) - of_step.get("rl_safe/kernels_mib", 0)
 
 
 def phases(jobs: Jobs) -> list[Row]:

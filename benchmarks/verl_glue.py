@@ -75,6 +75,12 @@ def _order_batches(module: ModuleType) -> None:
     module.PPOTrainer._balance_batch = sorted_first
 
 
+@when_imported("verl.utils.tokenizer.continuous_token_wiring")  # type: ignore[untyped-decorator]
+def _take_any_tokenizer(module: ModuleType) -> None:
+    """Lets a Qwen2 have the tokenizer of our seeded models: verl asks one of that family for a token of a newline."""
+    module._MODEL_TYPE_TO_FAMILY.pop("qwen2")
+
+
 @when_imported("verl.single_controller.ray.base")  # type: ignore[untyped-decorator]
 def _take_own_port(module: ModuleType) -> None:
     if PORTS not in os.environ:

@@ -192,6 +192,7 @@ class TrainerProcess(HostedTrainer):
         if comms.report is not None:
             found["rl_safe/bootstrap_groups"] = float(comms.report.groups)
             found["rl_safe/bootstrap_mib"] = (comms.report.bytes or 0) / 2**20
+            found["rl_safe/kernels_mib"] = (comms.report.kernel_bytes or 0) / 2**20
             found["rl_safe/late_allocations"] = float(len(comms.late_allocations()))
             found["timing_s/rl_safe_bootstrap"] = comms.report.seconds
         # Told once, though worker groups of one process ask in turn: the trainer takes the largest answer.
