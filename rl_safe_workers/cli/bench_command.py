@@ -59,7 +59,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     # Only the benchmark that runs is imported: some need what others do without.
     module = importlib.import_module(f"benchmarks.{arguments.name}")
     progress = Console(file=sys.stderr, highlight=False)
-    rows: list[Row] = module.measure(lambda line: progress.print(line, soft_wrap=True))
+    rows: list[Row] = module.measure(lambda line: progress.print(line, soft_wrap=True, markup=False))
     print_table(rows, Console(force_interactive=False))
     if json_file is not None:
         write_json(rows, json_file)
