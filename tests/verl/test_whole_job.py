@@ -105,6 +105,12 @@ FAULTS = {
         *("reward kills the agent loop", "train"),
         r"agent loop worker 0 on \S+ died in phase rollout(: |$)",
     ),
+    "reward_hangs": (
+        *("reward hangs", "rollout"),
+        r"hang: phase rollout, generation: trainer rank 0-1, rollout rank 0-1, agent loop worker 0 arrived, "
+        r"reward worker 0 did not within \S+ s; reward worker 0 on \S+ is at "
+        r"\S+faulty_reward.py:\d+ \(run_in_sandbox\)$",
+    ),
     "sync": (
         *("wake_kv_cache 1", "sync"),
         r"hang: phase sync, the weight sync: trainer rank 1 arrived, rollout rank 1 did not within ",
@@ -118,7 +124,7 @@ FAULTS = {
 
 UNBOUND = ("trainer_stopped_for_too_long", "agent_loop_killed")
 """Faults that are seen long before a deadline."""
-SAMPLE = ("trainer_stopped", "trainer_stopped_for_too_long", "generation", "agent_loop_killed", "sync")
+SAMPLE = ("trainer_stopped", "trainer_stopped_for_too_long", "generation", "reward_hangs", "agent_loop_killed", "sync")
 CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.every_failure) for name in FAULTS]
 
 
@@ -140,5 +146,6 @@ def test_a_fault_ends_the_job_and_its_first_line_says_where_it_began(name, tmp_p
     evidence = Path(last[2].removeprefix("evidence in "))
     assert evidence.parent == tmp_path / "checkpoints"
     assert {"verdict.json", "stack_trainer_0.txt", "stack_rollout_0.txt"} <= {path.name for path in evidence.iterdir()}
+    assert name != "reward_hangs" or "run_in_sandbox" in (evidence / "stack_reward_0.txt").read_text()
     assert took_s < limit_s + ALLOWED_S
     assert not list(Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}{evidence.name.rpartition('_')[2]}*"))
