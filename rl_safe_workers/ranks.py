@@ -17,10 +17,27 @@ class Role(StrEnum):
 
     TRAINER = "trainer"
     ROLLOUT = "rollout"
+    AGENT_LOOP = "agent_loop"
+    """Hands prompts to rollout engines for a host framework."""
+    REWARD = "reward"
+    """Rewards responses for a host framework."""
+
+    @property
+    def noun(self) -> str:
+        """The process in a sentence, without its number.
+
+        >>> Role.TRAINER.noun, Role.AGENT_LOOP.noun
+        ('trainer rank', 'agent loop worker')
+        """
+        return f"{self.replace('_', ' ')} worker" if self in HELPERS else f"{self} rank"
+
+
+HELPERS = frozenset({Role.AGENT_LOOP, Role.REWARD})
+"""Roles of a host framework's processes that neither train nor generate: a rollout waits for them."""
 
 
 class RankId(NamedTuple):
-    """One rank of a run. Trainers sort before rollout ranks, each role by rank.
+    """One rank of a run. Trainers sort before all others, which sort by rank.
 
     >>> str(RankId(Role.TRAINER, 1))
     'trainer rank 1'
@@ -33,7 +50,7 @@ class RankId(NamedTuple):
     """The rank within its role."""
 
     def __str__(self) -> str:
-        return f"{self.role} rank {self.rank}"
+        return f"{self.role.noun} {self.rank}"
 
     def __lt__(self, other: tuple[Any, ...]) -> bool:
         return _place(self) < _place(other)
@@ -115,4 +132,4 @@ def name_ranks(ranks: Iterable[RankId]) -> str:
     """
     ranks = list(ranks)
     by_role = [(role, [one.rank for one in ranks if one.role == role]) for role in Role]
-    return ", ".join(f"{role} rank {format_ranks(of_role)}" for role, of_role in by_role if of_role)
+    return ", ".join(f"{role.noun} {format_ranks(of_role)}" for role, of_role in by_role if of_role)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import ray
 
 from rl_safe_workers.adapters.weight_update import ROLLOUT
-from rl_safe_workers.compat.ray_tables import actor_id, actor_id_of_call
+from rl_safe_workers.compat.ray_tables import DEAD, actor_id, actor_id_of_call, actor_table
 from rl_safe_workers.config import PhaseTimeouts
 from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RunError
@@ -37,8 +37,7 @@ class Party(NamedTuple):
     """A process that the driver may wait for."""
 
     name: str
-    rank: RankId | None
-    """Its rank; None for a process that neither trains nor generates."""
+    rank: RankId
     actor: Any
     """Ray's handle of it."""
     ask: Callable[[], Any]
@@ -199,15 +198,31 @@ class DriverWaits:
         """Returns the error of a wait that has passed its deadline; asks every process whether it is well."""
         self.failed_in = phase
         silent = self._silent(calls)
-        ranks = [one.party.rank for one in silent if one.party.rank is not None]
         return PhaseTimeoutError(
             phase=phase,
-            awaited=Awaited(what, frozenset(p.rank for p in self._parties() if p.rank is not None)),
-            missing=ranks,
+            awaited=Awaited(what, frozenset(party.rank for party in self._parties())),
+            missing=[one.party.rank for one in silent],
             waited_s=waited_s,
             setting=f"rl_safe.timeouts.{phase}",
             detail="; ".join(filter(None, (detail, _told(silent) or "every process that was asked answers"))),
         )
+
+    def check_alive(self, phase: str, what: str) -> None:
+        """Fails if a process of the job has died, by Ray's table; asks no process. Takes milliseconds.
+
+        Args:
+            phase: The phase that the driver waits in.
+            what: The work that it waits for.
+
+        Raises:
+            RunError: If one has died; names it.
+        """
+        if not (parties := self._parties()):
+            return
+        ended = {row["ActorID"] for row in actor_table() if row["State"] == DEAD}
+        if dead := [Silent(party, is_dead=True) for party in parties if actor_id(party.actor) in ended]:
+            self.failed_in = phase
+            raise RunError(f"{what}: {_told(dead)}", culprit=_culprit(dead))
 
     def _silent(self, calls: Sequence[Any]) -> list[Silent]:
         """Returns the processes without an answer to one of the calls; without calls, every process is asked something.
@@ -241,9 +256,8 @@ def _culprit(silent: Sequence[Silent]) -> RankId | None:
 
     A trainer that does not answer may be in the call still, and wait for somebody itself.
     """
-    ranks = [one for one in silent if one.party.rank is not None]
-    dead = [one for one in ranks if one.is_dead]
-    engines = [one for one in ranks if one.party.rank is not None and one.party.rank.role is Role.ROLLOUT]
+    dead = [one for one in silent if one.is_dead]
+    engines = [one for one in silent if one.party.rank.role is Role.ROLLOUT]
     return next((one.party.rank for one in (*dead, *engines)), None)
 
 

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from rl_safe_workers.adapters.rank_answers import RankNotes
+from rl_safe_workers.adapters.rank_answers import RankNotes, listen_in
 from rl_safe_workers.adapters.shards import ShardWriter
 from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
-from rl_safe_workers.errors import CheckpointError, LifecycleError, PhaseTimeoutError, RlSafeError
+from rl_safe_workers.control.bounded import within
+from rl_safe_workers.control.plane import NO_VERDICT
+from rl_safe_workers.diagnostics.neighbours import Neighbours, blame
+from rl_safe_workers.errors import (
+    CheckpointError,
+    LifecycleError,
+    PhaseTimeoutError,
+    RlSafeError,
+    RunError,
+    first_line,
+    in_one_line,
+)
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import RankId
 from rl_safe_workers.workers.communicators import HostComms
 from rl_safe_workers.workers.safe_trainer import SafeTrainer
 from rl_safe_workers.worlds.training_world import device_of_world
 
+logger = logging.getLogger(__name__)
+
 _HEARD = timedelta(seconds=5)
 """How long a rank that has failed alone waits for the others to hear of it."""
+_TOLD = timedelta(seconds=2)
+"""How long a rank whose job has failed takes at most, for each of: telling the others, their answers, the reports."""
 
 
 class HostedTrainer:
@@ -30,6 +47,8 @@ class HostedTrainer:
     _trainer: SafeTrainer | None = None
     notes: RankNotes
     """The notes of this rank for the verdict, once it has taken the world."""
+    neighbours: Neighbours | None = None
+    """The job's ranks on this machine, from `meet_neighbours` on; None where a driver asks."""
     _writer: ShardWriter | None = None
     """Writes what the host would have written; None if the host's saves do not go through it."""
 
@@ -78,6 +97,17 @@ class HostedTrainer:
         self.notes = RankNotes(self._trainer)
         self._trainer.add_part(self.notes)
         self._trainer.entry.adopt_world()
+
+    def meet_neighbours(self, *, stop_limit_s: float) -> None:
+        """Has the ranks on this machine say which one a failure began with, in a job that has no driver of ours.
+
+        Args:
+            stop_limit_s: Seconds after which a rank that is stopped is ended; 0: no rank is watched.
+        """
+        self.neighbours = Neighbours(
+            self.trainer.entry.job_key, rank=self.trainer.training_rank, stop_limit_s=stop_limit_s
+        )
+        listen_in(self.neighbours.folder)
 
     def create_groups(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Has the host create Megatron's groups with our limits and timeouts, and connects them.
@@ -187,6 +217,47 @@ class HostedTrainer:
     def end(self, failure: str | None = None) -> dict[int, str]:
         """As `SafeTrainer.teardown`; nothing where there is no world yet."""
         return self.trainer.teardown(failure) if self.has_world else {}
+
+    def end_failed(self, error: BaseException, phase: str) -> None:
+        """Tells the others of a failure of this rank, ends its groups, and says where the failure began.
+
+        Not collective. It takes three times `_TOLD` at most, what `Neighbours.judge` takes, and the time to abort the
+        groups. Its own errors are logged.
+
+        Args:
+            error: What this rank has failed with.
+            phase: The phase that it was in, or `errors.OUTSIDE`.
+        """
+        trainer = self.trainer
+        if isinstance(error, Exception):
+            self.notes.failed(phase, error)
+        elif self.neighbours is not None:
+            self.neighbours.leave()  # its user ends it: nobody is to say that it has died
+        seconds = min(trainer.rl_safe.timeouts.teardown, _TOLD.total_seconds())
+        timeouts = trainer.rl_safe.timeouts.model_copy(update={"teardown": seconds})
+        trainer.rl_safe = trainer.rl_safe.model_copy(update={"timeouts": timeouts})
+        text = first_line(error) if isinstance(error, RlSafeError) else in_one_line(error)
+        reported = error if isinstance(error, Exception) else RuntimeError(text)
+        reports: dict[RankId, RunError] = {}
+        try:
+            within(lambda: trainer.control.report_failure(reported, phase=phase), _TOLD, what="reporting the failure")
+            failed = self.end(text)
+            silent = [rank for rank, reason in failed.items() if reason == NO_VERDICT]
+            within(lambda: reports.update(trainer.control.reported_failures()), _TOLD, what="reading the failures")
+            self.say(*blame(reports, silent=silent, among=self.neighbours))
+        except RlSafeError as lost:
+            logger.error("training rank %d: %s", trainer.training_rank, lost)
+        except Exception as lost:  # the job's own error goes on
+            logger.error("training rank %d: telling the others: %s", trainer.training_rank, in_one_line(lost))
+
+    def say(self, culprits: Collection[RankId], why: str) -> None:
+        """Logs with which ranks the job's failure began, where this rank has neighbours."""
+        if self.neighbours is not None:
+            self.neighbours.say(culprits, why)
+
+    def speaking(self) -> AbstractContextManager[None]:
+        """Has SIGTERM wait for what the body says of a failure; see `Neighbours.ending`."""
+        return nullcontext() if self.neighbours is None else self.neighbours.ending()
 
 
 def _asked(arguments: Mapping[str, Any]) -> MegatronConfig:

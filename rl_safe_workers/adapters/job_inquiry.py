@@ -7,12 +7,19 @@ from pathlib import Path
 
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
 from rl_safe_workers.diagnostics.stacks import CallFrame
-from rl_safe_workers.ranks import RankId
+from rl_safe_workers.ranks import HELPERS, RankId
 
 SYNC_CALL = CallFrame("adapters/weight_update.py", "_on_this_thread")
 """Where a weight sync runs."""
 CALL_FRAME = CallFrame("ray/_private/function_manager.py", "actor_method_executor", SYNC_CALL)
 """Where the calls of a rank's actor run. Of its constructor Ray says nothing, so that counts as no call."""
+HELPER_FRAME = CallFrame(
+    "verl/experimental/agent_loop/agent_loop.py",
+    "_run_agent_loop",
+    CallFrame("concurrent/futures/thread.py", "run", CALL_FRAME),
+)
+"""Where the work of an actor runs that neither trains nor generates: verl's agent loops are tasks of their own, and its
+reward functions run on a pool of threads (reward_manager/naive.py:75). One that awaits something is in neither."""
 
 Place = tuple[RankId, int]
 """A rank and the id of its process."""
@@ -27,5 +34,14 @@ def ask_here(places: Sequence[Place], patience_s: float, folder: Path | None, *,
         folder: Where they leave their answers; None: nobody knows.
         logs: The folder of Ray's logs on this machine; None: nobody knows.
     """
-    ranks = [RankProcess(rank_id=rank_id, pid=pid, folder=folder, never_ends=True) for rank_id, pid in places]
+    ranks = [
+        RankProcess(
+            rank_id=rank_id,
+            pid=pid,
+            folder=folder,
+            never_ends=True,
+            call_frame=HELPER_FRAME if rank_id.role in HELPERS else None,
+        )
+        for rank_id, pid in places
+    ]
     return ask_ranks(lambda: ranks, patience_s=patience_s, folder=folder, call_frame=CALL_FRAME, logs=logs)

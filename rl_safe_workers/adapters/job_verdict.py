@@ -18,7 +18,7 @@ from rl_safe_workers import env
 from rl_safe_workers.adapters.driver_waits import Party, last_line
 from rl_safe_workers.adapters.job_inquiry import Place, ask_here
 from rl_safe_workers.adapters.job_processes import keeper_of
-from rl_safe_workers.compat.ray_tables import actor_id, actor_table, death_in_words, logs_folder
+from rl_safe_workers.compat.ray_tables import DEAD, actor_id, actor_table, death_in_words, logs_folder
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.diagnostics.diagnosis import diagnose_answers
 from rl_safe_workers.diagnostics.endings import Ending, ending_by_ray
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 3.0
 """Longest wait, in seconds, for each of: Ray's table, the processes' answers, the evidence."""
-_DEAD = "DEAD"
 
 
 class _Actor(NamedTuple):
@@ -89,7 +88,7 @@ class JobVerdict:
             return error  # the driver's own
         if isinstance(cause, JobError | UsageError):
             return error
-        parties = {actor_id(party.actor): party.rank for party in self._parties() if party.rank is not None}
+        parties = {actor_id(party.actor): party.rank for party in self._parties()}
         actors: list[_Actor] = []
 
         def reports() -> Mapping[RankId, RunError]:
@@ -128,7 +127,7 @@ def _actors(parties: Mapping[str, RankId]) -> list[_Actor]:
         if rank_id is None or rank_id in found:
             continue
         address = row["Address"]
-        is_dead = row["State"] == _DEAD
+        is_dead = row["State"] == DEAD
         ending = ending_by_ray(death_in_words(row)) if is_dead else None
         found[rank_id] = _Actor(rank_id, row["Pid"], address["NodeID"], address["IPAddress"], is_dead, ending)
     return list(found.values())

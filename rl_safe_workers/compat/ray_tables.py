@@ -16,6 +16,9 @@ from ray.exceptions import RaySystemError
 
 from rl_safe_workers.errors import ClusterError, first_line
 
+DEAD = "DEAD"
+"""The state of an actor that has ended for good."""
+
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
     """Returns the free resources of each node, by Ray's hexadecimal id of the node."""

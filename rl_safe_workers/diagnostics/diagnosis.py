@@ -19,7 +19,7 @@ from signal import SIGABRT
 from typing import Any
 
 from rl_safe_workers.control.deadline import attempt
-from rl_safe_workers.diagnostics.answering import ALIVE_EVERY_S, last_alive_s
+from rl_safe_workers.diagnostics.answering import ALIVE_EVERY_S, last_alive_s, stack_file
 from rl_safe_workers.diagnostics.endings import Ending, joined
 from rl_safe_workers.diagnostics.flight_recorder import works_waited_in
 from rl_safe_workers.diagnostics.hang import Wait, home_of, judge, keep, wait_of, waiting_for_others
@@ -39,8 +39,8 @@ from rl_safe_workers.errors import (
     during,
     first_line,
 )
-from rl_safe_workers.lifecycle import unix_now
-from rl_safe_workers.ranks import RankId, Role, name_ranks, trainer_id, trainer_ids
+from rl_safe_workers.lifecycle import Phase, unix_now
+from rl_safe_workers.ranks import HELPERS, RankId, Role, name_ranks, trainer_id, trainer_ids
 from rl_safe_workers.root_cause import RootCause, root_cause
 
 Reports = Mapping[RankId, RunError]
@@ -150,8 +150,8 @@ def diagnose_answers(
     elif wait is not None:
         if root is not None and wait.missing is not None:
             # Of the ranks that the error names, some wait themselves.
-            missing = (root.culprits - waiting) or root.culprits or wait.missing
-            wait = replace(wait, missing=missing, arrived=wait.arrived | (wait.missing - missing))
+            missing = (root.culprits - waiting) or root.culprits or wait.missing or _busy_helpers(busy, wait.phase)
+            wait = replace(wait, missing=missing, arrived=(wait.arrived | wait.missing) - missing)
         hang, found = judge(error, wait, answers, None)
         culprits = hang.culprits or wait.missing or frozenset(busy - wait.arrived)
         ended = [f"{one}{why}" for one in sorted(culprits) if (why := _because(whys.get(one)))]
@@ -255,6 +255,11 @@ def _is_busy(one: RankProcess) -> bool:
         return False
     # An engine that answers nobody's signal is not known to do anything.
     return one.rank_id.role is Role.TRAINER if one.stack is None else one.stack.is_in_a_call
+
+
+def _busy_helpers(busy: Collection[RankId], phase: str | None) -> frozenset[RankId]:
+    """Returns the processes that a rollout waits for though they answer: a thread of theirs is in a call."""
+    return frozenset(one for one in busy if one.role in HELPERS and phase == Phase.ROLLOUT)
 
 
 def _other_phases(reported: Reports, culprits: Collection[RankId], phase: str | None) -> list[str]:
@@ -423,6 +428,12 @@ def _advice(
         goes_on = f"kill -CONT {' '.join(pids)} goes on" if pids else "it was ended: see the setting timeouts.stopped"
         return f"find out what has sent SIGSTOP, such as a debugger or a scheduler; {goes_on}"
     if isinstance(error, PhaseTimeoutError):
+        if culprits and all(one.role in HELPERS for one in culprits):
+            files = ", ".join(stack_file(one) for one in sorted(culprits)[:_NAMED])
+            return (
+                f"see in {files} what the reward function, tool or agent loop waits for, and give it a timeout of its "
+                f"own; if it only takes longer, raise {error.setting}"
+            )
         return (
             f"if the phase only takes longer, raise {error.setting}; else see stack_<role>_<rank>.txt of who is named"
         )

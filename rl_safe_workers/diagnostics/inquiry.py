@@ -68,6 +68,8 @@ class RankProcess:
     """Where it leaves its answers; None: in the folder that its environment names (`env.HANG_DIR`)."""
     poll: Callable[[], int | None] | None = None
     """Returns the exit code once the process has ended, as `subprocess.Popen.poll`; None if nobody can tell."""
+    call_frame: CallFrame | None = None
+    """Where its calls run; None: where those of all ranks of the inquiry do."""
     never_ends: bool = False
     """True if its host keeps it whatever it raises, as Ray does an actor: if it has ended, something has killed it."""
     exit_code: int | None = None
@@ -387,7 +389,7 @@ class _Inquiry:
             rank.source = None
             self._look_at(rank)  # again: it may have stopped or ended since it was asked
             return
-        rank.stack = Stack.parse(rank.text, self._call_frame)
+        rank.stack = Stack.parse(rank.text, rank.call_frame or self._call_frame)
 
 
 def _stacks_of(rank: RankProcess) -> Path | None:

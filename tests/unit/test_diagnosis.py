@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rl_safe_workers.adapters.job_inquiry import CALL_FRAME, HELPER_FRAME
 from rl_safe_workers.diagnostics import diagnosis
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, diagnose, diagnose_answers
 from rl_safe_workers.diagnostics.endings import Ending
@@ -387,6 +388,49 @@ def test_a_wait_for_something_that_is_no_rank_blames_no_rank() -> None:
     found = of_host(actor(0, WORK, in_a_call=False), actor(1, WORK), reports={trainer_id(0): late_there})
     assert found.culprits == set()
     assert found.verdict.startswith("phase sync: the rollout did not finish within 9.0 s")
+
+
+@pytest.mark.parametrize(("phase", "is_named"), [("rollout", True), ("sync", False)])
+def test_a_generation_that_nobody_holds_up_blames_the_reward_worker_that_is_in_a_call(phase, is_named) -> None:
+    reward, agent_loop = RankId(Role.REWARD, 0), RankId(Role.AGENT_LOOP, 0)
+    ranks = [actor(0, WORK, in_a_call=False), engine(WORK), actor(0, WORK), actor(0, WORK, in_a_call=False)]
+    ranks[2].rank_id, ranks[3].rank_id = reward, agent_loop
+    members = frozenset(one.rank_id for one in ranks)
+    host = PhaseTimeoutError(
+        phase=phase, awaited=Awaited("generation", members), waited_s=9.0, setting=f"rl_safe.timeouts.{phase}"
+    )
+    found = of_host(*ranks, host_error=host)
+    assert found.culprits == ({reward} if is_named else set())
+    assert ("stack_reward_0.txt" in found.advice) is is_named
+    if is_named:
+        assert found.verdict == (
+            "hang: phase rollout, generation: trainer rank 0, rollout rank 0, agent loop worker 0 arrived, reward "
+            "worker 0 did not within 9.0 s; reward worker 0 on 10.0.0.4 is at mine.py:7 (step)"
+        )
+
+
+POOL = """
+    judge (my_rewards.py:7)
+    _WorkItem.run (concurrent/futures/thread.py:58)
+    _worker (concurrent/futures/thread.py:83)
+"""
+LOOP = """
+    run (my_agent.py:9)
+    AgentLoopWorker._run_agent_loop (verl/experimental/agent_loop/agent_loop.py:700)
+    run_forever (ray/_private/async_compat.py:9)
+"""
+IDLE = """
+    _worker (concurrent/futures/thread.py:81)
+"""
+
+
+@pytest.mark.parametrize(("stack", "place"), [(POOL, "my_rewards.py:7"), (LOOP, "my_agent.py:9"), (IDLE, None)])
+def test_work_on_a_pool_and_in_a_task_counts_as_a_call_of_a_worker_of_verls(stack: str, place: str | None) -> None:
+    text = f'Thread 1 (idle): "MainThread"\n    main_loop (ray/worker.py:1)\nThread 2 (idle): "other"{stack}'
+    found = Stack.parse(text, HELPER_FRAME)
+    assert found.is_in_a_call is (place is not None)
+    assert place is None or str(found.place).startswith(place)
+    assert not Stack.parse(text, CALL_FRAME).is_in_a_call, "of a rank such threads are no calls"
 
 
 def test_a_rank_that_is_known_counts_before_the_drivers_error() -> None:

@@ -216,6 +216,26 @@ def test_the_last_poll_is_at_the_deadline() -> None:
     assert waited_s < TIMEOUTS.rollout + LIMIT_S
 
 
+@pytest.mark.usefixtures("_cluster")
+@pytest.mark.parametrize(
+    ("manager", "workers", "victim"),
+    [
+        ("agent_loop_manager", "agent_loop_workers", RankId(Role.AGENT_LOOP, 1)),
+        ("reward_loop_manager", "reward_loop_workers", RankId(Role.REWARD, 1)),
+    ],
+)
+def test_generation_ends_at_once_if_a_worker_of_verls_has_died(manager, workers, victim) -> None:
+    well, dead = _Server.remote(), _Server.remote()
+    trainer = _trainer()
+    trainer.config.actor_rollout_ref.rl_safe.timeouts.rollout = 600.0
+    setattr(trainer, manager, SimpleNamespace(**{workers: [well, dead]}))
+    trainer.replay_buffer = _Buffer({})
+    os.kill(ray.get(dead.pid.remote()), signal.SIGKILL)
+    with pytest.raises(RunError, match=f"generation: {victim} has died") as caught:
+        trainer.replay_buffer.sample(1, "train", 3)
+    assert (caught.value.culprit, trainer.rl_safe_waits.failed_in) == (victim, "rollout")
+
+
 def test_generation_may_take_longer_than_the_timeout_if_responses_end() -> None:
     buffer = guarded_samples(_Buffer({3: "prompt0", 6: "prompt2", 9: "prompt1"}), _waits())
     started_s = time.monotonic()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,7 @@ from rl_safe_workers.ports import port_to_listen_on
 from tests.verl.host import train, training_worker
 from tests.verl.ranks import run_verl_ranks
 
+ROOT = Path(__file__).parents[2]
 ENTRY = "rl_safe_workers.adapters.verl.main_sft"
 MEGATRON = ["engine=megatron", "optim=megatron"]
 ON = [*MEGATRON, "+rl_safe=enabled"]
@@ -122,6 +125,20 @@ def test_a_run_trains_saves_resumes_and_ends_together(tiny_moe, rows, tmp_path) 
     assert more.returncode == 0, more.stderr[-3000:]
     assert "step 2" in more.stdout
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_a_rank_whose_data_waits_is_named_with_its_line_of_code(tiny_moe, rows, tmp_path) -> None:
+    waiting = (f"data.custom_cls.path={ROOT}/tests/verl/waiting_rows.py", "data.custom_cls.name=WaitingRows")
+    short = "actor_rollout_ref.rl_safe.timeouts.save=20"
+    result = _launch(tiny_moe, rows, tmp_path / "checkpoints", *_of_megatron(*waiting, short))
+    assert result.returncode != 0
+    output = result.stdout + result.stderr
+    told = re.findall(r"the job has failed on training rank 1: (.*)", output)
+    assert told, output[-3000:]
+    assert re.fullmatch(r"hang: .*trainer rank 1 is at \S+waiting_rows.py:\d+ \(take_cache_lock\)", told[0]), told[0]
+    (evidence,) = {Path(found) for found in re.findall(r"^evidence in (\S+)$", output, re.MULTILINE)}
+    assert "take_cache_lock" in (evidence / "stack_trainer_1.txt").read_text()
+    shutil.rmtree(evidence.parent)
 
 
 def _fit(rank: int, model: Path) -> None:

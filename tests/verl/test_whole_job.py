@@ -40,6 +40,9 @@ def _job(folder: Path, *overrides: str, fault: str = "") -> tuple[int, str, floa
         "actor_rollout_ref.model.external_lib=tests.verl.echo_rollout",
         "actor_rollout_ref.rollout.free_cache_engine=true",
         f"+actor_rollout_ref.rollout.custom.fault={folder}/fault",
+        f"reward.custom_reward_function.path={ROOT}/tests/verl/faulty_reward.py",
+        "reward.custom_reward_function.name=score",
+        f"+reward.custom_reward_function.reward_kwargs.fault={folder}/fault",
         *("actor_rollout_ref.rollout.agent.num_workers=1", "reward.num_workers=1", "data.dataloader_num_workers=0"),
         f"+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH={ROOT}",
         *(f"trainer.default_local_dir={folder}/checkpoints", f"hydra.run.dir={folder}/hydra"),
@@ -95,7 +98,18 @@ FAULTS = {
     ),
     "generation": (
         *("generate 1", "rollout"),
-        r"hang: phase rollout, generation: trainer rank 0-1, rollout rank 0 arrived, rollout rank 1 did not within ",
+        r"hang: phase rollout, generation: trainer rank 0-1, rollout rank 0, agent loop worker 0, reward worker 0 "
+        r"arrived, rollout rank 1 did not within ",
+    ),
+    "agent_loop_killed": (
+        *("reward kills the agent loop", "train"),
+        r"agent loop worker 0 on \S+ died in phase rollout(: |$)",
+    ),
+    "reward_hangs": (
+        *("reward hangs", "rollout"),
+        r"hang: phase rollout, generation: trainer rank 0-1, rollout rank 0-1, agent loop worker 0 arrived, "
+        r"reward worker 0 did not within \S+ s; reward worker 0 on \S+ is at "
+        r"\S+faulty_reward.py:\d+ \(run_in_sandbox\)$",
     ),
     "sync": (
         *("wake_kv_cache 1", "sync"),
@@ -108,7 +122,9 @@ FAULTS = {
 }
 
 
-SAMPLE = ("trainer_stopped", "trainer_stopped_for_too_long", "generation", "sync")
+UNBOUND = ("trainer_stopped_for_too_long", "agent_loop_killed")
+"""Faults that are seen long before a deadline."""
+SAMPLE = ("trainer_stopped", "trainer_stopped_for_too_long", "generation", "reward_hangs", "agent_loop_killed", "sync")
 CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.every_failure) for name in FAULTS]
 
 
@@ -118,7 +134,7 @@ def test_a_fault_ends_the_job_and_its_first_line_says_where_it_began(name, tmp_p
     fault, phase, told = FAULTS[name]
     limit_s = HANDING_OUT_S if phase == "rollout" else TIMEOUT_S
     limits = dict.fromkeys((phase, "logprob"), limit_s) | {"stopped": 0.0}
-    if name == "trainer_stopped_for_too_long":
+    if name in UNBOUND:
         limits = {"stopped": STOP_LIMIT_S}  # every phase may last for longer than the test
     overrides = (f"actor_rollout_ref.rl_safe.timeouts.{key}={value}" for key, value in limits.items())
     status, output, took_s = _job(tmp_path, *overrides, fault=fault)
@@ -130,5 +146,6 @@ def test_a_fault_ends_the_job_and_its_first_line_says_where_it_began(name, tmp_p
     evidence = Path(last[2].removeprefix("evidence in "))
     assert evidence.parent == tmp_path / "checkpoints"
     assert {"verdict.json", "stack_trainer_0.txt", "stack_rollout_0.txt"} <= {path.name for path in evidence.iterdir()}
+    assert name != "reward_hangs" or "run_in_sandbox" in (evidence / "stack_reward_0.txt").read_text()
     assert took_s < limit_s + ALLOWED_S
     assert not list(Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}{evidence.name.rpartition('_')[2]}*"))

@@ -7,8 +7,8 @@ import inspect
 import io
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from rl_safe_workers.adapters.given_comms import GivenComms, world_backend
 from rl_safe_workers.adapters.host_contract import package_root
 from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.patches import replaced
-from rl_safe_workers.adapters.rank_answers import leave_early, listen_in
+from rl_safe_workers.adapters.rank_answers import leave_early
 from rl_safe_workers.adapters.shards import PendingShards, ShardWriter
 from rl_safe_workers.adapters.swift.args_features import features_of
 from rl_safe_workers.adapters.swift.bridge_groups import create_ep_pp_groups, create_rollout_groups
@@ -32,21 +32,16 @@ from rl_safe_workers.adapters.swift.swift_settings import SwiftSettings
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER, write_tracker
 from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.compat import torch_groups
-from rl_safe_workers.control.bounded import within
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import NO_VERDICT
-from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, blame_for_the_end
+from rl_safe_workers.diagnostics.neighbours import blame_for_the_end
 from rl_safe_workers.errors import (
     OUTSIDE,
     CommunicatorError,
     ConfigError,
-    RlSafeError,
-    RunError,
-    first_line,
     in_one_line,
 )
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import RankId
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.communicators import HostComms
 
@@ -106,8 +101,6 @@ class SwiftJob(HostedTrainer):
         self._step = ExitStack()
         """The phase that a callback has entered."""
         self._optimizer_replicated = False
-        self._neighbours: Neighbours | None = None
-        """The job's ranks on this machine; None in Ray mode, where the driver asks."""
         self._has_ended = False
         self._stage: Phase | None = None
         """The phase that this rank prepares for, before the first one, or comes to after training; else None."""
@@ -138,15 +131,10 @@ class SwiftJob(HostedTrainer):
                 )
                 self.trainer.add_part(self._given)
                 if not self._is_actor:
-                    self._neighbours = Neighbours(
-                        self.trainer.entry.job_key,
-                        rank=dist.get_rank(),
-                        stop_limit_s=self.settings.timeouts.stopped,
-                    )
-                    listen_in(self._neighbours.folder)
+                    self.meet_neighbours(stop_limit_s=self.settings.timeouts.stopped)
                 self._come_to(Phase.START)
-                if self._neighbours is not None:
-                    self._neighbours.speak_before_sigterm()
+                if self.neighbours is not None:
+                    self.neighbours.speak_before_sigterm()
                 self.saves = PendingShards(self.trainer)
                 self.trainer.add_part(self.saves)
                 self._writer = ShardWriter(self.trainer.control, folders=_FOLDERS, pending=self.saves)
@@ -414,15 +402,15 @@ class SwiftJob(HostedTrainer):
             PhaseTimeoutError: If a rank that was well does not come in time; names it.
         """
         started_s = time.monotonic()
-        if self._neighbours is not None:
-            self._neighbours.watch_exit(self.settings.timeouts.teardown)
+        if self.neighbours is not None:
+            self.neighbours.watch_exit(self.settings.timeouts.teardown)
         failed = self.end()
         self._has_ended = True
-        with self._ending():
+        with self.speaking():
             if failed:
                 self._blame_for_the_end(failed, time.monotonic() - started_s)
-        if self._neighbours is not None:
-            self._neighbours.leave()
+        if self.neighbours is not None:
+            self.neighbours.leave()
 
     def _blame_for_the_end(self, failed: Mapping[int, str], waited_s: float) -> NoReturn:
         """Says which rank the others have waited for in the end, if it has said nothing; raises.
@@ -439,10 +427,10 @@ class SwiftJob(HostedTrainer):
                 size=trainer.training_size,
                 waited_s=waited_s,
                 setting=f"rl_safe.timeouts.{Phase.TEARDOWN}",
-                among=self._neighbours,
+                among=self.neighbours,
             )
             self.notes.failed(Phase.TEARDOWN, late)
-            self._say(culprits, why)
+            self.say(culprits, why)
         reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in failed.items())
         raise CommunicatorError(f"this rank is well, and the job has failed: {reasons}")
 
@@ -455,7 +443,7 @@ class SwiftJob(HostedTrainer):
         if self._has_ended:
             return
         self._has_ended = True
-        with self._ending():
+        with self.speaking():
             if self.has_world:
                 self._fail_with(error)
             elif isinstance(error, Exception):
@@ -468,40 +456,11 @@ class SwiftJob(HostedTrainer):
             self._step.__exit__(type(error), error, error.__traceback__)
         except Exception as lost:
             logger.warning("training rank %d: leaving phase %s: %s", trainer.training_rank, phase, in_one_line(lost))
-        if isinstance(error, Exception):
-            self.notes.failed(phase, error)
-        elif self._neighbours is not None:
-            self._neighbours.leave()  # its user ends it: nobody is to say that it has died
         if self._is_actor:
+            if isinstance(error, Exception):
+                self.notes.failed(phase, error)
             return
-        seconds = min(trainer.rl_safe.timeouts.teardown, _HEARD.total_seconds())
-        timeouts = trainer.rl_safe.timeouts.model_copy(update={"teardown": seconds})
-        trainer.rl_safe = trainer.rl_safe.model_copy(update={"timeouts": timeouts})
-        text = first_line(error) if isinstance(error, RlSafeError) else in_one_line(error)
-        try:
-            reported = error if isinstance(error, Exception) else RuntimeError(text)
-            within(lambda: trainer.control.report_failure(reported, phase=phase), _HEARD, what="reporting the failure")
-            failed = self.end(text)
-            silent = [rank for rank, reason in failed.items() if reason == NO_VERDICT]
-            self._blame(silent)
-        except RlSafeError as lost:
-            logger.error("training rank %d: %s", trainer.training_rank, lost)
-        except Exception as lost:  # the job's own error goes on
-            logger.error("training rank %d: telling the others: %s", trainer.training_rank, in_one_line(lost))
-
-    def _blame(self, silent: list[int]) -> None:
-        """Says which rank the failure began with, as far as this rank can know."""
-        trainer = self.trainer
-        reports: dict[RankId, RunError] = {}
-        within(lambda: reports.update(trainer.control.reported_failures()), _HEARD, what="reading the failures")
-        self._say(*blame(reports, silent=silent, among=self._neighbours))
-
-    def _say(self, culprits: Collection[RankId], why: str) -> None:
-        if self._neighbours is not None:
-            self._neighbours.say(culprits, why)
-
-    def _ending(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._neighbours is None else self._neighbours.ending()
+        self.end_failed(error, phase)
 
 
 def why_no_async_save(args: Any) -> str:

@@ -88,7 +88,10 @@ class _Polls:
 
         Raises:
             PhaseTimeoutError: If nothing has changed for the timeout of generation.
+            RunError: If a process of the job has died.
         """
+        # verl's driver holds no reference to what agent loops do, so that Ray raises nothing when one dies.
+        self._waits.check_alive(Phase.ROLLOUT, "generation")
         found = self._progress(partition_id)
         waited_s = self._standstill.seconds(found)
         if waited_s >= self._waits.timeout_s(Phase.ROLLOUT):

@@ -6,14 +6,13 @@ takes all of the command line of ``verl.trainer.sft_trainer``. Without ``+rl_saf
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 import torch.distributed as dist
@@ -26,9 +25,10 @@ from rl_safe_workers.adapters.verl.main_ppo import beside_verls
 from rl_safe_workers.adapters.verl.plugin import activate
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
 from rl_safe_workers.checkpoint.folders.claim import claimed
-from rl_safe_workers.errors import ConfigError, RlSafeError, RunError, in_one_line
+from rl_safe_workers.errors import ConfigError, RlSafeError, RunError
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from rl_safe_workers.adapters.verl.process import TrainerProcess
 
 
 def run(config: DictConfig) -> None:
@@ -55,6 +55,8 @@ def run(config: DictConfig) -> None:
             trainer = stock.SFTTrainer(config=config)
             if not hasattr(trainer.engine, "process"):
                 raise ConfigError(f"verl has chosen {type(trainer.engine).__name__}, which is not ours")
+            trainer.engine.process.meet_neighbours(stop_limit_s=settings.timeouts.stopped)
+            trainer.engine.process.neighbours.speak_before_sigterm()
             trainer.fit()
 
 
@@ -78,20 +80,21 @@ def _ended() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        try:
-            _end(in_one_line(error))
-        except RlSafeError as lost:
-            logger.warning("after that failure, the end of the groups failed: %s", lost)
+        if (process := _process()) is not None:
+            process.fail_with(error)
         raise
-    if failed := _end(None):
+    if (process := _process()) is None:
+        return
+    if failed := process.end():
         raise RunError("; ".join(f"training rank {rank}: {text}" for rank, text in failed.items()))
+    if process.neighbours is not None:
+        process.neighbours.leave()
 
 
-def _end(failure: str | None) -> dict[int, str]:
+def _process() -> TrainerProcess | None:
     from rl_safe_workers.adapters.verl.process import existing_process
 
-    process = existing_process()
-    return {} if process is None else process.trainer.teardown(failure)
+    return existing_process()
 
 
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="sft_trainer_engine", version_base=None)

@@ -27,6 +27,7 @@ from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.comms.megatron_groups import create_megatron_groups, sizes_of_groups
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.diagnostics.memory_growth import METRIC
+from rl_safe_workers.errors import OUTSIDE
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.budget import NCCL_MAXIMUM
 from rl_safe_workers.topology.groups import Features
@@ -177,6 +178,15 @@ class TrainerProcess(HostedTrainer):
                 ", ".join(narrow),
                 " ".join(f"{NODE}.bootstrap.max_ctas.{key}={wanted.get(key, NCCL_MAXIMUM)}" for key in narrow),
             )
+
+    def fail_with(self, error: BaseException) -> None:
+        """Ends this rank's part of a job without a driver after a failure, and says where that began.
+
+        Not collective; see `HostedTrainer.end_failed`.
+        """
+        lifecycle = self.trainer.lifecycle
+        with self.speaking():
+            self.end_failed(error, str(lifecycle.current or lifecycle.last_failed or OUTSIDE))
 
     def metrics(self) -> dict[str, float]:
         """Returns this rank's figures about the adapter, under the names of verl's metrics.

@@ -117,7 +117,11 @@ class SafeTrainerMixin:
                     ask = server.clear_kv_cache.remote
                     found[server] = Party(f"rollout replica {replica.replica_rank}", rank_id, server, ask)
         for number, worker in enumerate(getattr(getattr(self, "agent_loop_manager", None), "agent_loop_workers", ())):
-            found[worker] = Party(f"agent loop worker {number}", None, worker, worker.__ray_ready__.remote)
+            rank_id = RankId(Role.AGENT_LOOP, number)
+            found[worker] = Party(str(rank_id), rank_id, worker, worker.__ray_ready__.remote)
+        for number, worker in enumerate(getattr(getattr(self, "reward_loop_manager", None), "reward_loop_workers", ())):
+            rank_id = RankId(Role.REWARD, number)
+            found[worker] = Party(str(rank_id), rank_id, worker, worker.__ray_ready__.remote)
         return list(found.values())
 
     def _worker_groups(self) -> list[Any]:
