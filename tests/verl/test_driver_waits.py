@@ -236,6 +236,25 @@ def test_generation_ends_at_once_if_a_worker_of_verls_has_died(manager, workers,
     assert (caught.value.culprit, trainer.rl_safe_waits.failed_in) == (victim, "rollout")
 
 
+@pytest.mark.usefixtures("_cluster")
+def test_a_worker_that_dies_in_the_last_poll_ends_generation() -> None:
+    dead = _Server.remote()
+    trainer = _trainer()
+    trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[dead])
+    buffer = _Buffer({2: "prompt0"}, prompts=1)
+
+    def last_poll(partition_id: str, last_debug_time: float) -> float:
+        os.kill(ray.get(dead.pid.remote()), signal.SIGKILL)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(dead.__ray_ready__.remote(), timeout=LIMIT_S)
+        return last_debug_time
+
+    buffer._wait_for_next_poll = last_poll
+    trainer.replay_buffer = buffer
+    with pytest.raises(RunError, match="generation: agent loop worker 0 has died"):
+        trainer.replay_buffer.sample(1, "train", 1)
+
+
 def test_generation_may_take_longer_than_the_timeout_if_responses_end() -> None:
     buffer = guarded_samples(_Buffer({3: "prompt0", 6: "prompt2", 9: "prompt1"}), _waits())
     started_s = time.monotonic()

@@ -90,8 +90,6 @@ class _Polls:
             PhaseTimeoutError: If nothing has changed for the timeout of generation.
             RunError: If a process of the job has died.
         """
-        # verl's driver holds no reference to what agent loops do, so that Ray raises nothing when one dies.
-        self._waits.check_alive(Phase.ROLLOUT, "generation")
         found = self._progress(partition_id)
         waited_s = self._standstill.seconds(found)
         if waited_s >= self._waits.timeout_s(Phase.ROLLOUT):
@@ -103,7 +101,11 @@ class _Polls:
             raise self._waits.late(Phase.ROLLOUT, "generation", waited_s, detail)
         left_s = self._waits.timeout_s(Phase.ROLLOUT) - waited_s
         with replaced(self._buffer, "poll_interval", lambda interval_s: min(interval_s, left_s), absent=math.inf):
-            return self._stock(partition_id, last_debug_time)
+            debug_time = self._stock(partition_id, last_debug_time)
+        # verl's driver holds no reference to what agent loops do, so Ray raises nothing when one dies. If an engine
+        # dies, its prompts end as failed. Then verl polls no more, and the weight sync would be the first to fail.
+        self._waits.check_alive(Phase.ROLLOUT, "generation")
+        return debug_time
 
     def _progress(self, partition_id: str) -> tuple[Any, ...]:
         """Returns something that changes whenever a response ends. No prompt has the key of an earlier one."""
