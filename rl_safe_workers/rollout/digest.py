@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
+_AT_ONCE = {"cpu": 2**18, "cuda": 2**22}
 """Number of words that are mixed at a time. On a CPU they stay in its cache. Each takes some 30 bytes meanwhile."""
 _WORD_BYTES = 4
 
