@@ -32,6 +32,7 @@ from rl_safe_workers.errors import (
 from rl_safe_workers.frames import frames_of_thread, telling_frame
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, unix_now
 from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.rollout.sync_proof import SyncProof
 from rl_safe_workers.worlds.address import StoreAddress
 
 LEAVING_S = 3.0
@@ -229,10 +230,19 @@ class Session:
 
         self._shown(calls, Phase.JOINT)
 
-    def sync(self) -> None:
-        """Sends the trainers' weights to every rollout rank over the joint group."""
-        receivers = self.start_rollouts(Phase.SYNC, "receive_weights")
-        self.finish(self.start_trainers(Phase.SYNC, "sync").joined_with(receivers))
+    def sync(self, *, prove: bool = False) -> SyncProof | None:
+        """Sends the trainers' weights to every rollout rank over the joint group.
+
+        Args:
+            prove: Whether to take digests on both sides.
+
+        Returns:
+            The digests; None without ``prove``.
+        """
+        receivers = self.start_rollouts(Phase.SYNC, "receive_weights", lambda rank: (prove,))
+        calls = self.start_trainers(Phase.SYNC, "sync", lambda rank: (prove,)).joined_with(receivers)
+        results, trainers = self.finish(calls), len(self._cluster.trainers)
+        return SyncProof(sent=results[:trainers], held=results[trainers:]) if prove else None
 
     def late_allocations(self) -> list[list[LateAllocation]]:
         """Returns the late allocations found in the first training steps, a list for each training rank."""

@@ -16,14 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_safe_workers.compat.torch_copies import copy_each
+from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-
-_AT_ONCE = 2**24
-"""Number of elements that are widened to 64 bits at a time."""
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +147,7 @@ class DirectLoad:
     def note(self, number: int, buffer: torch.Tensor) -> None:
         """Records checksums of a bucket that goes through the loaders, for `check`."""
         if self.obstacle is None:
-            self._sent += [_digest(copy.source(buffer)) for copy in self.copies[number]]
+            self._sent.append(digests([copy.source(buffer) for copy in self.copies[number]]))
 
     def check(self, parameters: Iterable[torch.Tensor]) -> str | None:
         """Compares the checksums of the sent data with those of every destination, after an update by the loaders.
@@ -168,12 +165,13 @@ class DirectLoad:
 
     def _difference(self, sent: list[torch.Tensor], alive: set[int]) -> str | None:
         targets = [copy.target for copies in self.copies for copy in copies]
-        if len(sent) != len(targets):
-            return f"{len(sent)} parts were sent, of {len(targets)}"
+        parts = sum(map(len, sent))
+        if parts != len(targets):
+            return f"{parts} parts were sent, of {len(targets)}"
         moved = sum(target.untyped_storage().data_ptr() not in alive for target in targets)
         if moved:
             return f"{moved} of {len(targets)} parts are no longer the model's after an update"
-        changed = sum(int(before.ne(_digest(target))) for before, target in zip(sent, targets, strict=True))
+        changed = int(torch.cat(sent).ne(digests(targets)).sum()) if sent else 0
         return f"{changed} of {len(targets)} parts are held in another form than sent" if changed else None
 
     @torch.no_grad()
@@ -184,17 +182,3 @@ class DirectLoad:
             target.fill_(value)
         copies = self.copies[number]
         copy_each([c.target for c in copies], [c.source(buffer) for c in copies])
-
-
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a checksum over every bit and its position: the sum of ``bits * (2 * place + 1)`` modulo 2 ** 64.
-
-    An int64 scalar on the tensor's device.
-    """
-    bits = tensor.contiguous().view(-1).view(_INTEGER[tensor.itemsize])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), _AT_ONCE):
-        part = bits[start : start + _AT_ONCE].to(torch.int64)
-        places = torch.arange(start, start + part.numel(), dtype=torch.int64, device=bits.device)
-        total += (part * (2 * places + 1)).sum()
-    return total

@@ -19,6 +19,7 @@ from rl_safe_workers.platforms.device_memory import SHARED_PHASES
 from rl_safe_workers.ranks import Role
 from rl_safe_workers.rollout import vllm_transfer
 from rl_safe_workers.rollout.protocol import Sample, WeightSpec
+from rl_safe_workers.rollout.sync_proof import HeldWeights
 from rl_safe_workers.rollout.tokens import ChatTokenizer
 from rl_safe_workers.worlds.address import StoreAddress
 
@@ -41,6 +42,11 @@ def _obstacle(worker: Any) -> str | None:
     return obstacle
 
 
+def _held(worker: Any) -> dict[str, Any] | None:
+    held: HeldWeights | None = worker.weight_transfer_engine.held
+    return None if held is None else asdict(held)
+
+
 class VllmRollout:
     """A rollout rank: generates, and receives weights from the trainers through vLLM's weight-transfer interface."""
 
@@ -49,6 +55,8 @@ class VllmRollout:
         self.config, self.rollout_rank = config, rollout_rank
         self.lifecycle = Lifecycle(role=Role.ROLLOUT, rank=rollout_rank)
         self._asleep: set[str] = set()
+        self._lacks_weights = "the engine has not been built"
+        """The reason why the engine has no weights to generate with; empty if it has."""
         self._held: dict[str, int] = {}
         """Bytes of device memory by owner, while the engine is awake."""
 
@@ -96,6 +104,7 @@ class VllmRollout:
             )
             (weights,) = self._llm.apply_model(_weight_bytes)
             self._held = {"weights": weights, "kv_cache": int(config.rollout.kv_cache_gib * 2**30)}
+            self._lacks_weights = ""
             # The trainer on this GPU builds its model next. The weights are kept, because no sync precedes the first
             # rollout.
             self._sleep(level=1)
@@ -111,6 +120,8 @@ class VllmRollout:
         """Frees GPU memory for the trainer. Level 1 keeps the weights in host memory; level 2 keeps nothing."""
         if self.config.cluster.colocated:
             self._llm.sleep(level=level)
+            if level > 1:
+                self._lacks_weights = "no weight sync has come since the last rollout gave the weights' memory away"
             self._asleep = {"weights", "kv_cache"}
 
     def _wake(self, *tags: str) -> None:
@@ -147,17 +158,27 @@ class VllmRollout:
             }
             self._llm.init_weight_transfer_engine({"init_info": init_info})
 
-    def receive_weights(self) -> None:
+    def receive_weights(self, prove: bool = False) -> HeldWeights | None:
         """Receives all weights from the trainers. Collective over: the joint group.
 
         Drops the prefix cache, because it was computed with the old weights.
+
+        Args:
+            prove: Whether to read the weights back.
+
+        Returns:
+            Digests of the weights that the engine holds now; None without ``prove``.
         """
         with self.lifecycle.enter(Phase.SYNC):
             self._wake("weights")
+            self._lacks_weights = "a weight sync has not ended"
             self._llm.start_weight_update()
-            self._llm.update_weights({"update_info": {}})
+            self._llm.update_weights({"update_info": {"prove": prove}})
             self._llm.finish_weight_update()
+            self._lacks_weights = ""
             self._llm.reset_prefix_cache()
+            (held,) = self._llm.collective_rpc(_held)
+            return None if held is None else HeldWeights(**held)
 
     def loads_through(self) -> str | None:
         """Returns why weight updates use the model's loaders; None if they are copied directly. Not collective."""
@@ -179,9 +200,12 @@ class VllmRollout:
 
         Raises:
             DataError: If a prompt is too long.
-            RolloutError: If vLLM does not return the experts that routing replay needs.
+            RolloutError: If the engine has no complete weights, or if vLLM does not return the experts that routing
+                replay needs.
         """
         with self.lifecycle.enter(Phase.ROLLOUT):
+            if self._lacks_weights:
+                raise RolloutError(f"the engine has no weights to generate with: {self._lacks_weights}")
             self._wake("weights", "kv_cache")
             prompts, params = [], []
             for i, messages in enumerate(conversations):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from rl_safe_workers.ranks import joint_ids
 from rl_safe_workers.rollout.direct_load import DirectLoad
 from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.rollout.read_back import ReadBack
+from rl_safe_workers.rollout.sync_proof import HeldWeights
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
@@ -64,7 +67,10 @@ class JointInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class JointUpdateInfo(WeightTransferUpdateInfo):
-    """The data of an update: none, because `JointInitInfo` has announced the weights of all updates."""
+    """The data of an update. `JointInitInfo` has announced the weights of all updates."""
+
+    prove: bool = False
+    """True if the weights are read back afterwards."""
 
 
 class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateInfo]):
@@ -78,6 +84,10 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     """Plan to load buckets without the model's loaders; None before the first update, or if no plan works."""
     obstacle: str | None = _NOT_TRIED
     """The reason why updates use the model's loaders; None if they are copied directly into the model."""
+    held: HeldWeights | None = None
+    """The weights that the model holds after the last update; None unless that was to be proved."""
+    _specs: Sequence[WeightSpec] = ()
+    _read_back: ReadBack | None = None
     _is_broken = False
     """True if an update by vLLM's loaders has failed before its end. Some layers then still wait for weights."""
 
@@ -102,6 +112,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             sync_timeout=timedelta(seconds=init_info.sync_timeout_s),
         )
         specs = [WeightSpec(**{**fields, "shape": tuple(fields["shape"])}) for fields in init_info.specs]
+        self._specs = specs
         buckets = plan_buckets(specs, bucket_bytes=init_info.bucket_bytes)
         if buckets != self._buckets:
             self._buckets, self.obstacle, self._plan = buckets, _NOT_TRIED, None
@@ -112,8 +123,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     def update_weights(self, update_info: dict[str, object]) -> None:
         """Receives all weights. Collective over: the joint group. Blocks until they are loaded."""
         # The base class also synchronises an accelerator, which a CPU build does not have. Here `flush` does that.
-        self.parse_update_info(update_info)
-        self.receive_weights(JointUpdateInfo())
+        self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: JointUpdateInfo) -> None:
         """Receives the buckets and loads each when it arrives. Collective over: the joint group.
@@ -125,7 +135,11 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             raise WeightSyncError("this rollout rank has not joined the joint group")
         if self._is_broken:
             raise WeightSyncError("an earlier update of this rollout rank has failed half-way: start it anew")
+        self.held = None
+        if self._read_back is not None:
+            self._read_back.stop()
         with _vllm_config(self.vllm_config):
+            self._read_back = ReadBack(self.model, self._specs) if update_info.prove else None
             self._prepare()
             # `finish_weight_update` resets it. An update by the plan can be repeated after a failure.
             self._is_broken = self.obstacle is not None
@@ -149,6 +163,8 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             if self.obstacle is None:
                 self._plan = DirectLoad(self._buckets, self.model.load_weights, device=self.device)
                 self.obstacle = self._plan.obstacle or _NOT_PROVEN
+        if self._read_back is not None:
+            self._read_back.watch()
         # Every layer now accepts weights in checkpoint layout.
         initialize_layerwise_reload(self.model)
 
@@ -162,9 +178,16 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         self.model.load_weights(unpack(bucket, buffer))
 
     def finish_weight_update(self) -> None:
-        """Converts the loaded weights to the layout of the kernels. Does nothing after an update by the plan."""
-        if self.obstacle is None:
-            return
+        """Converts the loaded weights to the layout of the kernels, and reads them back if they are to be proved.
+
+        After an update by the plan nothing is converted.
+        """
+        if self.obstacle is not None:
+            self._finish_loading()
+        if self._read_back is not None:
+            self.held, self._read_back = self._read_back.finish(), None
+
+    def _finish_loading(self) -> None:
         self._is_broken = False
         with _vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
@@ -185,10 +208,14 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         Without this, a reload leaves raw weights in packed storage and the model is silently wrong: log-probabilities
         differ by 0.55 (vLLM 0.32, unquantized_fused_moe_method.py:191-205).
         """
-        for module in self.model.modules():
+        for name, module in self.model.named_modules():
             kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
             if kernel is not None and hasattr(module, "w13_weight"):
-                kernel.fused_experts.process_weights_after_loading(module)
+                prepack = partial(kernel.fused_experts.process_weights_after_loading, module)
+                if self._read_back is None:
+                    prepack()
+                else:
+                    self._read_back.around(name, prepack)
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:

@@ -18,6 +18,7 @@ from rl_safe_workers.platforms.device_memory import SHARED_PHASES, megatron_owne
 from rl_safe_workers.platforms.platform import Platform, open_platform
 from rl_safe_workers.ranks import Role
 from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.rollout.sync_proof import SentWeights
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.trainer.batch import Floats, SequenceBatch
 from rl_safe_workers.trainer.policy import DTYPES, MegatronPolicy, sends_shapes
@@ -125,9 +126,10 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
         )
         return str(exported)
 
-    def sync(self) -> int:
-        """Sends all weights to the rollout ranks; returns bytes sent. Collective over: the joint group."""
-        return self.send_weights(bucket_bytes=self.config.rollout.bucket_bytes)
+    def sync(self, prove: bool = False) -> SentWeights:
+        """Sends all weights to the rollout ranks; returns their digests. Collective over: the joint group."""
+        self.send_weights(bucket_bytes=self.config.rollout.bucket_bytes, prove=prove)
+        return self.safe.weights.sent
 
     def logprob(self, batch: SequenceBatch) -> tuple[Floats | None, Floats | None]:
         """Old and, with a KL loss, reference log-probabilities. Collective."""

@@ -17,7 +17,7 @@ from rl_safe_workers.rollout.packing import DTYPES, places
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-
+Digest = Callable[[Sequence[torch.Tensor]], None]
 
 _AT_ONCE_BYTES = 64 * 2**20
 """Bytes of weights that are held while they wait to be copied; views take none, merged shards do."""
@@ -88,7 +88,15 @@ class Outgoing:
             weights=weights,
         )
 
-    def pack(self, bucket: Bucket, weights: Weights, buffer: torch.Tensor, *, training_rank: int) -> None:
+    def pack(
+        self,
+        bucket: Bucket,
+        weights: Weights,
+        buffer: torch.Tensor,
+        *,
+        training_rank: int,
+        digest: Digest | None = None,
+    ) -> None:
         """Takes a bucket's weights, and on the rank that sends them copies them side by side.
 
         Args:
@@ -96,6 +104,7 @@ class Outgoing:
             weights: Of this rank, as `weights` yields them; those of the bucket are taken.
             buffer: ``[bucket.size_bytes]`` of uint8; written on the bucket's source alone.
             training_rank: This rank.
+            digest: Called on the bucket's source with weights that are about to be copied.
 
         Raises:
             WeightSyncError: If a weight is not what was announced.
@@ -113,9 +122,9 @@ class Outgoing:
             tensors.append(self._take(spec, weights))
             waiting_bytes += size
             if waiting_bytes > _AT_ONCE_BYTES:
-                _copy(targets, tensors)
+                _copy(targets, tensors, digest)
                 waiting_bytes = 0
-        _copy(targets, tensors)
+        _copy(targets, tensors, digest)
 
     @staticmethod
     def _take(spec: WeightSpec, weights: Weights) -> torch.Tensor:
@@ -128,8 +137,10 @@ class Outgoing:
         return tensor
 
 
-def _copy(targets: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+def _copy(targets: list[torch.Tensor], tensors: list[torch.Tensor], digest: Digest | None) -> None:
     """Copies all in one launch, for one for each expert costs more than the transfer; empties both lists."""
+    if digest is not None:
+        digest(tensors)
     copy_each(targets, tensors)
     targets.clear()
     tensors.clear()

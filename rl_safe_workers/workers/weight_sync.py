@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Protocol, runtime_checkable
@@ -14,13 +15,16 @@ from rl_safe_workers.errors import LifecycleError, WeightSyncError, first_line, 
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.ranks import format_ranks, joint_ids, trainer_id
+from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.rollout.sync_proof import SentWeights
 from rl_safe_workers.workers.outgoing import Outgoing, Weights
 from rl_safe_workers.workers.world_entry import WorldEntry
 from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
+_NOT_PROVED = SentWeights(digests={}, seconds=0.0)
 _PAIR_SHARE, _FLUSH_SHARE = 0.5, 0.8
 """Shares of a sync's remaining time, for rollout ranks that do not read. They end before the other trainers give up,
 who wait in the world's broadcasts meanwhile. The rest is for the agreement on the outcome."""
@@ -40,12 +44,17 @@ class WeightSync(Part):
 
     Attributes:
         joint_group: The group of trainers and rollout ranks; None before `join` and after `leave`.
+        sent: Digests of the weights that this rank sent last; without any if that sync was not to be proved.
     """
 
     def __init__(self, rank: TrainingRank, entry: WorldEntry) -> None:
         super().__init__(rank)
         self._entry = entry
         self.joint_group: JointGroup | GpuPair | None = None
+        self.sent = _NOT_PROVED
+        self._digests: list[torch.Tensor] | None = None
+        """Digests of the sync that goes on, in the order of sending; None if it is not to be proved."""
+        self._digest_s = 0.0
         self._colocated = False
         self._outgoing: Outgoing | None = None
         self._buckets: dict[int, list[Bucket]] = {}
@@ -111,7 +120,7 @@ class WeightSync(Part):
         self._buckets = {}
         return self._outgoing.specs
 
-    def send_weights(self, *, bucket_bytes: int) -> int:
+    def send_weights(self, *, bucket_bytes: int, prove: bool = False) -> int:
         """Sends all HF weights to the rollout ranks, each from one rank that has it. Collective over: the joint group.
 
         The trainers then agree on the outcome over the training world: when a rollout rank dies, torch reports the
@@ -120,6 +129,7 @@ class WeightSync(Part):
         Args:
             bucket_bytes: Bytes per broadcast at most; a larger weight travels alone. Two are in memory at a time, and
                 some 64 MiB of weights that tensor parallelism splits.
+            prove: Whether to take digests of the weights, for ``sent``.
 
         Returns:
             Bytes sent.
@@ -132,6 +142,7 @@ class WeightSync(Part):
         if self._outgoing is None:
             raise LifecycleError(f"training rank {self.rank.training_rank}: call weight_specs() before send_weights()")
         with self.rank.phase(Phase.SYNC):
+            self.sent, self._digests, self._digest_s = _NOT_PROVED, [] if prove else None, 0.0
             if bucket_bytes not in self._buckets:
                 self._buckets[bucket_bytes] = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
             buckets = self._buckets[bucket_bytes]
@@ -141,7 +152,21 @@ class WeightSync(Part):
                 self._agree(failure)
             failure = self._send(buckets, self._outgoing, buffers, failure)
             self._agree(failure)
+            self._keep_digests(self._outgoing.specs)
             return sum(bucket.size_bytes for bucket in buckets)
+
+    def _digest(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._digests is not None:
+            started_s = time.monotonic()
+            self._digests.append(digests(tensors))
+            self._digest_s += time.monotonic() - started_s
+
+    def _keep_digests(self, specs: Sequence[WeightSpec]) -> None:
+        if self._digests:
+            started_s = time.monotonic()
+            names = [spec.name for spec in specs if spec.source == self.rank.training_rank]
+            found = dict(zip(names, torch.cat(self._digests).tolist(), strict=True))
+            self.sent = SentWeights(digests=found, seconds=self._digest_s + time.monotonic() - started_s)
 
     def _bucket_buffers(self, size_bytes: int) -> tuple[Failure | None, list[torch.Tensor]]:
         """Returns room for two buckets, or why there is none."""
@@ -194,7 +219,7 @@ class WeightSync(Part):
 
     def _pack(self, bucket: Bucket, weights: Weights, buffer: torch.Tensor, outgoing: Outgoing) -> Failure | None:
         try:
-            outgoing.pack(bucket, weights, buffer, training_rank=self.rank.training_rank)
+            outgoing.pack(bucket, weights, buffer, training_rank=self.rank.training_rank, digest=self._digest)
         except Exception as error:
             return Failure.of(error)
         return None

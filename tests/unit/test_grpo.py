@@ -14,12 +14,14 @@ from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.grpo import GrpoLoop, Metrics
 from rl_safe_workers.driver.inputs.data import Prompt
 from rl_safe_workers.driver.outputs import metrics as names
-from rl_safe_workers.errors import DivergedError, LogprobGapError
+from rl_safe_workers.errors import DivergedError, LogprobGapError, WeightSyncError
 from rl_safe_workers.rollout.protocol import Sample
+from rl_safe_workers.rollout.sync_proof import HeldWeights, SentWeights, SyncProof
 from rl_safe_workers.trainer.batch import SequenceBatch
 
 TRAINERS, PROMPTS, SAMPLES_OF_A_PROMPT = 2, 2, 2
 RESPONSE_LOGPROB = -1.0
+NAME, SENT, OTHER = "model.norm.weight", 7, -8
 UPDATE = {
     "loss": 2.0,
     "tokens": 4.0,
@@ -31,6 +33,13 @@ UPDATE = {
 }
 
 
+def proof_of(held: int) -> SyncProof:
+    return SyncProof(
+        sent=[SentWeights(digests={NAME: SENT}, seconds=0.5), SentWeights(digests={}, seconds=0.25)],
+        held=[HeldWeights(digests=((NAME, held),), converted=0, unread=(), faults=(), seconds=1.0)],
+    )
+
+
 class FakeSession:
     """Answers as two data-parallel trainers and one rollout rank would."""
 
@@ -38,6 +47,9 @@ class FakeSession:
         self.gap, self.update = gap, UPDATE | (update or {})
         self.totals: dict[str, Any] = {}
         self.calls: list[str] = []
+        self.proved: list[bool] = []
+        self.held: list[int] = []
+        """Digests that the engine holds after the first syncs; later ones are well."""
 
     def start_trainers(self, _: object, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
         self.calls.append(method)
@@ -55,8 +67,11 @@ class FakeSession:
         self.calls.append("reward")
         return work()
 
-    def sync(self) -> None:
+    def sync(self, *, prove: bool) -> SyncProof | None:
         self.calls.append("sync")
+        self.proved.append(prove)
+        held = self.held.pop(0) if self.held else SENT
+        return proof_of(held) if prove else None
 
     def _sample(self, number: int) -> Sample:
         return Sample(prompt_ids=[1, 2], response_ids=[3, 4], logprobs=[RESPONSE_LOGPROB] * 2, text=str(number))
@@ -75,7 +90,12 @@ class FakeSession:
 
 
 def step(session: FakeSession) -> Metrics:
+    return loop_over(session).step(1)
+
+
+def loop_over(session: FakeSession, *, prove_sync_freq: int = 1) -> GrpoLoop:
     config = RunConfig()
+    config.rollout.prove_sync_freq = prove_sync_freq
     config.data.train_batch_size, config.rollout.n, config.rollout.max_logprob_gap = PROMPTS, SAMPLES_OF_A_PROMPT, 1e-3
     prompts = [
         Prompt(
@@ -83,7 +103,7 @@ def step(session: FakeSession) -> Metrics:
         )
         for index in range(PROMPTS)
     ]
-    loop = GrpoLoop(
+    return GrpoLoop(
         config,
         session,  # type: ignore[arg-type]
         layout=SimpleNamespace(tensor=1, data=TRAINERS, coordinates=lambda rank: SimpleNamespace(data=rank)),  # type: ignore[arg-type]
@@ -91,7 +111,6 @@ def step(session: FakeSession) -> Metrics:
         reward=lambda _source, text, _truth, _info: float(text),
         on_phase=lambda _: None,
     )
-    return loop.step(1)
 
 
 def test_a_step_offloads_before_the_rollout_and_syncs_after_the_update() -> None:
@@ -120,3 +139,38 @@ def test_an_update_that_is_not_finite_or_was_skipped_reaches_no_rollout(update: 
     with pytest.raises(DivergedError, match="step 1: the update is not finite"):
         step(session)
     assert session.calls[-1] == "train"
+
+
+def test_a_proved_sync_says_what_it_has_compared() -> None:
+    metrics = step(FakeSession())
+    assert (metrics[names.PROVED], metrics[names.NOT_PROVED], metrics[names.REDONE]) == (1, 0, 0)
+    assert metrics[names.PROOF_SECONDS] == 1.5
+
+
+def test_a_sync_that_is_wrong_once_is_redone() -> None:
+    session = FakeSession()
+    session.held = [OTHER]
+    metrics = step(session)
+    assert session.calls[-2:] == ["sync", "sync"]
+    assert (metrics[names.REDONE], metrics[names.PROOF_SECONDS]) == (1, 3.0)
+
+
+def test_a_sync_that_is_wrong_twice_ends_the_run() -> None:
+    session = FakeSession()
+    session.held = [OTHER, OTHER]
+    text = rf"twice: rollout rank 0: {NAME}: sent 0000000000000007, held fffffffffffffff8$"
+    with pytest.raises(WeightSyncError, match=text):
+        step(session)
+    assert session.proved == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("every", "proved"),
+    [(1, [True] * 5), (2, [True, False, True, False, True]), (0, [True] + [False] * 4), (-1, [False] * 5)],
+)
+def test_some_syncs_are_proved(every: int, proved: list[bool]) -> None:
+    session = FakeSession()
+    loop = loop_over(session, prove_sync_freq=every)
+    for _ in range(5):
+        loop.sync_weights()
+    assert session.proved == proved

@@ -28,6 +28,10 @@ CLIP_FRACTION = "actor/clip_fraction"
 GRAD_NORM = "actor/grad_norm"
 LEARNING_RATE = "actor/lr"
 STEP_SECONDS = "timing_s/step"
+PROVED = "sync/proved"
+NOT_PROVED = "sync/not_proved"
+REDONE = "sync/redone"
+PROOF_SECONDS = "timing_s/sync_proof"
 PEAK_MEMORY_GIB = "perf/peak_memory_gib"
 
 

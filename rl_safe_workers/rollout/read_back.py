@@ -1,0 +1,108 @@
+"""Reads the weights of a sync back from a vLLM model, after its loaders and the conversions of its layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from rl_safe_workers.rollout.digest import digests
+from rl_safe_workers.rollout.engine_places import EnginePlaces, Place
+from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.rollout.sync_proof import HeldWeights
+
+_CONVERT = "process_weights_after_loading"
+
+
+class ReadBack:
+    """Takes digests of a model's weights. One object serves one update.
+
+    A layer may convert its weights to a layout that only its kernel reads. Their digests are taken just before that,
+    when the loader has written them. All others are taken at the end.
+    """
+
+    def __init__(self, model: torch.nn.Module, specs: Sequence[WeightSpec]) -> None:
+        """Finds the places of the weights; reads nothing."""
+        self._model = model
+        self._found = EnginePlaces.of(specs, [name for name, _ in model.named_parameters()])
+        self._places: dict[str, list[Place]] = {}
+        """By the name of the module that has the parameter."""
+        for place in self._found.places:
+            self._places.setdefault(place.parameter.rpartition(".")[0], []).append(place)
+        self._converted: dict[Place, int] = {}
+        self._sizes: dict[str, int] = {}
+        self._seconds = 0.0
+        self._watching = ExitStack()
+
+    def watch(self) -> None:
+        """Takes digests at each conversion from now on, until `finish` or `stop`."""
+        for name in self._places:
+            module = self._model.get_submodule(name)
+            method = getattr(module, "quant_method", None)
+            if hasattr(method, _CONVERT):
+                self._wrap(module, name, method)
+
+    def _wrap(self, module: torch.nn.Module, name: str, method: Any) -> None:
+        convert = getattr(method, _CONVERT)
+
+        def watched(layer: torch.nn.Module) -> None:
+            if layer is module:
+                self.around(name, lambda: convert(layer))
+            else:
+                convert(layer)
+
+        before = vars(method).get(_CONVERT)
+        setattr(method, _CONVERT, watched)
+        if before is None:
+            self._watching.callback(delattr, method, _CONVERT)
+        else:
+            self._watching.callback(setattr, method, _CONVERT, before)
+
+    def around(self, name: str, convert: Callable[[], None]) -> None:
+        """Runs a conversion of a module; keeps the digests of before for the weights that it changes.
+
+        Args:
+            name: Name of the module.
+            convert: Converts its weights.
+        """
+        before = self._read(self._places.get(name, []))
+        convert()
+        after = self._read(list(before))
+        self._converted |= {place: digest for place, digest in before.items() if after.get(place) != digest}
+
+    def stop(self) -> None:
+        """Ends what `watch` has begun. Idempotent."""
+        self._watching.close()
+
+    def finish(self) -> HeldWeights:
+        """Reads all weights that no layer has converted. Waits for the device."""
+        self.stop()
+        held = self._read([place for place in self._found.places if place not in self._converted])
+        held |= self._converted
+        digests = tuple((place.spec.name, held[place]) for place in self._found.places if place in held)
+        unread = [place.spec.name for place in self._found.places if place not in held]
+        return HeldWeights(
+            digests=digests,
+            converted=len(self._converted),
+            unread=(*self._found.unplaced, *unread),
+            faults=(*self._found.faults, *self._found.gaps(self._sizes)),
+            seconds=self._seconds,
+        )
+
+    def _read(self, places: Sequence[Place]) -> dict[Place, int]:
+        started_s = time.monotonic()
+        parameters: dict[str, torch.Tensor] = {}
+        views: dict[Place, torch.Tensor] = {}
+        for place in places:
+            if place.parameter not in parameters:
+                parameters[place.parameter] = self._model.get_parameter(place.parameter)
+            view = place.of(parameters[place.parameter])
+            if view is not None:
+                views[place] = view
+                self._sizes[place.parameter] = parameters[place.parameter].numel()
+        found = dict(zip(views, digests(list(views.values())).tolist(), strict=True))
+        self._seconds += time.monotonic() - started_s
+        return found
