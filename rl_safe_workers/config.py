@@ -291,9 +291,9 @@ class RolloutConfig(Section):
     update_weights_bucket_megabytes: int = Field(256, ge=1, le=2**20)
     """MiB per broadcast of a weight sync at most; a larger weight travels alone. Every rank needs room for two."""
 
-    prove_sync_freq: Annotated[int, Field(ge=-1, le=10**9)] = 10
+    prove_sync_freq: Annotated[int, Field(ge=-1, le=10**9)] = -1
     """Read weights back after the first weight sync and every so many after it, and compare them with what was sent;
-    1: after all, 0: after the first, -1: never."""
+    1: after all, 0: after the first, -1: never. Not yet run on GPUs."""
 
     @property
     def bucket_bytes(self) -> int:
