@@ -11,7 +11,12 @@ from rl_safe_workers.ranks import HELPERS, RankId
 
 SYNC_CALL = CallFrame("adapters/weight_update.py", "_on_this_thread")
 """Where a weight sync runs."""
-CALL_FRAME = CallFrame("ray/_private/function_manager.py", "actor_method_executor", SYNC_CALL)
+CALL_FRAME = CallFrame(
+    "ray/_private/function_manager.py",
+    "actor_method_executor",
+    # verl's sync is a coroutine, and Ray runs those outside of its own function.
+    CallFrame("adapters/verl/coroutine_update.py", "run", SYNC_CALL),
+)
 """Where the calls of a rank's actor run. Of its constructor Ray says nothing, so that counts as no call."""
 HELPER_FRAME = CallFrame(
     "verl/experimental/agent_loop/agent_loop.py",

@@ -8,6 +8,8 @@ from pathlib import Path
 from tests.diagnosis.host import ROOT, Fault, Seen, deadline_s, ended, told, variables
 
 STEPS = 2
+TIMED = frozenset({"bootstrap", "train", "save", "load", "sync", "rollout", "logprob", "teardown"})
+"""Phases whose deadline is short where a fault strikes."""
 
 
 def run(fault: Fault, folder: Path) -> Seen:
@@ -17,7 +19,7 @@ def run(fault: Fault, folder: Path) -> Seen:
         saving = {**environment, **variables(Fault("", ""), folder)}
         ended(_command(folder, "trainer.total_training_steps=1", "trainer.save_freq=1"), saving, folder, strikes=False)
     limit_s = deadline_s(fault, is_verl=True)
-    phases = {fault.phase, "logprob"} & {"train", "save", "load", "sync", "rollout", "logprob", "teardown"}
+    phases = {fault.phase, "logprob"} & TIMED
     limits = [f"actor_rollout_ref.rl_safe.timeouts.{phase}={limit_s}" for phase in sorted(phases)]
     status, output, after_s = ended(_command(folder, *limits), environment, folder)
     return Seen(*told(output, r"^rl_safe: (.*)$"), after_s, output, status)

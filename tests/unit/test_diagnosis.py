@@ -433,6 +433,18 @@ def test_work_on_a_pool_and_in_a_task_counts_as_a_call_of_a_worker_of_verls(stac
     assert not Stack.parse(text, CALL_FRAME).is_in_a_call, "of a rank such threads are no calls"
 
 
+def test_a_weight_sync_of_verls_that_blocks_before_its_thread_begins_is_in_a_call() -> None:
+    text = (
+        'Thread 1 (idle): "MainThread"\n    main_loop (ray/worker.py:1)\n'
+        'Thread 2 (idle): "other"\n    wait (mine.py:9)\n'
+        "    CoroutineUpdate.run (rl_safe_workers/adapters/verl/coroutine_update.py:86)\n"
+        "    Handle._run (asyncio/events.py:80)"
+    )
+    found = Stack.parse(text, CALL_FRAME)
+    assert found.is_in_a_call
+    assert str(found.place).startswith("mine.py:9")
+
+
 def test_a_rank_that_is_known_counts_before_the_drivers_error() -> None:
     host = RunError("the step: rollout replica 0 does not answer", culprit=ENGINE)
     assert of_host(waits(0), actor(1, status="stopped"), engine(WORK), host_error=host).culprits == {trainer_id(1)}
