@@ -20,11 +20,12 @@ from safetensors.torch import load_file
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import RolloutError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.read_back import ReadBack
 from rl_safe_workers.rollout.sync_proof import HeldWeights
-from rl_safe_workers.workers.outgoing import Outgoing, dtype_name
+from rl_safe_workers.workers.outgoing import Digest, Outgoing, dtype_name
 from tests.slow_digest import slow_digest
 
 Weights = dict[str, torch.Tensor]
@@ -91,13 +92,13 @@ class Wire:
 
     def close(self) -> None: ...
 
-    def send(self, weights: Weights, on_the_wire: Weights) -> None:
+    def send(self, weights: Weights, on_the_wire: Weights, digest: Digest | None = None) -> None:
         outgoing = outgoing_of(weights)
         taken = outgoing.weights()
         self.buffers = []
         for bucket in self.buckets:
             buffer = torch.zeros(bucket.size_bytes, dtype=torch.uint8)
-            outgoing.pack(bucket, taken, buffer, training_rank=0)
+            outgoing.pack(bucket, taken, buffer, training_rank=0, digest=digest)
             for name, place in unpack(bucket, buffer):
                 if name in on_the_wire:
                     place.copy_(on_the_wire[name])
@@ -192,12 +193,24 @@ class ProvedEngine:
 
     def update(self, weights: Weights, on_the_wire: Weights | None = None) -> HeldWeights:
         self._wire.send(weights, on_the_wire or {})
-        self.engine.start_weight_update()
-        self.engine.update_weights({"prove": True})
-        self.engine.finish_weight_update()
+        self.receive(prove=True)
         held = self.engine.held
         assert held is not None
         return held
+
+    def receive(self, *, prove: bool) -> None:
+        self.engine.start_weight_update()
+        self.engine.update_weights({"prove": prove})
+        self.engine.finish_weight_update()
+
+    def sync(self, weights: Weights, *, prove: bool) -> list[str]:
+        """Syncs as a trainer and an engine do, with the package's digests on both sides; returns what differs."""
+        found: list[torch.Tensor] = []
+        self._wire.send(weights, {}, (lambda tensors: found.append(digests(tensors))) if prove else None)
+        self.receive(prove=prove)
+        if self.engine.held is None:
+            return []
+        return self.engine.held.differences(dict(zip(weights, torch.cat(found).tolist(), strict=True)))
 
 
 def wrong(held: HeldWeights, weights: Weights) -> list[str]:

@@ -1,0 +1,98 @@
+"""The cost of a proved weight sync and its false alarms, with vLLM on CPU; digests on a GPU if there is one.
+
+Trainer and engine are in one process, and a bucket is copied instead of sent. So the ratio to the seconds of a sync is
+the least favourable one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.table import Row, at_least, at_most, machine_in_words
+from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.models.seeded import create_seeded_model
+from rl_safe_workers.rollout.digest import digests
+from rl_safe_workers.versions import installed_versions
+
+SYNCS, BATCH = 500, 10
+"""Proved syncs in all, and how many are timed in one turn with as many that are not proved."""
+MODEL = SeededModelConfig(num_experts=16, hidden_size=256, moe_intermediate_size=128)
+DEAREST, SLOWEST = 0.05, 0.5
+"""Largest share of a sync that its proof may take, and least speed of digests as a share of the memory's bandwidth."""
+TENSORS, ELEMENTS, ROUNDS = 2048, 2**15, 5
+"""Tensors of bf16 of which digests are taken, and the number of measurements."""
+
+
+def measure(report: Callable[[str], None]) -> list[Row]:
+    """Syncs in turns with a proof and without, then times digests.
+
+    Args:
+        report: Takes a line of progress for each part.
+    """
+    from tests.distributed.ranks import run_ranks, values
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        create_seeded_model(path, MODEL)
+        ((alarms, proved, plain),) = values(run_ranks(_sync, 1, path, timeout_s=1800.0))
+    report(f"{SYNCS} proved syncs: {alarms} alarms, {proved:.4f} s each, {plain:.4f} s without a proof")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ours, peer = _bandwidth(device)
+    report(f"digests on {device.type}: {ours:.2f} GB/s, and a copy reads and writes {peer:.2f} GB/s")
+    facts: dict[str, Any] = {"machine": machine_in_words(), "versions": installed_versions()}
+    return [
+        Row(name="false alarms", unit="", ours=alarms, goal=at_most(0), runs=SYNCS, **facts),
+        Row(name="seconds of a proof, against a sync's", unit="s", ours=proved - plain, peer=plain,
+            goal=at_most(DEAREST), runs=SYNCS, **facts),
+        Row(name=f"digests on {device.type}, against memory", unit="GB/s", ours=ours, peer=peer,
+            goal=at_least(SLOWEST), runs=ROUNDS, **facts),
+    ]  # fmt: skip
+
+
+def _sync(rank: int, path: Path) -> tuple[int, float, float]:
+    from tests.distributed.proved_engine import in_engine
+
+    return tuple(in_engine(path, _in_turns))  # type: ignore[return-value]
+
+
+def _in_turns(worker: Any, weights: dict[str, torch.Tensor]) -> tuple[int, float, float]:
+    """Returns the false alarms, and the median seconds of a sync with a proof and without."""
+    from tests.distributed.proved_engine import ProvedEngine
+
+    engine, alarms = ProvedEngine(worker, weights), 0
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(2 * SYNCS // BATCH):
+        prove = number % 4 in (0, 3)  # so that neither is always the first
+        for _ in range(BATCH):
+            changed = {name: tensor + 1e-3 * torch.randn_like(tensor) for name, tensor in weights.items()}
+            started_s = time.monotonic()
+            alarms += bool(engine.sync(changed, prove=prove))
+            times[prove].append(time.monotonic() - started_s)
+    return alarms, median(times[True]), median(times[False])
+
+
+def _bandwidth(device: torch.device) -> tuple[float, float]:
+    """Returns bytes a second of digests, and of a copy that reads and writes, in GB."""
+    whole = torch.randn(TENSORS, ELEMENTS, device=device).bfloat16()
+    other = torch.empty_like(whole)
+    tensors = list(whole)
+
+    def seconds(work: Callable[[], object]) -> float:
+        found = []
+        for _ in range(ROUNDS + 1):
+            started_s = time.monotonic()
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            found.append(time.monotonic() - started_s)
+        return median(found[1:])
+
+    digest_s, copy_s = seconds(lambda: digests(tensors)), seconds(lambda: other.copy_(whole))
+    return whole.nbytes / digest_s / 1e9, 2 * whole.nbytes / copy_s / 1e9
