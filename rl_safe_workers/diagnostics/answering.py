@@ -153,7 +153,7 @@ def fatal_file(rank_id: RankId) -> str:
 
 
 def read_fatal(folder: Path, rank_id: RankId) -> str:
-    """Returns the stacks that a rank has written when a signal ended it; empty if there are none.
+    """Returns the stacks that a rank wrote when a signal ended it. Returns an empty text if it wrote none.
 
     Args:
         folder: What the rank gave to `answer_when_asked`.

@@ -37,7 +37,7 @@ class Child:
 
     pid: int
     text: str
-    """Its stacks; empty if there are none."""
+    """The stacks of its threads. The text is empty if nobody could read them."""
     said: str
     """The end of a sentence about it; empty if it is in no line of the user's, or nothing tells what it does."""
     awaits_message: bool

@@ -1,7 +1,7 @@
 """Finds the rank that came to a collective of gloo with a tensor of another shape, by the Flight Recorder's facts.
 
-gloo ends the process that receives more bytes than it expects, by an abort. That is the rank with the shorter tensor,
-or its neighbour: whoever was ended may be well. So the shapes decide, and the majority of the ranks counts as right.
+A process aborts if gloo receives more bytes there than it expects. This process may have the wrong tensor, or the
+sender may. So the abort does not tell which rank is wrong. The shapes decide: the majority of ranks counts as right.
 """
 
 from __future__ import annotations

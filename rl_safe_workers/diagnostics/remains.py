@@ -445,7 +445,9 @@ def _of_events(events: Sequence[Event], notes: Sequence[str], slices: Sequence[S
         others = len({event.who for event in same} - {first.who})
         verdict = _said(first) + (f", and the same in {counted(others, 'other rank')}" if others else "")
     if first.fault is Fault.SHAPES:
-        verdict += "; which rank has another shape is not known, because gloo ends whoever gets more than it expects"
+        verdict += (
+            "; which rank has another shape is not known, because gloo ends the receiver, and the sender may be wrong"
+        )
         same = []
     return Explanation(
         verdict=verdict,

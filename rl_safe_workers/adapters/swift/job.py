@@ -437,8 +437,8 @@ class SwiftJob(HostedTrainer):
     def fail_with(self, error: BaseException) -> None:
         """Ends this rank's part of the job after a failure: tells the others, and says where the failure began.
 
-        Not collective. It takes three times `_HEARD` at most, and the time to abort the groups. Its own errors are
-        logged. In Ray mode the driver ends the others, and says where it began.
+        Not collective. `HostedTrainer.end_failed` says how long it takes. Its own errors are logged. In Ray mode the
+        driver ends the others, and says where the failure began.
         """
         if self._has_ended:
             return
