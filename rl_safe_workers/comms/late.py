@@ -78,10 +78,7 @@ class LateWatch:
         logger.warning("%s", text)
 
     def _issue(self, group: dist.ProcessGroup, operation: str, call: Callable[[], Any], phase: str) -> Any:
-        probe = self._probe if self._reads(group, operation) else None
-        before = None if probe is None else self._timed(probe)
-        value = call()
-        taken = None if probe is None or before is None else self._timed(probe) - before
+        value, taken = self._measured(call) if self._reads(group, operation) else (call(), None)
         found = op_class(operation)
         if self._is_new(group, found) or (taken is not None and taken >= NOTICED_BYTES):
             self.found.append(
@@ -98,13 +95,22 @@ class LateWatch:
 
     def _reads(self, group: dist.ProcessGroup, operation: str) -> bool:
         """Returns True if memory is to be read around this call."""
+        if self._probe is None:
+            return False
         name = (group.group_name, operation)
         self._calls[name] += 1
         return self._calls[name] <= ALWAYS_READ or self._read_s < READING_S
 
-    def _timed(self, probe: Callable[[], int]) -> int:
+    def _measured(self, call: Callable[[], Any]) -> tuple[Any, int]:
+        """Does a call; returns its value, and the bytes of device memory that it has taken."""
+        before = self._used()
+        value = call()
+        return value, self._used() - before
+
+    def _used(self) -> int:
+        assert self._probe is not None, "see _reads"
         began_s = time.perf_counter()
-        used = probe()
+        used = self._probe()
         self._read_s += time.perf_counter() - began_s
         return used
 

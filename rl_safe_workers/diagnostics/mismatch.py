@@ -79,8 +79,7 @@ def _among_the_living(work: Work, there: Mapping[int, Work], ended: Collection[i
     usual = [shape for shape, count in votes.items() if count == most]
     few = [] if len(usual) > 1 else [rank for shape, ranks in by_shape.items() if shape not in usual for rank in ranks]
     why = [] if few else ["who is wrong is not known, because as many ranks have one shape as another"]
-    gloo = f"gloo has ended {_names(ended)}, which got more than it expected"
-    return Mismatch(work=work, culprits=frozenset(few), said="; ".join([*told, gloo, *why]))
+    return Mismatch(work=work, culprits=frozenset(few), said="; ".join([*told, _ended_by_gloo(ended), *why]))
 
 
 def _of_the_ended(work: Work, there: Mapping[int, Work], ended: Collection[int]) -> Mismatch:
@@ -89,15 +88,18 @@ def _of_the_ended(work: Work, there: Mapping[int, Work], ended: Collection[int])
     few = frozenset(ended) if len(there) > 1 else frozenset[int]()
     told = [
         f"{_names(there)} with {shape}, and {_names(ended)} with less",
-        f"gloo has ended {_names(ended)}, which got more than it expected",
+        _ended_by_gloo(ended),
         *([] if few else ["who is wrong is not known, because only two ranks can be compared"]),
     ]
     return Mismatch(work=work, culprits=few, said="; ".join(told))
 
 
 def _without_records(ended: Collection[int]) -> str:
-    gloo = f"gloo has ended {_names(ended)}, which got more than it expected"
-    return f"{gloo}; who is wrong is not known, because the Flight Recorder has no record of it"
+    return f"{_ended_by_gloo(ended)}; who is wrong is not known, because the Flight Recorder has no record of it"
+
+
+def _ended_by_gloo(ended: Collection[int]) -> str:
+    return f"gloo has ended {_names(ended)}, which got more than it expected"
 
 
 def _names(ranks: Collection[int]) -> str:

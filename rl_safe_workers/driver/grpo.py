@@ -28,7 +28,7 @@ from rl_safe_workers.trainer.batch import SequenceBatch, pack
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 3
+_SHOWN = 3
 """Number of wrong weights that a message names."""
 Metrics = dict[str, float]
 Rewards = NDArray[np.float32]
@@ -191,8 +191,8 @@ class GrpoLoop:
 
 
 def _some(sentences: Sequence[str]) -> str:
-    shown = "; ".join(sentences[:SHOWN])
-    return shown if len(sentences) <= SHOWN else f"{shown}; and {len(sentences) - SHOWN} more"
+    shown = "; ".join(sentences[:_SHOWN])
+    return shown if len(sentences) <= _SHOWN else f"{shown}; and {len(sentences) - _SHOWN} more"
 
 
 def _logprob_gaps(shards: Sequence[SequenceBatch]) -> NDArray[np.float32]:

@@ -42,9 +42,9 @@ def _obstacle(worker: Any) -> str | None:
     return obstacle
 
 
-def _held(worker: Any) -> dict[str, Any] | None:
-    held: HeldWeights | None = worker.weight_transfer_engine.held
-    return None if held is None else asdict(held)
+def _held(worker: Any) -> dict[str, Any]:
+    held: HeldWeights = worker.weight_transfer_engine.held
+    return asdict(held)
 
 
 class VllmRollout:
@@ -177,8 +177,10 @@ class VllmRollout:
             self._llm.finish_weight_update()
             self._lacks_weights = ""
             self._llm.reset_prefix_cache()
+            if not prove:
+                return None
             (held,) = self._llm.collective_rpc(_held)
-            return None if held is None else HeldWeights(**held)
+            return HeldWeights(**held)
 
     def loads_through(self) -> str | None:
         """Returns why weight updates use the model's loaders; None if they are copied directly. Not collective."""
