@@ -106,29 +106,29 @@ def test_old_lines_of_the_kernel_are_about_another_process() -> None:
 def test_the_last_stacks_of_a_process_tell_its_end(head: str, fault: Fault, detail: str, aborted_in: str) -> None:
     stacks = f"""Fatal Python error: {head} 0x00007f9eecbf9b80 (most recent call first):
   File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3000 in all_gather
-  File "/work/mine.py", line 7 in gather_scores
+  File "/srv/mine.py", line 7 in gather_scores
 """
     found = ending_of(PID, kernel(), exit_code=None, kills=None, noted_s=NOW_S, last_stacks=stacks)
     assert (found.fault, found.detail, found.aborted_in) == (fault, detail, aborted_in)
-    assert found.place == "/work/mine.py:7 (gather_scores)"
+    assert found.place == "/srv/mine.py:7 (gather_scores)"
 
 
 def test_the_last_stacks_tell_the_line_of_the_thread_that_got_the_signal() -> None:
     stacks = """Fatal Python error: Segmentation fault
 
 Thread 0x01 (most recent call first):
-  File "/work/mine.py", line 1 in log
+  File "/srv/mine.py", line 1 in log
 
 Current thread 0x02 (most recent call first):
-  File "/work/mine.py", line 2 in tokenize
+  File "/srv/mine.py", line 2 in tokenize
 
 Thread 0x03 (most recent call first):
-  File "/work/mine.py", line 3 in main
+  File "/srv/mine.py", line 3 in main
 """
     found = ending_of(PID, kernel(), exit_code=None, kills=None, noted_s=NOW_S, last_stacks=stacks)
     assert (str(found), found.place) == (
         "signal SIGSEGV: faulthandler says Segmentation fault",
-        "/work/mine.py:2 (tokenize)",
+        "/srv/mine.py:2 (tokenize)",
     )
 
 
