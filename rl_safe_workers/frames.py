@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import os
 import re
 import sys
 import sysconfig
@@ -11,20 +9,15 @@ import threading
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _SITE = re.compile(r"^.*/(site|dist)-packages/")
 _ANY_STDLIB = re.compile(r"^/.*/lib/python3\.\d+/(?!(site|dist)-packages/)")
 """The standard library of another interpreter: a process that is looked at may run in another environment."""
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-FAULTHANDLER_FRAME = re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
-"""A frame, as faulthandler writes it."""
-_STACKS_BYTES = 2**20
-"""Most bytes of the stacks of all threads."""
 _MACHINERY = (
     "ray/",
     "torch/",
@@ -88,40 +81,43 @@ def frames_of(stack: TracebackType | None) -> list[Frame]:
     ]
 
 
-def stacks_of_threads(scratch: int) -> str:
-    """Returns the stacks of all threads of this process, as faulthandler writes them.
+def frames_of_threads() -> dict[int, list[Frame]]:
+    """Returns the frames of all threads of this process, innermost first, by `threading.Thread.ident`.
 
-    faulthandler reads them in C, while no other thread runs. Code in Python that follows the frames of a running thread
-    (``sys._current_frames``, then ``f_back``) ended processes by SIGSEGV with Python 3.11.7.
+    The main thread comes last. Paths are as Python has them, not `relative`.
 
-    Args:
-        scratch: The descriptor of a file in memory (``os.memfd_create``). It is overwritten.
+    ``sys._current_frames`` holds the lock of the list of threads. ``faulthandler.dump_traceback`` does not: with Python
+    3.11 it ends the process by SIGSEGV if a thread of a C++ library enters Python at that moment.
     """
-    os.ftruncate(scratch, 0)
-    os.lseek(scratch, 0, os.SEEK_SET)
-    faulthandler.dump_traceback(file=scratch, all_threads=True)
-    return os.pread(scratch, _STACKS_BYTES, 0).decode("utf-8", errors="replace")
+    found: dict[int, list[Frame]] = {}
+    for thread, frame in sys._current_frames().items():
+        found[thread] = []
+        innermost: FrameType | None = frame
+        while innermost is not None:
+            code = innermost.f_code
+            found[thread].append(
+                Frame(file=code.co_filename, line=innermost.f_lineno or code.co_firstlineno, function=code.co_name)
+            )
+            innermost = innermost.f_back
+    main = threading.main_thread().ident
+    return dict(sorted(found.items(), key=lambda item: item[0] == main))
 
 
 def own_stacks() -> str:
-    """Returns `stacks_of_threads` for a caller that has no file for it."""
-    scratch = os.memfd_create("stacks")
-    try:
-        return stacks_of_threads(scratch)
-    finally:
-        os.close(scratch)
+    """Returns the stacks of all threads of this process in faulthandler's format, with the names of the threads."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = []
+    for thread, frames in frames_of_threads().items():
+        head = f"Thread {thread:#018x} [{names.get(thread, 'of a library')}] (most recent call first):"
+        lines = (f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in frames)
+        texts.append("\n".join((head, *lines, "")))
+    return "\n".join(texts)
 
 
 def frames_of_thread(thread: threading.Thread) -> list[Frame]:
     """Returns the frames of a thread of this process, innermost first; none if it has ended."""
-    text = own_stacks()
-    found, is_of_thread = [], False
-    for line in text.splitlines():
-        if (head := _THREAD.match(line)) is not None:
-            is_of_thread = int(head[1], 16) == thread.ident
-        elif is_of_thread and (frame := FAULTHANDLER_FRAME.match(line)) is not None:
-            found.append(Frame(file=relative(frame["file"]), line=int(frame["line"]), function=frame["function"]))
-    return found
+    frames = [] if thread.ident is None else frames_of_threads().get(thread.ident, [])
+    return [replace(frame, file=relative(frame.file)) for frame in frames]
 
 
 def place_of(error: BaseException) -> str | None:

@@ -1,11 +1,12 @@
 """A rank's side of the diagnostics: it tells where it is, whatever its main thread is doing.
 
-Up to seven files end up in a folder of the run on the rank's own machine:
+Up to eight files end up in a folder of the run on the rank's own machine:
 
-    stack_<role>_<rank>.txt    the stacks of all threads, added each time that the rank gets `STACK_SIGNAL`
+    request_<role>_<rank>.pipe each byte that somebody writes asks for the next two files
+    stack_<role>_<rank>.txt    the stacks of all threads, added each time that somebody asks, or at `STACK_SIGNAL`
+    flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups
     place_<role>_<rank>.txt    the last line of code that the rank noted, and its process id; outlives the process
     phase_<role>_<rank>.txt    the phase that the rank is in, if its host calls `note_phase`; likewise
-    flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups, once somebody asks
     kills_<role>_<rank>.json   the OOM kills of its control group when it began
     failure_<role>_<rank>.json what the rank has failed with, if its host calls `leave_failure`
     fatal_<role>_<rank>.txt    the stacks at a signal such as SIGSEGV that ends the process, if faulthandler was off
@@ -31,7 +32,7 @@ from pathlib import Path
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack
 from rl_safe_workers.errors import RunError
 from rl_safe_workers.foreign_files import read_foreign
-from rl_safe_workers.frames import stacks_of_threads
+from rl_safe_workers.frames import own_stacks
 from rl_safe_workers.platforms.host_memory import oom_kills
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
@@ -39,9 +40,13 @@ from rl_safe_workers.root_cause import report_from_text, report_of, report_to_te
 logger = logging.getLogger(__name__)
 
 STACK_SIGNAL = signal.SIGUSR2
-"""Makes a rank write its stacks. Ray's workers leave it alone; SIGUSR1 is taken by Ray Tune."""
-GLOO_FLIGHTS, GLOO_REQUESTS = "flight_gloo_", "request_gloo_"
-"""The starts of the names of gloo's Flight Recorder files, and of the pipes that ask for them."""
+"""Makes a rank write its stacks. Ray's workers leave it alone; SIGUSR1 is taken by Ray Tune.
+
+The last resort, for a rank that answers no request because a call in C keeps Python's lock. faulthandler writes without
+that lock. If a thread runs Python meanwhile, it may read a frame that changes, and end the process by SIGSEGV.
+"""
+GLOO_FLIGHTS = "flight_gloo_"
+"""The start of the names of gloo's Flight Recorder files."""
 ALIVE_EVERY_S = 0.5
 """Seconds between two signs of life of a rank, and at least between two notes of where it is."""
 NOTE_SHARE = 0.004
@@ -56,6 +61,11 @@ _FATAL_BYTES = 2**20
 def stack_file(rank_id: RankId) -> str:
     """Returns the name of the file that a rank writes its stacks to."""
     return f"stack_{rank_id.role}_{rank_id.rank}.txt"
+
+
+def request_pipe(rank_id: RankId) -> str:
+    """Returns the name of the pipe by which others ask a rank for its stacks and its Flight Recorder's record."""
+    return f"request_{rank_id.role}_{rank_id.rank}.pipe"
 
 
 def place_file(rank_id: RankId) -> str:
@@ -255,11 +265,13 @@ def answer_when_asked(
     note_kills(folder, rank_id)
     _tell_fatal_signals(folder / fatal_file(rank_id))
     stacks = open_anew(folder / stack_file(rank_id), os.O_APPEND)
-    # faulthandler writes in C, without the lock that Python code needs.
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
     in_background("place", _note_places, folder / place_file(rank_id), call_frame, look)
-    if rank_id.role is Role.TRAINER:
-        in_background("flights", _answer_flight_requests, folder, rank_id.rank)
+    pipe = folder / request_pipe(rank_id)
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe, 0o600)
+    # For writing as well, so that a reader without a writer waits.
+    in_background("answers", _answer_requests, os.open(pipe, os.O_RDWR | os.O_CLOEXEC), stacks, folder, rank_id)
 
 
 def in_background(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
@@ -276,14 +288,14 @@ def open_anew(file: Path, flag: int = 0) -> int:
 
 
 def _note_places(file: Path, call_frame: CallFrame | None, look: Callable[[], object]) -> None:
-    descriptor, scratch = open_anew(file), os.memfd_create("stacks")
+    descriptor = open_anew(file)
     last, due_s = None, time.monotonic()
     pause = threading.Event()
     while True:
         with suppress(OSError):  # the disk is full: the next note may find room
             if time.monotonic() >= due_s:
                 began_s = time.thread_time()
-                if (place := _place_now(call_frame, scratch)) != last:
+                if (place := _place_now(call_frame)) != last:
                     who = f"\n{os.getpid()}\n".encode()
                     line = (place or "").encode(errors="replace")[: _PLACE_BYTES - len(who)] + who
                     # In this order, so that a process killed in between leaves a line and a rest, never nothing.
@@ -298,39 +310,32 @@ def _note_places(file: Path, call_frame: CallFrame | None, look: Callable[[], ob
 
 def stack_of_call(call_frame: CallFrame) -> Stack | None:
     """Returns the stack of a host's call in this process; None if there is no such call."""
-    scratch = os.memfd_create("stacks")
-    try:
-        stack = _stack_now(call_frame, scratch)
-    finally:
-        os.close(scratch)
+    stack = Stack.here(call_frame)
     return stack if stack.is_in_a_call else None
 
 
-def _place_now(call_frame: CallFrame | None, scratch: int) -> str | None:
+def _place_now(call_frame: CallFrame | None) -> str | None:
     """Returns where the host's call is, e.g. ``"train.py:12 (step)"``; without a call frame, where the main thread is.
 
     Args:
         call_frame: As for `answer_when_asked`.
-        scratch: A file in memory, for the stacks.
     """
-    stack = _stack_now(call_frame, scratch)
+    stack = Stack.here(call_frame)
     known = stack.place if stack.is_in_a_call else None
     return None if known is None else str(known)
 
 
-def _stack_now(call_frame: CallFrame | None, scratch: int) -> Stack:
-    return Stack.parse(stacks_of_threads(scratch), call_frame)
+def _answer_requests(requests: int, stacks: int, folder: Path, rank_id: RankId) -> None:
+    while os.read(requests, 1):
+        with suppress(OSError):  # the disk is full: the one who asks finds no answer
+            os.write(stacks, own_stacks().encode(errors="replace"))
+            if rank_id.role is Role.TRAINER:
+                _write_flights(folder, rank_id.rank)
 
 
-def _answer_flight_requests(folder: Path, rank: int) -> None:
-    pipe = folder / f"{GLOO_REQUESTS}{rank}.pipe"
-    pipe.unlink(missing_ok=True)  # of an earlier process
-    os.mkfifo(pipe, 0o600)
-    # For writing as well, so that a reader without a writer waits.
-    descriptor = os.open(pipe, os.O_RDWR)
-    while os.read(descriptor, 1):
-        # Not imported here: what the process has not imported has recorded nothing.
-        dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace", None)
-        unfinished = folder / f"unfinished_gloo_{rank}"
-        unfinished.write_bytes(b"" if dump is None else dump(True, False, False))
-        unfinished.rename(folder / f"{GLOO_FLIGHTS}{rank}")
+def _write_flights(folder: Path, rank: int) -> None:
+    # Not imported here: what the process has not imported has recorded nothing.
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace", None)
+    unfinished = folder / f"unfinished_gloo_{rank}"
+    unfinished.write_bytes(b"" if dump is None else dump(True, False, False))
+    unfinished.rename(folder / f"{GLOO_FLIGHTS}{rank}")

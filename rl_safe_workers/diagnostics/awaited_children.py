@@ -1,11 +1,12 @@
 """Looks at the processes that a rank has started and waits for: a data loader's workers, a pool's, a sandbox.
 
-A child that was forked has the rank's handler of `STACK_SIGNAL`, and so writes its stacks where the rank does.
-py-spy looks at other children, if it is installed.
+py-spy looks at them, if it is installed and may. Else a child that was forked is asked: it has the rank's handler of
+`STACK_SIGNAL`, and so writes its stacks where the rank does.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _WAITS = (
 _BEGINS = ("multiprocessing/process.py", "multiprocess/process.py")
 """Ends of the paths of files in which a child begins. What is outside of it is its parent's stack, copied by a fork."""
 _HELPERS = ("resource_tracker", "forkserver", "SyncManager", "managers.py")
+_RUNS = "R"
 _MOST = 8
 """Most children that are looked at, the nearest first."""
 
@@ -61,15 +63,16 @@ def children_of(pid: int, deadline: Deadline, *, ask: Callable[[int], str]) -> l
     """
     pids: list[int] = []
     attempt("looking for children", lambda: pids.extend(descendants_of(pid)[:_MOST]), timeout_s=_left_s(deadline))
-    told: dict[int, str] = {}
-    for one in pids:
-        # One after the other: they write to one file.
-        attempt(f"asking process {one}", lambda: told.update({one: ask(one)}), timeout_s=_left_s(deadline))  # noqa: B023
     found: list[Child] = []
+    one_by_one = threading.Lock()  # they write to one file
+
+    def ask_alone(one: int) -> str:
+        with one_by_one:
+            return ask(one)
 
     def look(one: int) -> None:
         what = f"looking at process {one}"
-        attempt(what, lambda: found.extend(_look(one, told.get(one, ""), deadline)), timeout_s=_left_s(deadline))
+        attempt(what, lambda: found.extend(_look(one, ask_alone, deadline)), timeout_s=_left_s(deadline))
 
     with ThreadPoolExecutor(max_workers=_MOST) as pool:
         list(pool.map(look, pids))
@@ -80,11 +83,13 @@ def _left_s(deadline: Deadline) -> float:
     return deadline.remaining().total_seconds()
 
 
-def _look(pid: int, told: str, deadline: Deadline) -> list[Child]:
+def _look(pid: int, ask: Callable[[int], str], deadline: Deadline) -> list[Child]:
     facts = look_at(pid)
     if facts.state in GONE or any(helper in facts.command for helper in _HELPERS):
         return []
-    text = told or py_spy(pid, timeout_s=_left_s(deadline))
+    text = py_spy(pid, timeout_s=_left_s(deadline.share(0.5)))
+    if not text and facts.state != _RUNS:  # the signal may end a process that runs Python
+        text = ask(pid)
     frames = list(Stack.parse(text).frames) if text else []
     begins = [number for number, frame in enumerate(frames) if frame.file.endswith(_BEGINS)]
     frames = frames[: begins[0]] if begins else frames

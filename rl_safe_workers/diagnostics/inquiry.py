@@ -1,12 +1,11 @@
 """Where the ranks of a run are: each process is asked while it still lives, on the machine that it is on.
 
-faulthandler answers for Python's stacks, torch's Flight Recorder for collectives, and the operating system for the
-processes. A process that cannot answer is looked at by py-spy, if that is installed.
+A thread of each process answers with Python's stacks and torch's Flight Recorder. The operating system tells the rest.
+A process whose thread cannot run gets `STACK_SIGNAL`; then py-spy looks at it, if that is installed.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import re
 import signal
@@ -24,7 +23,6 @@ from rl_safe_workers import env
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.diagnostics.answering import (
     GLOO_FLIGHTS,
-    GLOO_REQUESTS,
     STACK_SIGNAL,
     kills_file,
     last_alive_s,
@@ -33,6 +31,7 @@ from rl_safe_workers.diagnostics.answering import (
     read_fatal,
     read_phase,
     read_place,
+    request_pipe,
     stack_file,
 )
 from rl_safe_workers.diagnostics.awaited_children import Child, children_of, waits_for_a_child
@@ -79,7 +78,7 @@ class RankProcess:
     has looked."""
     cpu_s: float | None = None
     source: str | None = None
-    """Tool that wrote the stacks: faulthandler or py-spy. None: there are none."""
+    """Writer of the stacks: ``"rank"``, the process itself, or ``"py-spy"``. None: there are none."""
     text: str = ""
     stack: Stack | None = None
     last_place: str | None = None
@@ -270,6 +269,7 @@ class _Inquiry:
         deadline = Deadline.after(patience_s)
         self.ranks = list(find())
         awaited: dict[Path, int] = {}
+        asked: dict[Path, int] = {}
         before: dict[RankId, int] = {}
         for rank in self.ranks:
             self._look_at(rank)
@@ -277,26 +277,30 @@ class _Inquiry:
             with suppress(psutil.Error, OSError):
                 if rank.is_gone:
                     continue
-                process = self._processes[rank.pid]
-                rank.folder = rank.folder or env.hang_dir(process.environ())
-                if (file := _stacks_of(rank)) is not None:
-                    before[rank.rank_id] = _size(file)
-                    if rank.pid == os.getpid():
-                        # A signal may come while this thread changes its frames, which its handler then reads.
-                        with file.open("ab") as stacks:
-                            faulthandler.dump_traceback(stacks, all_threads=True)
-                        continue
-                    process.send_signal(STACK_SIGNAL)
-                    if not rank.is_stopped:
-                        awaited[file] = before[rank.rank_id]
+                rank.folder = rank.folder or env.hang_dir(self._processes[rank.pid].environ())
+                if rank.folder is None:
+                    continue
+                file = rank.folder / stack_file(rank.rank_id)
+                before[rank.rank_id] = _size(file)
+                if _request(rank.folder / request_pipe(rank.rank_id)) and not rank.is_stopped:
+                    asked[file] = rank.pid
+                    awaited[file] = before[rank.rank_id]
+                    if rank.rank_id.role is Role.TRAINER:
+                        awaited[rank.folder / f"{GLOO_FLIGHTS}{rank.rank_id.rank}"] = -1
         folders = {rank.folder for rank in self.ranks if rank.folder is not None}
         ids = {rank.rank_id for rank in self.ranks if rank.is_stopped}
         stopped = {one.rank for one in ids if one.role is Role.TRAINER}
         for folder in folders:
-            awaited |= dict.fromkeys(_request_flights(folder, stopped), -1)
+            awaited |= dict.fromkeys(_request_nccl_flights(folder, stopped), -1)
         known = folders | ({self._folder} if self._folder is not None else set())
         self._read_last_places(known)
-        _settle(awaited, deadline.share(0.5))
+        _settle(awaited, deadline.share(0.3))
+        silent = {file: size for file, size in awaited.items() if file in asked and _size(file) <= size}
+        for file in silent:
+            with suppress(OSError):
+                if _listens(asked[file]):
+                    os.kill(asked[file], STACK_SIGNAL)
+        _settle(silent, deadline.share(0.3))
         for folder in folders:
             for file in (file for prefix in (GLOO_FLIGHTS, env.NCCL_FLIGHTS) for file in folder.glob(f"{prefix}*")):
                 with suppress(OSError):
@@ -347,7 +351,7 @@ class _Inquiry:
             folder = rank.folder or self._folder
             rank.ending = ending_here(replace(rank, folder=folder), signs)
             if folder is not None and (text := read_fatal(folder, rank.rank_id)):
-                rank.text, rank.source = text, "faulthandler"
+                rank.text, rank.source = text, "rank"
                 rank.last_place = rank.ending.place or rank.last_place  # newer than the last note
 
     def _look_into_kernel(self, rank: RankProcess) -> None:
@@ -379,10 +383,10 @@ class _Inquiry:
 
     def _read_stack(self, rank: RankProcess, offset: int, deadline: Deadline) -> None:
         with suppress(psutil.Error, OSError):
-            file = _stacks_of(rank)
+            file = None if rank.folder is None else rank.folder / stack_file(rank.rank_id)
             # What lies before is the answer to an earlier request.
             written = read_foreign(file, limit_bytes=_STACK_BYTES, uid=os.getuid())[offset:] if file else b""
-            rank.text, rank.source = written.decode("utf-8", errors="replace"), "faulthandler"
+            rank.text, rank.source = written.decode("utf-8", errors="replace"), "rank"
         if not rank.text or is_cut_off(rank.text):
             rank.text, rank.source = py_spy(rank.pid, timeout_s=deadline.remaining().total_seconds()), "py-spy"
         if not rank.text:
@@ -392,34 +396,34 @@ class _Inquiry:
         rank.stack = Stack.parse(rank.text, rank.call_frame or self._call_frame)
 
 
-def _stacks_of(rank: RankProcess) -> Path | None:
-    """Returns the file that a rank writes its stacks to; None before it listens: the signal would kill it."""
-    if rank.folder is None:
-        return None
-    listens = _listens(rank.pid)
-    file = rank.folder / stack_file(rank.rank_id)
-    return file if listens and file.exists() else None
-
-
 def _listens(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1)
 
 
-def _request_flights(folder: Path, stopped: Collection[int]) -> list[Path]:
-    """Asks each trainer that listens for its Flight Recorder's record; returns the files that will hold it."""
+def _request(pipe: Path) -> bool:
+    """Writes to a pipe of a rank; returns False if nobody reads it."""
+    with suppress(OSError):
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            return os.write(descriptor, b"1") == 1
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _request_nccl_flights(folder: Path, stopped: Collection[int]) -> list[Path]:
+    """Asks torch in each trainer for its record of NCCL's groups; returns the files that will hold it.
+
+    An answer to an earlier request stays where it is: torch writes into the file that it has open.
+    """
     awaited = []
-    for requests, flights in ((GLOO_REQUESTS, GLOO_FLIGHTS), (env.NCCL_REQUESTS, env.NCCL_FLIGHTS)):
-        for pipe in folder.glob(f"{requests}*.pipe"):
-            with suppress(OSError, ValueError):  # nobody listens any more; or a name that is not ours
-                # An answer to an earlier request stays where it is: torch writes NCCL's into the file that it has open.
-                rank = int(pipe.stem.removeprefix(requests))
-                descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-                os.write(descriptor, b"1")
-                os.close(descriptor)
-                if rank not in stopped:
-                    awaited.append(folder / f"{flights}{rank}")
+    for pipe in folder.glob(f"{env.NCCL_REQUESTS}*.pipe"):
+        with suppress(ValueError):  # a name that is not ours
+            rank = int(pipe.stem.removeprefix(env.NCCL_REQUESTS))
+            if _request(pipe) and rank not in stopped:
+                awaited.append(folder / f"{env.NCCL_FLIGHTS}{rank}")
     return awaited
 
 

@@ -7,15 +7,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from rl_safe_workers.frames import FAULTHANDLER_FRAME, Frame, relative, telling_frame
+from rl_safe_workers.frames import Frame, frames_of_threads, relative, telling_frame
 
 _THREAD = re.compile(r"(Current thread|Thread) ")
 _FRAMES = (
-    FAULTHANDLER_FRAME,
+    re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$'),  # faulthandler
     re.compile(r"^ {4}(?P<function>\S.*) \((?P<file>.+):(?P<line>\d+)\)$"),  # py-spy
 )
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
@@ -69,8 +69,22 @@ class Stack:
             for found in filter(None, (pattern.match(line) for pattern in _FRAMES)):
                 frame = Frame(file=relative(found["file"]), line=int(found["line"]), function=found["function"])
                 threads[-1].append(frame)
-        calls = [threads[main]] if call_frame is None else [one for one in threads if call_frame.is_in(one)]
-        frames = calls[0] if calls else threads[main]
+        return cls._of(threads, threads[main], call_frame)
+
+    @classmethod
+    def here(cls, call_frame: CallFrame | None = None) -> Self:
+        """Looks at the threads of this process.
+
+        Args:
+            call_frame: As for `parse`.
+        """
+        threads = [[replace(one, file=relative(one.file)) for one in frames] for frames in frames_of_threads().values()]
+        return cls._of(threads, threads[-1], call_frame)
+
+    @classmethod
+    def _of(cls, threads: Sequence[Sequence[Frame]], main: Sequence[Frame], call_frame: CallFrame | None) -> Self:
+        calls = [main] if call_frame is None else [one for one in threads if call_frame.is_in(one)]
+        frames = calls[0] if calls else main
         ops = [op for thread in (frames, *threads) if (op := collective_of(thread)) is not None]
         return cls(frames=frames, is_in_a_call=bool(calls), op=ops[0] if ops else None)
 

@@ -21,7 +21,7 @@ from rl_safe_workers.diagnostics.answering import (
     read_phase,
     read_place,
 )
-from rl_safe_workers.diagnostics.inquiry import RankProcess
+from rl_safe_workers.diagnostics.inquiry import RankProcess, ask_ranks
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, Raised, RankError
 from rl_safe_workers.frames import Frame, place_of, relative, telling_frame
 from rl_safe_workers.ranks import trainer_id
@@ -229,3 +229,86 @@ def test_a_failure_that_nobody_can_read_is_none(tmp_path: Path) -> None:
 def test_a_failure_that_cannot_be_left_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     leave_failure(tmp_path / "gone", ValueError("no"), trainer_id(0), "train")
     assert "trainer rank 0 cannot leave its failure" in caplog.text
+
+
+RUNNING_RANK = """
+import ctypes, sys, threading
+from pathlib import Path
+from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.ranks import trainer_id
+
+def numbers(depth):
+    yield depth
+    if depth:
+        yield from numbers(depth - 1)
+
+def run():
+    while True:
+        sorted(range(20), key=lambda one: sum(numbers(4)))
+
+enter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+
+def start_threads_of_a_library():
+    library, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    while True:
+        library.pthread_create(ctypes.byref(thread), None, enter, None)
+        library.pthread_join(thread, None)
+
+for work in (run, run, start_threads_of_a_library):
+    threading.Thread(target=work, daemon=True).start()
+answer_when_asked(Path(sys.argv[1]), trainer_id(0))
+print("ready", flush=True)
+run()
+"""
+
+
+def test_a_rank_whose_threads_run_outlives_the_questions(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUNNING_RANK, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=tmp_path, env=_ours(), stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(40):
+            (found,) = ask_ranks(
+                lambda: [RankProcess(rank_id=trainer_id(0), pid=process.pid, folder=tmp_path)], patience_s=10.0
+            ).ranks
+            assert process.poll() is None
+            assert found.source == "rank"
+            assert "of a library" in found.text or "start_threads_of_a_library" in found.text
+    finally:
+        process.kill()
+        process.communicate()
+
+
+HOLDING_RANK = """
+import ctypes, sys
+from pathlib import Path
+from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.ranks import trainer_id
+
+def hold():
+    ctypes.PyDLL(None).sleep(300)  # line 8
+
+answer_when_asked(Path(sys.argv[1]), trainer_id(0))
+print("ready", flush=True)
+hold()
+"""
+
+
+def test_a_rank_that_keeps_pythons_lock_in_a_call_of_c_is_found(tmp_path: Path) -> None:
+    (tmp_path / "holding.py").write_text(HOLDING_RANK)
+    command = [sys.executable, "holding.py", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=tmp_path, env=_ours(), stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(1)
+        (found,) = ask_ranks(
+            lambda: [RankProcess(rank_id=trainer_id(0), pid=process.pid, folder=tmp_path)], patience_s=10.0
+        ).ranks
+        assert found.stack is not None
+        assert str(found.stack.place).endswith("holding.py:8 (hold)")
+        assert found.source == "rank"
+    finally:
+        process.kill()
+        process.communicate()
