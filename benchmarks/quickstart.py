@@ -80,17 +80,26 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
 def run_seed(seed: int, folder: Path) -> Figures:
     """Runs the recipe in an empty folder and measures it from outside."""
-    overrides = [f"trainer.seed={seed}", f"trainer.total_training_steps={STEPS}", "trainer.run_name=bench"]
-    command = module_command("rl_safe_workers", "run", str(RECIPE), *overrides)
+    overrides = [f"trainer.seed={seed}", f"trainer.total_training_steps={STEPS}"]
     started_s = time.monotonic()
     with MemorySampler() as memory:
-        code, complaint = _run(command, folder)
+        run_recipe(f"bench quickstart: the run for seed {seed}", folder, *overrides)
     wall_s = time.monotonic() - started_s
-    if code != 0:
-        reason = (complaint.strip().splitlines() or ["it says nothing"])[-1]
-        raise RunError(f"bench quickstart: the run for seed {seed} ended with exit code {code}: {reason}")
     lines = (folder / "outputs" / "bench" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return to_figures(seed, [json.loads(line) for line in lines], wall_s=wall_s, peak_bytes=memory.peak_bytes)
+
+
+def run_recipe(what: str, folder: Path, *overrides: str) -> None:
+    """Runs the recipe in a folder, as run ``bench``.
+
+    Raises:
+        RunError: If it fails. The error begins with ``what``.
+    """
+    command = module_command("rl_safe_workers", "run", str(RECIPE), "trainer.run_name=bench", *overrides)
+    code, complaint = _run(command, folder)
+    if code != 0:
+        reason = (complaint.strip().splitlines() or ["it says nothing"])[-1]
+        raise RunError(f"{what} ended with exit code {code}: {reason}")
 
 
 def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:

@@ -274,6 +274,7 @@ class RolloutConfig(Section):
 
     name: Literal["vllm"] = "vllm"
     tensor_model_parallel_size: Ranks = 1
+    """Consecutive rollout ranks that share one vLLM engine, each with a part of every large weight."""
     n: Annotated[int, Field(ge=1, le=2**16)] = 8
     """Samples per prompt; training needs at least 2."""
     temperature: float = Field(1.0, gt=0, le=1e3)
@@ -536,10 +537,10 @@ class RunConfig(Section):
                 f"megatron.context_parallel_size={megatron.context_parallel_size} must be 1: "
                 "the built-in trainer does not split sequences"
             )
-        if rollout.tensor_model_parallel_size > 1:
+        if cluster.num_rollouts % rollout.tensor_model_parallel_size:
             raise Contradiction(
-                f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} must be 1: "
-                "each vLLM engine is one process; for more of them raise cluster.num_rollouts"
+                f"cluster.num_rollouts={cluster.num_rollouts} must be a multiple of rollout.tensor_model_parallel_size="
+                f"{rollout.tensor_model_parallel_size}: so many rollout ranks share one vLLM engine"
             )
         if cluster.device == "cpu" and rollout.enable_rollout_routing_replay:
             raise Contradiction(

@@ -16,6 +16,7 @@ from rl_safe_workers.errors import ConfigError
 
 BENCHMARKS: Mapping[str, str] = {
     "quickstart": "the main job for three seeds: learning, agreement, seconds, memory",
+    "engine_layouts": "the main job with each layout of trainers and engines: agreement, and every sync proved",
     "gpu": "the main job on 2 or 4 GPUs, and a larger model's sync, steps, offload and saves, against plain ones",
     "comms": "communicators on 2 or 4 GPUs: memory and seconds of the bootstrap, against what others do",
     "layers": "Transformer Engine's layers on 2 GPUs, bf16 and 8 bits: the main job, saves, a larger model's steps",

@@ -97,10 +97,13 @@ class GrpoLoop:
     def _roll_out(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
         self._on_phase(Phase.ROLLOUT)
         conversations = [p.messages for p in prompts]
-        bounds = np.linspace(0, len(prompts), self._config.cluster.num_rollouts + 1).astype(int).tolist()
+        ranks = self._config.rollout.tensor_model_parallel_size
+        engines = self._config.cluster.num_rollouts // ranks
+        bounds = np.linspace(0, len(prompts), engines + 1).astype(int).tolist()
 
         def arguments(rank: int) -> tuple[Any, ...]:
-            return conversations[bounds[rank] : bounds[rank + 1]], bounds[rank], step
+            engine = rank // ranks
+            return conversations[bounds[engine] : bounds[engine + 1]], bounds[engine], step
 
         shares = self._session.finish(self._session.start_rollouts(Phase.ROLLOUT, "generate", arguments))
         return [sample for share in shares for sample in share]

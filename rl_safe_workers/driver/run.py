@@ -399,7 +399,8 @@ class Job:
         )
 
     def _description(self) -> dict[str, str]:
-        layout, trainer = self._layout, self._config.trainer
+        layout, trainer, rollouts = self._layout, self._config.trainer, self._config.cluster.num_rollouts
+        ranks, name = self._config.rollout.tensor_model_parallel_size, self._config.rollout.name
         start = "HF weights" if self._resume is None else f"{self._resume.path} (step {self._resume.manifest.step})"
         return {
             "run": str(self._run_dir),
@@ -408,7 +409,7 @@ class Job:
             "checkpoints": self._checkpoints,
             "trainers": f"{layout.world_size}: TP{layout.tensor} PP{layout.pipeline} EP{layout.expert} "
             f"ETP{layout.expert_tensor}, data-parallel {layout.data}, expert-data-parallel {layout.expert_data}",
-            "rollouts": f"{self._config.cluster.num_rollouts} {self._config.rollout.name}",
+            "rollouts": f"{rollouts} {name}" if ranks == 1 else f"{rollouts // ranks} {name}, each TP{ranks}",
             "steps": f"{trainer.total_training_steps}, seed {trainer.seed}",
             "versions": ", ".join(f"{name} {version}" for name, version in installed_versions().items()),
         }

@@ -32,7 +32,7 @@ from rl_safe_workers.errors import (
 from rl_safe_workers.frames import frames_of_thread, telling_frame
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, unix_now
 from rl_safe_workers.rollout.protocol import WeightSpec
-from rl_safe_workers.rollout.sync_proof import SyncProof
+from rl_safe_workers.rollout.sync_proof import HeldWeights, SyncProof
 from rl_safe_workers.worlds.address import StoreAddress
 
 LEAVING_S = 3.0
@@ -162,9 +162,13 @@ class Session:
         with self._console.phase(Phase.START, self.timeout_s(Phase.START)):
             try:
                 self._start_cluster()
-                everyone: list[ActorRef] = self._cluster.actors
                 launched_s = unix_now()
-                self._gather(start_calls(everyone, Phase.START, "start", lambda rank: (launched_s,)))
+                calls = self.start_trainers(Phase.START, "start", lambda rank: (launched_s,))
+                addresses, ranks = self._serve_engines(), self._config.rollout.tensor_model_parallel_size
+                engines = self.start_rollouts(
+                    Phase.START, "start", lambda rank: (launched_s, addresses[rank // ranks * ranks])
+                )
+                self._gather(calls.joined_with(engines))
                 self._cluster.note_processes()
             finally:
                 self._record(Phase.START, time.monotonic() - started_s)
@@ -209,12 +213,20 @@ class Session:
         return self._shown(lambda: self.start_trainers(Phase.CONVERT, method, lambda rank: arguments), Phase.CONVERT)[0]
 
     def _serve_store(self) -> StoreAddress:
-        owner = self._cluster.trainers[:1]
-        host = LOOPBACK
-        if not self._cluster.is_local:
-            (host,) = self._gather(start_calls(owner, Phase.WORLD, NODE_IP, _no_arguments))
-        (address,) = self._gather(start_calls(owner, Phase.WORLD, "serve_store", lambda rank: (host,)))
+        (address,) = self._serve_stores(self._cluster.trainers[:1], Phase.WORLD)
         return cast(StoreAddress, address)
+
+    def _serve_engines(self) -> list[StoreAddress | None]:
+        """Returns the address of each engine's store, by its first rollout rank; None for all other ranks."""
+        if self._config.rollout.tensor_model_parallel_size == 1:
+            return [None] * len(self._cluster.rollouts)
+        return self._serve_stores(self._cluster.rollouts, Phase.START)
+
+    def _serve_stores(self, owners: Sequence[ActorRef], phase: Phase) -> list[StoreAddress | None]:
+        hosts = [LOOPBACK] * len(owners)
+        if not self._cluster.is_local:
+            hosts = self._gather(start_calls(owners, phase, NODE_IP, _no_arguments))
+        return self._gather(start_calls(owners, phase, "serve_store", lambda rank: (hosts[rank],)))
 
     def join(self) -> None:
         """Builds the joint group of trainers and rollout ranks."""
@@ -242,7 +254,11 @@ class Session:
         receivers = self.start_rollouts(Phase.SYNC, "receive_weights", lambda rank: (prove,))
         calls = self.start_trainers(Phase.SYNC, "sync", lambda rank: (prove,)).joined_with(receivers)
         results, trainers = self.finish(calls), len(self._cluster.trainers)
-        return SyncProof(sent=results[:trainers], held=results[trainers:]) if prove else None
+        if not prove:
+            return None
+        ranks, held = self._config.rollout.tensor_model_parallel_size, results[trainers:]
+        engines = [HeldWeights.of_engine(held[first : first + ranks]) for first in range(0, len(held), ranks)]
+        return SyncProof(sent=results[:trainers], held=engines, ranks=ranks)
 
     def late_allocations(self) -> list[list[LateAllocation]]:
         """Returns the late allocations found in the first training steps, a list for each training rank."""

@@ -8,13 +8,14 @@ goes unnoticed with a chance of about 2 ** -32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 _AT_ONCE = {"cpu": 2**14, "cuda": 2**22}
 """Number of words that are mixed at a time. Each takes some 30 bytes meanwhile. On a CPU they stay in its cache, and
 torch takes one thread for so few. On a busy machine several wait for each other, for ten times as long."""
-_WORD_BYTES = 4
+WORD_BYTES = 4
 
 
 def _signed(constant: int) -> int:
@@ -25,23 +26,52 @@ _PLACE, _FIRST, _SECOND = map(_signed, (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
 """Odd factors: one spreads the places, the others are those of MurmurHash3's last steps."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The place of a tensor's words in a larger tensor: runs of words, as far apart as its rows.
+
+    Example: ``Span(start=8, width=4, stride=16)`` for the third quarter of the columns of a matrix with 16 words a row
+    """
+
+    start: int = 0
+    """Place of the first word."""
+    width: int = 0
+    """Words of a run; 0: all words are one run."""
+    stride: int = 0
+    """Words from the start of a run to that of the next."""
+
+
 @torch.no_grad()
-def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None) -> torch.Tensor:
     """Returns the digest of each tensor: int64, ``[len(tensors)]``, on their device. Does not wait for a GPU.
 
     A digest depends on the bytes and their order. It depends on neither the shape, nor the dtype, nor the strides.
 
     Args:
         tensors: Tensors of any shape and dtype, all on one device. They need not be contiguous.
+        spans: The place of each in a larger tensor, of which it is a part; None: each is whole. The digests of all
+            parts of a tensor add up to its own, modulo 2 ** 64.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
     device = tensors[0].device
     found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     at_once = _AT_ONCE.get(device.type, _AT_ONCE["cuda"])
-    for numbers, parts, starts in _batches(tensors, at_once):
-        words = parts[0] if len(parts) == 1 else torch.cat(parts)
-        found.index_add_(0, torch.tensor(numbers, device=device), _sums(words, [len(part) for part in parts], starts))
+    spans = [Span()] * len(tensors) if spans is None else spans
+    alike: dict[Span, list[int]] = {}
+    for number, span in enumerate(spans):
+        # Where there is one run, the places are only shifted, by another amount for each tensor.
+        alike.setdefault(span if span.width else Span(), []).append(number)
+    for span, chosen in alike.items():
+        for numbers, parts, starts in _batches([tensors[number] for number in chosen], at_once):
+            words = parts[0] if len(parts) == 1 else torch.cat(parts)
+            numbers = [chosen[number] for number in numbers]
+            shifts = [0 if span.width else spans[number].start for number in numbers]
+            places = _places([len(part) for part in parts], [a + b for a, b in zip(starts, shifts, strict=True)], words)
+            if span.width:
+                places += places.div(span.width, rounding_mode="floor").mul_(span.stride - span.width).add_(span.start)
+            sums = _sums(_mixed(words, places), [len(part) for part in parts])
+            found.index_add_(0, torch.tensor(numbers, device=device), sums)
     return found
 
 
@@ -71,23 +101,30 @@ def _batches(
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if len(flat) % _WORD_BYTES:
-        flat = torch.nn.functional.pad(flat, (0, -len(flat) % _WORD_BYTES))
-    elif flat.storage_offset() % _WORD_BYTES:
+    if len(flat) % WORD_BYTES:
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % WORD_BYTES))
+    elif flat.storage_offset() % WORD_BYTES:
         flat = flat.clone()
     return flat.view(torch.int32)
 
 
-def _sums(words: torch.Tensor, counts: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
-    """Returns the sum of the mixed words of each of the consecutive parts."""
+def _places(counts: Sequence[int], starts: Sequence[int], words: torch.Tensor) -> torch.Tensor:
+    """Returns the place of each word of consecutive parts in its tensor: int32, of the words' shape."""
     places = torch.arange(len(words), dtype=torch.int32, device=words.device)
     if len(counts) == 1:
-        return _mixed(words, places.add_(starts[0])).sum(dtype=torch.int64).view(1)
+        return places.add_(starts[0])
     ends = torch.tensor(counts).cumsum(0)
     shifts = torch.tensor(starts) - (ends - torch.tensor(counts))
     sizes = torch.tensor(counts, device=words.device)
-    places += torch.repeat_interleave(shifts.to(words.device, torch.int32), sizes, output_size=len(words))
-    totals = _mixed(words, places).cumsum(0, dtype=torch.int64)[ends.to(words.device) - 1]
+    return places.add_(torch.repeat_interleave(shifts.to(words.device, torch.int32), sizes, output_size=len(words)))
+
+
+def _sums(mixed: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Returns the sum of each of the consecutive parts."""
+    if len(counts) == 1:
+        return mixed.sum(dtype=torch.int64).view(1)
+    ends = torch.tensor(counts, device=mixed.device).cumsum(0)
+    totals = mixed.cumsum(0, dtype=torch.int64)[ends - 1]
     return torch.diff(totals, prepend=totals.new_zeros(1))
 
 

@@ -1,7 +1,7 @@
 """The place of each HF weight in a vLLM model, by vLLM's naming rules.
 
 The rules are data, and are not learned from the model's loaders: a loader that puts a weight in a wrong place must not
-say where the right one is. They hold for an engine on one device, without tensor parallelism.
+say where the right one is. A rank of a tensor-parallel engine holds a cut of the large weights, and the others whole.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_safe_workers.rollout.digest import WORD_BYTES, Span
 from rl_safe_workers.rollout.packing import DTYPES
 from rl_safe_workers.rollout.protocol import WeightSpec
 
@@ -31,14 +32,89 @@ _EXPERTS = {
 """Tensors with one matrix for each expert, and the HF layers whose rows that holds, in this order, by two namings."""
 _EXPERTS_LAYERS = ("{}.routed_experts.{}", "{}.{}")
 """Names of these tensors, from the layer's: in vLLM 0.32, and in vLLM 0.25."""
+_ROWS_CUT = frozenset({"qkv_proj", "gate_up_proj", "w13_weight"})
+_COLUMNS_CUT = frozenset({"o_proj", "down_proj", "w2_weight"})
+"""Layers and expert tensors of which a rank of a tensor-parallel engine holds some rows, or some columns. Biases of the
+latter are whole."""
+_OF_KV_HEADS = ("k_proj", "v_proj")
+_VOCABULARY, _VOCABULARY_UNIT = frozenset({"embed_tokens", "lm_head"}), 64
+"""Layers with a row for each token, and the number of rows that vLLM fills up to a multiple of, before it cuts them."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _PADDED = (_HEAD, _EMBEDDING)
 """Parameters with more rows than the vocabulary. vLLM never reads those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRank:
+    """A rank of a tensor-parallel engine.
+
+    Example: ``EngineRank(rank=1, size=2, kv_heads=4)``
+    """
+
+    rank: int = 0
+    size: int = 1
+    kv_heads: int = 1
+    """Number of the model's key-value heads. Several ranks hold the same one if there are more ranks."""
+
+    def cut(self, name: str, layer: str, shape: tuple[int, ...]) -> Cut | None:
+        """Returns the cut of a weight that this rank holds; None if it holds the whole.
+
+        Args:
+            name: HF name of the weight.
+            layer: Name of the layer, or of the expert tensor, that holds it.
+            shape: Shape of the whole weight.
+        """
+        if self.size == 1 or not shape:
+            return None
+        if layer in _COLUMNS_CUT and len(shape) > 1:
+            each = shape[-1] // self.size
+            return Cut(axis=len(shape) - 1, first=self.rank * each, length=each, of=shape[-1])
+        rows = shape[0]
+        if layer in _VOCABULARY:
+            each = -(-rows // _VOCABULARY_UNIT) * _VOCABULARY_UNIT // self.size
+            first = min(self.rank * each, rows)
+            return Cut(axis=0, first=first, length=min(each, rows - first), of=rows)
+        if layer in _ROWS_CUT:
+            parts = min(self.size, self.kv_heads) if name.split(".")[-2] in _OF_KV_HEADS else self.size
+            return Cut(axis=0, first=self.rank * parts // self.size * (rows // parts), length=rows // parts, of=rows)
+        return None
+
+
+ONLY_RANK = EngineRank()
+"""The rank of an engine without tensor parallelism."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A range of a weight's rows or columns.
+
+    Example: ``Cut(axis=0, first=64, length=64, of=128)``
+    """
+
+    axis: int
+    first: int
+    length: int
+    of: int
+    """Number of rows or columns of the whole weight."""
+
+    def span(self, shape: tuple[int, ...], itemsize: int) -> Span | None:
+        """Returns the words of the whole weight that the cut has; None if it does not begin and end between words.
+
+        Args:
+            shape: Shape of the whole weight.
+            itemsize: Bytes of an element.
+        """
+        inner = torch.Size(shape[self.axis + 1 :]).numel() * itemsize
+        sizes = [self.first * inner, self.length * inner, self.of * inner]
+        if any(size % WORD_BYTES for size in sizes):
+            return None
+        start, width, stride = (size // WORD_BYTES for size in sizes)
+        return Span(start=start, width=width, stride=stride) if self.axis else Span(start=start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of one HF weight.
+    """The place of one HF weight, or of a rank's cut of it.
 
     Example: ``Place(spec=of_k_proj, parameter="model.layers.0.self_attn.qkv_proj.weight", start=128)``
     """
@@ -50,13 +126,27 @@ class Place:
     """Index of the expert's matrix in the parameter; None if the parameter has no such dimension."""
     start: int = 0
     """First row of the weight in the parameter, or in the expert's matrix."""
+    cut: Cut | None = None
+    """None: the parameter holds the whole weight."""
+
+    @property
+    def span(self) -> Span | None:
+        """The words of the whole weight that lie here; None if they cannot be told apart from others."""
+        itemsize = DTYPES[self.spec.dtype].itemsize
+        return Span() if self.cut is None else self.cut.span(self.spec.shape, itemsize)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what lies here."""
+        cut, shape = self.cut, self.spec.shape
+        return shape if cut is None else (*shape[: cut.axis], cut.length, *shape[cut.axis + 1 :])
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Returns the weight as the model holds it; None if the parameter has another layout than the rule says.
+        """Returns the weight, or the cut of it, as the model holds it; None if the rule does not fit the parameter.
 
         A weight that the model holds in a wider dtype is returned in the dtype of the HF weight.
         """
-        shape, dtype = self.spec.shape, DTYPES[self.spec.dtype]
+        shape, dtype = self.shape, DTYPES[self.spec.dtype]
         if self.expert is not None:
             if parameter.dim() != len(shape) + 1 or self.expert >= len(parameter):
                 return None
@@ -82,12 +172,13 @@ class EnginePlaces:
     """Parameters for which no weight is sent, each with the reason why one should be."""
 
     @classmethod
-    def of(cls, specs: Iterable[WeightSpec], parameters: Collection[str]) -> EnginePlaces:
+    def of(cls, specs: Iterable[WeightSpec], parameters: Collection[str], rank: EngineRank = ONLY_RANK) -> EnginePlaces:
         """Finds the places.
 
         Args:
             specs: All weights of a sync.
             parameters: Names of the model's parameters. A tied one has one name.
+            rank: The rank of the engine that has them.
         """
         by_name = {spec.name: spec for spec in specs}
         places: list[Place] = []
@@ -100,10 +191,18 @@ class EnginePlaces:
             if parameter is None or missing:
                 unplaced.append(spec.name)
                 continue
-            start = sum(by_name[name].shape[0] for name in before)
-            places.append(Place(spec=spec, parameter=parameter, expert=expert, start=start))
-        if _HEAD in parameters and _HEAD not in by_name and _EMBEDDING in by_name:
-            places.append(Place(spec=by_name[_EMBEDDING], parameter=_HEAD))
+            places.append(
+                Place(
+                    spec=spec,
+                    parameter=parameter,
+                    expert=expert,
+                    start=sum(_rows(rank, parameter, by_name[name]) for name in before),
+                    cut=rank.cut(spec.name, _held_by(parameter), spec.shape),
+                )
+            )
+        if _HEAD in parameters and _HEAD not in by_name and (embedding := by_name.get(_EMBEDDING)) is not None:
+            cut = rank.cut(_EMBEDDING, _held_by(_HEAD), embedding.shape)
+            places.append(Place(spec=embedding, parameter=_HEAD, cut=cut))
         layers = {_layer(name) for name in unplaced}
         held = {place.parameter for place in places}
         faults |= dict.fromkeys(
@@ -119,12 +218,23 @@ class EnginePlaces:
         """
         sent: Counter[str] = Counter()
         for place in self.places:
-            sent[place.parameter] += torch.Size(place.spec.shape).numel()
+            sent[place.parameter] += torch.Size(place.shape).numel()
         return [
             f"{name}: {sent[name]} of its {size} elements are sent"
             for name, size in sizes.items()
             if sent[name] != size and name not in _PADDED
         ]
+
+
+def _rows(rank: EngineRank, parameter: str, spec: WeightSpec) -> int:
+    cut = rank.cut(spec.name, _held_by(parameter), spec.shape)
+    return spec.shape[0] if cut is None or cut.axis else cut.length
+
+
+def _held_by(parameter: str) -> str:
+    """Returns the name of the layer, or of the expert tensor, that a parameter is or belongs to."""
+    module, _, leaf = parameter.rpartition(".")
+    return leaf if leaf in _EXPERTS else module.rpartition(".")[2]
 
 
 def _layer(name: str) -> str:

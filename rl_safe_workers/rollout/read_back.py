@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from rl_safe_workers.rollout.digest import digests
-from rl_safe_workers.rollout.engine_places import EnginePlaces, Place
+from rl_safe_workers.rollout.digest import Span, digests
+from rl_safe_workers.rollout.engine_places import ONLY_RANK, EnginePlaces, EngineRank, Place
 from rl_safe_workers.rollout.protocol import WeightSpec
-from rl_safe_workers.rollout.sync_proof import HeldWeights
+from rl_safe_workers.rollout.sync_proof import HeldCut, HeldWeights
 
 _CONVERT = "process_weights_after_loading"
 
@@ -24,10 +24,16 @@ class ReadBack:
     when the loader has written them. All others are taken at the end.
     """
 
-    def __init__(self, model: torch.nn.Module, specs: Sequence[WeightSpec]) -> None:
-        """Finds the places of the weights; reads nothing."""
+    def __init__(self, model: torch.nn.Module, specs: Sequence[WeightSpec], rank: EngineRank = ONLY_RANK) -> None:
+        """Finds the places of the weights; reads nothing.
+
+        Args:
+            model: The model of one rank of an engine.
+            specs: All weights of a sync.
+            rank: That rank.
+        """
         self._model = model
-        self._found = EnginePlaces.of(specs, [name for name, _ in model.named_parameters()])
+        self._found = EnginePlaces.of(specs, [name for name, _ in model.named_parameters()], rank)
         self._places: dict[str, list[Place]] = {}
         """By the name of the module that has the parameter."""
         for place in self._found.places:
@@ -82,10 +88,16 @@ class ReadBack:
         self.stop()
         held = self._read([place for place in self._found.places if place not in self._converted])
         held |= self._converted
-        digests = tuple((place.spec.name, held[place]) for place in self._found.places if place in held)
+        digests = tuple((one.spec.name, held[one]) for one in self._found.places if one in held and one.cut is None)
+        cuts = tuple(
+            HeldCut(name=one.spec.name, digest=held[one], first=one.cut.first, length=one.cut.length, of=one.cut.of)
+            for one in self._found.places
+            if one in held and one.cut is not None
+        )
         unread = [place.spec.name for place in self._found.places if place not in held]
         return HeldWeights(
             digests=digests,
+            cuts=cuts,
             converted=len(self._converted),
             unread=(*self._found.unplaced, *unread),
             faults=(*self._found.faults, *self._found.gaps(self._sizes)),
@@ -96,13 +108,14 @@ class ReadBack:
         started_s = time.monotonic()
         parameters: dict[str, torch.Tensor] = {}
         views: dict[Place, torch.Tensor] = {}
+        spans: dict[Place, Span] = {}
         for place in places:
             if place.parameter not in parameters:
                 parameters[place.parameter] = self._model.get_parameter(place.parameter)
-            view = place.of(parameters[place.parameter])
-            if view is not None:
-                views[place] = view
+            view, span = place.of(parameters[place.parameter]), place.span
+            if view is not None and span is not None:
+                views[place], spans[place] = view, span
                 self._sizes[place.parameter] = parameters[place.parameter].numel()
-        found = dict(zip(views, digests(list(views.values())).tolist(), strict=True))
+        found = dict(zip(views, digests(list(views.values()), list(spans.values())).tolist(), strict=True))
         self._seconds += time.monotonic() - started_s
         return found

@@ -5,6 +5,7 @@ Imports neither torch nor vLLM, so that the driver can import it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,14 +24,33 @@ class SentWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldCut:
+    """The cut of a weight that a rank of a tensor-parallel engine holds.
+
+    Example: ``HeldCut(name="lm_head.weight", digest=-7, first=64, length=64, of=128)``
+    """
+
+    name: str
+    """HF name of the weight."""
+    digest: int
+    """The cut's share of the digest of the whole weight."""
+    first: int
+    length: int
+    of: int
+    """Number of rows or columns of the whole weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldWeights:
-    """The weights that an engine holds after a sync.
+    """The weights that an engine, or a rank of an engine, holds after a sync.
 
     Example: ``HeldWeights(digests=(("lm_head.weight", -7),), converted=0, unread=(), faults=(), seconds=0.01)``
     """
 
     digests: tuple[tuple[str, int], ...]
-    """HF name and digest of each weight, at each of its places in the model."""
+    """HF name and digest of each whole weight, at each of its places in the model."""
+    cuts: tuple[HeldCut, ...] = ()
+    """The other weights of a rank of a tensor-parallel engine, likewise."""
     converted: int
     """Number of these digests that were taken before vLLM converted the weight to the layout of its kernel."""
     unread: tuple[str, ...]
@@ -39,6 +59,34 @@ class HeldWeights:
     """Parts of the model for which nothing is sent."""
     seconds: float
     """Seconds that this took."""
+
+    @classmethod
+    def of_engine(cls, ranks: Sequence[HeldWeights]) -> HeldWeights:
+        """Joins what the ranks of an engine hold, each a part of it."""
+        copies: dict[tuple[str, int], list[HeldCut]] = {}
+        for held in ranks:
+            seen: Counter[str] = Counter()
+            for cut in held.cuts:
+                # A weight may have several places.
+                copies.setdefault((cut.name, seen[cut.name]), []).append(cut)
+                seen[cut.name] += 1
+        digests = [one for held in ranks for one in held.digests]
+        unread = [name for held in ranks for name in held.unread]
+        for (name, _), cuts in copies.items():
+            parts = {cut.first: cut for cut in cuts}
+            if sum(cut.length for cut in parts.values()) != cuts[0].of:
+                unread.append(name)  # a rank could not read its part
+                continue
+            # Ranks that hold the same part may differ: each of them makes a whole.
+            wholes = (sum(cut.digest for cut in (parts | {one.first: one}).values()) for one in cuts)
+            digests += [(name, whole) for whole in dict.fromkeys(map(_signed, wholes))]
+        return cls(
+            digests=tuple(digests),
+            converted=sum(held.converted for held in ranks),
+            unread=tuple(dict.fromkeys(unread)),
+            faults=tuple(fault for held in ranks for fault in held.faults),
+            seconds=max(held.seconds for held in ranks),
+        )
 
     def differences(self, sent: Mapping[str, int]) -> list[str]:
         """Returns a sentence for each weight that is not held as it was sent, and the faults.
@@ -63,28 +111,34 @@ class SyncProof:
     sent: Sequence[SentWeights]
     """By training rank."""
     held: Sequence[HeldWeights]
-    """By rollout rank."""
+    """By engine."""
+    ranks: int = 1
+    """Number of rollout ranks of an engine."""
 
     def differences(self) -> list[str]:
-        """Returns a sentence for each weight that a rollout rank does not hold as it was sent; names the rank."""
+        """Returns a sentence for each weight that an engine does not hold as it was sent; names its rollout ranks."""
         sent = {name: digest for one in self.sent for name, digest in one.digests.items()}
         return [
-            f"rollout rank {rank}: {text}" for rank, held in enumerate(self.held) for text in held.differences(sent)
+            f"{self._who(engine)}: {text}" for engine, held in enumerate(self.held) for text in held.differences(sent)
         ]
+
+    def _who(self, engine: int) -> str:
+        first = engine * self.ranks
+        return f"rollout rank {first}" if self.ranks == 1 else f"rollout ranks {first}-{first + self.ranks - 1}"
 
     @property
     def proved(self) -> int:
-        """Number of digests that were compared, over all rollout ranks."""
+        """Number of digests that were compared, over all engines."""
         return sum(len(held.digests) for held in self.held)
 
     @property
     def not_proved(self) -> int:
-        """Number of weights that could not be read back, over all rollout ranks."""
+        """Number of weights that could not be read back, over all engines."""
         return sum(len(held.unread) for held in self.held)
 
     @property
     def seconds(self) -> float:
-        """Seconds that the digests took: those of the slowest trainer and of the slowest rollout rank."""
+        """Seconds that the digests took: those of the slowest trainer and of the slowest engine."""
         return max(one.seconds for one in self.sent) + max(held.seconds for held in self.held)
 
     def __str__(self) -> str:
@@ -94,6 +148,10 @@ class SyncProof:
         before = f", {converted} of them before vLLM converted them for its kernels" if converted else ""
         without = f"; not proved: {len(unread)}, among them {unread[0]}" if unread else ""
         return f"{self.proved} weights are held as they were sent{before}{without}"
+
+
+def _signed(digest: int) -> int:
+    return (digest + 2**63) % 2**64 - 2**63
 
 
 def _hex(digest: int) -> str:

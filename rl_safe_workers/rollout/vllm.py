@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import RolloutError
@@ -19,9 +22,10 @@ from rl_safe_workers.platforms.device_memory import SHARED_PHASES
 from rl_safe_workers.ranks import Role
 from rl_safe_workers.rollout import vllm_transfer
 from rl_safe_workers.rollout.protocol import Sample, WeightSpec
-from rl_safe_workers.rollout.sync_proof import HeldWeights
+from rl_safe_workers.rollout.sync_proof import HeldCut, HeldWeights
 from rl_safe_workers.rollout.tokens import ChatTokenizer
 from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.engine_world import EngineWorld
 
 
 def request_seed(seed: int, step: int, prompt: int, sample: int) -> int:
@@ -31,6 +35,14 @@ def request_seed(seed: int, step: int, prompt: int, sample: int) -> int:
 
 FREE_AT_START = 0.05
 """Share of a GPU's memory that vLLM requires to be free at its start."""
+_SHARED_MEMORY = Path("/dev/shm")
+_OF_SHARED: Mapping[str, Any] = {
+    # Each rank of an engine is a process of ours and schedules the same requests in the same order.
+    "distributed_executor_backend": "external_launcher",
+    # vLLM's own all-reduce maps memory of GPUs that a rank must see.
+    "disable_custom_all_reduce": True,
+}
+"""Further arguments of an engine that several ranks share."""
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:
@@ -54,18 +66,31 @@ class VllmRollout:
         """Stores the configuration; `start` builds the engine."""
         self.config, self.rollout_rank = config, rollout_rank
         self.lifecycle = Lifecycle(role=Role.ROLLOUT, rank=rollout_rank)
+        self._world = EngineWorld(rollout_rank, size=config.rollout.tensor_model_parallel_size)
         self._asleep: set[str] = set()
         self._lacks_weights = "the engine has not been built"
         """The reason why the engine has no weights to generate with; empty if it has."""
         self._held: dict[str, int] = {}
         """Bytes of device memory by owner, while the engine is awake."""
 
-    def start(self, launched_s: float) -> None:
-        """Builds the engine with the HF weights of ``model.path``. Not collective.
+    def serve_store(self, host: str) -> StoreAddress | None:
+        """Starts the engine's store on its first rank. Returns its address; None on the other ranks. Not collective.
+
+        Args:
+            host: Address of this rank's node.
+        """
+        return self._world.serve_store(host, timeout=self._start_timeout)
+
+    def start(self, launched_s: float, address: StoreAddress | None = None) -> None:
+        """Builds the engine with the HF weights of ``model.path``. Collective over: the rollout ranks of the engine.
 
         Args:
             launched_s: Unix time in seconds at which the driver asked for this process. The start phase then includes
                 the imports.
+            address: Address of the engine's store; None for an engine of one rank.
+
+        Raises:
+            PhaseTimeoutError: If another rank of the engine does not come in time; names it.
         """
         if self.config.cluster.device == "cuda":
             self.lifecycle.observer = cuda.observer(
@@ -81,33 +106,58 @@ class VllmRollout:
                 torch.compiler.set_stance("force_eager")
             config = self.config
             self._tokenizer = ChatTokenizer(config.model.path, max_prompt_length=config.data.max_prompt_length)
-            self._llm = LLM(
-                model=config.model.path,
-                dtype=config.model.dtype,
-                skip_tokenizer_init=True,
-                trust_remote_code=False,
-                load_format="safetensors",
-                enforce_eager=True,
-                seed=config.trainer.seed,
-                block_size=config.rollout.block_size,
-                kv_cache_memory_bytes=int(config.rollout.kv_cache_gib * 2**30),
-                # vLLM checks it at the start, independently of the size of the cache. Small, because a trainer may
-                # already use the GPU.
-                gpu_memory_utilization=FREE_AT_START,
-                enable_sleep_mode=config.cluster.colocated,
-                max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-                # Log-probabilities under the sampling distribution, with temperature: comparable with the trainer's.
-                logprobs_mode="processed_logprobs",
-                enable_return_routed_experts=config.rollout.enable_rollout_routing_replay,
-                weight_transfer_config={"backend": vllm_transfer.BACKEND},
-                disable_log_stats=True,
-            )
+            if address is None:
+                self._llm = self._build()
+            else:
+                with self._world.entered(address, timeout=self._start_timeout):
+                    self._llm = self._build_shared(EngineWorld.name(address))
             (weights,) = self._llm.apply_model(_weight_bytes)
             self._held = {"weights": weights, "kv_cache": int(config.rollout.kv_cache_gib * 2**30)}
             self._lacks_weights = ""
             # The trainer on this GPU builds its model next. The weights are kept, because no sync precedes the first
             # rollout.
             self._sleep(level=1)
+
+    @property
+    def _start_timeout(self) -> timedelta:
+        return timedelta(seconds=self.config.rl_safe.timeouts.start)
+
+    def _build_shared(self, name: str) -> LLM:
+        """Builds this rank's part of an engine that several ranks share; ``name`` is the engine's."""
+        # vLLM would take the rank from the environment. The default group exists, so nobody connects to the address;
+        # vLLM's CPU backend names its shared memory after what follows the last colon.
+        ExecutorWithExternalLauncher._distributed_args = lambda _: (f"default_group:{name}", self._world.rank, 0)
+        llm = self._build()
+        # All ranks have opened each other's memory. Without its name it ends with them, however they end.
+        for file in _SHARED_MEMORY.glob(f"{name}-*_{self._world.rank}"):
+            file.unlink()
+        return llm
+
+    def _build(self) -> LLM:
+        config = self.config
+        return LLM(
+            model=config.model.path,
+            dtype=config.model.dtype,
+            skip_tokenizer_init=True,
+            trust_remote_code=False,
+            load_format="safetensors",
+            enforce_eager=True,
+            seed=config.trainer.seed,
+            block_size=config.rollout.block_size,
+            kv_cache_memory_bytes=int(config.rollout.kv_cache_gib * 2**30),
+            # vLLM checks it at the start, independently of the size of the cache. Small, because a trainer may
+            # already use the GPU.
+            gpu_memory_utilization=FREE_AT_START,
+            enable_sleep_mode=config.cluster.colocated,
+            max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+            # Log-probabilities under the sampling distribution, with temperature: comparable with the trainer's.
+            logprobs_mode="processed_logprobs",
+            enable_return_routed_experts=config.rollout.enable_rollout_routing_replay,
+            weight_transfer_config={"backend": vllm_transfer.BACKEND},
+            disable_log_stats=True,
+            tensor_parallel_size=self._world.size,
+            **(_OF_SHARED if self._world.size > 1 else {}),
+        )
 
     def _owned_bytes(self) -> dict[str, int]:
         return {owner: 0 if owner in self._asleep else size for owner, size in self._held.items()}
@@ -167,7 +217,7 @@ class VllmRollout:
             prove: Whether to read the weights back.
 
         Returns:
-            Digests of the weights that the engine holds now; None without ``prove``.
+            Digests of the weights that this rank holds now; None without ``prove``.
         """
         with self.lifecycle.enter(Phase.SYNC):
             self._wake("weights")
@@ -180,7 +230,7 @@ class VllmRollout:
             if not prove:
                 return None
             (held,) = self._llm.collective_rpc(_held)
-            return HeldWeights(**held)
+            return HeldWeights(**{**held, "cuts": tuple(HeldCut(**cut) for cut in held["cuts"])})
 
     def loads_through(self) -> str | None:
         """Returns why weight updates use the model's loaders; None if they are copied directly. Not collective."""
@@ -190,7 +240,7 @@ class VllmRollout:
     def generate(
         self, conversations: Sequence[Sequence[Mapping[str, str]]], first_prompt: int, step: int
     ) -> list[Sample]:
-        """Samples ``rollout.n`` responses to each prompt.
+        """Samples ``rollout.n`` responses to each prompt. Collective over: the rollout ranks of the engine.
 
         Args:
             conversations: The chat messages of each prompt.
@@ -198,7 +248,8 @@ class VllmRollout:
             step: The training step, for the seeds.
 
         Returns:
-            ``rollout.n`` consecutive samples for each prompt, in the order of the prompts.
+            ``rollout.n`` consecutive samples for each prompt, in the order of the prompts. Empty on all ranks of an
+            engine but the first, which all get the same prompts.
 
         Raises:
             DataError: If a prompt is too long.
@@ -218,7 +269,7 @@ class VllmRollout:
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
             # An update and a sync come before the next rollout, so neither weights nor cache must be kept.
             self._sleep(level=2)
-            return [self._to_sample(output) for output in outputs]
+            return [] if self._world.rank else [self._to_sample(output) for output in outputs]
 
     def _sampling_params(self, step: int, prompt: int, sample: int) -> SamplingParams:
         return SamplingParams(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -28,6 +29,7 @@ from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.ranks import joint_ids
 from rl_safe_workers.rollout.direct_load import DirectLoad
+from rl_safe_workers.rollout.engine_places import EngineRank
 from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.read_back import ReadBack
@@ -139,7 +141,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         if self._read_back is not None:
             self._read_back.stop()
         with _vllm_config(self.vllm_config):
-            self._read_back = ReadBack(self.model, self._specs) if update_info.prove else None
+            self._read_back = ReadBack(self.model, self._specs, self._engine_rank()) if update_info.prove else None
             self._prepare()
             # `finish_weight_update` resets it. An update by the plan can be repeated after a failure.
             self._is_broken = self.obstacle is not None
@@ -155,13 +157,21 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
                 self._load(*arriving)
             self._group.flush()
 
+    def _engine_rank(self) -> EngineRank:
+        return EngineRank(
+            rank=get_tensor_model_parallel_rank(),
+            size=self.vllm_config.parallel_config.tensor_parallel_size,
+            kv_heads=self.model_config.get_total_num_kv_heads(),
+        )
+
     def _prepare(self) -> None:
         if self.obstacle is None:
             return
         if self.obstacle == _NOT_TRIED:
             self.obstacle = _computes(self.model)
             if self.obstacle is None:
-                self._plan = DirectLoad(self._buckets, self.model.load_weights, device=self.device)
+                parts = self.vllm_config.parallel_config.tensor_parallel_size
+                self._plan = DirectLoad(self._buckets, self.model.load_weights, device=self.device, parts=parts)
                 self.obstacle = self._plan.obstacle or _NOT_PROVEN
         if self._read_back is not None:
             self._read_back.watch()

@@ -22,8 +22,15 @@ def assert_sound(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["quickstart_tp2.yaml", "quickstart_pp2.yaml"])
-def test_a_layout_trains_within_the_bound(moe_model: Path, tmp_path: Path, recipe: str) -> None:
-    assert_sound(finish(rl_safe(recipe, f"model.path={moe_model}", *STEPS), tmp_path))
+def test_a_layout_trains_within_the_bound_with_an_engine_of_two_ranks(
+    moe_model: Path, tmp_path: Path, recipe: str
+) -> None:
+    engine = ("cluster.num_rollouts=2", "rollout.tensor_model_parallel_size=2", "cluster.cpus_per_rollout=0.4")
+    outcome = finish(rl_safe(recipe, f"model.path={moe_model}", *STEPS, *engine, "rollout.prove_sync_freq=1"), tmp_path)
+    assert_sound(outcome)
+    for record in outcome.records:
+        assert record["sync/proved"] > 0
+        assert record["sync/not_proved"] == record["sync/redone"] == 0
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,23 @@ class Forgets(Model):
         super().load_weights((name, tensor) for name, tensor in weights if name != "norm")
 
 
+class Part(Model):
+    """The second rank of two: it takes lower halves of matrices, right halves of experts, and the rest whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined = torch.zeros(HIDDEN, HIDDEN)
+        self.experts = torch.zeros(EXPERTS, HIDDEN, HIDDEN // 2, dtype=torch.bfloat16)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        half = HIDDEN // 2
+        for name, tensor in weights:
+            if name in ("first", "second"):
+                self.joined.narrow(0, half * (name == "second"), half).copy_(tensor.narrow(0, half, half))
+            else:
+                self.place(name).copy_(tensor.narrow(1, half, half) if name.startswith("expert") else tensor)
+
+
 class Refuses(Model):
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         super().load_weights(weights)
@@ -107,5 +124,5 @@ def update(model: Model, plan: DirectLoad, seed: int) -> None:
         model.load_weights(unpack(bucket, buffer))
 
 
-def learned(model: Model) -> DirectLoad:
-    return DirectLoad(BUCKETS, model.load_weights, device=CPU)
+def learned(model: Model, parts: int = 1) -> DirectLoad:
+    return DirectLoad(BUCKETS, model.load_weights, device=CPU, parts=parts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_safe_workers.rollout import digest
-from rl_safe_workers.rollout.digest import digests
+from rl_safe_workers.rollout.digest import Span, digests
 from tests.slow_digest import slow_digest
 
 
@@ -56,3 +56,23 @@ def test_another_dtype_shows() -> None:
 def test_a_view_at_an_odd_place_has_the_digest_of_its_copy() -> None:
     tensor = random(9, dtype=torch.bfloat16)
     assert of(tensor[1:]) == of(tensor[1:].clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at_once", [3, 64, 2**14])
+def test_the_digests_of_parts_add_up_to_that_of_the_whole(
+    dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(digest._AT_ONCE, "cpu", at_once)
+    matrices = [random(6, 8, dtype=dtype), random(10, 16, dtype=dtype)]
+    parts, spans = [], []
+    for matrix in matrices:
+        words = matrix.shape[1] * matrix.itemsize // 4
+        for half in range(2):
+            parts.append(matrix.chunk(2, dim=1)[half])
+            spans.append(Span(start=half * words // 2, width=words // 2, stride=words))
+            parts.append(matrix.chunk(2)[half])
+            spans.append(Span(start=half * len(matrix) // 2 * words))
+    found = digests(parts, spans).view(2, 2, 2)
+    for number, matrix in enumerate(matrices):
+        assert found[number].sum(0).tolist() == [slow_digest(matrix)] * 2

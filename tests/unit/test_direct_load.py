@@ -16,6 +16,7 @@ from tests.unit.loading_models import (
     Forgets,
     Model,
     Pads,
+    Part,
     Refuses,
     Scales,
     Transposes,
@@ -46,6 +47,18 @@ def test_an_update_by_the_plan_is_bit_for_bit_one_through_the_loaders(kind: type
         plan.load(number, buffer)
     update(other, learned(other), seed=1)
     assert all(torch.equal(a, b) for a, b in zip(model.tensors(), other.tensors(), strict=True))
+
+
+def test_a_rank_of_an_engine_takes_its_part_by_the_plan_as_through_the_loaders() -> None:
+    model, other = Part(), Part()
+    plan = learned(model, parts=2)
+    update(model, plan, seed=0)
+    assert plan.check(model.tensors()) is None
+    for number, buffer in enumerate(sent(1)):
+        plan.load(number, buffer)
+    update(other, learned(other, parts=2), seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(model.tensors(), other.tensors(), strict=True))
+    assert learned(Part()).obstacle is not None, "an engine of one rank takes all"
 
 
 @pytest.mark.parametrize("kind", [Transposes, Scales, Casts, Blanks, Forgets])

@@ -107,6 +107,11 @@ def test_contradictions_are_found_in_a_config_built_in_code(config: RunConfig) -
     assert "rollout.n=1" in complaint(config, ConfigError)
 
 
+def test_ranks_of_an_engine_share_the_attention_heads_evenly(config: RunConfig) -> None:
+    config.cluster.num_rollouts = config.rollout.tensor_model_parallel_size = 3
+    assert "has 4 attention heads, which so many ranks cannot share evenly" in complaint(config, ConfigError)
+
+
 def test_the_layout_takes_every_size(config: RunConfig) -> None:
     megatron = config.megatron
     megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size = 2, 3

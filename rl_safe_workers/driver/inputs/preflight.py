@@ -46,6 +46,7 @@ def preflight(config: RunConfig, *, cpus: float) -> None:
     check_trainable(layout, shape)
     if config.rollout.enable_rollout_routing_replay and not shape.num_experts:
         raise ConfigError(f"rollout.enable_rollout_routing_replay=true: {config.model.path} has no experts to route to")
+    _check_engines(config, shape)
     _check_lengths(config, shape)
     _check_batch(config, layout)
     _check_virtual_stages(config, layout, shape)
@@ -118,6 +119,15 @@ def _seeded_shape(spec: SeededModelConfig) -> ModelShape:
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
     )
+
+
+def _check_engines(config: RunConfig, shape: ModelShape) -> None:
+    ranks = config.rollout.tensor_model_parallel_size
+    if shape.num_attention_heads % ranks:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size={ranks}: {config.model.path} has {shape.num_attention_heads} "
+            "attention heads, which so many ranks cannot share evenly"
+        )
 
 
 def _check_lengths(config: RunConfig, shape: ModelShape) -> None:

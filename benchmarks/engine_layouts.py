@@ -1,0 +1,75 @@
+"""The main job with every layout of trainers and of vLLM engines: do they agree, and is each sync proved?"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.quickstart import GAP, RECIPE, run_recipe
+from benchmarks.table import Row, at_most, machine_in_words
+from rl_safe_workers.driver.outputs import metrics as names
+from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.versions import installed_versions
+
+STEPS = 3
+TRAINERS: Mapping[str, tuple[str, ...]] = {
+    "TP1 EP2": ("cluster.num_trainers=2",),
+    "TP2 EP2": ("cluster.num_trainers=2", "megatron.tensor_model_parallel_size=2"),
+    "PP2": (
+        "cluster.num_trainers=2",
+        "megatron.pipeline_model_parallel_size=2",
+        "megatron.expert_model_parallel_size=1",
+    ),
+}
+ENGINES: Mapping[str, tuple[str, ...]] = {
+    "TP1": ("cluster.num_rollouts=1",),
+    "TP2": ("cluster.num_rollouts=2", "rollout.tensor_model_parallel_size=2"),
+    "2 x TP1": ("cluster.num_rollouts=2",),
+}
+
+
+def measure(report: Callable[[str], None]) -> list[Row]:
+    """Runs three steps with each pair of layouts, and proves each sync.
+
+    Args:
+        report: Takes a line of progress after each run.
+
+    Raises:
+        ConfigError: If this is no checkout with recipes.
+        RunError: If a run fails, as one does whose sync puts wrong weights into an engine twice.
+    """
+    if not RECIPE.is_file():
+        raise ConfigError(f"bench engine_layouts: {RECIPE} does not exist; run it from a checkout, installed in place")
+    facts: dict[str, Any] = {"machine": machine_in_words(), "versions": installed_versions(), "runs": 1}
+    rows: list[Row] = []
+    for trainers, of_trainers in TRAINERS.items():
+        for engines, of_engines in ENGINES.items():
+            pair = f"trainers {trainers}, engines {engines}"
+            with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
+                records = _run(pair, Path(folder), (*of_trainers, *of_engines))
+            gap = max(record[names.LOGPROB_GAP_MAX] for record in records)
+            redone, unread = (sum(record[name] for record in records) for name in (names.REDONE, names.NOT_PROVED))
+            proved = sum(record[names.PROVED] for record in records)
+            report(f"{pair}: gap {gap:.2e} nat, {proved:.0f} digests equal, {redone:.0f} syncs redone")
+            rows += [
+                Row(name=f"{pair}: logprob gap", unit="nat", ours=gap, goal=GAP, **facts),
+                Row(name=f"{pair}: weights not proved, syncs redone", unit="", ours=unread + redone, goal=at_most(0),
+                    **facts),
+            ]  # fmt: skip
+    return rows
+
+
+def _run(pair: str, folder: Path, overrides: tuple[str, ...]) -> list[Mapping[str, Any]]:
+    run_recipe(
+        f"bench engine_layouts: {pair}",
+        folder,
+        *overrides,
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=-1",
+        "rollout.prove_sync_freq=1",
+    )
+    lines = (folder / "outputs" / "bench" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
