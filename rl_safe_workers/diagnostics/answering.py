@@ -25,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,6 +53,7 @@ NOTE_SHARE = 0.004
 """Largest share of one core for the notes. A note takes 0.5 ms with 2 threads and 5 ms with 40: the more it takes, the
 longer is the pause to the next one."""
 _PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
+_PIPES = {role: re.compile(rf"request_{role}_(\d+)\.pipe") for role in Role}
 _PLACE_BYTES = 4096
 _FAILURE_BYTES = 2**20
 _FATAL_BYTES = 2**20
@@ -141,7 +142,16 @@ def ranks_by_process(folder: Path) -> dict[int, RankId]:
 
 def rank_of_place(name: str) -> RankId | None:
     """Returns the rank whose `place_file` has a name; None if it is no such file."""
-    for role, pattern in _PLACES.items():
+    return _rank_of(name, _PLACES)
+
+
+def rank_of_pipe(name: str) -> RankId | None:
+    """Returns the rank whose `request_pipe` has a name; None if it is no such pipe."""
+    return _rank_of(name, _PIPES)
+
+
+def _rank_of(name: str, patterns: Mapping[Role, re.Pattern[str]]) -> RankId | None:
+    for role, pattern in patterns.items():
         if (found := pattern.fullmatch(name)) is not None:
             return RankId(role, int(found[1]))
     return None

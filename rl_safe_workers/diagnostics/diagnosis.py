@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from signal import SIGABRT
 from typing import Any
@@ -67,6 +67,8 @@ class Diagnosis:
     """The root of what ranks have reported and of what became of their processes; None if nothing has failed."""
     ranks: Mapping[RankId, str]
     """Each rank's action or failure, with its line of code: the end of a sentence about it."""
+    waiting: Mapping[RankId, str] = field(default_factory=dict)
+    """Those of the ranks that have not failed and wait for others."""
 
     @property
     def is_told(self) -> bool:
@@ -172,6 +174,7 @@ def diagnose_answers(
             when = during(phase).removeprefix("in ") + ": "
         found = {"verdict": when + "; ".join([*names, *_others(answers, culprits, known), *said])}
         found["error"] = f"{type(error).__name__}: {error}"
+    waits = {one: states[one] for one in sorted(waiting & states.keys() - reported.keys())}
     fault = _fault(error, culprits, answers, whys) if mismatch is None else Fault.SHAPES
     advice = _advice(error, wait, culprits, answers, whys, fault, on_ray=on_ray)
     if evidence is not None:
@@ -183,10 +186,19 @@ def diagnose_answers(
             "fault": fault,
             **told,
             "ranks": {str(one): state for one, state in states.items()},
+            "waiting": [[*one, state] for one, state in waits.items()],
             "endings": {str(one): str(ending) for one, ending in whys.items() if ending is not None},
         }
         attempt("keeping the evidence", lambda: keep(answers, contents, evidence, first=culprits), timeout_s=patience_s)
-    return Diagnosis(verdict=found["verdict"], advice=advice, culprits=culprits, error=error, fault=fault, ranks=states)
+    return Diagnosis(
+        verdict=found["verdict"],
+        advice=advice,
+        culprits=culprits,
+        error=error,
+        fault=fault,
+        ranks=states,
+        waiting=waits,
+    )
 
 
 def _root(known: Reports, busy: Collection[RankId], host_error: RunError | None, phase: str | None) -> RootCause | None:

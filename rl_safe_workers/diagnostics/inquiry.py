@@ -11,7 +11,7 @@ import re
 import signal
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,12 +26,12 @@ from rl_safe_workers.diagnostics.answering import (
     STACK_SIGNAL,
     kills_file,
     last_alive_s,
+    rank_of_pipe,
     rank_of_place,
     read_failure,
     read_fatal,
     read_phase,
     read_place,
-    request_pipe,
     stack_file,
 )
 from rl_safe_workers.diagnostics.awaited_children import Child, children_of, waits_for_a_child
@@ -43,7 +43,7 @@ from rl_safe_workers.diagnostics.stopped import read_stops
 from rl_safe_workers.errors import RunError
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.lifecycle import unix_now
-from rl_safe_workers.ranks import RankId, Role
+from rl_safe_workers.ranks import RankId, Role, trainer_id
 from rl_safe_workers.reaping.processes import run_processes
 
 _LOOK_S = 0.1
@@ -268,38 +268,40 @@ class _Inquiry:
         """Gets the answers. Half of the time is for waiting, the rest for looking at processes that give none."""
         deadline = Deadline.after(patience_s)
         self.ranks = list(find())
-        awaited: dict[Path, int] = {}
-        asked: dict[Path, int] = {}
         before: dict[RankId, int] = {}
         for rank in self.ranks:
             self._look_at(rank)
         for rank in self.ranks:
             with suppress(psutil.Error, OSError):
-                if rank.is_gone:
-                    continue
-                rank.folder = rank.folder or env.hang_dir(self._processes[rank.pid].environ())
-                if rank.folder is None:
-                    continue
-                file = rank.folder / stack_file(rank.rank_id)
-                before[rank.rank_id] = _size(file)
-                if _request(rank.folder / request_pipe(rank.rank_id)) and not rank.is_stopped:
-                    asked[file] = rank.pid
-                    awaited[file] = before[rank.rank_id]
-                    if rank.rank_id.role is Role.TRAINER:
-                        awaited[rank.folder / f"{GLOO_FLIGHTS}{rank.rank_id.rank}"] = -1
+                if not rank.is_gone:
+                    rank.folder = rank.folder or env.hang_dir(self._processes[rank.pid].environ())
+                if not rank.is_gone and rank.folder is not None:
+                    before[rank.rank_id] = _size(rank.folder / stack_file(rank.rank_id))
         folders = {rank.folder for rank in self.ranks if rank.folder is not None}
-        ids = {rank.rank_id for rank in self.ranks if rank.is_stopped}
-        stopped = {one.rank for one in ids if one.role is Role.TRAINER}
+        stopped = {rank.rank_id for rank in self.ranks if rank.is_stopped}
+        answering: set[RankId] = set()
+        awaited: dict[Path, int] = {}
         for folder in folders:
-            awaited |= dict.fromkeys(_request_nccl_flights(folder, stopped), -1)
+            # All that listen there: the record of a rank that has reported its failure says what it took part in.
+            answering |= _request_all(folder) - stopped
+            nccl = _request_nccl_flights(folder) - stopped
+            awaited |= {folder / f"{env.NCCL_FLIGHTS}{one.rank}": -1 for one in nccl}
+            gloo = {one for one in answering if one.role is Role.TRAINER}
+            awaited |= {folder / f"{GLOO_FLIGHTS}{one.rank}": -1 for one in gloo}
+        asked = {
+            rank.folder / stack_file(rank.rank_id): rank
+            for rank in self.ranks
+            if rank.folder is not None and rank.rank_id in answering & before.keys()
+        }
+        awaited |= {file: before[rank.rank_id] for file, rank in asked.items()}
         known = folders | ({self._folder} if self._folder is not None else set())
         self._read_last_places(known)
         _settle(awaited, deadline.share(0.3))
         silent = {file: size for file, size in awaited.items() if file in asked and _size(file) <= size}
         for file in silent:
             with suppress(OSError):
-                if _listens(asked[file]):
-                    os.kill(asked[file], STACK_SIGNAL)
+                if _listens(asked[file].pid):
+                    os.kill(asked[file].pid, STACK_SIGNAL)
         _settle(silent, deadline.share(0.3))
         for folder in folders:
             for file in (file for prefix in (GLOO_FLIGHTS, env.NCCL_FLIGHTS) for file in folder.glob(f"{prefix}*")):
@@ -413,18 +415,23 @@ def _request(pipe: Path) -> bool:
     return False
 
 
-def _request_nccl_flights(folder: Path, stopped: Collection[int]) -> list[Path]:
-    """Asks torch in each trainer for its record of NCCL's groups; returns the files that will hold it.
+def _request_all(folder: Path) -> set[RankId]:
+    """Asks each rank that listens for its stacks and for its record of gloo's groups; returns these ranks."""
+    pipes = ((rank_of_pipe(pipe.name), pipe) for pipe in folder.glob("*.pipe"))
+    return {rank_id for rank_id, pipe in pipes if rank_id is not None and _request(pipe)}
+
+
+def _request_nccl_flights(folder: Path) -> set[RankId]:
+    """Asks torch in each trainer for its record of NCCL's groups; returns the trainers that listen.
 
     An answer to an earlier request stays where it is: torch writes into the file that it has open.
     """
-    awaited = []
+    found = set()
     for pipe in folder.glob(f"{env.NCCL_REQUESTS}*.pipe"):
         with suppress(ValueError):  # a name that is not ours
-            rank = int(pipe.stem.removeprefix(env.NCCL_REQUESTS))
-            if _request(pipe) and rank not in stopped:
-                awaited.append(folder / f"{env.NCCL_FLIGHTS}{rank}")
-    return awaited
+            if _request(pipe):
+                found.add(trainer_id(int(pipe.stem.removeprefix(env.NCCL_REQUESTS))))
+    return found
 
 
 def _size(file: Path) -> int:

@@ -20,7 +20,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -146,16 +146,32 @@ class Neighbours:
 
     def heard(self) -> tuple[Collection[RankId], str] | None:
         """Returns what another rank here has judged, as `blame`; None if it does not say where the failure began."""
+        told = self._read_verdict()
+        if told is None or not (told.culprits or told.fault == Fault.SHAPES):
+            return None
+        return told.culprits, "\n".join((told.verdict, told.advice, f"evidence in {self.evidence}"))
+
+    def waiting(self) -> Mapping[RankId, str]:
+        """Returns the places of the ranks here that have not failed and waited for others when a rank here judged."""
+        told = self._read_verdict()
+        return {} if told is None else told.waiting
+
+    def _read_verdict(self) -> Diagnosis | None:
         try:
             file = self.evidence / "verdict.json"
             told = json.loads(read_foreign(file, limit_bytes=_VERDICT_BYTES, within=self.evidence, uid=os.getuid()))
-            culprits = [RankId(Role(role), int(rank)) for role, rank in told["culprits"]]
-            is_told = bool(culprits) or told["fault"] == Fault.SHAPES
-            lines = str(told["verdict"]), str(told["advice"]), f"evidence in {self.evidence}"
+            return Diagnosis(
+                verdict=str(told["verdict"]),
+                advice=str(told["advice"]),
+                culprits=frozenset(RankId(Role(role), int(rank)) for role, rank in told["culprits"]),
+                fault=None if told["fault"] is None else Fault(told["fault"]),
+                error=None,
+                ranks={},
+                waiting={RankId(Role(role), int(rank)): str(state) for role, rank, state in told["waiting"]},
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.debug("the verdict of another rank cannot be read: %s", error)
             return None
-        return (culprits, "\n".join(lines)) if is_told else None
 
     def _in_lines(self, found: Diagnosis) -> str:
         return _in_lines(found, self.evidence)
@@ -321,6 +337,8 @@ def blame(
             return diagnosis.culprits, among._in_lines(diagnosis)
         if diagnosis is None and (heard := among.heard()) is not None:
             return heard
+        if cause.culprits and cause.culprits <= (waiting := among.waiting()).keys():
+            return frozenset(), _where_all_waited(reports, waiting)
     if isinstance(cause.error, RankError) and isinstance(cause.error.cause, Stopped):
         if among is not None:
             among.end_stopped()
@@ -332,8 +350,13 @@ def blame(
     return cause.culprits, "hangs, or is gone: it has said nothing" if cause.culprits else _where_all_waited(reports)
 
 
-def _where_all_waited(reports: Reports) -> str:
-    """Returns where ranks have waited in vain of which none is missing, and what to do."""
+def _where_all_waited(reports: Reports, waiting: Mapping[RankId, str] | None = None) -> str:
+    """Returns where ranks have waited in vain of which none is missing, and what to do.
+
+    Args:
+        reports: The failures of those that have given up.
+        waiting: The places of the others.
+    """
     places: dict[str, list[RankId]] = {}
     for rank_id, error in reports.items():
         if isinstance(error, RankError | PhaseTimeoutError):
@@ -341,9 +364,10 @@ def _where_all_waited(reports: Reports) -> str:
             places.setdefault(f"{during(error.phase)} at {place or 'an unknown line'}", []).append(rank_id)
     by_size = sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))
     said = "; ".join(f"{name_ranks(ranks)} waited in vain {place}" for place, ranks in by_size)
+    said = "; ".join([said, *(f"{one} {state}" for one, state in (waiting or {}).items())])
     advice = (
         "compare these lines: every rank must come to the same collectives, in the same order"
-        if len(by_size) > 1
+        if len(by_size) > 1 or waiting
         else "compare the shapes of that collective, and the network between the ranks"
     )
     return f"no rank is missing: {said}\n{advice}"

@@ -331,3 +331,32 @@ def test_ranks_that_all_wait_in_vain_are_told_by_the_lines_that_they_wait_at(
         first,
     ), told
     assert advice.startswith("compare these lines")
+
+
+def _reduce_or_meet_for_long(rank: int, address: StoreAddress, temporary: Path) -> list[str]:
+    """Rank 1 comes to another collective than the others, who wait there for longer. Returns the lines in the log."""
+    lines = _start(rank, address, temporary)
+    with suppress(RuntimeError):
+        try:
+            bootstrap()
+            short = dist.new_group(list(range(SIZE)), timeout=PATIENCE)
+            long = dist.new_group(list(range(SIZE)), timeout=4 * PATIENCE)
+            dist.all_reduce(torch.ones(1), group=short if rank == CULPRIT else long)
+        finally:
+            teardown()
+    return lines
+
+
+def test_ranks_that_still_wait_elsewhere_are_told_with_their_places_and_not_blamed(
+    address: StoreAddress, temporary: Path
+) -> None:
+    found = values(run_ranks(_reduce_or_meet_for_long, SIZE, address, temporary))
+    (told,) = {line.partition(": ")[2] for line in found[CULPRIT] if "the job has failed" in line}
+    first, advice = told.splitlines()
+    where = r"tests/distributed/test_neighbours\.py:\d+ \(_reduce_or_meet_for_long\)"
+    assert re.fullmatch(
+        rf"the job has failed: no rank is missing: trainer rank 1 waited in vain between phases at {where}; "
+        rf"trainer rank 0 is in all_reduce at {where}; trainer rank 2 is in all_reduce at {where}",
+        first,
+    ), told
+    assert advice.startswith("compare these lines")
