@@ -127,12 +127,17 @@ class ProvedSyncs:
         self._every, self._number = every, 0
 
     def do(
-        self, sync: Callable[[bool], SyncProof | None], *, before_redoing: Callable[[], object] = lambda: None
+        self,
+        sync: Callable[[bool], SyncProof | None],
+        *,
+        what: str = "the weight sync",
+        before_redoing: Callable[[], object] = lambda: None,
     ) -> ProvedSync | None:
         """Does the next sync.
 
         Args:
             sync: Syncs once; takes whether to prove it, and returns the digests if so.
+            what: The sync, for messages.
             before_redoing: Called between a sync that was wrong and the same sync once more.
 
         Returns:
@@ -148,14 +153,14 @@ class ProvedSyncs:
             return None
         seconds, redone = proof.seconds, 0
         if wrong := proof.differences():
-            logger.warning("the weight sync is redone: %s", _some(wrong))
+            logger.warning("%s is redone: %s", what, _some(wrong))
             before_redoing()
             redone, proof = 1, sync(True)
             assert proof is not None, "it was asked for"
             seconds += proof.seconds
             if wrong := proof.differences():
-                raise WeightSyncError(f"the weight sync has put wrong weights into an engine, twice: {_some(wrong)}")
-        logger.log(logging.INFO if number == 0 else logging.DEBUG, "weight sync: %s", proof)
+                raise WeightSyncError(f"{what} has put wrong weights into an engine, twice: {_some(wrong)}")
+        logger.log(logging.INFO if number == 0 else logging.DEBUG, "%s: %s", what, proof)
         return ProvedSync(proof=proof, redone=redone, seconds=seconds)
 
 

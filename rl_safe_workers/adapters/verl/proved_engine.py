@@ -17,7 +17,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from rl_safe_workers.rollout.protocol import WeightSpec
-from rl_safe_workers.rollout.read_back import ReadBack
+from rl_safe_workers.rollout.read_back import ReadBack, obstacle
 from rl_safe_workers.rollout.sync_proof import HeldWeights
 from rl_safe_workers.workers.outgoing import dtype_name
 
@@ -66,19 +66,6 @@ class ProvedWorkerExtension(vLLMColocateWorkerExtension):
             self._rl_safe_read_back = ReadBack(self.model_runner.model, self._rl_safe_specs)
             self._rl_safe_read_back.watch()
         yield from super()._iter_all_models_with_config()
-
-
-def obstacle(vllm_config: Any) -> str | None:
-    """Returns the reason why an engine's weights cannot be read back; None if they can."""
-    if vllm_config.parallel_config.world_size > 1:
-        return "it has more than one GPU"
-    if vllm_config.quant_config is not None:
-        return "its weights are quantised"
-    if vllm_config.lora_config is not None:
-        return "it is sent LoRA adapters"
-    if vllm_config.model_config.is_multimodal_model:
-        return "its model is multimodal"
-    return None
 
 
 class ProvedServer(vLLMHttpServer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import ray
@@ -55,11 +54,12 @@ class ProvedTransfer:
             if prove:
                 self._waits.bounded(Phase.SYNC, _PROOF, self._announce)
             answers.append(self._manager.update_weights(global_steps))
-            return self._waits.bounded(Phase.SYNC, _PROOF, partial(self._compare, global_steps)) if prove else None
+            return self._waits.bounded(Phase.SYNC, _PROOF, self._compare) if prove else None
 
         with self._waits.waiting(Phase.SYNC):
             # verl's sync begins with engines that are asleep, and leaves them awake.
-            proved = self._syncs.do(sync, before_redoing=self._manager.sleep_replicas)
+            what, sleep = f"the weight sync of step {global_steps}", self._manager.sleep_replicas
+            proved = self._syncs.do(sync, what=what, before_redoing=sleep)
         if proved is not None:
             self.metrics = {
                 "rl_safe/sync_proved": float(proved.proof.proved),
@@ -76,7 +76,7 @@ class ProvedTransfer:
             if obstacle is not None:
                 raise ConfigError(f"rollout rank {rank}: weight syncs cannot be proved: {obstacle}")
 
-    def _compare(self, step: int | None) -> SyncProof:
+    def _compare(self) -> SyncProof:
         calls = [server.rl_safe_held.remote() for server in self._servers()]
         sent = self._manager.actor_wg.rl_safe_sent()
         return SyncProof(sent=[sent], held=[held or _NOTHING_CAME for held in ray.get(calls)])
