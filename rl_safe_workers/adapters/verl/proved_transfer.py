@@ -58,8 +58,9 @@ class ProvedTransfer:
 
         with self._waits.waiting(Phase.SYNC):
             # verl's sync begins with engines that are asleep, and leaves them awake.
-            what, sleep = f"the weight sync of step {global_steps}", self._manager.sleep_replicas
-            proved = self._syncs.do(sync, what=what, before_redoing=sleep)
+            step = "" if global_steps is None else f" of step {global_steps}"
+            what = f"the weight sync{step}"
+            proved = self._syncs.do(sync, what=what, before_redoing=self._manager.sleep_replicas)
         if proved is not None:
             self.metrics = {
                 "rl_safe/sync_proved": float(proved.proof.proved),
