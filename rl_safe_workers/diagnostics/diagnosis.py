@@ -68,7 +68,7 @@ class Diagnosis:
     ranks: Mapping[RankId, str]
     """Each rank's action or failure, with its line of code: the end of a sentence about it."""
     waiting: Mapping[RankId, str] = field(default_factory=dict)
-    """Those of the ranks that have not failed and wait for others."""
+    """The ranks that have not failed and wait for others."""
 
     @property
     def is_told(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import defaultdict
@@ -19,17 +18,14 @@ from rl_safe_workers.driver.inputs.rewards import RewardFunction
 from rl_safe_workers.driver.outputs import metrics as names
 from rl_safe_workers.driver.outputs.metrics import PhaseTotal
 from rl_safe_workers.driver.session import Session
-from rl_safe_workers.errors import DivergedError, LogprobGapError, WeightSyncError
+from rl_safe_workers.errors import DivergedError, LogprobGapError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.rollout.protocol import Sample
+from rl_safe_workers.rollout.sync_proof import ProvedSyncs
 from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.trainer.advantages import estimate_advantages
 from rl_safe_workers.trainer.batch import SequenceBatch, pack
 
-logger = logging.getLogger(__name__)
-
-_SHOWN = 3
-"""Number of wrong weights that a message names."""
 Metrics = dict[str, float]
 Rewards = NDArray[np.float32]
 
@@ -50,7 +46,7 @@ class GrpoLoop:
         """Stores its parts; `step` does the work."""
         self._config, self._session, self._layout = config, session, layout
         self._loader, self._reward, self._on_phase = loader, reward, on_phase
-        self._syncs = 0
+        self._syncs = ProvedSyncs(every=config.rollout.prove_sync_freq)
 
     def step(self, step: int) -> Metrics:
         """Runs one step: offload, roll out, reward, onload, log-probabilities, update, sync.
@@ -171,31 +167,15 @@ class GrpoLoop:
     def _sync(self) -> Metrics:
         """Syncs the weights. If the sync is to be proved and is found wrong, it is redone once."""
         self._on_phase(Phase.SYNC)
-        every, number = self._config.rollout.prove_sync_freq, self._syncs
-        self._syncs += 1
-        proof = self._session.sync(prove=number == 0 <= every or (every > 0 and number % every == 0))
-        if proof is None:
+        proved = self._syncs.do(lambda prove: self._session.sync(prove=prove))
+        if proved is None:
             return {}
-        seconds, redone = proof.seconds, 0
-        if wrong := proof.differences():
-            logger.warning("the weight sync is redone: %s", _some(wrong))
-            redone, proof = 1, self._session.sync(prove=True)
-            assert proof is not None, "it was asked for"
-            seconds += proof.seconds
-            if wrong := proof.differences():
-                raise WeightSyncError(f"the weight sync has put wrong weights into an engine, twice: {_some(wrong)}")
-        logger.log(logging.INFO if number == 0 else logging.DEBUG, "weight sync: %s", proof)
         return {
-            names.PROVED: proof.proved,
-            names.NOT_PROVED: proof.not_proved,
-            names.REDONE: redone,
-            names.PROOF_SECONDS: seconds,
+            names.PROVED: proved.proof.proved,
+            names.NOT_PROVED: proved.proof.not_proved,
+            names.REDONE: proved.redone,
+            names.PROOF_SECONDS: proved.seconds,
         }
-
-
-def _some(sentences: Sequence[str]) -> str:
-    shown = "; ".join(sentences[:_SHOWN])
-    return shown if len(sentences) <= _SHOWN else f"{shown}; and {len(sentences) - _SHOWN} more"
 
 
 def _logprob_gaps(shards: Sequence[SequenceBatch]) -> NDArray[np.float32]:

@@ -17,6 +17,23 @@ from rl_safe_workers.rollout.sync_proof import HeldCut, HeldWeights
 _CONVERT = "process_weights_after_loading"
 
 
+def obstacle(vllm_config: Any) -> str | None:
+    """Returns the reason why an engine's weights cannot be read back; None if they can.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig`` of the engine.
+    """
+    if vllm_config.parallel_config.world_size > 1:
+        return "it has more than one GPU"
+    if vllm_config.quant_config is not None:
+        return "its weights are quantised"
+    if vllm_config.lora_config is not None:
+        return "it is sent LoRA adapters"
+    if vllm_config.model_config.is_multimodal_model:
+        return "its model is multimodal"
+    return None
+
+
 class ReadBack:
     """Takes digests of a model's weights. One object serves one update.
 

@@ -5,9 +5,18 @@ Imports neither torch nor vLLM, so that the driver can import it.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from rl_safe_workers.errors import WeightSyncError
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 3
+"""Number of wrong weights that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +32,7 @@ class SentWeights:
     """Seconds that this took."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldCut:
+class HeldCut(NamedTuple):
     """The cut of a weight that a rank of a tensor-parallel engine holds.
 
     Example: ``HeldCut(name="lm_head.weight", digest=-7, first=64, length=64, of=128)``
@@ -148,6 +156,71 @@ class SyncProof:
         before = f", {converted} of them before vLLM converted them for its kernels" if converted else ""
         without = f"; not proved: {len(unread)}, among them {unread[0]}" if unread else ""
         return f"{self.proved} weights are held as they were sent{before}{without}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProvedSync:
+    """A sync that has put the right weights into every engine."""
+
+    proof: SyncProof
+    redone: int
+    """1 if it was found wrong once, and redone; else 0."""
+    seconds: float
+    """Seconds that the digests took, with those of the sync that was wrong."""
+
+
+class ProvedSyncs:
+    """Chooses the syncs of a run that are proved. Redoes a sync that is found wrong, once."""
+
+    def __init__(self, *, every: int) -> None:
+        """Counts syncs from here on.
+
+        Args:
+            every: Proves the first sync and every so many after it; 0: the first alone, -1: none.
+        """
+        self._every, self._number = every, 0
+
+    def do(
+        self,
+        sync: Callable[[bool], SyncProof | None],
+        *,
+        what: str = "the weight sync",
+        before_redoing: Callable[[], object] = lambda: None,
+    ) -> ProvedSync | None:
+        """Does the next sync.
+
+        Args:
+            sync: Syncs once; takes whether to prove it, and returns the digests if so.
+            what: The sync, for messages.
+            before_redoing: Called between a sync that was wrong and the same sync once more.
+
+        Returns:
+            None if the sync was not proved.
+
+        Raises:
+            WeightSyncError: If an engine holds other weights than were sent, twice in a row.
+        """
+        every, number = self._every, self._number
+        self._number += 1
+        proof = sync(number == 0 <= every or (every > 0 and number % every == 0))
+        if proof is None:
+            return None
+        seconds, redone = proof.seconds, 0
+        if wrong := proof.differences():
+            logger.warning("%s is redone: %s", what, _some(wrong))
+            before_redoing()
+            redone, proof = 1, sync(True)
+            assert proof is not None, "it was asked for"
+            seconds += proof.seconds
+            if wrong := proof.differences():
+                raise WeightSyncError(f"{what} has put wrong weights into an engine, twice: {_some(wrong)}")
+        logger.log(logging.INFO if number == 0 else logging.DEBUG, "%s: %s", what, proof)
+        return ProvedSync(proof=proof, redone=redone, seconds=seconds)
+
+
+def _some(sentences: Sequence[str]) -> str:
+    shown = "; ".join(sentences[:_SHOWN])
+    return shown if len(sentences) <= _SHOWN else f"{shown}; and {len(sentences) - _SHOWN} more"
 
 
 def _signed(digest: int) -> int:

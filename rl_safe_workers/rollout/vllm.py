@@ -22,7 +22,7 @@ from rl_safe_workers.platforms.device_memory import SHARED_PHASES
 from rl_safe_workers.ranks import Role
 from rl_safe_workers.rollout import vllm_transfer
 from rl_safe_workers.rollout.protocol import Sample, WeightSpec
-from rl_safe_workers.rollout.sync_proof import HeldCut, HeldWeights
+from rl_safe_workers.rollout.sync_proof import HeldWeights
 from rl_safe_workers.rollout.tokens import ChatTokenizer
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.engine_world import EngineWorld
@@ -230,7 +230,7 @@ class VllmRollout:
             if not prove:
                 return None
             (held,) = self._llm.collective_rpc(_held)
-            return HeldWeights(**{**held, "cuts": tuple(HeldCut(**cut) for cut in held["cuts"])})
+            return HeldWeights(**held)
 
     def loads_through(self) -> str | None:
         """Returns why weight updates use the model's loaders; None if they are copied directly. Not collective."""

@@ -15,12 +15,11 @@ from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.rollout.packing import DTYPES, places
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
+from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 Digest = Callable[[Sequence[torch.Tensor]], None]
 
-_AT_ONCE_BYTES = 64 * 2**20
-"""Bytes of weights that are held while they wait to be copied; views take none, merged shards do."""
 _NOTHING = ("nothing", torch.empty(0))
 
 
@@ -121,7 +120,7 @@ class Outgoing:
             targets.append(place)
             tensors.append(self._take(spec, weights))
             waiting_bytes += size
-            if waiting_bytes > _AT_ONCE_BYTES:
+            if waiting_bytes > AT_ONCE_BYTES:
                 _copy(targets, tensors, digest)
                 waiting_bytes = 0
         _copy(targets, tensors, digest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Protocol, runtime_checkable
@@ -15,8 +14,8 @@ from rl_safe_workers.errors import LifecycleError, WeightSyncError, first_line, 
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.ranks import format_ranks, joint_ids, trainer_id
-from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.rollout.sync_proof import SentWeights
 from rl_safe_workers.workers.outgoing import Outgoing, Weights
 from rl_safe_workers.workers.world_entry import WorldEntry
@@ -52,9 +51,8 @@ class WeightSync(Part):
         self._entry = entry
         self.joint_group: JointGroup | GpuPair | None = None
         self.sent = _NOT_PROVED
-        self._digests: list[torch.Tensor] | None = None
-        """Digests of the sync that goes on, in the order of sending; None if it is not to be proved."""
-        self._digest_s = 0.0
+        self._digests: SentDigests | None = None
+        """Digests of the sync that goes on; None if it is not to be proved."""
         self._colocated = False
         self._outgoing: Outgoing | None = None
         self._buckets: dict[int, list[Bucket]] = {}
@@ -142,7 +140,7 @@ class WeightSync(Part):
         if self._outgoing is None:
             raise LifecycleError(f"training rank {self.rank.training_rank}: call weight_specs() before send_weights()")
         with self.rank.phase(Phase.SYNC):
-            self.sent, self._digests, self._digest_s = _NOT_PROVED, [] if prove else None, 0.0
+            self.sent, self._digests = _NOT_PROVED, SentDigests() if prove else None
             if bucket_bytes not in self._buckets:
                 self._buckets[bucket_bytes] = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
             buckets = self._buckets[bucket_bytes]
@@ -152,21 +150,10 @@ class WeightSync(Part):
                 self._agree(failure)
             failure = self._send(buckets, self._outgoing, buffers, failure)
             self._agree(failure)
-            self._keep_digests(self._outgoing.specs)
+            if self._digests is not None:
+                mine = [spec.name for spec in self._outgoing.specs if spec.source == self.rank.training_rank]
+                self.sent = self._digests.sent(mine)
             return sum(bucket.size_bytes for bucket in buckets)
-
-    def _digest(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._digests is not None:
-            started_s = time.monotonic()
-            self._digests.append(digests(tensors))
-            self._digest_s += time.monotonic() - started_s
-
-    def _keep_digests(self, specs: Sequence[WeightSpec]) -> None:
-        if self._digests:
-            started_s = time.monotonic()
-            names = [spec.name for spec in specs if spec.source == self.rank.training_rank]
-            found = dict(zip(names, torch.cat(self._digests).tolist(), strict=True))
-            self.sent = SentWeights(digests=found, seconds=self._digest_s + time.monotonic() - started_s)
 
     def _bucket_buffers(self, size_bytes: int) -> tuple[Failure | None, list[torch.Tensor]]:
         """Returns room for two buckets, or why there is none."""
@@ -219,7 +206,8 @@ class WeightSync(Part):
 
     def _pack(self, bucket: Bucket, weights: Weights, buffer: torch.Tensor, outgoing: Outgoing) -> Failure | None:
         try:
-            outgoing.pack(bucket, weights, buffer, training_rank=self.rank.training_rank, digest=self._digest)
+            digest = None if self._digests is None else self._digests.add
+            outgoing.pack(bucket, weights, buffer, training_rank=self.rank.training_rank, digest=digest)
         except Exception as error:
             return Failure.of(error)
         return None

@@ -187,6 +187,11 @@ CTAS = "+actor_rollout_ref.rl_safe.bootstrap.max_ctas"
 CRITIC = ["algorithm.adv_estimator=gae", "critic.model.path=/models/moe"]
 REFERENCE = ["actor_rollout_ref.actor.use_kl_loss=true"]
 ON = ["model_engine=megatron", "+actor_rollout_ref.rl_safe.enabled=true"]
+ROLLOUT = "actor_rollout_ref.rollout"
+PROVED = [
+    *(*ON, "+actor_rollout_ref.rl_safe.prove_sync_freq=1"),
+    *(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1"),
+]
 
 
 @pytest.mark.parametrize(
@@ -208,11 +213,33 @@ ON = ["model_engine=megatron", "+actor_rollout_ref.rl_safe.enabled=true"]
         ([*ON, "trainer.use_v1=false"], "deprecated trainer is not supported"),
         ([*ON, "trainer.v1.trainer_mode=mine"], "trainer_mode=mine: use sync or colocate_async or separate_async"),
         (["model_engine=megatron", "+actor_rollout_ref.rl_safe=7"], "must hold keys"),
+        ([*ON, "+actor_rollout_ref.rl_safe.prove_sync_freq=-2"], "prove_sync_freq cannot be -2; it should be"),
+        ([*PROVED, "actor_rollout_ref.rollout.name=sglang"], "=1 with .*rollout.name=sglang: only vLLM's engines"),
+        ([*PROVED, "trainer.v1.trainer_mode=separate_async"], "trainer_mode=separate_async: only syncs to engines on"),
+        (
+            [*PROVED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"],
+            "backend=nccl: only syncs to engines on the trainers'",
+        ),
+        ([*PROVED, f"{ROLLOUT}.tensor_model_parallel_size=2"], "tensor_model_parallel_size=2: only engines of one GPU"),
+        ([*PROVED, f"{ROLLOUT}.data_parallel_size=2"], "data_parallel_size=2: only engines of one GPU are read back"),
+        ([*PROVED, f"{ROLLOUT}.pipeline_model_parallel_size=2"], "pipeline_model_parallel_size=2: only engines of one"),
+        ([*PROVED, f"{ROLLOUT}.quantization=fp8"], "quantization=fp8: only engines that are not quantised are read"),
+        ([*PROVED, "actor_rollout_ref.model.lora_rank=8"], "with LoRA adapters: only whole weights are read back"),
+        ([*PROVED, "actor_rollout_ref.model.lora.rank=8"], "with LoRA adapters: only whole weights are read back; set"),
     ],
 )
 def test_bad_input_is_refused_on_the_driver(overrides, message) -> None:
     with pytest.raises(ConfigError, match=message):
         check_run(composed(*overrides))
+
+
+@pytest.mark.parametrize(
+    "merged", [[], ["actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=true"]]
+)
+def test_syncs_of_whole_weights_to_engines_of_one_gpu_are_proved(merged) -> None:
+    settings = check_run(composed(*PROVED, *merged))
+    assert settings is not None
+    assert settings.prove_sync_freq == 1
 
 
 def test_the_strategy_of_an_engine_that_a_run_does_not_have_is_not_asked_for() -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,8 +11,8 @@ import pytest
 
 from rl_safe_workers.reaping.processes import TEMP_PREFIX
 from tests.verl.host import show
+from tests.verl.whole_job import ROOT, run_job
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S, ALLOWED_S = 10.0, 10.0
 """The deadline, and how much later the job may have ended: verl polls every two seconds, and Ray has to end, too."""
 STOP_LIMIT_S = 3.0
@@ -34,34 +30,19 @@ def _job(folder: Path, *overrides: str, fault: str = "") -> tuple[int, str, floa
         fault: The call of the second engine that has no answer, and the step of its weights.
     """
     (folder / "fault").write_text(fault)
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "RL_SAFE"))}
-    command = [
-        *("bash", str(ROOT / "recipes/verl/quickstart.sh")),
+    status, output = run_job(
+        folder,
         "actor_rollout_ref.model.external_lib=tests.verl.echo_rollout",
         "actor_rollout_ref.rollout.free_cache_engine=true",
         f"+actor_rollout_ref.rollout.custom.fault={folder}/fault",
         f"reward.custom_reward_function.path={ROOT}/tests/verl/faulty_reward.py",
         "reward.custom_reward_function.name=score",
         f"+reward.custom_reward_function.reward_kwargs.fault={folder}/fault",
-        *("actor_rollout_ref.rollout.agent.num_workers=1", "reward.num_workers=1", "data.dataloader_num_workers=0"),
-        f"+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH={ROOT}",
-        *(f"trainer.default_local_dir={folder}/checkpoints", f"hydra.run.dir={folder}/hydra"),
-        *("trainer.total_training_steps=2", "trainer.save_freq=2"),
+        "trainer.save_freq=2",
         *overrides,
-    ]
-    environment = {**clean, "DEVICE": "cpu", "PYTHON": sys.executable, "RES_OPTIONS": "attempts:0"}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        try:
-            status = process.wait(timeout=540)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait(timeout=15)
+    )
     since = folder / "fault.since"
     took_s = time.time() - float(since.read_text()) if since.exists() else 0.0
-    output = (folder / "log").read_text()
-    show(*(line[:600] for line in output.splitlines() if "phase " in line or "rl_safe: " in line))
     return status, output, took_s
 
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rl_safe_workers.adapters.host_contract import HostName, HostText, lacking, package_root
-from rl_safe_workers.adapters.verl.verl_contract import NAMES, REGISTRY, RELEASES, TEXTS
+from rl_safe_workers.adapters.verl.verl_contract import NAMES, PROOF_NAMES, PROOF_TEXTS, REGISTRY, RELEASES, TEXTS
 from rl_safe_workers.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,15 @@ def check_registry() -> None:
         ConfigError: As `check_verl`.
     """
     _check(_installed(), REGISTRY, ())
+
+
+def check_proof() -> None:
+    """Checks that the installed verl has every name that a proof of weight syncs relies on.
+
+    Raises:
+        ConfigError: As `check_verl`.
+    """
+    _check(_installed(), PROOF_NAMES, PROOF_TEXTS)
 
 
 def _installed() -> Path:

@@ -96,10 +96,14 @@ class SafeEngineMixin:
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)  # type: ignore[misc]
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the weights that a sync sends; not before communicators are connected."""
+        """Returns the weights that a sync sends; not before communicators are connected.
+
+        If the sync is to be proved, digests of them are taken on their way.
+        """
         self.process.trainer.comms.require("weight sync")
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
-        return self._gathered(weights), peft_config
+        weights, digests = self._gathered(weights), self.process.digests
+        return weights if digests is None else digests.passing(weights), peft_config
 
     def _gathered(self, weights: Iterable[Any]) -> Iterator[Any]:
         """Yields the weights, and notes when this rank is in a gather of theirs, with other training ranks."""

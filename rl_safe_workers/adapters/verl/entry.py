@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rl_safe_workers import env
 from rl_safe_workers.adapters.job_processes import folder_of
 from rl_safe_workers.adapters.verl import environment
-from rl_safe_workers.adapters.verl.compatibility import check_verl
+from rl_safe_workers.adapters.verl.compatibility import check_proof, check_verl
 from rl_safe_workers.adapters.verl.settings import (
     NODE,
     STRATEGY,
@@ -21,6 +21,19 @@ from rl_safe_workers.adapters.verl.settings import (
 from rl_safe_workers.errors import ConfigError
 
 MEGATRON_ENGINE = "verl.workers.config.McoreEngineConfig"
+_ONE_GPU = "only engines of one GPU are read back"
+_ON_TRAINERS_GPUS = "only syncs to engines on the trainers' GPUs are proved"
+_PROVED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("trainer.v1.trainer_mode", ("sync", "colocate_async"), _ON_TRAINERS_GPUS),
+    ("actor_rollout_ref.rollout.name", ("vllm",), "only vLLM's engines are read back"),
+    ("actor_rollout_ref.rollout.checkpoint_engine.backend", ("naive",), _ON_TRAINERS_GPUS),
+    ("actor_rollout_ref.rollout.tensor_model_parallel_size", (1,), _ONE_GPU),
+    ("actor_rollout_ref.rollout.data_parallel_size", (1,), _ONE_GPU),
+    ("actor_rollout_ref.rollout.pipeline_model_parallel_size", (1,), _ONE_GPU),
+    ("actor_rollout_ref.rollout.disaggregation.enabled", (False,), _ONE_GPU),
+    ("actor_rollout_ref.rollout.quantization", (), "only engines that are not quantised are read back"),
+)
+"""Keys of verl's configuration, their values with which syncs can be proved, and the reason."""
 MODES = ("sync", "colocate_async", "separate_async")
 
 
@@ -46,7 +59,32 @@ def check_run(config: DictConfig) -> VerlSettings | None:
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
     if mode not in MODES:
         raise ConfigError(f"{NODE}.enabled=true with trainer.v1.trainer_mode={mode}: use {' or '.join(MODES)}")
+    if settings.prove_sync_freq >= 0:
+        _check_proof(config, settings)
     return settings
+
+
+def _check_proof(config: DictConfig, settings: VerlSettings) -> None:
+    """Refuses a run whose weight syncs cannot be proved.
+
+    Raises:
+        ConfigError: Names the key that stands in the way.
+    """
+    check_proof()
+    for key, fits, reason in _PROVED:
+        value = OmegaConf.select(config, key)
+        if value is not None and value not in fits:
+            raise ConfigError(
+                f"{NODE}.prove_sync_freq={settings.prove_sync_freq} with {key}={value}: {reason}; set "
+                f"{NODE}.prove_sync_freq=-1"
+            )
+    model: Any = OmegaConf.to_container(config.actor_rollout_ref.model)
+    lora = model.get("lora") or {}
+    if (model.get("lora_rank") or lora.get("rank")) and not lora.get("merge"):
+        raise ConfigError(
+            f"{NODE}.prove_sync_freq={settings.prove_sync_freq} with LoRA adapters: only whole weights are read back; "
+            f"set {NODE}.prove_sync_freq=-1"
+        )
 
 
 def check_sft(config: DictConfig) -> VerlSettings | None:

@@ -19,6 +19,7 @@ from rl_safe_workers.adapters.driver_waits import DriverWaits, Party
 from rl_safe_workers.adapters.group_ends import end_of, error_of
 from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.verl.guarded_objects import guarded_agents, guarded_samples, guarded_transfer
+from rl_safe_workers.adapters.verl.proved_transfer import ProvedTransfer
 from rl_safe_workers.adapters.verl.settings import VerlSettings, read_settings
 from rl_safe_workers.adapters.verl.workers import safe_worker
 from rl_safe_workers.errors import RunError, in_one_line
@@ -38,7 +39,7 @@ _TRANSFERS = ("checkpoint_manager", "standalone_checkpoint_manager")
 class _Guarded:
     """An attribute of a trainer in which verl waits. What verl sets is guarded, and handed out so."""
 
-    def __init__(self, guard: Callable[[Any, DriverWaits], Any]) -> None:
+    def __init__(self, guard: Callable[[Any, Any], Any]) -> None:
         self._guard = guard
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -53,7 +54,13 @@ class _Guarded:
             raise AttributeError(self._name) from None
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        vars(trainer)[self._name] = self._guard(value, trainer.rl_safe_waits)
+        vars(trainer)[self._name] = self._guard(value, trainer)
+
+
+def _transfer(manager: Any, trainer: Any) -> Any:
+    """Guards verl's ``CheckpointEngineManager``, and has its syncs proved if the settings say so."""
+    guarded, every = guarded_transfer(manager, trainer.rl_safe_waits), trainer.rl_safe_settings.prove_sync_freq
+    return guarded if every < 0 else ProvedTransfer(guarded, trainer.rl_safe_waits, every=every)
 
 
 def _within(name: str, phase: Phase) -> Callable[..., Any]:
@@ -71,10 +78,10 @@ class SafeTrainerMixin:
 
     config: Any
     role_worker_mapping: dict[Any, Any]
-    checkpoint_manager = _Guarded(guarded_transfer)
-    standalone_checkpoint_manager = _Guarded(guarded_transfer)
-    agent_loop_manager = _Guarded(guarded_agents)
-    replay_buffer = _Guarded(guarded_samples)
+    checkpoint_manager = _Guarded(_transfer)
+    standalone_checkpoint_manager = _Guarded(_transfer)
+    agent_loop_manager = _Guarded(lambda manager, trainer: guarded_agents(manager, trainer.rl_safe_waits))
+    replay_buffer = _Guarded(lambda buffer, trainer: guarded_samples(buffer, trainer.rl_safe_waits))
     # Trainers keep the deadlines of these phases themselves: each call may be several of them.
     _compute_old_log_prob = _within("_compute_old_log_prob", Phase.LOGPROB)
     _compute_ref_log_prob = _within("_compute_ref_log_prob", Phase.LOGPROB)
@@ -154,6 +161,10 @@ class SafeTrainerMixin:
     def init(self) -> None:
         """Starts workers as verl does; ends their groups if that fails."""
         with self._ended_on_failure("driver, in init"):
+            if self.rl_safe_settings.prove_sync_freq >= 0:
+                from rl_safe_workers.adapters.verl.proved_engine import use_replicas
+
+                use_replicas()
             super().init()  # type: ignore[misc]
 
     def fit(self, agent_loop_manager: Any) -> None:
@@ -174,7 +185,15 @@ class SafeTrainerMixin:
         super().on_step_end()  # type: ignore[misc]
         everyone = [metrics for group in self._worker_groups() for metrics in group.rl_safe_metrics()]
         pending = dict(getattr(self, "_pending_sync_metrics", None) or {})
-        self._pending_sync_metrics = {**pending, **_worst(everyone)}
+        self._pending_sync_metrics = {**pending, **_worst(everyone), **self._proof()}
+
+    def _proof(self) -> dict[str, float]:
+        """Takes the metrics of a sync that was proved since the last call."""
+        transfer = getattr(self, "checkpoint_manager", None)
+        if not isinstance(transfer, ProvedTransfer):
+            return {}
+        found, transfer.metrics = transfer.metrics, {}
+        return found
 
     def end_groups(self, failure: str | None) -> RunError | None:
         """Has every worker end its groups, within the teardown's deadline; logs what goes wrong.

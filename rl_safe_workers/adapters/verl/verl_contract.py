@@ -27,6 +27,8 @@ _TRAINER = "verl/trainer/ppo/v1/trainer_base.py"
 _SEPARATE = "verl/trainer/ppo/v1/trainer_separate_async.py"
 _SAMPLES = "verl/trainer/ppo/v1/replay_buffer.py"
 _MAIN = "verl/trainer/main_ppo.py"
+_VLLM_WORKER = "verl/workers/rollout/vllm_rollout/utils.py"
+_VLLM_SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"
 
 
 def _named(file: str, why: str, *signatures: str) -> Iterator[HostName]:
@@ -166,4 +168,32 @@ TEXTS: tuple[HostText, ...] = (
     _text(_SEPARATE, "PPOTrainerSeparateAsync", "self.standalone_checkpoint_manager = ", "guarded"),
     _text(_MAIN, "", "validate_config", "called"),
     _text(_MAIN, "", "auto_set_device", "called"),
+)
+
+PROOF_NAMES: tuple[HostName, ...] = (
+    *_named(
+        _VLLM_WORKER,
+        "overridden",
+        "vLLMColocateWorkerExtension.update_weights_from_ipc(self, peft_config, base_sync_done, use_shm)",
+        "vLLMColocateWorkerExtension._update_weights(self, weights, peft_config, base_sync_done)",
+        "vLLMColocateWorkerExtension._iter_all_models_with_config(self)",
+    ),
+    *_named(_VLLM_SERVER, "overridden", "vLLMHttpServer._get_worker_extension_cls(self)"),
+    *_named(_VLLM_SERVER, "derived from", "vLLMReplica"),
+    *_named(_REPLICA, "takes our replicas", "RolloutReplicaRegistry.register(cls, name, loader)"),
+)
+"""The names that a proof of weight syncs needs."""
+PROOF_TEXTS: tuple[HostText, ...] = (
+    _text(
+        _VLLM_WORKER,
+        "vLLMColocateWorkerExtension.update_weights_from_ipc",
+        "self._iter_all_models_with_config()",
+        "called before layers convert their weights",
+    ),
+    _text(
+        _VLLM_SERVER, "vLLMHttpServer.launch_server", "self._get_worker_extension_cls()", "takes our part of a worker"
+    ),
+    _text(_VLLM_SERVER, "vLLMReplica.__init__", "self.server_class = ", "replaced by ours"),
+    _text(_TRANSFER, "CheckpointEngineManager.__init__", "self.actor_wg = ", "asked for its digests"),
+    _text(_TRANSFER, "CheckpointEngineManager.__init__", "self.replicas = ", "asked for their digests"),
 )

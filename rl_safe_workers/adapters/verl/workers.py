@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 from verl.experimental.separation.engine_workers import DetachActorWorker
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.decorator import Dispatch, Execute, register
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
@@ -23,6 +23,8 @@ from rl_safe_workers.adapters.verl.process import existing_process, trainer_proc
 from rl_safe_workers.adapters.verl.settings import STRATEGY
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.rollout.sent_digests import SentDigests
+from rl_safe_workers.rollout.sync_proof import SentWeights
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,19 @@ class _Syncs(_Calls):
 
     rollout: Any
     checkpoint_engine: Any
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def rl_safe_prove(self) -> None:
+        """Has training rank 0 take digests of the weights of the next sync. Every rank sends the same weights."""
+        trainer_process().digests = SentDigests()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def rl_safe_sent(self) -> SentWeights:
+        """Returns the digests since `rl_safe_prove`, and takes no more."""
+        process = trainer_process()
+        digests, process.digests = process.digests, None
+        assert digests is not None, "rl_safe_prove comes before it"
+        return digests.sent(digests.names)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:

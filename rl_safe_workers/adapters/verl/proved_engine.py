@@ -1,0 +1,99 @@
+"""verl's vLLM engines, which read their weights back after a sync. Importing it imports vLLM.
+
+verl takes the replica's class from a registry, the server's from the replica, and the name of the worker's extension
+from the server. Each of ours is verl's with one more call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import ray
+import torch
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.rollout.read_back import ReadBack, obstacle
+from rl_safe_workers.rollout.sync_proof import HeldWeights
+from rl_safe_workers.workers.outgoing import dtype_name
+
+
+class ProvedWorkerExtension(vLLMColocateWorkerExtension):
+    """verl's part of a vLLM worker. It reads weights back after a sync that is to be proved."""
+
+    model_runner: Any
+    _rl_safe_specs: list[WeightSpec] | None = None
+    """The weights that have come in this sync; None unless it is to be proved."""
+    _rl_safe_read_back: ReadBack | None = None
+    _rl_safe_held: HeldWeights | None = None
+
+    def rl_safe_prove(self) -> str | None:
+        """Has the next sync proved. Returns the reason why it cannot be; None if it can."""
+        self._rl_safe_specs, self._rl_safe_held = [], None
+        return obstacle(self.model_runner.vllm_config)
+
+    def rl_safe_held(self) -> dict[str, Any] | None:
+        """Returns the fields of the weights that the last sync has left; None if none has come since the last call."""
+        held, self._rl_safe_held = self._rl_safe_held, None
+        return None if held is None else asdict(held)
+
+    def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
+        """Receives weights as verl does; then reads them back, if they are to be proved."""
+        try:
+            super().update_weights_from_ipc(*args, **kwargs)
+            if self._rl_safe_read_back is not None:
+                self._rl_safe_held = self._rl_safe_read_back.finish()
+        finally:
+            if self._rl_safe_read_back is not None:
+                self._rl_safe_read_back.stop()
+            self._rl_safe_specs = self._rl_safe_read_back = None
+
+    def _update_weights(self, weights: Sequence[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> None:
+        if self._rl_safe_specs is not None:
+            self._rl_safe_specs += [
+                WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+                for name, tensor in weights
+            ]
+        super()._update_weights(weights, *args, **kwargs)
+
+    def _iter_all_models_with_config(self) -> Iterator[tuple[Any, Any]]:
+        # verl calls it when the loaders have written all weights, and before layers convert them.
+        if self._rl_safe_specs is not None:
+            self._rl_safe_read_back = ReadBack(self.model_runner.model, self._rl_safe_specs)
+            self._rl_safe_read_back.watch()
+        yield from super()._iter_all_models_with_config()
+
+
+class ProvedServer(vLLMHttpServer):
+    """verl's server of an engine, over our part of its worker."""
+
+    def _get_worker_extension_cls(self) -> str:
+        return f"{ProvedWorkerExtension.__module__}.{ProvedWorkerExtension.__qualname__}"
+
+    async def rl_safe_prove(self) -> str | None:
+        """As `ProvedWorkerExtension.rl_safe_prove`."""
+        reason: str | None = (await self.engine.collective_rpc("rl_safe_prove"))[0]
+        return reason
+
+    async def rl_safe_held(self) -> HeldWeights | None:
+        """Returns the weights that the last sync has left; None if none has come."""
+        held = (await self.engine.collective_rpc("rl_safe_held"))[0]
+        return None if held is None else HeldWeights(**held)
+
+
+class ProvedReplica(vLLMReplica):
+    """verl's replica over our server."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As verl's."""
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(ProvedServer)
+
+
+def use_replicas() -> None:
+    """Has verl start our replicas in the place of its own for vLLM, from this process on."""
+    RolloutReplicaRegistry.register("vllm", lambda: ProvedReplica)

@@ -1,0 +1,64 @@
+"""verl's whole job with a vLLM engine on CPU, whose weight syncs are proved: some go wrong, and the last one twice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.verl.vllm_on_cpu import OF_VLLM, PYTHON, path_to_both
+from tests.verl.whole_job import run_job
+
+EXTENSION = "tests.verl.faulty_engine.FaultyWorkerExtension"
+ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+LAST_STEP = 6
+WRONG = {
+    2: ["model.layers.0.self_attn.o_proj.weight"],
+    3: [f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in (0, 1)],
+    4: ["model.layers.1.mlp.gate.weight"],
+    5: ["model.norm.weight"],
+}
+"""Weights that are wrong once, by the step: a flipped bit, two experts swapped, a stale one, one changed on its way."""
+
+
+def _told(names: Sequence[str]) -> str:
+    return "; ".join(rf"rollout rank 0: {re.escape(name)}: sent [0-9a-f]{{16}}, held [0-9a-f]{{16}}" for name in names)
+
+
+@pytest.mark.every_failure
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not (OF_VLLM / "vllm").is_dir(), reason="vLLM's environment is not there: scripts/setup test")
+def test_wrong_weights_in_an_engine_are_named_and_end_the_job_if_the_sync_is_wrong_twice(tmp_path: Path) -> None:
+    beside = tmp_path / "site"
+    beside.mkdir()
+    status, output = run_job(
+        tmp_path,
+        "actor_rollout_ref.rl_safe.prove_sync_freq=1",
+        *("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=1"),
+        # An entropy bonus, so that weights change whatever the rewards are.
+        *("actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.entropy_coeff=0.1"),
+        *("actor_rollout_ref.rollout.max_model_len=128", "actor_rollout_ref.rollout.max_num_batched_tokens=512"),
+        *("actor_rollout_ref.rollout.max_num_seqs=16", "+actor_rollout_ref.rollout.enable_sleep_mode=false"),
+        *(f"+{ENGINE}.worker_extension_cls={EXTENSION}", f"+{ENGINE}.kv_cache_memory_bytes={64 * 2**20}"),
+        "trainer.save_freq=-1",
+        python=str(PYTHON),
+        path=path_to_both(beside),
+        modules="tests.verl.vllm_on_cpu",
+        steps=LAST_STEP,
+    )
+    lines = re.findall(r"step:(\d) - (.*rl_safe/sync_proved.*)", output)
+    assert len(lines) == LAST_STEP - 1, output[-3000:]
+    steps = {int(step): dict(re.findall(r"rl_safe/sync_(\w+):(\S+)", metrics)) for step, metrics in lines}
+    proved = steps[1]["proved"]
+    assert float(proved) > 0
+    for step, metrics in steps.items():
+        redone = "1.0" if step in WRONG else "0.0"
+        assert metrics == {"proved": proved, "not_proved": "0.0", "redone": redone}, step
+    for step, names in WRONG.items():
+        assert re.search(rf"the weight sync of step {step} is redone: {_told(names)}\s", output), step
+    assert status == 1
+    first = output.rpartition("\nrl_safe: ")[2].splitlines()[0]
+    told = rf"the weight sync of step {LAST_STEP} has put wrong weights into an engine, twice: {_told(WRONG[2])}$"
+    assert re.search(told, first), first

@@ -1,0 +1,117 @@
+"""verl's weight syncs from its driver, over fake engines: proved, redone once, or the end of the run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from rl_safe_workers.adapters.driver_waits import DriverWaits
+from rl_safe_workers.adapters.verl import proved_transfer
+from rl_safe_workers.adapters.verl.proved_transfer import ProvedTransfer
+from rl_safe_workers.adapters.verl.settings import VerlTimeouts
+from rl_safe_workers.errors import ConfigError, WeightSyncError
+from rl_safe_workers.rollout.sync_proof import HeldWeights, SentWeights
+
+NAME = "model.layers.0.mlp.gate.weight"
+
+
+class _Engine:
+    """An engine's server. It holds what it was sent, or the digests that it is given."""
+
+    def __init__(self, *held: int | None, obstacle: str | None = None) -> None:
+        self.given, self.obstacle = list(held), obstacle
+        self.rl_safe_prove = SimpleNamespace(remote=lambda: obstacle)
+        self.rl_safe_held = SimpleNamespace(remote=self._held)
+
+    def _held(self) -> HeldWeights | None:
+        digest = self.given.pop(0) if self.given else 7
+        if digest is None:
+            return None
+        return HeldWeights(digests=((NAME, digest),), converted=0, unread=("mtp",), faults=(), seconds=2.0)
+
+
+class _Manager:
+    """Stands for verl's CheckpointEngineManager, and for its training ranks."""
+
+    backend = "naive"
+
+    def __init__(self, *engines: _Engine) -> None:
+        self.calls: list[str] = []
+        self.actor_wg = self
+        self.replicas = [SimpleNamespace(servers=[engine]) for engine in engines]
+
+    def rl_safe_prove(self) -> None:
+        self.calls.append("prove")
+
+    def rl_safe_sent(self) -> SentWeights:
+        return SentWeights(digests={NAME: 7, "mtp": 1}, seconds=0.5)
+
+    def update_weights(self, global_steps: int) -> dict[str, int]:
+        self.calls.append(f"update {global_steps}")
+        return {"step": global_steps}
+
+    def sleep_replicas(self) -> None:
+        self.calls.append("sleep")
+
+
+@pytest.fixture(autouse=True)
+def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proved_transfer.ray, "get", lambda calls: calls)
+
+
+def _transfer(manager: _Manager, *, every: int = 1) -> tuple[ProvedTransfer, DriverWaits]:
+    waits = DriverWaits(VerlTimeouts(), list)
+    return ProvedTransfer(manager, waits, every=every), waits
+
+
+def test_a_sync_that_is_right_is_done_once_and_returns_what_verls_returns() -> None:
+    manager = _Manager(_Engine(), _Engine())
+    transfer, _ = _transfer(manager)
+    assert transfer.update_weights(3) == {"step": 3}
+    assert manager.calls == ["prove", "update 3"]
+    assert transfer.metrics == {
+        "rl_safe/sync_proved": 2.0,
+        "rl_safe/sync_not_proved": 2.0,
+        "rl_safe/sync_redone": 0.0,
+        "timing_s/rl_safe_sync_proof": 2.5,
+    }
+    assert transfer.backend == "naive", "everything else is the manager's own"
+
+
+def test_a_sync_that_is_not_due_asks_for_no_digests() -> None:
+    manager = _Manager(_Engine())
+    transfer, _ = _transfer(manager, every=2)
+    for step in range(3):
+        transfer.update_weights(step)
+    assert manager.calls == ["prove", "update 0", "update 1", "prove", "update 2"]
+
+
+def test_a_sync_that_is_wrong_once_is_redone_with_engines_that_sleep_before_it() -> None:
+    manager = _Manager(_Engine(), _Engine(8))
+    transfer, _ = _transfer(manager)
+    transfer.update_weights(3)
+    assert manager.calls == ["prove", "update 3", "sleep", "prove", "update 3"]
+    assert transfer.metrics["rl_safe/sync_redone"] == 1
+
+
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [(8, rf"{NAME}: sent 0000000000000007, held 0000000000000008$"), (None, "no weights have come in this sync; ")],
+)
+def test_a_sync_that_is_wrong_twice_ends_the_run_in_its_phase(held: int | None, told: str) -> None:
+    transfer, waits = _transfer(_Manager(_Engine(), _Engine(held, held)))
+    with pytest.raises(
+        WeightSyncError,
+        match=rf"^the weight sync of step 3 has put wrong weights into an engine, twice: rollout rank 1: {told}",
+    ):
+        transfer.update_weights(3)
+    assert waits.failed_in == "sync"
+
+
+def test_an_engine_that_cannot_be_read_back_is_refused_before_it_is_sent_weights() -> None:
+    manager = _Manager(_Engine(), _Engine(obstacle="its weights are quantised"))
+    transfer, _ = _transfer(manager)
+    with pytest.raises(ConfigError, match="^rollout rank 1: weight syncs cannot be proved: its weights are quantised"):
+        transfer.update_weights(0)
+    assert manager.calls == ["prove"]
