@@ -20,8 +20,9 @@ from rl_safe_workers.adapters.weight_update import ROLLOUT
 from rl_safe_workers.compat.ray_tables import DEAD, actor_id, actor_id_of_call, actor_table
 from rl_safe_workers.config import PhaseTimeouts
 from rl_safe_workers.control.deadline import Background, Deadline
-from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RunError
-from rl_safe_workers.ranks import RankId, Role
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, RunError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import HELPERS, RankId, Role
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,10 @@ _WORKERS_FIRST_S = 4.0
 """Seconds that the driver waits longer than its workers, who know better whom they wait for."""
 _ANSWER_S = 3.0
 """Seconds in which a process that is well answers a question."""
+HEARD = "rl_safe_heard"
+"""Method of a helper that has engines generate: returns a list of `call_errors.CallError`."""
+_HEARD_S = 1.0
+"""Seconds in which a helper says what it has heard. One that runs a tool of the user's says it later."""
 
 
 class Party(NamedTuple):
@@ -223,6 +228,28 @@ class DriverWaits:
         if dead := [Silent(party, is_dead=True) for party in parties if actor_id(party.actor) in ended]:
             self.failed_in = phase
             raise RunError(f"{what}: {_told(dead)}", culprit=_culprit(dead))
+
+    def heard(self) -> list[RankError]:
+        """Returns the errors of engines that helpers have had in the place of an answer, the newest one first."""
+        parties = self._parties()
+        asked = {
+            getattr(party.actor, HEARD).remote(): party
+            for party in parties
+            if party.rank.role in HELPERS and getattr(party.actor, HEARD, None) is not None
+        }
+        if not asked:
+            return []
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_HEARD_S)
+        ranks = {actor_id(party.actor): party.rank for party in parties if party.rank.role is Role.ROLLOUT}
+        found: list[RankError] = []
+        for call in answered:
+            try:
+                told = ray.get(call)
+            except ray.exceptions.RayError as error:
+                logger.debug("%s answers with %s", asked[call].name, last_line(error))
+                continue
+            found += [one.report(ranks[one.actor_id], Phase.ROLLOUT) for one in told if one.actor_id in ranks]
+        return sorted(found, key=lambda report: -report.raised_at)
 
     def _silent(self, calls: Sequence[Any]) -> list[Silent]:
         """Returns the processes without an answer to one of the calls; without calls, every process is asked something.

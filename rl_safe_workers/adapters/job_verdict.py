@@ -15,6 +15,7 @@ from typing import NamedTuple
 import ray
 
 from rl_safe_workers import env
+from rl_safe_workers.adapters.call_errors import call_error_of
 from rl_safe_workers.adapters.driver_waits import Party, last_line
 from rl_safe_workers.adapters.job_inquiry import Place, ask_here
 from rl_safe_workers.adapters.job_processes import keeper_of
@@ -33,8 +34,8 @@ from rl_safe_workers.errors import (
     first_line,
 )
 from rl_safe_workers.foreign_errors import ForeignCause, classify
-from rl_safe_workers.lifecycle import unix_now
-from rl_safe_workers.ranks import RankId
+from rl_safe_workers.lifecycle import Phase, unix_now
+from rl_safe_workers.ranks import RankId, Role
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +137,17 @@ def _actors(parties: Mapping[str, RankId]) -> list[_Actor]:
 def _reports(
     actors: Sequence[_Actor], parties: Mapping[str, RankId], error: BaseException, phase: str | None
 ) -> dict[RankId, RunError]:
-    """Returns what Ray knows of failures: actors that have died, or whose constructor has raised."""
-    found = {one.rank_id: _report(one.rank_id, phase, Died(), "the process died") for one in actors if one.is_dead}
+    """Returns what Ray and the driver know of failures.
+
+    These are actors that have died, or whose constructor has raised, and engines that have raised in generation, where
+    nobody else has a part in it.
+    """
+    found: dict[RankId, RunError] = {
+        one.rank_id: _report(one.rank_id, phase, Died(), "the process died") for one in actors if one.is_dead
+    }
+    called = call_error_of(error) if phase == Phase.ROLLOUT else None
+    if called is not None and (rank_id := parties.get(called.actor_id)) is not None and rank_id.role is Role.ROLLOUT:
+        found.setdefault(rank_id, called.report(rank_id, Phase.ROLLOUT))
     link: BaseException | None = error
     seen = set[int]()  # an error may be its own cause
     while link is not None and id(link) not in seen:
@@ -147,8 +157,10 @@ def _reports(
             found[rank_id] = _report(
                 rank_id, phase, Raised() if raised else Died(), last_line(link) if raised else "the process died"
             )
+        elif isinstance(link, RankError) and not isinstance(link, ray.exceptions.RayError):
+            found.setdefault(link.rank_id, link)  # helpers have told the driver
         link = link.__cause__
-    return dict(found)
+    return found
 
 
 def _report(rank_id: RankId, phase: str | None, cause: Died | Raised, text: str) -> RankError:

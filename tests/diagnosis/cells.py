@@ -163,11 +163,11 @@ def expected(cell: Cell) -> list[str]:
     """Returns the patterns that the first line has to contain."""
     fault = cell.fault
     who = [rf"\b{fault.role} rank {fault.rank}\b", rf"\bphase {fault.phase}\b"]
-    # The engines of these hosts are tests' doubles or vLLM's own processes: their line of code is not known.
+    # The engines of these hosts are tests' doubles or vLLM's own processes: where one stands still is not known.
     place = fault.role == "trainer"
     what = {
         "hang": [r"misdeeds\.py:\d+ \(hang\)"] if place else [],
-        "raise": [re.escape(TOLD.get(fault.detail, "")), *([r"misdeeds\.py:\d+ \(fail\)"] if place else [])],
+        "raise": [re.escape(TOLD.get(fault.detail, "")), r"misdeeds\.py:\d+ \(fail\)"],
         "kill": [r"\bdied\b|killed by SIGKILL"],
         "stop": [r"is stopped"],
         "exit": [r"\bdied\b|exit code 3"],

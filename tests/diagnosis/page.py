@@ -40,6 +40,9 @@ verl has 40 s. The run must end {allowed:.0f} s after that at the latest. Cells 
 end.
 
 The engines of verl and NeMo RL are doubles without a model, and NeMo RL's workers need no Megatron-Bridge.
+
+verl goes on after an engine's error, without that answer. Its line is then the one that the driver logs, and the
+seconds are those to the end of training.
 """
 
 

@@ -22,7 +22,10 @@ def run(fault: Fault, folder: Path) -> Seen:
     phases = {fault.phase, "logprob"} & TIMED
     limits = [f"actor_rollout_ref.rl_safe.timeouts.{phase}={limit_s}" for phase in sorted(phases)]
     status, output, after_s = ended(_command(folder, *limits), environment, folder)
-    return Seen(*told(output, r"^rl_safe: (.*)$"), after_s, output, status)
+    verdict = told(output, r"^rl_safe: (.*)$")
+    if not any(verdict):  # verl goes on, and its driver has logged what has failed
+        verdict = (told(output, r"^\S*\(SafeTaskRunner .*:rl_safe: (.*)$")[0], "", "")
+    return Seen(*verdict, after_s, output, status)
 
 
 def _command(folder: Path, *overrides: str) -> list[str]:

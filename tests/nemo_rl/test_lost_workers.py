@@ -228,6 +228,10 @@ CASES = {
         *("generate", {"engine": {"generation": "stops"}}, ENGINE_0, Phase.ROLLOUT, Stopped),
         r"rollout rank 0 on [0-9.]+ is stopped in phase rollout",
     ),
+    "engine_that_raises_in_generation": Case(
+        *("generate", {"engine": {"generation": "raises"}}, ENGINE_0, Phase.ROLLOUT, Raised),
+        r"rollout rank 0 on [0-9.]+ failed in phase rollout at \S+/sending.py:\d+ \(misbehave\): ValueError: no such",
+    ),
     "engine_silent_in_generation": Case(
         *("generate", {"engine": {"generation": "silent"}}, ENGINE_0, Phase.ROLLOUT, None),
         r"hang: phase rollout, generation: .* did not within \S+ s; rollout rank 0 on [0-9.]+ is at \S+/sending.py:",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rl_safe_workers.diagnostics.memory_growth import Leak, MemoryGrowth
+from tests.unit import memory_shapes
 
 MIB = 2**20
 OWNERS = ("host memory", "/dev/shm", "tensors on the device", "device memory outside torch")
@@ -78,6 +79,35 @@ def test_three_hundred_runs_that_warm_up_in_their_own_way_give_no_alarm(
         sizes = shape(random.Random(seed))
         found += [(seed, leak) for size in sizes for leak in growth.cycle({"host memory": int(size * MIB)})]
     assert found == []
+
+
+@pytest.mark.parametrize("kind", memory_shapes.SHAPES)
+def test_two_hundred_runs_that_are_well_in_each_way_give_no_alarm(kind: str) -> None:
+    noises = memory_shapes.NOISES_MIB
+    runs = [(seed, noises[seed % len(noises)]) for seed in range(200)]
+    assert [run for run in runs if memory_shapes.first_leak(kind, run[0], noise_mib=run[1]) is not None] == []
+
+
+def test_a_longer_warm_up_is_seldom_named() -> None:
+    (kind,) = memory_shapes.LONG_WARM_UP
+    found = [seed for seed in range(300) if memory_shapes.first_leak(kind, seed, noise_mib=2) is not None]
+    assert len(found) <= 300 // 25
+
+
+@pytest.mark.parametrize("kind", ["normal noise", "uniform noise"])
+def test_a_thousand_leaks_in_little_noise_are_all_named_before_the_tenth(kind: str) -> None:
+    for seed in range(memory_shapes.RUNS):
+        found = memory_shapes.first_leak(kind, seed, noise_mib=2, lost_mib=memory_shapes.LOST_MIB)
+        assert found is not None, seed
+        assert found[0] < 10, seed
+        assert found[1].bytes_per_cycle / MIB == pytest.approx(memory_shapes.LOST_MIB, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["normal noise", "uniform noise", "one step up", "plateaus", "a ramp of 5 steps"])
+@pytest.mark.parametrize("noise_mib", [5.0, 8.0])
+def test_a_leak_in_more_noise_is_named_later(kind: str, noise_mib: float) -> None:
+    for seed in range(100):
+        assert memory_shapes.first_leak(kind, seed, noise_mib=noise_mib, lost_mib=memory_shapes.LOST_MIB) is not None
 
 
 @pytest.mark.parametrize("owner", OWNERS)

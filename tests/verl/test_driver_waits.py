@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -20,10 +22,11 @@ from verl.workers.rollout.replica import RolloutReplica
 from rl_safe_workers.adapters import driver_waits
 from rl_safe_workers.adapters.driver_waits import DriverWaits
 from rl_safe_workers.adapters.verl import trainers
+from rl_safe_workers.adapters.verl.agent_loops import remembering
 from rl_safe_workers.adapters.verl.guarded_objects import guarded_samples
 from rl_safe_workers.adapters.verl.settings import VerlTimeouts
 from rl_safe_workers.adapters.verl.trainers import SafeTrainerMixin
-from rl_safe_workers.errors import PhaseTimeoutError, RunError
+from rl_safe_workers.errors import PhaseTimeoutError, Raised, RankError, RunError
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 from tests.verl.test_hydra import ON, composed
 
@@ -253,6 +256,64 @@ def test_a_worker_that_dies_in_the_last_poll_ends_generation() -> None:
     trainer.replay_buffer = buffer
     with pytest.raises(RunError, match="generation: agent loop worker 0 has died"):
         trainer.replay_buffer.sample(1, "train", 1)
+
+
+@ray.remote(num_cpus=0)
+class _Engine:
+    """A rollout server that raises."""
+
+    async def generate(self) -> None:
+        raise MemoryError("no room for the prompt")
+
+    async def clear_kv_cache(self) -> None:
+        """It is well otherwise."""
+
+
+class _PlainLoop:
+    """The part of verl's agent loop worker that an engine's error comes through."""
+
+    async def _run_agent_loop(self, engine: Any) -> None:
+        await engine.generate.remote()
+
+    async def run(self, engine: Any) -> str:
+        (error,) = await asyncio.gather(self._run_agent_loop(engine), return_exceptions=True)
+        return type(error).__name__
+
+
+def _heard(buffer: ReplayBuffer) -> Any:
+    """A trainer whose second engine has raised in generation, before it samples."""
+    engines = [_Engine.remote(), _Engine.remote()]
+    loop = ray.remote(num_cpus=0)(remembering(_PlainLoop)).remote()
+    for _ in range(2):
+        assert ray.get(loop.run.remote(engines[1])) == "RayTaskError(MemoryError)"
+    trainer = _trainer(*engines)
+    trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[loop])
+    trainer.replay_buffer = buffer
+    return trainer
+
+
+FAILED = r"rollout rank 1 failed in phase rollout at \S*test_driver_waits.py:\d+ \(generate\): MemoryError: no room for"
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_an_engine_that_raises_is_named_once_while_verl_goes_on(caplog) -> None:
+    trainer = _heard(_Buffer({2: "prompt0"}, prompts=1))
+    trainer.replay_buffer.sample(1, "train", 1)
+    trainer.replay_buffer.sample(2, "train", 1)
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert re.fullmatch(f"rl_safe: {FAILED} the prompt; verl goes on without the answer", told)
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_an_engine_that_raises_is_to_blame_if_no_prompt_has_an_answer(monkeypatch) -> None:
+    buffer = _Buffer({1: "prompt0"}, prompts=1)
+    monkeypatch.setattr(buffer, "_select_prompt_uids", lambda *_: (["prompt0"], {}, {}))  # it has failed
+    trainer = _heard(buffer)
+    with pytest.raises(RankError, match=FAILED) as caught:
+        trainer.replay_buffer.sample(1, "train", 1)
+    assert (caught.value.rank_id, caught.value.cause) == (RankId(Role.ROLLOUT, 1), Raised())
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert trainer.rl_safe_waits.failed_in == "rollout"
 
 
 def test_generation_may_take_longer_than_the_timeout_if_responses_end() -> None:

@@ -5,14 +5,21 @@ They are attributes of the trainer, so each is guarded when verl sets it.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from ray.exceptions import RayError
+
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Standstill
 from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.errors import RlSafeError, first_line
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import RankId
+
+logger = logging.getLogger(__name__)
 
 _OF_ENGINES = (
     *("sleep_replicas", "wake_up_replicas", "abort_replicas"),
@@ -72,7 +79,8 @@ def guarded_samples(buffer: Any, waits: DriverWaits) -> Any:
         return GuardedCalls(
             buffer, waits, {"sample": Phase.ROLLOUT, "wait_for_sampleable": Phase.ROLLOUT}, what="generation"
         )
-    buffer._wait_for_next_poll = _Polls(buffer, waits).wait
+    polls = _Polls(buffer, waits)
+    buffer._wait_for_next_poll, buffer.sample = polls.wait, polls.sample
     return buffer
 
 
@@ -82,6 +90,34 @@ class _Polls:
     def __init__(self, buffer: Any, waits: DriverWaits) -> None:
         self._buffer, self._waits, self._stock = buffer, waits, buffer._wait_for_next_poll
         self._standstill = Standstill()
+        self._sample = buffer.sample
+        self._told: set[tuple[RankId, str | None]] = set()
+        """Engines and their lines of code that have raised, and were logged."""
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        """As verl's.
+
+        Raises:
+            RankError: If no prompt has an answer, and an engine has raised.
+        """
+        with self._waits.waiting(Phase.ROLLOUT):
+            try:
+                found = self._sample(*args, **kwargs)
+            except (RlSafeError, RayError):
+                raise
+            except Exception as error:
+                if not (heard := self._waits.heard()):
+                    raise
+                raise heard[0] from error
+            self._tell()
+        return found
+
+    def _tell(self) -> None:
+        """Logs what engines have raised: verl leaves out the prompt, and goes on."""
+        for report in self._waits.heard():
+            if (report.rank_id, report.place) not in self._told:
+                self._told.add((report.rank_id, report.place))
+                logger.error("rl_safe: %s; verl goes on without the answer", first_line(report))
 
     def wait(self, partition_id: str, last_debug_time: float) -> Any:
         """Waits for the next poll.
@@ -105,6 +141,7 @@ class _Polls:
         # verl's driver holds no reference to what agent loops do, so Ray raises nothing when one dies. If an engine
         # dies, its prompts end as failed. Then verl polls no more, and the weight sync would be the first to fail.
         self._waits.check_alive(Phase.ROLLOUT, "generation")
+        self._tell()
         return debug_time
 
     def _progress(self, partition_id: str) -> tuple[Any, ...]:

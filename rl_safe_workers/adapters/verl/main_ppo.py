@@ -70,9 +70,11 @@ def safe_task_runner(processes: JobProcesses, settings: VerlSettings) -> _Starte
 
         def run(self, config: DictConfig) -> None:
             """Runs the training."""
+            from rl_safe_workers.adapters.verl.agent_loops import use_agent_loops
             from rl_safe_workers.adapters.verl.trainers import use_trainers
 
             use_trainers()
+            use_agent_loops()
             super().run(config)
 
     return _StartedLast(ray.remote(SafeTaskRunner), processes, settings)

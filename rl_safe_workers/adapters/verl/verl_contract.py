@@ -26,6 +26,8 @@ _REPLICA = "verl/workers/rollout/replica.py"
 _TRAINER = "verl/trainer/ppo/v1/trainer_base.py"
 _SEPARATE = "verl/trainer/ppo/v1/trainer_separate_async.py"
 _SAMPLES = "verl/trainer/ppo/v1/replay_buffer.py"
+_AGENTS = "verl/trainer/ppo/v1/agent_loop_tq.py"
+_AGENT_BASE = "verl/experimental/agent_loop/agent_loop.py"
 _MAIN = "verl/trainer/main_ppo.py"
 _VLLM_WORKER = "verl/workers/rollout/vllm_rollout/utils.py"
 _VLLM_SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"
@@ -108,6 +110,8 @@ NAMES: tuple[HostName, ...] = (
         "CheckpointEngineManager.resume_generation_replicas(self)",
     ),
     *_named(_REPLICA, "asked when nothing answers", "RolloutReplica.clear_kv_cache(self)"),
+    *_named(_AGENTS, "derived from", "AgentLoopWorkerTQ"),
+    *_named(_AGENT_BASE, "overridden", "AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory)"),
     *_named(_SAMPLES, "guarded", "ReplayBuffer._wait_for_next_poll(self, partition_id, last_debug_time)"),
     *_named(
         _TRAINER,
@@ -158,6 +162,7 @@ TEXTS: tuple[HostText, ...] = (
     ),
     _text(_TRANSFER, "CheckpointEngineManager.update_weights", "self.actor_wg.update_weights(", "waits for each rank"),
     _text(_REPLICA, "RolloutReplica.__init__", "self.servers", "asked when nothing answers"),
+    _text(_AGENTS, "AgentLoopManagerTQ", "= AgentLoopWorkerTQ", "ours is entered there"),
     _text(_SAMPLES, "ReplayBuffer.sample", "self._wait_for_next_poll(", "the poll of a wait for prompts"),
     _text(_TRAINER, "PPOTrainer._init_resource_pool_mgr", "self.role_worker_mapping", "our workers are entered there"),
     _text(_TRAINER, "PPOTrainer", "self.checkpoint_manager: CheckpointEngineManager", "guarded"),
