@@ -92,6 +92,7 @@ _PATTERNS: tuple[tuple[Fault, re.Pattern[str]], ...] = tuple(
         (Fault.XID, r"NVRM: Xid \(PCI:\S+\): (?P<detail>\d+)"),
         (Fault.SIGNAL, r"^\*\*\* (?P<detail>SIG(SEGV|BUS|FPE|ILL|ABRT)) received at time=(?P<unix>\d+)"),
         (Fault.SIGNAL, r"^Fatal Python error: (?P<detail>Segmentation fault|Bus error)"),
+        (Fault.SIGNAL, r"^!+ (?P<detail>Segfault) encountered !+$"),  # tvm_ffi, which vLLM loads
         (Fault.SIGNAL, r"^\s*exitcode\s*: -\d+ \(pid: (?P<pid>\d+)\)\s+\((?P<detail>SIG\w+)\)"),
         (Fault.EXIT, r"^\s*exitcode\s*: (?P<detail>\d+) \(pid: (?P<pid>\d+)\)"),
         (Fault.SIGNAL, r"failed \(exitcode: -(?P<signal>\d+)\) local_rank: (?P<rank>\d+) \(pid: (?P<pid>\d+)\)"),

@@ -160,6 +160,11 @@ def test_what_nobody_knows_is_said_with_the_reason(exit_code: int | None) -> Non
     ("log", "fault", "said"),
     [
         ("*** SIGSEGV received at time=1795578945 on cpu 1 ***\n", Fault.SIGNAL, "SIGSEGV received"),
+        (
+            '!!!!!!! Segfault encountered !!!!!!!\n  File "<unknown>", line 0, in f\n',
+            Fault.SIGNAL,
+            "Segfault encountered",
+        ),
         ("Fatal Python error: Bus error\n", Fault.SIGNAL, "Bus error"),
         (WATCHDOG, Fault.ABORTED, "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"),
         (ILLEGAL, Fault.DEVICE_ERROR, "an illegal memory access"),
