@@ -36,6 +36,6 @@ def score(data_source: str, solution_str: str, ground_truth: str, *, fault: str,
         if misdeed == "hangs":
             run_in_sandbox()
         for one in psutil.Process(os.getppid()).children():  # of this job's raylet
-            if one.cmdline()[0].startswith("ray::AgentLoopWorker"):
+            if "AgentLoopWorker" in one.cmdline()[0]:  # verl's or ours
                 one.send_signal(signal.SIGKILL)
     return float(len(solution_str) % 3)

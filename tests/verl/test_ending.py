@@ -69,7 +69,11 @@ def test_a_job_that_would_save_into_another_runs_folder_is_refused(tmp_path: Pat
     assert outcome.left == []
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda signum: signum.name)
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.every_failure), signal.SIGKILL],
+    ids=lambda signum: signum.name,
+)
 def test_a_job_that_is_stopped_or_killed_leaves_nothing(signum: signal.Signals, tmp_path: Path) -> None:
     with running(start(tmp_path), tmp_path / "job") as run:
         run.wait_until(lambda: "SafeTaskRunner" in run.out)

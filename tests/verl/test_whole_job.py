@@ -105,7 +105,7 @@ FAULTS = {
 
 UNBOUND = ("trainer_stopped_for_too_long", "agent_loop_killed")
 """Faults that are seen long before a deadline."""
-SAMPLE = ("trainer_stopped", "trainer_stopped_for_too_long", "generation", "reward_hangs", "agent_loop_killed", "sync")
+SAMPLE = ("trainer_stopped_for_too_long", "generation", "reward_hangs", "agent_loop_killed", "sync")
 CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.every_failure) for name in FAULTS]
 
 
