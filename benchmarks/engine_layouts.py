@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quickstart import GAP, RECIPE, run_recipe
+from benchmarks.quickstart import GAP, require_recipe, run_recipe
 from benchmarks.table import Row, at_most, machine_in_words
 from rl_safe_workers.driver.outputs import metrics as names
-from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.versions import installed_versions
 
 STEPS = 3
@@ -41,8 +39,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         ConfigError: If this is no checkout with recipes.
         RunError: If a run fails, as one does whose sync puts wrong weights into an engine twice.
     """
-    if not RECIPE.is_file():
-        raise ConfigError(f"bench engine_layouts: {RECIPE} does not exist; run it from a checkout, installed in place")
+    require_recipe("engine_layouts")
     facts: dict[str, Any] = {"machine": machine_in_words(), "versions": installed_versions(), "runs": 1}
     rows: list[Row] = []
     for trainers, of_trainers in TRAINERS.items():
@@ -62,8 +59,8 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     return rows
 
 
-def _run(pair: str, folder: Path, overrides: tuple[str, ...]) -> list[Mapping[str, Any]]:
-    run_recipe(
+def _run(pair: str, folder: Path, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
+    return run_recipe(
         f"bench engine_layouts: {pair}",
         folder,
         *overrides,
@@ -71,5 +68,3 @@ def _run(pair: str, folder: Path, overrides: tuple[str, ...]) -> list[Mapping[st
         "trainer.save_freq=-1",
         "rollout.prove_sync_freq=1",
     )
-    lines = (folder / "outputs" / "bench" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]

@@ -64,8 +64,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         ConfigError: If this is no checkout with recipes.
         RunError: If a run fails.
     """
-    if not RECIPE.is_file():
-        raise ConfigError(f"bench quickstart: {RECIPE} does not exist; run it from a checkout, installed in place")
+    require_recipe("quickstart")
     results = []
     for seed in SEEDS:
         with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
@@ -78,19 +77,28 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     return to_rows(results, machine=machine_in_words(), versions=installed_versions())
 
 
+def require_recipe(name: str) -> None:
+    """Refuses to run benchmark ``name`` without the recipe.
+
+    Raises:
+        ConfigError: If this is no checkout with recipes.
+    """
+    if not RECIPE.is_file():
+        raise ConfigError(f"bench {name}: {RECIPE} does not exist; run it from a checkout, installed in place")
+
+
 def run_seed(seed: int, folder: Path) -> Figures:
     """Runs the recipe in an empty folder and measures it from outside."""
     overrides = [f"trainer.seed={seed}", f"trainer.total_training_steps={STEPS}"]
     started_s = time.monotonic()
     with MemorySampler() as memory:
-        run_recipe(f"bench quickstart: the run for seed {seed}", folder, *overrides)
+        records = run_recipe(f"bench quickstart: the run for seed {seed}", folder, *overrides)
     wall_s = time.monotonic() - started_s
-    lines = (folder / "outputs" / "bench" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return to_figures(seed, [json.loads(line) for line in lines], wall_s=wall_s, peak_bytes=memory.peak_bytes)
+    return to_figures(seed, records, wall_s=wall_s, peak_bytes=memory.peak_bytes)
 
 
-def run_recipe(what: str, folder: Path, *overrides: str) -> None:
-    """Runs the recipe in a folder, as run ``bench``.
+def run_recipe(what: str, folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Runs the recipe in a folder, as run ``bench``. Returns the metrics of each step.
 
     Raises:
         RunError: If it fails. The error begins with ``what``.
@@ -100,6 +108,8 @@ def run_recipe(what: str, folder: Path, *overrides: str) -> None:
     if code != 0:
         reason = (complaint.strip().splitlines() or ["it says nothing"])[-1]
         raise RunError(f"{what} ended with exit code {code}: {reason}")
+    lines = (folder / "outputs" / "bench" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:

@@ -16,9 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from benchmarks.quickstart import RECIPE, run_recipe
+from benchmarks.quickstart import require_recipe, run_recipe
 from benchmarks.table import Row, at_least, at_most, machine_in_words
-from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.versions import installed_versions
 
 STEPS, LEARNING_RATE = 10, 1e-6
@@ -37,8 +36,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         ConfigError: If this is no checkout with recipes.
         RunError: If the run fails.
     """
-    if not RECIPE.is_file():
-        raise ConfigError(f"bench sync_delta: {RECIPE} does not exist; run it from a checkout, installed in place")
+    require_recipe("sync_delta")
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
         run_recipe(
             "bench sync_delta: the run",

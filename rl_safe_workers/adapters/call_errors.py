@@ -68,14 +68,16 @@ def keep_origins() -> None:
 
 
 def call_error_of(error: BaseException) -> CallError | None:
-    """Returns the call of an actor that an error, or one that it was raised from, comes from; None if there is none.
+    """Returns the failed call of an actor that has led to an error; None if none has.
+
+    Looks at the error, and at those that it was raised from.
 
     An actor that only passes on the error of another one's call does not count.
 
     Args:
         error: Raised in this process after `keep_origins`.
     """
-    for link in _links(error):
+    for link in links_of(error):
         origin = vars(link).get(_ORIGIN, link)
         if not isinstance(origin, RayTaskError) or isinstance(origin.cause, RayTaskError):
             continue
@@ -87,7 +89,8 @@ def call_error_of(error: BaseException) -> CallError | None:
     return None
 
 
-def _links(error: BaseException) -> Iterator[BaseException]:
+def links_of(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, then the one that it was raised from, and so on."""
     link: BaseException | None = error
     seen = set[int]()  # an error may be its own cause
     while link is not None and id(link) not in seen:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import ray
 
 from rl_safe_workers import env
-from rl_safe_workers.adapters.call_errors import call_error_of
+from rl_safe_workers.adapters.call_errors import call_error_of, links_of
 from rl_safe_workers.adapters.driver_waits import Party, last_line
 from rl_safe_workers.adapters.job_inquiry import Place, ask_here
 from rl_safe_workers.adapters.job_processes import keeper_of
@@ -148,10 +148,7 @@ def _reports(
     called = call_error_of(error) if phase == Phase.ROLLOUT else None
     if called is not None and (rank_id := parties.get(called.actor_id)) is not None and rank_id.role is Role.ROLLOUT:
         found.setdefault(rank_id, called.report(rank_id, Phase.ROLLOUT))
-    link: BaseException | None = error
-    seen = set[int]()  # an error may be its own cause
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    for link in links_of(error):
         if isinstance(link, ray.exceptions.RayActorError) and (rank_id := parties.get(str(link.actor_id))) is not None:
             raised = link.actor_init_failed
             found[rank_id] = _report(
@@ -159,7 +156,6 @@ def _reports(
             )
         elif isinstance(link, RankError) and not isinstance(link, ray.exceptions.RayError):
             found.setdefault(link.rank_id, link)  # helpers have told the driver
-        link = link.__cause__
     return found
 
 

@@ -78,7 +78,7 @@ class RankProcess:
     has looked."""
     cpu_s: float | None = None
     source: str | None = None
-    """Writer of the stacks: ``"rank"``, the process itself, or ``"py-spy"``. None: there are none."""
+    """``"rank"`` if the process wrote the stacks itself, ``"py-spy"`` if that did. None: there are no stacks."""
     text: str = ""
     stack: Stack | None = None
     last_place: str | None = None

@@ -66,12 +66,13 @@ def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None
         for numbers, parts, starts in _batches([tensors[number] for number in chosen], at_once):
             words = parts[0] if len(parts) == 1 else torch.cat(parts)
             numbers = [chosen[number] for number in numbers]
-            shifts = [0 if span.width else spans[number].start for number in numbers]
-            places = _places([len(part) for part in parts], [a + b for a, b in zip(starts, shifts, strict=True)], words)
+            counts = [len(part) for part in parts]
+            if not span.width:
+                starts = [start + spans[number].start for start, number in zip(starts, numbers, strict=True)]
+            places = _places(counts, starts, words)
             if span.width:
                 places += places.div(span.width, rounding_mode="floor").mul_(span.stride - span.width).add_(span.start)
-            sums = _sums(_mixed(words, places), [len(part) for part in parts])
-            found.index_add_(0, torch.tensor(numbers, device=device), sums)
+            found.index_add_(0, torch.tensor(numbers, device=device), _sums(_mixed(words, places), counts))
     return found
 
 

@@ -147,8 +147,7 @@ class DirectLoad:
         self._fills.append([(target, value) for target, value in watch.fills if target.numel()])
         copied, sent = sum(copy.target.nbytes for copy in watch.copies), sum(spec.size_bytes for spec in bucket.specs)
         # A part of an engine takes a share of the large weights, and the small ones whole.
-        least = sent if self._parts == 1 else sent // self._parts
-        return None if least <= copied <= sent else f"the model's loaders copy {copied} of {sent} bytes"
+        return None if sent // self._parts <= copied <= sent else f"the model's loaders copy {copied} of {sent} bytes"
 
     def note(self, number: int, buffer: torch.Tensor) -> None:
         """Records checksums of a bucket that goes through the loaders, for `check`."""
