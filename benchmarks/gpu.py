@@ -68,6 +68,8 @@ JOB_S, RUN_S, INTERRUPTED_S = 500.0, 240.0, 60.0
 RANKS = "benchmarks.gpu_ranks"
 CHECKPOINT = "RL_SAFE_BENCH_CHECKPOINT"
 """Environment variable: what a job is to load."""
+BROADCAST_BYTES = "RL_SAFE_BENCH_BROADCAST_BYTES"
+"""Environment variable: how many bytes a job is to broadcast."""
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:

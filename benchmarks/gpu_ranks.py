@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from benchmarks.gpu import CHECKPOINT
+from benchmarks.gpu import BROADCAST_BYTES, CHECKPOINT
 from rl_safe_workers.checkpoint.folders.manifest import SHARDS, model_fingerprint
 from rl_safe_workers.checkpoint.state.layer_states import EXTRA_STATE, layer_state_value
 from rl_safe_workers.checkpoint.state.model_state import model_state
@@ -140,6 +140,20 @@ class Trainer(Ranks):
         self._steps(_batch(self.rank))
         self._offload()
         self.values["device_bytes"] = {e.phase: dict(e.device_bytes) for e in self.worker.safe.lifecycle.drain_events()}
+
+    def syncs(self) -> None:
+        """Syncs alone."""
+        self.start()
+        self._sync()
+        self.values["first_sync"] = self.seconds["sync"][0]
+
+    def broadcasts(self) -> None:
+        """Broadcasts of `BROADCAST_BYTES` from rank 0, over a communicator of NCCL's default size."""
+        self.start()
+        group = dist.new_group(backend="nccl" if self.worker.device.type == "cuda" else "gloo")
+        whole = torch.empty(int(os.environ[BROADCAST_BYTES]), dtype=torch.uint8, device=self.worker.device)
+        for _ in range(ROUNDS):
+            self.timed("broadcast", lambda: dist.broadcast(whole, src=0, group=group))
 
     def _sync(self) -> None:
         """Weight syncs, until the last rollout rank has its weights in place, and broadcasts of as many bytes."""

@@ -25,14 +25,15 @@ def gpu_memory_mib() -> int:
 def gpu_row(name: str, unit: str, ours: float, goal: Goal, peer: float | None = None) -> Row:
     """A figure of one run on this machine's GPUs."""
     return Row(
-        name=name, unit=unit, ours=ours, peer=peer, goal=goal, runs=1, machine=_machine(), versions=installed_versions()
+        name=name, unit=unit, ours=ours, peer=peer, goal=goal, runs=1, machine=machine(), versions=installed_versions()
     )
 
 
 @cache
-def _machine() -> str:
+def machine() -> str:
+    """Describes this machine with its GPUs."""
     import torch
 
-    count = torch.cuda.device_count()
-    name = torch.cuda.get_device_properties(0).name if count else "no GPU"
-    return f"{count} x {name}, {machine_in_words()}"
+    if not (count := torch.cuda.device_count()):
+        return machine_in_words()
+    return f"{count} x {torch.cuda.get_device_properties(0).name}, {machine_in_words()}"

@@ -106,6 +106,7 @@ class Job:
                 process.send_signal(signal.SIGKILL)
         self.process.wait(timeout=30)
         if LOGS in os.environ:
+            Path(os.environ[LOGS]).mkdir(parents=True, exist_ok=True)
             shutil.copy(self.folder / "log", Path(os.environ[LOGS]) / f"{self.folder.name}.log")
 
     def output(self) -> str:

@@ -16,7 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -62,6 +64,7 @@ STEP_MODEL = SeededModelConfig(
     num_experts_per_tok=4,
 )
 """0.2 B parameters, for steps of some tenths of a second."""
+LARGER = "larger"
 ASYNC_SAVES, MOST_LAYERS = 4, 64
 DEADLINE_S, GRACE_S, CUT_S = 15.0, 10.0, 120.0
 FAULTS = {
@@ -88,14 +91,21 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
 
 def run_parts(parts: Sequence[str], folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
-    """Runs parts one after the other, the faults among them at the same time."""
+    """Runs parts side by side: at most five jobs of ours, and as many of stock's. A part that fails has a row, too."""
     _make_model(folder / "tiny")
-    os.environ["RL_SAFE_TINY"] = str(folder / "tiny")
     faults = [part for part in parts if part in FAULTS]
-    rows = run_faults(faults, folder, out, report) if faults else []
-    for part in parts:
-        if part not in FAULTS:
-            rows += PARTS[part](folder, out, report)
+    measured = {part: partial(PARTS[part], folder, out, report) for part in parts if part not in FAULTS}
+    if faults:
+        measured[", ".join(faults)] = partial(run_faults, faults, folder, out, report)
+    rows: list[Row] = []
+    with ThreadPoolExecutor(len(measured)) as pool:
+        found = {part: pool.submit(function) for part, function in measured.items()}
+    for part, future in found.items():
+        if failure := future.exception():
+            report(f"{part}: {failure!r}")
+            rows.append(gpu_row(f"part {part}: failed", "", 1, at_most(0)))
+        else:
+            rows += future.result()
     return rows
 
 
@@ -226,12 +236,11 @@ def _rows_of_pair(name: str, ours: Run, stock: Run, *, steps: int) -> list[Row]:
 
 def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Row]]:
     def run(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
-        _make_model(folder / "larger", STEP_MODEL)
-        os.environ["RL_SAFE_TINY"] = str(folder / "larger")
+        _make_model(folder / LARGER, STEP_MODEL)
         steps = FIRST_STEPS + MEASURED_STEPS
         overrides = (f"grpo.max_num_steps={steps}", "checkpointing.enabled=false")
-        ours, stock = _run(_pair(folder, recipe, *overrides, prefix="t", turns=True), out, report)
-        os.environ["RL_SAFE_TINY"] = str(folder / "tiny")
+        pair = [replace(job, model=LARGER) for job in _pair(folder, recipe, *overrides, prefix="t", turns=True)]
+        ours, stock = _run(pair, out, report)
         rows = [
             gpu_row(f"{recipe}, in turns, {run.job.side}: exit code", "", _code(run), at_most(0))
             for run in (ours, stock)

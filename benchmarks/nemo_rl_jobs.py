@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -21,8 +22,9 @@ from benchmarks.nemo_rl_meter import JOB, OURS, SIDE
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes" / "nemo_rl"
 START = ROOT / "benchmarks" / "nemo_rl_start"
-FIRST_PORT, PORTS = 1400, 60
-"""Each job has ports of its own, in the range that NeMo RL names."""
+FIRST_PORT, PORTS, PLACES = 1400, 60, 10
+"""Each job has ports of its own, in the range that NeMo RL names. So at most 10 jobs run at a time."""
+_PLACES = itertools.count()
 KEPT_BYTES = 300_000
 """Most bytes of one log that are kept."""
 _POLL_S, _LEFT_AFTER_S = 0.2, 5.0
@@ -61,6 +63,8 @@ class Job:
     """For `FAULT`."""
     turns_with: str = ""
     """Name of the job that it takes turns with."""
+    model: str = "tiny"
+    """The folder in `folder` that ``make_tiny.py`` has made."""
 
     @property
     def own(self) -> Path:
@@ -138,7 +142,7 @@ def run_jobs(jobs: Sequence[Job], *, limit_s: float, cut_s: float = 120.0) -> li
         limit_s: Seconds for all.
         cut_s: Seconds after its fault in which a job has to end.
     """
-    runs = [_start(job, place) for place, job in enumerate(jobs)]
+    runs = [_start(job, next(_PLACES) % PLACES) for job in jobs]
     began = time.time()
     try:
         while any(run.gone_s is None and not run.was_cut for run in runs):
@@ -199,6 +203,7 @@ def _variables(job: Job, number: int) -> dict[str, str]:
         **_VARIABLES,
         "PYTHONPATH": module_search_path(START),
         "RAY_TMPDIR": str(_ray_folder(job, number)),
+        "RL_SAFE_TINY": str(job.folder / job.model),
         "NRL_MEGATRON_CHECKPOINT_DIR": str(job.own / "converted"),
         "NEMO_RL_VENV_DIR": str(venvs),
         "HF_DATASETS_CACHE": str(job.own / "datasets"),

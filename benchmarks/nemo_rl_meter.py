@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 SIDE = "RL_SAFE_METER_SIDE"
-"""Environment variable: `STOCK` or `OURS`."""
+"""Environment variable: `STOCK` or `OURS`. Without it nothing is metered."""
 STOCK, OURS = "stock", "ours"
 JOB = "RL_SAFE_METER_JOB"
 """Environment variable: the name of the job, among those that run at the same time on the same machine."""
@@ -46,13 +46,11 @@ def meter() -> None:
         HOST_WORKER: _watch_host_worker,
         "nemo_rl.models.policy.workers.base_policy_worker": lambda m: _own_socket(m.AbstractPolicyWorker),
         "nemo_rl.models.generation.vllm.vllm_backend": lambda m: _own_socket(m.VllmInternalWorkerExtension),
-        "nemo_rl.models.generation.vllm.vllm_worker": _watch_generation,
         "nemo_rl.algorithms.grpo": _watch_driver,
         "megatron.bridge.training.checkpointing": _watch_saves,
         "ray._private.services": _own_ray,
+        "ray.actor": _watch_actors,
     }
-    if os.environ.get(SIDE) == OURS:
-        watches["rl_safe_workers.adapters.nemo_rl.worker"] = lambda m: _watch_policy(m.SafeMegatronPolicyWorkerImpl)
     if SIDE in os.environ:
         sys.meta_path.insert(0, _AfterImport(watches))
 
@@ -86,8 +84,6 @@ def _watch_host_worker(module: Any) -> None:
     watch(module, "setup_distributed", WORLD)
     watch(module, "validate_model_paths", PATHS)
     watch(module, "handle_model_import", IMPORT)
-    if os.environ[SIDE] == STOCK:
-        _watch_policy(module.MegatronPolicyWorkerImpl)
 
 
 def _watch_saves(module: Any) -> None:
@@ -95,6 +91,19 @@ def _watch_saves(module: Any) -> None:
 
     # After the folder is made, before a shard is written.
     watch(module, "_clean_metadata_for_serialization", STATE)
+
+
+def _watch_actors(module: Any) -> None:
+    """Watches the methods of actors before Ray makes its class of theirs, which keeps the methods of that moment."""
+    make = module._make_actor
+
+    @functools.wraps(make)
+    def make_actor(cls: type, options: Any) -> Any:
+        if cls.__name__ in _ACTORS:
+            _ACTORS[cls.__name__](cls)
+        return make(cls, options)
+
+    module._make_actor = make_actor
 
 
 def _watch_policy(worker: type) -> None:
@@ -130,10 +139,17 @@ def digest(tensor: Any) -> str:
     return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()
 
 
-def _watch_generation(module: Any) -> None:
+def _watch_generation(worker: type) -> None:
     from benchmarks.host_meter import watch
 
-    watch(module.VllmGenerationWorkerImpl, "generate", GENERATE)
+    watch(worker, "generate", GENERATE)
+
+
+_ACTORS: dict[str, Callable[[type], None]] = {
+    "MegatronPolicyWorker": _watch_policy,
+    "SafeMegatronPolicyWorker": _watch_policy,
+    "VllmGenerationWorker": _watch_generation,
+}
 
 
 def _watch_driver(module: Any) -> None:
@@ -153,8 +169,15 @@ def _watch_driver(module: Any) -> None:
 
 
 def _own_ray(module: Any) -> None:
-    """Has the job start a Ray of its own: NeMo RL would join that of another job."""
-    module.find_gcs_addresses = functools.cache(list)
+    """Has the job start a Ray of its own, and find no other: NeMo RL would join that of another job."""
+
+    def find_gcs_addresses(*_args: Any) -> list[str]:
+        import ray
+
+        return [ray.get_runtime_context().gcs_address] if ray.is_initialized() else []
+
+    find_gcs_addresses.cache_clear = lambda: None  # type: ignore[attr-defined]  # of Ray's own, called at its end
+    module.find_gcs_addresses = find_gcs_addresses
 
 
 def _own_socket(owner: Any) -> None:

@@ -97,13 +97,13 @@ def run_seed(seed: int, folder: Path) -> Figures:
     return to_figures(seed, records, wall_s=wall_s, peak_bytes=memory.peak_bytes)
 
 
-def run_recipe(what: str, folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    """Runs the recipe in a folder, as run ``bench``. Returns the metrics of each step.
+def run_recipe(what: str, folder: Path, *overrides: str, recipe: Path = RECIPE) -> list[dict[str, Any]]:
+    """Runs a recipe in a folder, as run ``bench``. Returns the metrics of each step.
 
     Raises:
         RunError: If it fails. The error begins with ``what``.
     """
-    command = module_command("rl_safe_workers", "run", str(RECIPE), "trainer.run_name=bench", *overrides)
+    command = module_command("rl_safe_workers", "run", str(recipe), "trainer.run_name=bench", *overrides)
     code, complaint = _run(command, folder)
     if code != 0:
         reason = (complaint.strip().splitlines() or ["it says nothing"])[-1]

@@ -294,7 +294,7 @@ class RolloutConfig(Section):
 
     prove_sync_freq: Annotated[int, Field(ge=-1, le=10**9)] = -1
     """Read weights back after the first weight sync and every so many after it, and compare them with what was sent;
-    1: after all, 0: after the first, -1: never. Not yet run on GPUs."""
+    1: after all, 0: after the first, -1: never. On GPUs only run for four steps."""
 
     @property
     def bucket_bytes(self) -> int:

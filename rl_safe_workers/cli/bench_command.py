@@ -29,6 +29,7 @@ BENCHMARKS: Mapping[str, str] = {
     "installs": "pins of verl, ms-swift and NeMo RL that an installation of the wheel would move",
     "control": "operations of the control plane over the store, signed and unsigned",
     "nemo_rl": "NeMo RL's own script on 2 GPUs, with our workers: runs, steps, refits and failures, against its own",
+    "weight_sync": "weight syncs into vLLM on 2 GPUs, of many names and of many bytes, against a broadcast and a copy",
     "sync_delta": "the weights that a GRPO step changes in bf16, and what a sync of these alone would save",
     "sync_proof": "500 clean proved weight syncs: false alarms and seconds; the speed of digests, against a copy's",
     "verdict": "the verdict on a failed job of 1,024 and of 4,096 ranks: seconds, memory, and how they grow",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +12,9 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from benchmarks import nemo_rl
-from benchmarks.nemo_rl_jobs import Job, run_jobs
-from benchmarks.nemo_rl_meter import OURS, STOCK, TRAIN
+from benchmarks import host_meter, nemo_rl
+from benchmarks.nemo_rl_jobs import START, Job, module_search_path, run_jobs
+from benchmarks.nemo_rl_meter import OURS, SAVE, SIDE, STOCK, TRAIN
 from benchmarks.table import Row
 
 SCRIPT = """
@@ -125,3 +128,46 @@ def test_a_process_that_stays_is_named_and_ended(source: Path, monkeypatch: pyte
     assert len(run.left) == 1
     assert "time.sleep(60)" in run.left[0]
     assert run.was_cut
+
+
+ACTORS = """
+import ray, torch
+
+
+class Implementation:
+    def __init__(self):
+        self.model = torch.nn.Linear(2, 2)
+
+    def train(self): ...
+    def get_logprobs(self): ...
+    def save_checkpoint(self): ...
+    def broadcast_weights_for_collective(self): ...
+    def stream_weights_via_ipc_zmq(self): ...
+
+
+# As NeMo RL does: Ray then pickles the class itself, and not its name.
+@ray.remote(num_cpus=0)
+class MegatronPolicyWorker(Implementation): ...
+"""
+JOB_WITH_ACTOR = """
+import actors, ray
+
+ray.init(num_cpus=1, include_dashboard=False)
+worker = actors.MegatronPolicyWorker.options(runtime_env={"env_vars": {"RANK": "0"}}).remote()
+ray.get([worker.train.remote(), worker.train.remote(), worker.save_checkpoint.remote()])
+ray.shutdown()
+"""
+
+
+def test_calls_of_an_actor_are_recorded_in_its_process(tmp_path: Path) -> None:
+    (tmp_path / "actors.py").write_text(ACTORS)
+    (tmp_path / "job.py").write_text(JOB_WITH_ACTOR)
+    records = tmp_path / "records"
+    records.mkdir()
+    search = os.pathsep.join([str(tmp_path), module_search_path(START)])
+    variables = {**os.environ, "PYTHONPATH": search, host_meter.FOLDER: str(records), SIDE: STOCK}
+    subprocess.run([sys.executable, str(tmp_path / "job.py")], env=variables, check=True, timeout=120)
+    calls = [(call.name, call.call, call.rank) for call in host_meter.read_calls(records)]
+    assert calls == [(TRAIN, 0, 0), (TRAIN, 1, 0), (SAVE, 0, 0)]
+    (digests,) = records.glob("digests-0-0.json")
+    assert len(digests.read_text()) > 128

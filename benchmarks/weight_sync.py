@@ -1,0 +1,127 @@
+"""Weight syncs into vLLM on two GPUs: of 18,720 tensors, and of a model of 2 B parameters, with a proof and without.
+
+A sync takes place between two GPUs, against a broadcast of as many bytes; and within each of two GPUs that trainers and
+engines share, against a copy of as many bytes there. The first update of an engine goes through vLLM's own loaders, and
+later ones are copied directly (`rl_safe_workers.rollout.direct_load`): that tells what the loaders take.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.gpu import BROADCAST_BYTES, LARGE, RECIPE, make_model, run_ranks
+from benchmarks.gpus import count_gpus, gpu_row
+from benchmarks.quickstart import run_recipe
+from benchmarks.table import Row, at_least, at_most
+from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.driver.outputs.metrics import PROOF_SECONDS, phase_seconds_name
+from rl_safe_workers.errors import ResourceError
+from rl_safe_workers.lifecycle import Phase
+
+MANY = SeededModelConfig(num_hidden_layers=48, num_experts=128, num_experts_per_tok=4)
+"""48 layers of 128 experts: 18,720 tensors, which are small."""
+MODELS: Mapping[str, SeededModelConfig] = {
+    "2 B": LARGE.model_copy(update={"num_hidden_layers": 6}),
+    "48 x 128 experts": MANY,
+}
+GPUS, STEPS, ROUNDS = 2, 6, 5
+SYNC = phase_seconds_name(Phase.SYNC)
+
+
+def measure(report: Callable[[str], None]) -> list[Row]:
+    """Syncs both models between two GPUs and within them; takes some eight minutes.
+
+    Raises:
+        ResourceError: If there are fewer than two GPUs.
+        RunError: If a job fails.
+    """
+    if count_gpus() < GPUS:
+        raise ResourceError(f"bench weight_sync: needs {GPUS} GPUs")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as name:
+        for model, spec in MODELS.items():
+            path = Path(name) / model.replace(" ", "_")
+            make_model(path, spec)
+            common = [f"model.path={path}", "model.create=null"]
+            rows += _between(model, common, report) + _within(model, common, Path(name), report)
+    return rows
+
+
+def _between(model: str, common: Sequence[str], report: Callable[[str], None]) -> list[Row]:
+    """One trainer, one engine, a GPU each."""
+    found = run_ranks("syncs", [*common, "cluster.num_trainers=1"], rollouts=1)
+    size_bytes = found["weight_bytes"]
+    peer = run_ranks(
+        "broadcasts",
+        [*common, "cluster.num_trainers=2", "megatron.expert_model_parallel_size=2"],
+        variables={BROADCAST_BYTES: str(size_bytes)},
+    )["broadcast"]
+    report(f"{model}, 1 to 1: {size_bytes / 2**20:.0f} MiB, {json.dumps(found)}, broadcast {peer:.4f} s")
+    rates = [size_bytes / 2**30 / seconds for seconds in (found["sync"], peer)]
+    return [
+        gpu_row(f"{model}, 1 to 1: sync, against a broadcast", "GiB/s", rates[0], at_least(0.9), rates[1]),
+        gpu_row(f"{model}, 1 to 1: a later sync, against the first", "s", found["sync"], at_most(0.2),
+                found["first_sync"]),
+    ]  # fmt: skip
+
+
+def _within(model: str, common: Sequence[str], folder: Path, report: Callable[[str], None]) -> list[Row]:
+    """Two trainers at EP2 and two engines on the same GPUs; every other sync is proved."""
+    folder = folder / f"run_of_{len(list(folder.iterdir()))}"
+    folder.mkdir()
+    records = run_recipe(
+        f"bench weight_sync: {model}",
+        folder,
+        *common,
+        "cluster.colocated=true",
+        "cluster.num_trainers=2",
+        "cluster.num_rollouts=2",
+        "megatron.expert_model_parallel_size=2",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=-1",
+        "rollout.prove_sync_freq=2",
+        # Experts of 48 layers with random weights are nearly tied.
+        "rollout.max_logprob_gap=100",
+        recipe=RECIPE,
+    )
+    report(f"{model}, colocated: {json.dumps([{key: r.get(key) for key in (SYNC, PROOF_SECONDS)} for r in records])}")
+    later = records[1:]
+    proved, plain = ([r for r in later if bool(r.get(PROOF_SECONDS)) is is_proved] for is_proved in (True, False))
+    sync_s = median(record[SYNC] for record in plain)
+    proof_s = median(record[PROOF_SECONDS] for record in proved)
+    proved_s = median(record[SYNC] for record in proved)
+    size_bytes = _weight_bytes(common)
+    rates = [size_bytes / 2**30 / seconds for seconds in (sync_s, _copy_seconds(size_bytes))]
+    return [
+        gpu_row(f"{model}, colocated: sync, against a copy", "GiB/s", rates[0], at_least(0.6), rates[1]),
+        gpu_row(f"{model}, colocated: proof, against the phase", "s", proof_s, at_most(0.05), proved_s),
+        gpu_row(f"{model}, colocated: a proved sync, against another", "s", proved_s, at_most(1.25), sync_s),
+    ]
+
+
+def _weight_bytes(common: Sequence[str]) -> int:
+    path = Path(common[0].removeprefix("model.path="))
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _copy_seconds(size_bytes: int) -> float:
+    """Seconds of a copy within a GPU."""
+    source = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    found: list[float] = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        started_s = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - started_s)
+    del source, target
+    torch.cuda.empty_cache()
+    return median(found[1:])
