@@ -29,13 +29,17 @@ _AT_ONCE = 8
 _LOOK_S = 20.0
 """Longest look of py-spy at one process, in seconds."""
 _MOVES_PER_S = 10
-"""More switches of the main thread a second than this, and it does not stay in one wait."""
+"""More switches of a thread a second than this, and it does not stay in one wait."""
 _BUSY_SHARE = 0.2
-"""A main thread that takes more than this share of a processor works."""
+"""A thread that takes more than this share of a processor works."""
 _DUMP_CHARACTERS = 64 * 2**20
 _TORCH_LOGGER = "torch/distributed/c10d_logger.py"
 _RAY = "ray/_private/worker.py"
 _RAY_WAITS = frozenset({"get", "get_objects", "wait"})
+_RAY_CALL = "ray/_private/function_manager.py"
+"""Its frames are those of a thread that runs an actor's method."""
+_RAY_LOOPS = "AsyncIO Thread"
+"""Begins the names of the threads that run the methods of an actor with a coroutine among them, as verl's workers."""
 _OF_THE_WORLD = frozenset({"init_process_group", "new_group", "new_subgroups", "destroy_process_group"})
 """Functions of torch that every rank of the world calls."""
 _NATIVE_WAIT = re.compile(r"\b(c10d|gloo|nccl\w*)::|^nccl[A-Z]|\bncclComm")
@@ -97,7 +101,7 @@ class Sighting:
     stays: bool = True
     """True if it was in the same wait in both looks."""
     works: bool = False
-    """True if its main thread took processor time between the looks."""
+    """True if the thread that counts took processor time between the looks."""
     doubt: str = ""
     """Why more is not known; empty if all is."""
 
@@ -151,7 +155,10 @@ class _Look:
     """One look at a process."""
 
     facts: ProcessFacts
+    """State, wait and processor time are of the thread that counts."""
     at_s: float
+    thread: int | None = None
+    """The kernel's id of the thread that counts."""
     frames: Sequence[Frame] = ()
     op: str | None = None
     members: Members = Members.UNKNOWN
@@ -290,20 +297,47 @@ def _look(pid: int, how: str, *, deadline: Deadline) -> _Look:
         return replace(look, complaint=printable(complaint))
     if len(text) > _DUMP_CHARACTERS:
         return replace(look, complaint="its stacks are too long")
-    return _read(look, json.loads(text))
+    look = _read(look, json.loads(text))
+    if look.thread in (None, pid):
+        return look
+    return replace(look, facts=proc_facts.look_at(pid, look.thread), at_s=time.monotonic())
 
 
 def _read(look: _Look, threads: Sequence[Mapping[str, Any]]) -> _Look:
-    """Finds the thread that counts: one that is in a collective, else the main one."""
-    stacks = {thread.get("os_thread_id"): list(thread["frames"]) for thread in threads}
-    main = stacks.get(look.facts.pid) or next(
-        (list(thread["frames"]) for thread in threads if thread.get("thread_name") == "MainThread"), []
+    """Finds the thread that counts: one that is in a collective, one that runs an actor's method, or the main one."""
+    nobody: Mapping[str, Any] = {"frames": []}
+    main = next((thread for thread in threads if thread.get("os_thread_id") == look.facts.pid), None) or next(
+        (thread for thread in threads if thread.get("thread_name") == "MainThread"), nobody
     )
-    chosen = next((frames for frames in [main, *stacks.values()] if collective_of(_frames(frames))), main)
-    op, members, peer = _wait_of(chosen)
-    frames, is_idle = _frames(chosen), _is_idle(_frames(main), stacks)
+    in_loop = _is_in_rays_loop(_frames(main["frames"]))
+    chosen = next(
+        (thread for thread in [main, *threads] if collective_of(_frames(thread["frames"]))),
+        next((thread for thread in threads if in_loop and _runs_a_method(thread)), main),
+    )
+    op, members, peer = _wait_of(chosen["frames"])
+    frames = _frames(chosen["frames"])
     calls = op is None and any(one.file.endswith(_RAY) and one.function in _RAY_WAITS for one in frames)
-    return replace(look, frames=frames, op=op, members=members, peer=peer, is_idle=is_idle, calls=calls)
+    return replace(
+        look,
+        thread=chosen.get("os_thread_id"),
+        frames=frames,
+        op=op,
+        members=members,
+        peer=peer,
+        is_idle=in_loop and not any(_has_telling_line(thread["frames"]) for thread in threads),
+        calls=calls,
+    )
+
+
+def _runs_a_method(thread: Mapping[str, Any]) -> bool:
+    """Returns True for a thread of a Ray actor that runs a method of it, and not the actor's loop alone."""
+    if any(str(frame["filename"]).endswith(_RAY_CALL) for frame in thread["frames"]):
+        return True
+    return str(thread.get("thread_name")).startswith(_RAY_LOOPS) and _has_telling_line(thread["frames"])
+
+
+def _has_telling_line(frames: Sequence[Mapping[str, Any]]) -> bool:
+    return any(frame.is_telling and frame.line for frame in _frames(frames))
 
 
 def _frames(frames: Sequence[Mapping[str, Any]]) -> list[Frame]:
@@ -315,13 +349,10 @@ def _frames(frames: Sequence[Mapping[str, Any]]) -> list[Frame]:
     ]
 
 
-def _is_idle(main: Sequence[Frame], stacks: Mapping[Any, Sequence[Mapping[str, Any]]]) -> bool:
-    """Returns True for a Ray worker that runs no task, on no thread."""
+def _is_in_rays_loop(main: Sequence[Frame]) -> bool:
+    """Returns True if the main thread of a Ray worker runs no method itself."""
     python = [frame for frame in main if frame.line]
-    in_loop = bool(python) and python[0].file.endswith(_RAY) and python[0].function.endswith("main_loop")
-    return in_loop and not any(
-        frame.is_telling and frame.line for frames in stacks.values() if frames for frame in _frames(frames)
-    )
+    return bool(python) and python[0].file.endswith(_RAY) and python[0].function.endswith("main_loop")
 
 
 def _wait_of(frames: Sequence[Mapping[str, Any]]) -> tuple[str | None, Members, int | None]:
@@ -415,8 +446,8 @@ def _by_native_frames(sighting: Sighting, second: _Look, native: _Look | None) -
 
 
 def _rates(first: _Look | None, second: _Look) -> tuple[float, float]:
-    """Returns the switches a second of the main thread, and its share of a processor."""
-    if first is None or first.facts.state in GONE:
+    """Returns the switches a second of the thread that counts, and its share of a processor."""
+    if first is None or first.facts.state in GONE or first.thread != second.thread:
         return 0.0, 0.0
     passed_s = max(0.1, second.at_s - first.at_s)
     ticks = second.facts.ticks - first.facts.ticks

@@ -105,7 +105,7 @@ class ProcessFacts:
     kernel_wait: str = ""
     """The function of the kernel that it waits in (``wchan``); empty if it runs or nobody may know."""
     system_call: str = ""
-    """Name of the system call that the main thread is in; empty if it is in none that is known here."""
+    """Name of the system call that the thread is in; empty if it is in none that is known here."""
     file: str = ""
     """Path of the file, pipe or socket that the system call is about."""
     mount: str = ""
@@ -113,9 +113,9 @@ class ProcessFacts:
     holder: int | None = None
     """The process that holds the other end of the pipe, or the lock, that this one waits for."""
     switches: int = 0
-    """Times that the main thread has given the processor up by itself: it stays the same while a wait lasts."""
+    """Times that the thread has given the processor up by itself: it stays the same while a wait lasts."""
     ticks: int = 0
-    """Processor time of the main thread, in clock ticks."""
+    """Processor time of the thread, in clock ticks."""
     exit_code: int | None = None
     """Exit code of a zombie; negative for a signal."""
     resident_bytes: int = 0
@@ -130,7 +130,7 @@ class ProcessFacts:
         return int(text) if text.isdecimal() and len(text) < 10 else None
 
     def describe_wait(self) -> str:
-        """Returns the end of a sentence about the main thread's wait in the kernel; empty if nothing tells."""
+        """Returns the end of a sentence about the thread's wait in the kernel; empty if nothing tells."""
         if self.holder is not None and self.file.startswith("pipe:"):
             return f"waits at a pipe whose other end process {self.holder} holds"
         if self.holder is not None:
@@ -162,8 +162,13 @@ def signal_name(number: int) -> str:
     return known.get(number, f"signal {number}")
 
 
-def look_at(pid: int) -> ProcessFacts:
-    """Asks the operating system about a process. May block if the process hangs in the kernel."""
+def look_at(pid: int, thread: int | None = None) -> ProcessFacts:
+    """Asks the operating system about a process. May block if the process hangs in the kernel.
+
+    Args:
+        pid: The process.
+        thread: The kernel's id of the thread whose state, wait, switches and ticks are read; None: the main thread.
+    """
     folder = _PROC / str(pid)
     stat = _bytes(folder / "stat")
     if not stat:
@@ -177,8 +182,8 @@ def look_at(pid: int) -> ProcessFacts:
         # The kernel hides the status from users who may not trace the process.
         code = None if not os.access(folder / "environ", os.R_OK) else os.waitstatus_to_exitcode(status)
         return replace(facts, exit_code=code)
-    call, file = _system_call(folder)
-    task = folder / "task" / str(pid)
+    task = folder / "task" / str(thread or pid)
+    call, file = _system_call(task)
     task_fields = _bytes(task / "stat").rpartition(b")")[2].split()
     memory = None
     with suppress(OSError, ValueError):
@@ -186,9 +191,10 @@ def look_at(pid: int) -> ProcessFacts:
     resident = _bytes(folder / "statm").split()
     return replace(
         facts,
+        state=task_fields[0].decode("ascii", errors="replace") if task_fields else state,
         command=_bytes(folder / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()[:_COMMAND_CHARACTERS],
         variables=_variables(folder),
-        kernel_wait=_text(folder / "wchan").strip("0"),
+        kernel_wait=_text(task / "wchan").strip("0"),
         system_call=call,
         file=file,
         mount=_mount_of(folder, file) if file.startswith("/") else "",
@@ -267,7 +273,7 @@ def _variables(folder: Path) -> Mapping[str, str] | None:
 
 
 def _system_call(folder: Path) -> tuple[str, str]:
-    """Returns the name of the main thread's system call, and the file that it is about."""
+    """Returns the name of a thread's system call, and the file that it is about."""
     words = _text(folder / "syscall").split()
     if len(words) < 2 or not words[0].isdecimal():
         return "", ""

@@ -42,9 +42,10 @@ def here(role: str, rank: int, phase: str, call: str = "") -> None:
 
 
 def strike(act: str, detail: str, folder: Path) -> None:
-    """Commits a misdeed, and leaves in ``folder/struck`` when it did."""
+    """Commits a misdeed, and leaves in ``folder/struck`` when it did, in ``folder/culprit`` the process."""
     if act in ("kill", "stop", "exit", "crash"):
         time.sleep(NOTED_S)
+    (folder / "culprit").write_text(str(os.getpid()))
     unfinished = folder / "striking"
     unfinished.write_text(str(time.time()))
     unfinished.rename(folder / "struck")

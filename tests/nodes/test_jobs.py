@@ -233,6 +233,7 @@ def test_a_node_that_is_lost_is_named_and_the_run_ends(
     mended()
 
 
+@pytest.mark.every_phase
 def test_a_run_that_may_start_again_goes_on_without_the_node(
     three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
 ) -> None:
@@ -282,7 +283,11 @@ def test_too_few_nodes_are_refused_with_what_is_missing(
 @pytest.mark.parametrize(
     ("file", "complaint"),
     [
-        ("rl_safe_workers/more.py", r"runs other code of rl_safe_workers \(\w{12}, the driver \w{12}\)"),
+        pytest.param(
+            "rl_safe_workers/more.py",
+            r"runs other code of rl_safe_workers \(\w{12}, the driver \w{12}\)",
+            marks=pytest.mark.every_phase,
+        ),
         # A module by the package's name, which hides the one that is installed.
         ("rl_safe_workers.py", r"has no rl_safe_workers \(install the wheel there, or submit the job with .*\)"),
     ],

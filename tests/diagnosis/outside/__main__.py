@@ -1,7 +1,8 @@
 """The faults of the ground truth in jobs without this package, looked at from outside, and the page of what was seen.
 
     scripts/test --outside                                  runs the cells that have no kept result
-    python -m tests.diagnosis.outside script|ray|swift...   those of these hosts; ms-swift needs its own environment
+    python -m tests.diagnosis.outside script|ray|verl|swift...   those of these hosts; verl and ms-swift need
+                                                            environments of their own
 
 A fault that leaves its job alive is explained by ``rl-safe explain --pid`` or ``--ray``. Of a job that has ended,
 ``rl-safe explain FOLDER`` reads its log, and under Ray the logs of its session. Beside it stand what py-spy prints of
@@ -38,12 +39,13 @@ PAGE = ROOT / "docs" / "outside.md"
 HERE = Path(__file__).parent
 TOOLS = ROOT / ".venv" / "bin"
 """The tools of `scripts/setup test`: a job may have another environment."""
-HOSTS = {"script": Host.SCRIPT, "ray": Host.VERL, "swift": Host.SWIFT}
+HOSTS = {"script": Host.SCRIPT, "ray": Host.VERL, "verl": Host.VERL, "swift": Host.SWIFT}
 """By name, whose faults of the ground truth they get."""
-NAMES = {"script": "Megatron script", "ray": "actors on Ray", "swift": "ms-swift"}
+NAMES = {"script": "Megatron script", "ray": "actors on Ray", "verl": "verl", "swift": "ms-swift"}
 PHASES = {
     "script": {"bootstrap", "convert", "load", "train", "save", "teardown"},
     "ray": {"load", "sync", "rollout", "logprob", "train", "save", "teardown"},
+    "verl": {"bootstrap", "load", "sync", "rollout", "logprob", "train", "save"},
     "swift": {"bootstrap", "convert", "train", "save", "teardown"},
 }
 """Phases that these jobs have a place for."""
@@ -51,7 +53,8 @@ LIVING = ("hang", "stop", "storage")
 """Acts after which a job stands still."""
 SETTLED_S = 5.0
 """From a fault to the look: by then the other ranks wait."""
-STRIKES_S, ENDS_S, EXPLAINS_S = 150.0, 120.0, 120.0
+ON_RAY = ("ray", "verl")
+STRIKES_S, ENDS_S, EXPLAINS_S = 240.0, 120.0, 120.0
 HEAD = """# Diagnosis from outside
 
 Jobs that have never heard of this package, with the faults of [diagnosis](diagnosis.md). `rl-safe explain` looks at
@@ -59,7 +62,8 @@ those that stand still, by the processes of torchrun's ranks or by Ray's actors.
 log, and under Ray the session's logs. `scripts/test --outside` writes this page.
 
 The hosts are a Megatron script of four ranks under torchrun, a job on Ray with two trainers and two rollout engines
-without a model, and ms-swift's own `megatron sft`. verl and NeMo RL without this package were not run.
+without a model, verl's own `main_ppo` with such engines, and ms-swift's own `megatron sft`. NeMo RL's worker needs a
+GPU, so it was not run without this package.
 
 An answer is right if it names the faulty process alone. Beside it stands what a user reads without it. For a job that
 stands still that is `py-spy dump` of every rank: its lines, of which the faulty rank's are some. Ray and torchrun print
@@ -88,6 +92,9 @@ def broken(host: str, fault: Fault, folder: Path) -> Iterator[Job]:
     """Starts a job, and waits until its fault has struck. Ends all its processes."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RL_SAFE")}
     command, more = COMMANDS[host](folder)
+    if host == "verl" and fault.phase == "load":
+        save = [*command, "trainer.total_training_steps=1", "trainer.save_freq=1"]
+        subprocess.run(save, cwd=folder, env=environment | more, capture_output=True, timeout=STRIKES_S, check=True)
     environment |= variables(fault, folder) | more
     with (folder / "job.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -149,9 +156,36 @@ def _swift(folder: Path) -> tuple[list[str], dict[str, str]]:
     return command, {**stock, "PYTHONPATH": paths, "NPROC_PER_NODE": "2"}
 
 
+def _verl(folder: Path) -> tuple[list[str], dict[str, str]]:
+    from benchmarks.verl_glue import STOCK_ON_CPU
+
+    command = [
+        *("bash", str(ROOT / "recipes/verl/quickstart.sh")),
+        "actor_rollout_ref.model.external_lib=tests.verl.echo_rollout",
+        "actor_rollout_ref.rollout.free_cache_engine=true",
+        *("actor_rollout_ref.rollout.agent.num_workers=1", "reward.num_workers=1", "data.dataloader_num_workers=0"),
+        *(f"+ray_kwargs.ray_init._temp_dir={folder}/r", "+ray_kwargs.ray_init.include_dashboard=false"),
+        *(f"trainer.default_local_dir={folder}/checkpoints", f"hydra.run.dir={folder}/hydra"),
+        *("trainer.total_training_steps=2", "trainer.save_freq=2"),
+    ]
+    return command, {
+        "ENTRY": "stock",
+        "DEVICE": "cpu",
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
+        "VERL_USE_EXTERNAL_MODULES": "benchmarks.verl_glue,tests.diagnosis.outside.stock_verl",
+        STOCK_ON_CPU: "1",
+        "VERL_ENGINE_DEVICE": "cuda",
+        "VERL_ENGINE_VENDOR": "nvidia",
+        "TORCHDYNAMO_DISABLE": "1",  # else a rank may compile for longer than the others wait to be looked at
+        "RAY_DEDUP_LOGS": "0",
+    }
+
+
 COMMANDS: dict[str, Callable[[Path], tuple[list[str], dict[str, str]]]] = {
     "script": _script,
     "ray": _ray,
+    "verl": _verl,
     "swift": _swift,
 }
 
@@ -163,7 +197,7 @@ def seen(host: str, fault: Fault) -> dict[str, Any]:
         with broken(host, fault, folder) as job:
             if fault.act in LIVING:
                 time.sleep(SETTLED_S)
-                how = ["--ray", (folder / "address").read_text()] if host == "ray" else ["--pid", str(job.process.pid)]
+                how = ["--ray", (folder / "address").read_text()] if host in ON_RAY else ["--pid", str(job.process.pid)]
                 pids = list(job.pids.values()) or [int(path.read_text()) for path in folder.glob("pid_*")]
                 found, without = _explained(how, folder), _dumped(pids)
             else:
@@ -214,9 +248,8 @@ def _last_error(output: str) -> str:
 
 def _names(host: str, fault: Fault, job: Job) -> list[str]:
     """Returns the names of the faulty process, any of which is right."""
-    if host == "ray":
-        return [f"process {(job.folder / f'pid_{fault.role}_{fault.rank}').read_text()}"]
-    return [f"rank {fault.rank}", f"process {job.pids.get(fault.rank)}"]
+    process = f"process {(job.folder / 'culprit').read_text()}"
+    return [process] if host in ON_RAY else [f"rank {fault.rank}", process]
 
 
 def _score(culprits: Sequence[str], names: Sequence[str]) -> Score:
