@@ -127,8 +127,9 @@ def _called(
     if not callers:
         return None
     busy = f"; {_names(suspects)} {_verb(suspects, 'is', 'are')} in a call" if suspects else ""
+    at = next((f" at {one.place}" for one in callers if one.place is not None), "")
     return _unknown(
-        f"{_names(callers)} {_verb(callers, 'waits', 'wait')} for a call of another actor at {callers[0].place}{busy}",
+        f"{_names(callers)} {_verb(callers, 'waits', 'wait')} for a call of another actor{at}{busy}",
         "look at the lines of the actors that are in a call, on every node",
     )
 

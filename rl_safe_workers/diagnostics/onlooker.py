@@ -38,6 +38,8 @@ _RAY = "ray/_private/worker.py"
 _RAY_WAITS = frozenset({"get", "get_objects", "wait"})
 _RAY_CALL = "ray/_private/function_manager.py"
 """Its frames are those of a thread that runs an actor's method."""
+_RAY_TITLE = re.compile(r"ray::\w+\.\w+")
+"""Ray's title of the process of an actor that is in a call, e.g. ``ray::Trainer.train``."""
 _RAY_LOOPS = "AsyncIO Thread"
 """Begins the names of the threads that run the methods of an actor with a coroutine among them, as verl's workers."""
 _OF_THE_WORLD = frozenset({"init_process_group", "new_group", "new_subgroups", "destroy_process_group"})
@@ -62,7 +64,7 @@ class Standing(StrEnum):
     DEVICE = "waits for its GPU"
     """It is not known for which kernel. It may be a collective's."""
     CALLS = "waits for a call"
-    """In ``ray.get`` or ``ray.wait``: another actor does what it waits for."""
+    """In ``ray.get`` or ``ray.wait``, or in a coroutine: another actor does what it waits for."""
     IDLE = "is in no call"
     """An actor that nobody has called."""
     ELSEWHERE = "elsewhere"
@@ -143,7 +145,7 @@ class Sighting:
             case Standing.IDLE:
                 return "is in no call"
             case Standing.CALLS:
-                return f"waits for a call of another actor{at}"
+                return f"waits for a call of another actor{at}" if at else "waits in a coroutine, which is on no thread"
             case Standing.UNKNOWN:
                 return f"may wait for others or not{at}: not known, because {self.doubt}"
         wait = self.facts.describe_wait()
@@ -317,27 +319,27 @@ def _read(look: _Look, threads: Sequence[Mapping[str, Any]]) -> _Look:
     op, members, peer = _wait_of(chosen["frames"])
     frames = _frames(chosen["frames"])
     calls = op is None and any(one.file.endswith(_RAY) and one.function in _RAY_WAITS for one in frames)
+    runs_none = in_loop and not any(map(_runs_a_method, threads))
+    awaits = runs_none and _RAY_TITLE.match(look.facts.command) is not None
     return replace(
         look,
         thread=chosen.get("os_thread_id"),
-        frames=frames,
+        frames=() if awaits else frames,
         op=op,
         members=members,
         peer=peer,
-        is_idle=in_loop and not any(_has_telling_line(thread["frames"]) for thread in threads),
-        calls=calls,
+        is_idle=runs_none and not awaits,
+        calls=calls or awaits,
     )
 
 
 def _runs_a_method(thread: Mapping[str, Any]) -> bool:
-    """Returns True for a thread of a Ray actor that runs a method of it, and not the actor's loop alone."""
-    if any(str(frame["filename"]).endswith(_RAY_CALL) for frame in thread["frames"]):
+    """Returns True for a thread of a Ray actor that runs a method of it. A coroutine that waits runs on no thread."""
+    frames = _frames(thread["frames"])
+    if any(frame.file.endswith(_RAY_CALL) for frame in frames):
         return True
-    return str(thread.get("thread_name")).startswith(_RAY_LOOPS) and _has_telling_line(thread["frames"])
-
-
-def _has_telling_line(frames: Sequence[Mapping[str, Any]]) -> bool:
-    return any(frame.is_telling and frame.line for frame in _frames(frames))
+    in_a_loop = str(thread.get("thread_name")).startswith(_RAY_LOOPS)
+    return in_a_loop and any(frame.is_telling and frame.line for frame in frames)
 
 
 def _frames(frames: Sequence[Mapping[str, Any]]) -> list[Frame]:

@@ -20,7 +20,7 @@ from rl_safe_workers.diagnostics.ray_actors import choose
 from rl_safe_workers.errors import UsageError
 
 JOB = """
-import sys, time
+import asyncio, sys, threading, time
 from pathlib import Path
 import ray, torch, torch.distributed as dist
 folder = Path(sys.argv[1])
@@ -40,10 +40,20 @@ class Trainer:
 
 @ray.remote(num_cpus=0)
 class Reward:
+    def __init__(self):
+        threading.Thread(target=self.serve, daemon=True).start()
+    def serve(self):
+        time.sleep(600)
     def score(self):
         return 1
 
-trainers, reward = [Trainer.remote() for _ in range(3)], Reward.remote()
+@ray.remote(num_cpus=0)
+class Judge:
+    async def compare(self):
+        await asyncio.sleep(600)
+
+trainers, reward, judge = [Trainer.remote() for _ in range(3)], Reward.remote(), Judge.remote()
+judged = judge.compare.remote()
 ray.get([reward.score.remote(), *(one.start.remote(rank) for rank, one in enumerate(trainers))])
 called = [one.train.remote() for one in trainers[: int(sys.argv[2])]]
 (folder / "address").write_text(ray.get_runtime_context().gcs_address)
@@ -92,7 +102,8 @@ def test_the_actor_that_the_others_wait_for_is_named(folder: Path, other_method:
     (culprit,) = found["culprits"]
     assert culprit.startswith("actor Trainer (process ")
     assert "job.py:16 (Trainer.train)" in found["verdict"]
-    assert [row["what"] for row in found["rows"] if row["who"].startswith("actor Reward")] == ["is in no call"]
+    others = {row["who"].split()[1]: row["what"] for row in found["rows"] if not row["who"].startswith("actor Trainer")}
+    assert others == {"Reward": "is in no call", "Judge": "waits in a coroutine, which is on no thread"}
 
 
 def test_an_actor_that_nobody_has_called_is_named(folder: Path) -> None:
