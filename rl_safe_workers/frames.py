@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +18,8 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 _SITE = re.compile(r"^.*/(site|dist)-packages/")
 _ANY_STDLIB = re.compile(r"^/.*/lib/python3\.\d+/(?!(site|dist)-packages/)")
 """The standard library of another interpreter: a process that is looked at may run in another environment."""
+COLLECTIVES = "torch/distributed/distributed_c10d.py"
+"""The end of the path of torch's collectives."""
 _MACHINERY = (
     "ray/",
     "torch/",
@@ -73,6 +75,13 @@ def telling_frame(frames: Iterable[Frame]) -> Frame | None:
     return next((frame for frame in frames if frame.is_telling), next(iter(frames), None))
 
 
+def collective_of(frames: Sequence[Frame]) -> str | None:
+    """Returns the torch collective that frames, innermost first, are in; None if they are in none."""
+    # The outermost: all_gather_object gathers sizes first. Those in between are decorators of torch.
+    names = [frame.function for frame in frames if frame.file.endswith(COLLECTIVES)]
+    return names[-1] if names else None
+
+
 def frames_of(stack: TracebackType | None) -> list[Frame]:
     """Returns the frames of an exception's traceback, innermost first."""
     return [
@@ -125,9 +134,18 @@ def place_of(error: BaseException) -> str | None:
 
     Of an error that was raised from another one, it is the other one's.
     """
+    frame = telling_frame(frames_of(_first_cause(error).__traceback__))
+    return None if frame is None else str(frame)
+
+
+def collective_that_raised(error: BaseException) -> str | None:
+    """Returns the torch collective that raised an error, or the first one of its causes; None if none did."""
+    return collective_of(frames_of(_first_cause(error).__traceback__))
+
+
+def _first_cause(error: BaseException) -> BaseException:
     seen = {id(error)}  # an error may be its own cause
     while (cause := error.__cause__) is not None and cause.__traceback__ is not None and id(cause) not in seen:
         error = cause
         seen.add(id(error))
-    frame = telling_frame(frames_of(error.__traceback__))
-    return None if frame is None else str(frame)
+    return error

@@ -40,11 +40,13 @@ from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_spy
 from rl_safe_workers.diagnostics.stopped import read_stops
-from rl_safe_workers.errors import RunError
+from rl_safe_workers.errors import OUTSIDE, RunError
 from rl_safe_workers.foreign_files import read_foreign
+from rl_safe_workers.frames import collective_of, telling_frame
 from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 from rl_safe_workers.reaping.processes import run_processes
+from rl_safe_workers.root_cause import Spot
 
 _LOOK_S = 0.1
 _KERNEL_LOOK_S = 0.5
@@ -106,6 +108,16 @@ class RankProcess:
     def waits_for_others(self) -> bool:
         """True if its call waits for other ranks, as its stack shows."""
         return self.stack is not None and self.stack.waits_for_others
+
+    def spot(self, phase: str | None) -> Spot:
+        """Returns where it waits.
+
+        Args:
+            phase: The phase that the host waits in. What the rank has noted itself goes first.
+        """
+        frames = [] if self.stack is None else self.stack.frames
+        place = telling_frame(frames)
+        return Spot(self.phase or phase or OUTSIDE, collective_of(frames), None if place is None else str(place))
 
     def where(self, during: str = "") -> str:
         """Returns the end of a sentence that begins with the rank.

@@ -20,6 +20,7 @@ import stat
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,7 +47,7 @@ from rl_safe_workers.frames import frames_of_thread, telling_frame
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import TRAINING_WORLD, RankId, Role, name_ranks, trainer_id, trainer_ids
 from rl_safe_workers.reaping.processes import stat_of
-from rl_safe_workers.root_cause import root_cause
+from rl_safe_workers.root_cause import Spot, odd_ones, root_cause
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class Neighbours:
             return None
         return told.culprits, "\n".join((told.verdict, told.advice, f"evidence in {self.evidence}"))
 
-    def waiting(self) -> Mapping[RankId, str]:
+    def waiting(self) -> Mapping[RankId, Spot]:
         """Returns the places of the ranks here that have not failed and waited for others when a rank here judged."""
         told = self._read_verdict()
         return {} if told is None else told.waiting
@@ -167,7 +168,7 @@ class Neighbours:
                 fault=None if told["fault"] is None else Fault(told["fault"]),
                 error=None,
                 ranks={},
-                waiting={RankId(Role(role), int(rank)): str(state) for role, rank, state in told["waiting"]},
+                waiting={RankId(Role(role), int(rank)): Spot(*spot) for role, rank, *spot in told["waiting"]},
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.debug("the verdict of another rank cannot be read: %s", error)
@@ -338,7 +339,7 @@ def blame(
         if diagnosis is None and (heard := among.heard()) is not None:
             return heard
         if cause.culprits and cause.culprits <= (waiting := among.waiting()).keys():
-            return frozenset(), _where_all_waited(reports, waiting)
+            return _where_all_waited(reports, waiting)
     if isinstance(cause.error, RankError) and isinstance(cause.error.cause, Stopped):
         if among is not None:
             among.end_stopped()
@@ -347,30 +348,45 @@ def blame(
         return cause.culprits, f"{name_ranks(cause.culprits)} {told}"
     if cause.is_told:
         return cause.culprits, first_line(cause.error)
-    return cause.culprits, "hangs, or is gone: it has said nothing" if cause.culprits else _where_all_waited(reports)
+    if cause.culprits:
+        return cause.culprits, "hangs, or is gone: it has said nothing"
+    return _where_all_waited(reports)
 
 
-def _where_all_waited(reports: Reports, waiting: Mapping[RankId, str] | None = None) -> str:
-    """Returns where ranks have waited in vain of which none is missing, and what to do.
+def _where_all_waited(reports: Reports, waiting: Mapping[RankId, Spot] | None = None) -> tuple[Collection[RankId], str]:
+    """Says where ranks have waited in vain of which none is missing, and which of them is the odd one; as `blame`.
 
     Args:
         reports: The failures of those that have given up.
         waiting: The places of the others.
     """
-    places: dict[str, list[RankId]] = {}
+    spots = dict(waiting or {})
     for rank_id, error in reports.items():
-        if isinstance(error, RankError | PhaseTimeoutError):
-            place = error.place if isinstance(error, RankError) else None
-            places.setdefault(f"{during(error.phase)} at {place or 'an unknown line'}", []).append(rank_id)
-    by_size = sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))
-    said = "; ".join(f"{name_ranks(ranks)} waited in vain {place}" for place, ranks in by_size)
-    said = "; ".join([said, *(f"{one} {state}" for one, state in (waiting or {}).items())])
+        if isinstance(error, RankError):
+            spots[rank_id] = Spot(error.phase, error.op, error.place)
+        elif isinstance(error, PhaseTimeoutError):
+            spots[rank_id] = Spot(error.phase, None, None)
+    sides: dict[tuple[Spot, bool], list[RankId]] = {}
+    for rank_id, spot in spots.items():
+        sides.setdefault((spot, rank_id in reports), []).append(rank_id)
+    odd = odd_ones(spots)
+    by_size = sorted(sides.items(), key=lambda item: (odd.isdisjoint(item[1]), -len(item[1]), min(item[1])))
+    said = "; ".join(
+        f"{name_ranks(ranks)} {'waited in vain' if has_given_up else 'waits' if len(ranks) == 1 else 'wait'} {spot}"
+        for (spot, has_given_up), ranks in by_size
+    )
+    head = "no rank is missing"
+    counts = Counter(spots.values())
+    if odd:
+        head += f", and {name_ranks(odd)} {'is the odd one' if len(odd) == 1 else 'are the odd ones'}"
+    elif len(counts) == 2 and len(set(counts.values())) == 1:
+        head += ", and as many wait at one line as at the other"
     advice = (
         "compare these lines: every rank must come to the same collectives, in the same order"
-        if len(by_size) > 1 or waiting
+        if len(by_size) > 1
         else "compare the shapes of that collective, and the network between the ranks"
     )
-    return f"no rank is missing: {said}\n{advice}"
+    return odd, f"{head}: {said}\n{advice}"
 
 
 def blame_for_the_end(

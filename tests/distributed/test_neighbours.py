@@ -324,9 +324,10 @@ def test_ranks_that_all_wait_in_vain_are_told_by_the_lines_that_they_wait_at(
     (told,) = {line.partition(": ")[2] for lines in found for line in lines if "the job has failed" in line}
     first, advice = told.splitlines()
     assert re.fullmatch(
-        r"the job has failed: no rank is missing: trainer rank 0, 2 waited in vain between phases at "
+        r"the job has failed on training rank 1: no rank is missing, and trainer rank 1 is the odd one: "
+        r"trainer rank 1 waited in vain between phases in all_reduce at "
         r"tests/distributed/test_neighbours.py:\d+ \(_reduce_or_meet\); "
-        r"trainer rank 1 waited in vain between phases at "
+        r"trainer rank 0, 2 waited in vain between phases in all_reduce at "
         r"tests/distributed/test_neighbours.py:\d+ \(_reduce_or_meet\)",
         first,
     ), told
@@ -355,8 +356,8 @@ def test_ranks_that_still_wait_elsewhere_are_told_with_their_places_and_not_blam
     first, advice = told.splitlines()
     where = r"tests/distributed/test_neighbours\.py:\d+ \(_reduce_or_meet_for_long\)"
     assert re.fullmatch(
-        rf"the job has failed: no rank is missing: trainer rank 1 waited in vain between phases at {where}; "
-        rf"trainer rank 0 is in all_reduce at {where}; trainer rank 2 is in all_reduce at {where}",
+        rf"the job has failed: no rank is missing: trainer rank 0, 2 wait between phases in all_reduce at {where}; "
+        rf"trainer rank 1 waited in vain between phases in all_reduce at {where}",
         first,
     ), told
     assert advice.startswith("compare these lines")
