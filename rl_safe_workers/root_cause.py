@@ -49,6 +49,8 @@ _BETWEEN_TWO = frozenset(
     {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
 )
 """Operations of torch whose two sides are different lines as a rule."""
+STORE_BARRIER = "a barrier over the store"
+"""The collective of a rank that waits for others in our control plane."""
 _WITH_A_ROOT = frozenset({"broadcast", "broadcast_object_list", "gather", "gather_object", "scatter", "reduce"})
 """Collectives that one rank often calls at a line of its own."""
 
@@ -63,13 +65,14 @@ class Spot:
 
     phase: str
     op: str | None
-    """None if it is in none of torch, or nobody knows."""
+    """A collective of torch, or `STORE_BARRIER`; None if nobody knows."""
     place: str | None
     """None if nobody knows."""
 
     def __str__(self) -> str:
         op = "" if self.op is None else f" in {self.op}"
-        return f"{during(self.phase)}{op} at {self.place or 'an unknown line'}"
+        known = [f" at {self.place}"] if self.place is not None else [] if op else [" at an unknown line"]
+        return "".join([during(self.phase), op, *known])
 
 
 def odd_ones(spots: Mapping[RankId, Spot]) -> frozenset[RankId]:

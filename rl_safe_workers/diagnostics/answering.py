@@ -30,9 +30,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack
-from rl_safe_workers.errors import RunError
-from rl_safe_workers.foreign_files import read_foreign
-from rl_safe_workers.frames import own_stacks
+from rl_safe_workers.errors import RunError, in_one_line
+from rl_safe_workers.foreign_files import printable, read_foreign
+from rl_safe_workers.frames import own_stacks, place_of
 from rl_safe_workers.platforms.host_memory import oom_kills
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
@@ -54,6 +54,11 @@ NOTE_SHARE = 0.004
 longer is the pause to the next one."""
 _PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
 _PIPES = {role: re.compile(rf"request_{role}_(\d+)\.pipe") for role in Role}
+_NOTED = "Noted: "
+"""The start of a line about an event, after the stacks."""
+_EVENT_CHARACTERS = 300
+_events: dict[str, str] = {}
+"""The events that `note_event` has kept, by kind, oldest first."""
 _PLACE_BYTES = 4096
 _FAILURE_BYTES = 2**20
 _FATAL_BYTES = 2**20
@@ -273,6 +278,7 @@ def answer_when_asked(
     for name in (failure_file(rank_id), phase_file(rank_id), fatal_file(rank_id)):
         (folder / name).unlink(missing_ok=True)  # of an earlier process
     note_kills(folder, rank_id)
+    _note_ended_threads()
     _tell_fatal_signals(folder / fatal_file(rank_id))
     stacks = open_anew(folder / stack_file(rank_id), os.O_APPEND)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
@@ -282,6 +288,37 @@ def answer_when_asked(
     os.mkfifo(pipe, 0o600)
     # For writing as well, so that a reader without a writer waits.
     in_background("answers", _answer_requests, os.open(pipe, os.O_RDWR | os.O_CLOEXEC), stacks, folder, rank_id)
+
+
+def note_event(kind: str, error: BaseException, said: str) -> None:
+    """Keeps an error that may hold this process up later, for whoever asks where it is.
+
+    Args:
+        kind: A later event of the same kind takes its place.
+        error: The error.
+        said: The end of a sentence about the rank, e.g. ``"its thread prefetch has ended"``.
+    """
+    at = "" if (place := place_of(error)) is None else f" at {place}"
+    _events.pop(kind, None)
+    _events[kind] = printable(f"{said}{at}: {in_one_line(error)}"[:_EVENT_CHARACTERS])
+
+
+def events_of(text: str) -> list[str]:
+    """Returns the events that a rank has kept by `note_event`, oldest first, from the text of its stacks."""
+    return [line.removeprefix(_NOTED) for line in text.splitlines() if line.startswith(_NOTED)]
+
+
+def _note_ended_threads() -> None:
+    """Notes the threads of this process that an exception ends. The hook that was there before is called, too."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            name = "" if args.thread is None else f" {args.thread.name}"
+            note_event("thread", args.exc_value, f"its thread{name} has ended")
+        before(args)
+
+    threading.excepthook = hook
 
 
 def in_background(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
@@ -338,7 +375,8 @@ def _place_now(call_frame: CallFrame | None) -> str | None:
 def _answer_requests(requests: int, stacks: int, folder: Path, rank_id: RankId) -> None:
     while os.read(requests, 1):
         with suppress(OSError):  # the disk is full: the one who asks finds no answer
-            os.write(stacks, own_stacks().encode(errors="replace"))
+            text = own_stacks() + "".join(f"{_NOTED}{one}\n" for one in list(_events.values()))
+            os.write(stacks, text.encode(errors="replace"))
             if rank_id.role is Role.TRAINER:
                 _write_flights(folder, rank_id.rank)
 

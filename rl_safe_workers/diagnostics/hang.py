@@ -307,7 +307,7 @@ def verdict(
     ops = [str(works[rank]) for rank in ranks]
     waiting = sorted(answers.ranks, key=lambda one: one.rank_id in missing)
     ops += [one.stack.op for one in waiting if one.stack is not None and one.stack.op is not None]
-    where = {one.rank_id: one.where() for one in answers.ranks}
+    where = {one.rank_id: one.where(phase=wait.phase) for one in answers.ranks}
     places: dict[str, set[RankId]] = {}
     for rank_id in (*missing, *unknown):
         places.setdefault(where.get(rank_id) or _absence(rank_id, answers), set()).add(rank_id)

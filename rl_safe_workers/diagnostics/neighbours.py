@@ -47,7 +47,7 @@ from rl_safe_workers.frames import frames_of_thread, telling_frame
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import TRAINING_WORLD, RankId, Role, name_ranks, trainer_id, trainer_ids
 from rl_safe_workers.reaping.processes import stat_of
-from rl_safe_workers.root_cause import Spot, odd_ones, root_cause
+from rl_safe_workers.root_cause import STORE_BARRIER, Spot, odd_ones, root_cause
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +365,7 @@ def _where_all_waited(reports: Reports, waiting: Mapping[RankId, Spot] | None = 
         if isinstance(error, RankError):
             spots[rank_id] = Spot(error.phase, error.op, error.place)
         elif isinstance(error, PhaseTimeoutError):
-            spots[rank_id] = Spot(error.phase, None, None)
+            spots[rank_id] = Spot(error.phase, STORE_BARRIER, None)
     sides: dict[tuple[Spot, bool], list[RankId]] = {}
     for rank_id, spot in spots.items():
         sides.setdefault((spot, rank_id in reports), []).append(rank_id)

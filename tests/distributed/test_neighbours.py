@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers import bootstrap, teardown
+from rl_safe_workers import bootstrap, guard, teardown
 from rl_safe_workers.diagnostics import neighbours
 from rl_safe_workers.diagnostics.neighbours import Neighbours
 from rl_safe_workers.errors import ResourceError
@@ -88,6 +88,12 @@ def _dawdle() -> None:
     time.sleep(60)
 
 
+def _skip_and_dawdle() -> None:
+    with suppress(ValueError), guard("train"):
+        raise ValueError("no text")
+    _dawdle()
+
+
 def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -99,8 +105,16 @@ def _ends(address: StoreAddress, temporary: Path, break_down: Callable[[], None]
 
 @pytest.mark.parametrize(
     ("break_down", "doing"),
-    [(_dawdle, r"is at tests/distributed/test_neighbours.py:\d+ \(_dawdle\)"), (_stop, "is stopped at ")],
-    ids=["in a line of its own", "stopped"],
+    [
+        (
+            _skip_and_dawdle,
+            r"is at tests/distributed/test_neighbours.py:\d+ \(_dawdle\) in phase train, and its script has gone on "
+            r"after an error in phase train at tests/distributed/test_neighbours.py:\d+ \(_skip_and_dawdle\): "
+            "ValueError: no text",
+        ),
+        (_stop, "is stopped at "),
+    ],
+    ids=["in a line of its own after an error", "stopped"],
 )
 def test_the_silent_rank_is_named_with_its_place_by_one_of_the_others(
     break_down: Callable[[], None], doing: str, address: StoreAddress, temporary: Path

@@ -153,6 +153,15 @@ def test_where_all_wait_the_rank_in_another_collective_than_most_is_named() -> N
     assert culprits(judge(in_collective(1, "all_reduce", 7))) == {0, 1, 2}
 
 
+def test_a_missing_rank_is_told_with_its_own_phase_and_with_what_it_has_gone_on_after(judged: Judge) -> None:
+    ends = replace(busy(1), phase="teardown", events=["its thread prefetch has ended at mine.py:3 (send): OSError: no"])
+    found = judged(waits(0), ends, reports={0: late(1)})
+    assert found.verdict.endswith(
+        "trainer rank 1 is at mine.py:7 (step) in phase teardown, and its thread prefetch has ended at mine.py:3 (send)"
+        ": OSError: no"
+    )
+
+
 def test_a_rank_that_has_ended_well_too_early_is_blamed_by_those_that_wait(judged: Judge) -> None:
     found = judged(waits(0), process(1, status="gone", exit_code=0))
     assert culprits(found) == {1}

@@ -26,7 +26,7 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.ranks import RankId, Role, trainer_id, trainer_ids
-from rl_safe_workers.root_cause import Spot, cause_of, odd_ones, root_cause
+from rl_safe_workers.root_cause import STORE_BARRIER, Spot, cause_of, odd_ones, root_cause
 
 pytestmark = pytest.mark.usefixtures("without_messages")
 
@@ -203,6 +203,7 @@ METRICS = Spot("train", "all_reduce", "train.py:22 (<module>)")
         ([replace(UPDATE, op="recv"), replace(UPDATE, op="recv"), METRICS], set()),
         ([replace(UPDATE, op="broadcast"), replace(UPDATE, op="broadcast"), replace(METRICS, op="broadcast")], set()),
         ([UPDATE, UPDATE, replace(METRICS, op="broadcast")], {T2}),
+        ([UPDATE, UPDATE, Spot("teardown", STORE_BARRIER, None)], {T2}),
     ],
     ids=[
         "one of four",
@@ -214,6 +215,7 @@ METRICS = Spot("train", "all_reduce", "train.py:22 (<module>)")
         "a pipeline",
         "the root of a collective",
         "another collective",
+        "the teardown",
     ],
 )
 def test_the_rank_that_waits_in_another_collective_than_most_is_the_odd_one(
