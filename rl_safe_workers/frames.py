@@ -26,6 +26,7 @@ _MACHINERY = (
     "torch/",
     "multiprocess/",
     "<",
+    "rl_safe_workers/frames.py",
     "rl_safe_workers/control/",
     "rl_safe_workers/diagnostics/",
     "rl_safe_workers/driver/cluster/actors.py",

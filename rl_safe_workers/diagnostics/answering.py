@@ -1,6 +1,6 @@
 """A rank's side of the diagnostics: it tells where it is, whatever its main thread is doing.
 
-Up to eight files end up in a folder of the run on the rank's own machine:
+Up to nine files end up in a folder of the run on the rank's own machine:
 
     request_<role>_<rank>.pipe each byte that somebody writes asks for the next two files
     stack_<role>_<rank>.txt    the stacks of all threads, added each time that somebody asks, or at `STACK_SIGNAL`
@@ -9,6 +9,7 @@ Up to eight files end up in a folder of the run on the rank's own machine:
     phase_<role>_<rank>.txt    the phase that the rank is in, if its host calls `note_phase`; likewise
     kills_<role>_<rank>.json   the OOM kills of its control group when it began
     failure_<role>_<rank>.json what the rank has failed with, if its host calls `leave_failure`
+    exit_<role>_<rank>.txt     the status of a call of `os._exit` that ends the process, and its line of code
     fatal_<role>_<rank>.txt    the stacks at a signal such as SIGSEGV that ends the process, if faulthandler was off
 
 Nothing here needs torch, Ray or a driver. torch itself writes the Flight Recorder's file for NCCL.
@@ -28,11 +29,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack
 from rl_safe_workers.errors import RunError, in_one_line
 from rl_safe_workers.foreign_files import printable, read_foreign
-from rl_safe_workers.frames import own_stacks, place_of
+from rl_safe_workers.frames import frames_of_thread, own_stacks, place_of, telling_frame
 from rl_safe_workers.platforms.host_memory import oom_kills
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
@@ -172,6 +174,40 @@ def kills_file(rank_id: RankId) -> str:
     return f"kills_{rank_id.role}_{rank_id.rank}.json"
 
 
+def exit_file(rank_id: RankId) -> str:
+    """Returns the name of the file in which a rank notes that it calls `os._exit`."""
+    return f"exit_{rank_id.role}_{rank_id.rank}.txt"
+
+
+def read_exit(folder: Path, rank_id: RankId) -> tuple[int, str] | None:
+    """Returns the status of the call of `os._exit` that has ended a rank, and its line of code; None if none has.
+
+    Args:
+        folder: What the rank gave to `answer_when_asked`.
+        rank_id: The rank.
+    """
+    with suppress(OSError, ValueError):
+        text = read_foreign(folder / exit_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
+        status, _, place = text.decode("utf-8", errors="replace").partition("\n")
+        return int(status), printable(place)
+    return None
+
+
+def _note_exit(file: Path) -> None:
+    """Has `os._exit` leave a note: no handler runs after it, and a launcher takes status 0 for success."""
+    leave, pid = os._exit, os.getpid()
+
+    def leave_with_a_note(status: int) -> NoReturn:
+        if os.getpid() == pid:  # not a child's that was forked
+            with suppress(OSError):
+                descriptor = open_anew(file)
+                place = telling_frame(frames_of_thread(threading.current_thread()))
+                os.write(descriptor, f"{status}\n{place}".encode(errors="replace"))
+        leave(status)
+
+    os._exit = leave_with_a_note
+
+
 def fatal_file(rank_id: RankId) -> str:
     """Returns the name of the file that a rank writes its stacks to when a signal like SIGABRT ends it."""
     return f"fatal_{rank_id.role}_{rank_id.rank}.txt"
@@ -275,10 +311,11 @@ def answer_when_asked(
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
         look: Called every `ALIVE_EVERY_S` on the thread of the notes, e.g. to look after another rank.
     """
-    for name in (failure_file(rank_id), phase_file(rank_id), fatal_file(rank_id)):
+    for name in (failure_file(rank_id), phase_file(rank_id), fatal_file(rank_id), exit_file(rank_id)):
         (folder / name).unlink(missing_ok=True)  # of an earlier process
     note_kills(folder, rank_id)
     _note_ended_threads()
+    _note_exit(folder / exit_file(rank_id))
     _tell_fatal_signals(folder / fatal_file(rank_id))
     stacks = open_anew(folder / stack_file(rank_id), os.O_APPEND)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)

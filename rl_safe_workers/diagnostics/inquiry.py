@@ -29,6 +29,7 @@ from rl_safe_workers.diagnostics.answering import (
     last_alive_s,
     rank_of_pipe,
     rank_of_place,
+    read_exit,
     read_failure,
     read_fatal,
     read_phase,
@@ -38,6 +39,7 @@ from rl_safe_workers.diagnostics.answering import (
 from rl_safe_workers.diagnostics.awaited_children import Child, children_of, waits_for_a_child
 from rl_safe_workers.diagnostics.endings import Ending, Signs, ending_of, look_around
 from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
+from rl_safe_workers.diagnostics.log_lines import Fault
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_spy
 from rl_safe_workers.diagnostics.stopped import read_stops
@@ -76,6 +78,8 @@ class RankProcess:
     """True if its host keeps it whatever it raises, as Ray does an actor: if it has ended, something has killed it."""
     exit_code: int | None = None
     """Negative for a signal; None if it has not ended, or nobody can tell."""
+    exited: int | None = None
+    """The status with which it has called `os._exit`; None if it has not."""
     status: str = _UNKNOWN
     """As psutil says, e.g. ``"sleeping"``, ``"stopped"``; ``"gone"`` if there is no process, ``"unknown"`` if nobody
     has looked."""
@@ -131,6 +135,8 @@ class RankProcess:
             phase: The phase that others wait in; None if it is not known. The rank's own is told if it is another one.
         """
         if self.is_gone:
+            if self.exited is not None:
+                return f"ended with exit status {self.exited}{when}, without an error and without teardown"
             return f"{self._end()}{when}{self._last_seen()}"
         if self.is_stopped:
             place = None if self.stack is None else self.stack.place
@@ -256,6 +262,8 @@ def ending_here(rank: RankProcess, signs: Signs) -> Ending:
         rank: The process, which has run on this machine.
         signs: From `endings.look_around`.
     """
+    if rank.folder is not None and (left := read_exit(rank.folder, rank.rank_id)) is not None:
+        return Ending(fault=Fault.EXIT, said=f"it called os._exit at {left[1]}", detail=str(left[0]))
     return ending_of(
         rank.pid,
         signs,
@@ -372,6 +380,8 @@ class _Inquiry:
         for rank in gone:
             folder = rank.folder or self._folder
             rank.ending = ending_here(replace(rank, folder=folder), signs)
+            left = None if folder is None else read_exit(folder, rank.rank_id)
+            rank.exited = None if left is None else left[0]
             if folder is not None and (text := read_fatal(folder, rank.rank_id)):
                 rank.text, rank.source = text, "rank"
                 rank.last_place = rank.ending.place or rank.last_place  # newer than the last note

@@ -382,6 +382,46 @@ def test_a_rank_whose_thread_has_ended_by_an_exception_says_so(tmp_path: Path, m
     )
 
 
+LEAVING_RANK = """
+import os, sys
+from pathlib import Path
+from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.ranks import trainer_id
+
+def run_sandboxed():
+    os._exit(0)  # line 8
+
+answer_when_asked(Path(sys.argv[1]), trainer_id(0))
+if sys.argv[2] == "child" and (child := os.fork()):
+    os.waitpid(child, 0)
+else:
+    run_sandboxed()
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "said"),
+    [
+        (
+            "rank",
+            "ended with exit status 0, without an error and without teardown: exit code 0: it called os._exit at "
+            "leaving.py:8 (run_sandboxed)",
+        ),
+        ("child", "died, last seen at leaving.py:12 (<module>): why is not known, because "),
+    ],
+)
+def test_a_rank_that_leaves_by_a_call_of_exit_is_told_with_its_status_and_its_line(
+    who: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaving.py").write_text(LEAVING_RANK)
+    process = subprocess.Popen([sys.executable, "leaving.py", str(tmp_path), who], cwd=tmp_path, env=_ours())
+    assert process.wait() == 0
+    (tmp_path / place_file(trainer_id(0))).write_text("leaving.py:12 (<module>)")
+    rank = RankProcess(rank_id=trainer_id(0), pid=process.pid, folder=tmp_path, never_ends=True)
+    (found,) = ask_ranks(lambda: [rank], patience_s=10.0).ranks
+    assert f"{found.where()}: {found.ending}".startswith(said)
+
+
 HOLDING_RANK = """
 import ctypes, sys
 from pathlib import Path
