@@ -5,7 +5,8 @@ Up to nine files end up in a folder of the run on the rank's own machine:
     request_<role>_<rank>.pipe each byte that somebody writes asks for the next two files
     stack_<role>_<rank>.txt    the stacks of all threads, added each time that somebody asks, or at `STACK_SIGNAL`
     flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups
-    place_<role>_<rank>.txt    the last line of code that the rank noted, and its process id; outlives the process
+    place_<role>_<rank>.txt    the last line of code that the rank noted, its process id, and the last lines at which it
+                               stood for long; outlives the process
     phase_<role>_<rank>.txt    the phase that the rank is in, if its host calls `note_phase`; likewise
     kills_<role>_<rank>.json   the OOM kills of its control group when it began
     failure_<role>_<rank>.json what the rank has failed with, if its host calls `leave_failure`
@@ -26,15 +27,19 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from rl_safe_workers.diagnostics.proc_facts import lock_holder
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack
 from rl_safe_workers.errors import RunError, in_one_line
 from rl_safe_workers.foreign_files import printable, read_foreign
 from rl_safe_workers.frames import frames_of_thread, own_stacks, place_of, telling_frame
+from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.platforms.host_memory import oom_kills
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
@@ -51,6 +56,10 @@ GLOO_FLIGHTS = "flight_gloo_"
 """The start of the names of gloo's Flight Recorder files."""
 ALIVE_EVERY_S = 0.5
 """Seconds between two signs of life of a rank, and at least between two notes of where it is."""
+STAY_S = 2.0
+"""Seconds at one line of code from which on a rank notes that it stood there."""
+_STAYS = 3
+_PLACE_CHARACTERS = 800
 NOTE_SHARE = 0.004
 """Largest share of one core for the notes. A note takes 0.5 ms with 2 threads and 5 ms with 40: the more it takes, the
 longer is the pause to the next one."""
@@ -92,6 +101,42 @@ def read_place(folder: Path, rank_id: RankId) -> str | None:
         text = read_foreign(folder / place_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
         return text.decode("utf-8", errors="replace").partition("\n")[0].strip() or None
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A line of code at which a rank stood for `STAY_S` at least, as far as it has noted."""
+
+    since_s: float
+    """Unix time in seconds, as the next one."""
+    until_s: float
+    holder: int
+    """The process that held a file lock for which the rank waited there; 0 if none did."""
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.since_s:.3f} {self.until_s:.3f} {self.holder} {self.place}"
+
+    @property
+    def is_long(self) -> bool:
+        """True if it lasted for `STAY_S`."""
+        return self.until_s - self.since_s >= STAY_S
+
+
+def read_stays(folder: Path, rank_id: RankId) -> list[Stay]:
+    """Returns the last lines of code at which a rank stood for long, oldest first.
+
+    Args:
+        folder: What the rank gave to `answer_when_asked`.
+        rank_id: The rank, dead or alive.
+    """
+    found = []
+    with suppress(OSError, ValueError):
+        text = read_foreign(folder / place_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
+        for line in text.decode("utf-8", errors="replace").split("\n")[2:-1]:
+            since, until, holder, place = line.split(" ", 3)
+            found.append(Stay(float(since), float(until), int(holder), place))
+    return found
 
 
 def phase_file(rank_id: RankId) -> str:
@@ -373,19 +418,29 @@ def open_anew(file: Path, flag: int = 0) -> int:
 
 def _note_places(file: Path, call_frame: CallFrame | None, look: Callable[[], object]) -> None:
     descriptor = open_anew(file)
-    last, due_s = None, time.monotonic()
+    written, due_s = b"", time.monotonic()
+    stays: deque[Stay] = deque(maxlen=_STAYS)
+    now = Stay(unix_now(), unix_now(), 0, "")
     pause = threading.Event()
     while True:
         with suppress(OSError):  # the disk is full: the next note may find room
             if time.monotonic() >= due_s:
                 began_s = time.thread_time()
-                if (place := _place_now(call_frame)) != last:
-                    who = f"\n{os.getpid()}\n".encode()
-                    line = (place or "").encode(errors="replace")[: _PLACE_BYTES - len(who)] + who
+                place = _place_now(call_frame) or ""
+                if place == now.place:
+                    now = replace(now, until_s=unix_now(), holder=lock_holder() if now.is_long else 0)
+                else:
+                    stays.extend([now] if now.is_long else [])
+                    now = Stay(unix_now(), unix_now(), 0, place)
+                told = "".join(
+                    f"{stay}\n" for stay in (*stays, now) if stay.is_long and 0 < len(stay.place) < _PLACE_CHARACTERS
+                )
+                rest = f"\n{os.getpid()}\n{told}".encode(errors="replace")
+                if (text := place.encode(errors="replace")[: _PLACE_BYTES - len(rest)] + rest) != written:
                     # In this order, so that a process killed in between leaves a line and a rest, never nothing.
-                    os.pwrite(descriptor, line, 0)
-                    os.ftruncate(descriptor, len(line))
-                    last = place
+                    os.pwrite(descriptor, text, 0)
+                    os.ftruncate(descriptor, len(text))
+                    written = text
                 due_s = time.monotonic() + (time.thread_time() - began_s) / NOTE_SHARE
             os.utime(descriptor)
         look()

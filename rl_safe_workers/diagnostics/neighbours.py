@@ -29,11 +29,13 @@ import psutil
 
 from rl_safe_workers.control.deadline import Background, Deadline, attempt
 from rl_safe_workers.diagnostics.answering import (
+    ALIVE_EVERY_S,
     answer_when_asked,
     failure_file,
     in_background,
     leave_failure,
     note_phase,
+    read_stays,
 )
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
 from rl_safe_workers.diagnostics.inquiry import RankProcess
@@ -59,6 +61,9 @@ _ENTRY_BYTES = 64
 _VERDICT_BYTES = 2**24
 _ZOMBIE, _STOPPED, _ASLEEP = "Z", "T", "D"
 _LOOK_S = 0.05
+_NOTED_S = 3 * ALIVE_EVERY_S
+"""A line of code at which a rank stands is noted again within so many seconds, unless it has many threads."""
+_LATE = "look at that line, and at the rank that gave up: it may hold what they waited for"
 
 
 class Neighbours:
@@ -156,6 +161,36 @@ class Neighbours:
         """Returns the places of the ranks here that have not failed and waited for others when a rank here judged."""
         told = self._read_verdict()
         return {} if told is None else told.waiting
+
+    def came_late(self, reports: Reports) -> tuple[Collection[RankId], str] | None:
+        """Says which ranks came to their wait only when the first of them had given up; as `blame`, None if none did.
+
+        Its end may have let them come: a rank that holds a file lock while it waits is to blame then.
+        """
+        waits = {one: error for one, error in reports.items() if isinstance(error, RankError)}
+        first_s = min((error.raised_at for error in waits.values()), default=0.0)
+        late = {
+            rank_id: stay
+            for rank_id, error in waits.items()
+            for stay in read_stays(self.folder, rank_id)
+            if stay.since_s <= first_s <= stay.until_s + _NOTED_S and stay.place != error.place
+        }
+        # Their reports may be stamped within the same millisecond.
+        first = min((waits[one] for one in waits.keys() - late), key=lambda error: error.raised_at, default=None)
+        if first is None or not late:
+            return None
+        pids = {one.pid: one.rank_id for one in _ranks_of(self.folder)}
+        places: dict[str, list[RankId]] = {}
+        for rank_id, stay in late.items():
+            holder = pids.get(stay.holder, f"process {stay.holder}")
+            lock = f", and waited for a file lock of {holder}," if stay.holder else ""
+            places.setdefault(f"at {stay.place}{lock} until {first.rank_id} gave up", []).append(rank_id)
+        said = [
+            f"{name_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {where}" for where, ranks in places.items()
+        ]
+        said.append(f"{first.rank_id} waited in vain {Spot(first.phase, first.op, first.place)}")
+        holders = {pids[stay.holder] for stay in late.values() if stay.holder in pids}
+        return holders or late.keys(), f"{'; '.join(said)}\n{_LATE}"
 
     def _read_verdict(self) -> Diagnosis | None:
         try:
@@ -340,6 +375,8 @@ def blame(
             return heard
         if cause.culprits and cause.culprits <= (waiting := among.waiting()).keys():
             return _where_all_waited(reports, waiting)
+        if not cause.culprits and (on_late := among.came_late(reports)) is not None:
+            return on_late
     if isinstance(cause.error, RankError) and isinstance(cause.error.cause, Stopped):
         if among is not None:
             among.end_stopped()

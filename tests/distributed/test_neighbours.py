@@ -24,8 +24,10 @@ from megatron.core import parallel_state
 
 from rl_safe_workers import bootstrap, guard, teardown
 from rl_safe_workers.diagnostics import neighbours
+from rl_safe_workers.diagnostics.answering import Stay
 from rl_safe_workers.diagnostics.neighbours import Neighbours
-from rl_safe_workers.errors import ResourceError
+from rl_safe_workers.errors import RankError, ResourceError, Victim
+from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import Outcome, run_ranks, values
@@ -192,6 +194,38 @@ def test_a_rank_whose_folder_is_gone_says_so_and_judges_nobody(
     neighbours.evidence = temporary / "gone" / "verdict"
     assert neighbours.judge({}) is None
     assert "nobody can be asked where the ranks are: " in caplog.text
+
+
+def test_a_rank_that_waits_with_a_lock_in_its_hand_is_blamed_by_those_that_its_end_lets_come(temporary: Path) -> None:
+    now_s = time.time()
+
+    def report(rank: int, at_s: float) -> RankError:
+        told = {
+            "phase": "train",
+            "cause": Victim(),
+            "text": "",
+            "trace": "",
+            "place": "a.py:18 (load)",
+            "op": "barrier",
+        }
+        return RankError(rank_id=trainer_id(rank), raised_at=at_s, **told)
+
+    neighbours = object.__new__(Neighbours)  # without a handler of signals in this process
+    neighbours.folder = temporary
+    (temporary / "process_0").write_text(f"{os.getpid()} {psutil.Process().create_time()}")
+    until_s = now_s - 0.2
+    for rank, place, holder in ((0, "a.py:18 (load)", 0), (1, "a.py:16 (load)", os.getpid())):
+        stay = Stay(now_s - 20, until_s, holder, place)
+        (temporary / f"place_trainer_{rank}.txt").write_text(f"a.py:30 (<module>)\n{os.getpid()}\n{stay}\n")
+    reports = {trainer_id(0): report(0, now_s), trainer_id(1): report(1, now_s - 0.001)}
+    told = neighbours.came_late(reports)
+    assert told is not None
+    assert set(told[0]) == {trainer_id(0)}
+    assert told[1].partition("\n")[0] == (
+        "trainer rank 1 was at a.py:16 (load), and waited for a file lock of trainer rank 0, until trainer rank 0 gave "
+        "up; trainer rank 0 waited in vain in phase train in barrier at a.py:18 (load)"
+    )
+    assert neighbours.came_late({one: report(one.rank, now_s + 60) for one in reports}) is None
 
 
 def _train_twice(rank: int, addresses: list[StoreAddress], temporary: Path) -> list[tuple[str, list[str]]]:

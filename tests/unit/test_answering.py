@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import re
 import signal
 import subprocess
@@ -24,6 +26,7 @@ from rl_safe_workers.diagnostics.answering import (
     read_fatal,
     read_phase,
     read_place,
+    read_stays,
 )
 from rl_safe_workers.diagnostics.inquiry import RankProcess, ask_ranks
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, Raised, RankError
@@ -55,6 +58,34 @@ def test_a_rank_that_is_killed_has_left_the_line_that_it_was_at(tmp_path: Path) 
     process.kill()
     process.wait()
     assert read_place(tmp_path, trainer_id(0)) == expected
+
+
+LOCKED = """
+import fcntl, sys
+from pathlib import Path
+from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.ranks import trainer_id
+
+lock = open("cache.lock", "w")
+answer_when_asked(Path(sys.argv[1]), trainer_id(0))
+fcntl.flock(lock, fcntl.LOCK_EX)  # line 9
+"""
+
+
+def test_a_rank_notes_where_it_stands_for_long_and_who_holds_the_lock_that_it_waits_for(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(LOCKED)
+    with (tmp_path / "cache.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = subprocess.Popen([sys.executable, "rank.py", str(tmp_path)], cwd=tmp_path, env=_ours())
+        until_s = time.monotonic() + 30
+        while not (stays := read_stays(tmp_path, trainer_id(0))) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        while not any(stay.holder for stay in stays) and time.monotonic() < until_s:
+            stays = read_stays(tmp_path, trainer_id(0))
+        process.kill()
+        process.wait()
+    assert [(stay.place, stay.holder) for stay in stays] == [("rank.py:9 (<module>)", os.getpid())]
+    assert stays[0].is_long
 
 
 ABORTED = """
