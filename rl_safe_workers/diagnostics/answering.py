@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from rl_safe_workers.control.deadline import Thread
 from rl_safe_workers.diagnostics.proc_facts import lock_holder
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack
 from rl_safe_workers.errors import RunError, in_one_line
@@ -405,7 +406,7 @@ def _note_ended_threads() -> None:
 
 def in_background(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
     """Starts a thread that lives as long as the process, and returns it."""
-    thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+    thread = Thread(work, args=args, name=name)
     thread.start()
     return thread
 
