@@ -337,6 +337,7 @@ class RankError(RunError):
             noticed. It tells which of several failures was the first.
         place: The line of code where it failed or was last seen, e.g. ``"train.py:12 (step)"``; None if unknown.
         foreign: The kind of the original exception, if it is of another library and not about other ranks.
+        op: The torch collective that raised it, e.g. ``"all_reduce"``; None if none did.
     """
 
     def __init__(
@@ -350,21 +351,22 @@ class RankError(RunError):
         raised_at: float,
         place: str | None = None,
         foreign: ForeignCause = ForeignCause.UNKNOWN,
+        op: str | None = None,
     ) -> None:
-        self.rank_id, self.phase, self.cause = rank_id, str(phase), cause
+        self.rank_id, self.phase, self.cause, self.op = rank_id, str(phase), cause, op
         self.text, self.trace, self.raised_at, self.place = text, trace, raised_at, place
         where = "" if place is None else f" at {place}"
         super().__init__(f"{rank_id} failed {during(self.phase)}{where}: {text}", foreign=foreign)
 
     def seen_at(self, place: str) -> RankError:
         """Returns the same error with the line of code where the rank was last seen."""
-        fields = ("rank_id", "phase", "cause", "text", "trace", "raised_at", "foreign")
+        fields = ("rank_id", "phase", "cause", "text", "trace", "raised_at", "foreign", "op")
         return RankError(**{name: getattr(self, name) for name in fields}, place=place)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields as values for JSON, in which a rank sends the error to other ranks. Cuts long texts."""
         of = list(self.cause.of) if isinstance(self.cause, Repeats) else type(self.cause).__name__
-        plain = {name: getattr(self, name) for name in ("phase", "raised_at", "place", "foreign")}
+        plain = {name: getattr(self, name) for name in ("phase", "raised_at", "place", "foreign", "op")}
         text, trace = self.text[:_TOLD_CHARACTERS], self.trace[-_TOLD_CHARACTERS:]
         return {**plain, "text": text, "trace": trace, "rank_id": list(self.rank_id), "cause": of}
 

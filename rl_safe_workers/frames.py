@@ -7,27 +7,35 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CoroutineType, FrameType, GeneratorType, TracebackType
+from typing import Any
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _SITE = re.compile(r"^.*/(site|dist)-packages/")
 _ANY_STDLIB = re.compile(r"^/.*/lib/python3\.\d+/(?!(site|dist)-packages/)")
 """The standard library of another interpreter: a process that is looked at may run in another environment."""
+COLLECTIVES = "torch/distributed/distributed_c10d.py"
+"""The end of the path of torch's collectives."""
 _MACHINERY = (
     "ray/",
     "torch/",
     "multiprocess/",
     "<",
+    "rl_safe_workers/frames.py",
     "rl_safe_workers/control/",
     "rl_safe_workers/diagnostics/",
     "rl_safe_workers/driver/cluster/actors.py",
 )
 """Path prefixes of frames that do not show where a rank is."""
+_OURS = "rl_safe_workers/"
+_LIFECYCLE = ("rl_safe_workers/standalone.py", "rl_safe_workers/workers/safe_trainer.py", "rl_safe_workers/comms/")
+"""Path prefixes of frames of ours that show less than the line that has called us, if that is a user's."""
+_PARTS_OF_ASYNCIO = re.compile(r"/(asyncio/\w+|selectors)\.py$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +78,17 @@ def telling_frame(frames: Iterable[Frame]) -> Frame | None:
         frames: Frames of a stack, innermost first.
     """
     frames = list(frames)
-    return next((frame for frame in frames if frame.is_telling), next(iter(frames), None))
+    telling = [frame for frame in frames if frame.is_telling]
+    if telling and telling[0].file.startswith(_LIFECYCLE):
+        telling = [frame for frame in telling if not frame.file.startswith(_OURS)] or telling
+    return next(iter(telling or frames), None)
+
+
+def collective_of(frames: Sequence[Frame]) -> str | None:
+    """Returns the torch collective that frames, innermost first, are in; None if they are in none."""
+    # The outermost: all_gather_object gathers sizes first. Those in between are decorators of torch.
+    names = [frame.function for frame in frames if frame.file.endswith(COLLECTIVES)]
+    return names[-1] if names else None
 
 
 def frames_of(stack: TracebackType | None) -> list[Frame]:
@@ -84,23 +102,70 @@ def frames_of(stack: TracebackType | None) -> list[Frame]:
 def frames_of_threads() -> dict[int, list[Frame]]:
     """Returns the frames of all threads of this process, innermost first, by `threading.Thread.ident`.
 
-    The main thread comes last. Paths are as Python has them, not `relative`.
+    The main thread comes last. Paths are as Python has them, not `relative`. Where a thread's event loop waits, the
+    coroutine that it waits for comes first, as if the loop had called it.
 
     ``sys._current_frames`` holds the lock of the list of threads. ``faulthandler.dump_traceback`` does not: with Python
     3.11 it ends the process by SIGSEGV if a thread of a C++ library enters Python at that moment.
     """
     found: dict[int, list[Frame]] = {}
     for thread, frame in sys._current_frames().items():
-        found[thread] = []
+        found[thread] = _frames_of_awaited(frame)
         innermost: FrameType | None = frame
         while innermost is not None:
-            code = innermost.f_code
-            found[thread].append(
-                Frame(file=code.co_filename, line=innermost.f_lineno or code.co_firstlineno, function=code.co_name)
-            )
+            found[thread].append(_frame(innermost))
             innermost = innermost.f_back
     main = threading.main_thread().ident
     return dict(sorted(found.items(), key=lambda item: item[0] == main))
+
+
+def _frame(frame: FrameType) -> Frame:
+    code = frame.f_code
+    return Frame(file=code.co_filename, line=frame.f_lineno or code.co_firstlineno, function=code.co_name)
+
+
+def _frames_of_awaited(frame: FrameType) -> list[Frame]:
+    """Returns the frames of the coroutine that a thread's event loop waits for, innermost first.
+
+    Returns none if the thread runs something else, or if nobody has told the loop what to complete.
+
+    Args:
+        frame: The innermost frame of the thread.
+    """
+    asyncio = sys.modules.get("asyncio")
+    task, at = None, frame if asyncio is not None else None
+    while at is not None and _PARTS_OF_ASYNCIO.search(at.f_code.co_filename):
+        task = next(iter(_tasks(at.f_locals.values())), task)  # `asyncio.run` and `run_until_complete` hold theirs
+        at = at.f_back
+    found: list[FrameType] = []
+    seen = set()
+    while task is not None and id(task) not in seen:
+        seen.add(id(task))
+        awaited = task.get_coro()
+        while (at := _frame_of_coroutine(awaited)) is not None:
+            found.append(at)
+            awaited = awaited.cr_await if isinstance(awaited, CoroutineType) else awaited.gi_yieldfrom
+        waiter = task._fut_waiter
+        inside = found[-1].f_locals.values() if found and _PARTS_OF_ASYNCIO.search(found[-1].f_code.co_filename) else ()
+        # Of `gather`, of a task that is awaited, of `wait` and `wait_for`, and of a group of tasks.
+        waits_for = _tasks(
+            [getattr(waiter, "_children", waiter), *inside, *(getattr(one, "_tasks", ()) for one in inside)]
+        )
+        task = next(iter(waits_for), None)
+    return [_frame(one) for one in reversed(found)]
+
+
+def _tasks(values: Iterable[Any]) -> list[Any]:
+    """Returns the tasks of asyncio among values and in collections among them, of those that have not ended."""
+    flat = [one for value in list(values) for one in (list(value) if type(value) in (set, list, tuple) else [value])]
+    asyncio = sys.modules["asyncio"]
+    return [one for one in flat if issubclass(type(one), asyncio.Task) and not one.done()]
+
+
+def _frame_of_coroutine(awaited: object) -> FrameType | None:
+    if isinstance(awaited, CoroutineType):
+        return awaited.cr_frame
+    return awaited.gi_frame if isinstance(awaited, GeneratorType) else None
 
 
 def own_stacks() -> str:
@@ -125,9 +190,18 @@ def place_of(error: BaseException) -> str | None:
 
     Of an error that was raised from another one, it is the other one's.
     """
+    frame = telling_frame(frames_of(_first_cause(error).__traceback__))
+    return None if frame is None else str(frame)
+
+
+def collective_that_raised(error: BaseException) -> str | None:
+    """Returns the torch collective that raised an error, or the first one of its causes; None if none did."""
+    return collective_of(frames_of(_first_cause(error).__traceback__))
+
+
+def _first_cause(error: BaseException) -> BaseException:
     seen = {id(error)}  # an error may be its own cause
     while (cause := error.__cause__) is not None and cause.__traceback__ is not None and id(cause) not in seen:
         error = cause
         seen.add(id(error))
-    frame = telling_frame(frames_of(error.__traceback__))
-    return None if frame is None else str(frame)
+    return error

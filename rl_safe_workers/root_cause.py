@@ -21,10 +21,11 @@ from rl_safe_workers.errors import (
     RunError,
     Stopped,
     Victim,
+    during,
     foreign_cause,
 )
 from rl_safe_workers.foreign_errors import ForeignCause
-from rl_safe_workers.frames import place_of
+from rl_safe_workers.frames import collective_that_raised, place_of
 from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.ranks import RankId
 
@@ -42,6 +43,55 @@ class RootCause:
     """Ranks that the failure began with; empty if unknown."""
     is_told: bool
     """True if the error is about the culprits. False if it only reports a wait for them; they reported nothing."""
+
+
+_BETWEEN_TWO = frozenset(
+    {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
+)
+"""Operations of torch whose two sides are different lines as a rule."""
+STORE_BARRIER = "a barrier over the store"
+"""The collective of a rank that waits for others in our control plane."""
+_WITH_A_ROOT = frozenset({"broadcast", "broadcast_object_list", "gather", "gather_object", "scatter", "reduce"})
+"""Collectives that one rank often calls at a line of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """The line at which a rank waits for others, and the collective that it is in.
+
+    Example: ``str(Spot("train", "all_reduce", "train.py:12 (step)"))`` is ``"in phase train in all_reduce at
+    train.py:12 (step)"``.
+    """
+
+    phase: str
+    op: str | None
+    """A collective of torch, or `STORE_BARRIER`; None if nobody knows."""
+    place: str | None
+    """None if nobody knows."""
+
+    def __str__(self) -> str:
+        op = "" if self.op is None else f" in {self.op}"
+        known = [f" at {self.place}"] if self.place is not None else [] if op else [" at an unknown line"]
+        return "".join([during(self.phase), op, *known])
+
+
+def odd_ones(spots: Mapping[RankId, Spot]) -> frozenset[RankId]:
+    """Returns the ranks that wait in another collective than most, or at another line of code.
+
+    Returns none where that is no fault for certain: a collective is not known, there are more than two places, or both
+    sides of one operation are different lines as a rule.
+
+    Args:
+        spots: Where each rank of a group waits. No rank is missing.
+    """
+    sides: dict[Spot, set[RankId]] = {}
+    for rank_id, spot in spots.items():
+        sides.setdefault(spot, set()).add(rank_id)
+    ops = {spot.op for spot in sides}
+    if len(sides) != 2 or None in ops or ops & _BETWEEN_TWO or (len(ops) == 1 and ops & _WITH_A_ROOT):
+        return frozenset()
+    fewer, more = sorted(sides.values(), key=len)
+    return frozenset(fewer) if len(fewer) < len(more) else frozenset()
 
 
 def cause_of(error: Exception, rank_id: RankId) -> Cause:
@@ -82,6 +132,7 @@ def report_of(error: Exception, rank_id: RankId, phase: str) -> PhaseTimeoutErro
         raised_at=raised_at,
         place=place_of(error),
         foreign=ForeignCause.UNKNOWN if foreign.is_about_others else foreign,
+        op=collective_that_raised(error),
     )
 
 

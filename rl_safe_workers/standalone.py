@@ -28,6 +28,7 @@ from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import NO_VERDICT
+from rl_safe_workers.diagnostics.answering import note_event
 from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, blame_for_the_end, say_who_is_late
 from rl_safe_workers.errors import (
     OUTSIDE,
@@ -275,7 +276,11 @@ def guard(phase: str = "train", *, watch_steps: int = 3, refuse: bool = False) -
     trainer, script = _require(phase), _current()
     script.come_to(phase)
     with trainer.comms.watching(phase, steps=watch_steps, refuse=refuse):
-        yield
+        try:
+            yield
+        except Exception as error:
+            note_event("guard", error, f"its script has gone on after an error in phase {phase}")
+            raise
     script.come_to(None)
     if phase == Phase.TRAIN:
         trainer.memory.step()

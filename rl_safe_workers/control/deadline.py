@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, Self, TypeVar
 
+from rl_safe_workers.errors import RunError
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 FLOOR = timedelta(seconds=0.1)
 """Shortest time that `Deadline.remaining` gives: torch takes a timeout of zero for one without end."""
+START_S = 10.0
+"""Longest time that a thread may take to begin, in seconds."""
 TICK_S = 0.2
 """Time between two ticks of a wait, in seconds."""
 
@@ -91,6 +95,42 @@ class DeadlineExceededError(TimeoutError):
         super().__init__(f"{work.name} did not end in time")
 
 
+class _Begun(threading.Event):
+    """The sign of a new thread that it runs. ``threading.Thread.start`` waits for it without a deadline."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(START_S if timeout is None else timeout):
+            raise RunError(
+                f"this process can start no thread: a new one did not run within {START_S:.0f} s; look at its memory "
+                "limit (ulimit -v), at the memory that is left, and at the number of its threads (ulimit -u)"
+            )
+        return True
+
+
+class Thread(threading.Thread):
+    """A daemon thread that says so if it cannot start. Python waits without end for one that has no memory to begin."""
+
+    def __init__(self, target: Callable[..., object], *, args: tuple[object, ...] = (), name: str) -> None:
+        """Makes a daemon thread; the arguments are those of ``threading.Thread``."""
+        super().__init__(target=target, args=args, name=name, daemon=True)
+        self._started = _Begun()  # the name is the same in Python 3.10 to 3.14
+
+    def start(self) -> None:
+        """Starts it.
+
+        Raises:
+            RunError: If it does not run within `START_S`, or the system refuses it.
+        """
+        try:
+            super().start()
+        except RuntimeError as error:
+            if self.ident is not None:
+                raise  # it was started before
+            raise RunError(
+                f"this process can start no thread: {error}; look at its limits (ulimit -v, ulimit -u)"
+            ) from error
+
+
 class Background(Generic[T]):
     """Work on a daemon thread of its own. The thread is of no pool: the end of the process waits for a pool's threads.
 
@@ -100,10 +140,14 @@ class Background(Generic[T]):
     """
 
     def __init__(self, work: Callable[[], T], *, name: str) -> None:
-        """Starts the work."""
+        """Starts the work.
+
+        Raises:
+            RunError: If the process can start no thread.
+        """
         self.name = name
         self._outcome: Future[T] = Future()
-        self.thread = threading.Thread(target=_fulfil, args=(work, self._outcome), name=name, daemon=True)
+        self.thread = Thread(_fulfil, args=(work, self._outcome), name=name)
         self.thread.start()
 
     @property

@@ -1,14 +1,16 @@
 """A rank's side of the diagnostics: it tells where it is, whatever its main thread is doing.
 
-Up to eight files end up in a folder of the run on the rank's own machine:
+Up to nine files end up in a folder of the run on the rank's own machine:
 
     request_<role>_<rank>.pipe each byte that somebody writes asks for the next two files
     stack_<role>_<rank>.txt    the stacks of all threads, added each time that somebody asks, or at `STACK_SIGNAL`
     flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups
-    place_<role>_<rank>.txt    the last line of code that the rank noted, and its process id; outlives the process
+    place_<role>_<rank>.txt    the last line of code that the rank noted, its process id, and the last lines at which it
+                               stood for long; outlives the process
     phase_<role>_<rank>.txt    the phase that the rank is in, if its host calls `note_phase`; likewise
     kills_<role>_<rank>.json   the OOM kills of its control group when it began
     failure_<role>_<rank>.json what the rank has failed with, if its host calls `leave_failure`
+    exit_<role>_<rank>.txt     the status of a call of `os._exit` that ends the process, and its line of code
     fatal_<role>_<rank>.txt    the stacks at a signal such as SIGSEGV that ends the process, if faulthandler was off
 
 Nothing here needs torch, Ray or a driver. torch itself writes the Flight Recorder's file for NCCL.
@@ -25,14 +27,20 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
+from rl_safe_workers.control.deadline import Thread
+from rl_safe_workers.diagnostics.proc_facts import lock_holder
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack
-from rl_safe_workers.errors import RunError
-from rl_safe_workers.foreign_files import read_foreign
-from rl_safe_workers.frames import own_stacks
+from rl_safe_workers.errors import RunError, in_one_line
+from rl_safe_workers.foreign_files import printable, read_foreign
+from rl_safe_workers.frames import frames_of_thread, own_stacks, place_of, telling_frame
+from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.platforms.host_memory import oom_kills
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
@@ -49,11 +57,20 @@ GLOO_FLIGHTS = "flight_gloo_"
 """The start of the names of gloo's Flight Recorder files."""
 ALIVE_EVERY_S = 0.5
 """Seconds between two signs of life of a rank, and at least between two notes of where it is."""
+STAY_S = 2.0
+"""Seconds at one line of code from which on a rank notes that it stood there."""
+_STAYS = 3
+_PLACE_CHARACTERS = 800
 NOTE_SHARE = 0.004
 """Largest share of one core for the notes. A note takes 0.5 ms with 2 threads and 5 ms with 40: the more it takes, the
 longer is the pause to the next one."""
 _PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
 _PIPES = {role: re.compile(rf"request_{role}_(\d+)\.pipe") for role in Role}
+_NOTED = "Noted: "
+"""The start of a line about an event, after the stacks."""
+_EVENT_CHARACTERS = 300
+_events: dict[str, str] = {}
+"""The events that `note_event` has kept, by kind, oldest first."""
 _PLACE_BYTES = 4096
 _FAILURE_BYTES = 2**20
 _FATAL_BYTES = 2**20
@@ -85,6 +102,42 @@ def read_place(folder: Path, rank_id: RankId) -> str | None:
         text = read_foreign(folder / place_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
         return text.decode("utf-8", errors="replace").partition("\n")[0].strip() or None
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A line of code at which a rank stood for `STAY_S` at least, as far as it has noted."""
+
+    since_s: float
+    """Unix time in seconds, as the next one."""
+    until_s: float
+    holder: int
+    """The process that held a file lock for which the rank waited there; 0 if none did."""
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.since_s:.3f} {self.until_s:.3f} {self.holder} {self.place}"
+
+    @property
+    def is_long(self) -> bool:
+        """True if it lasted for `STAY_S`."""
+        return self.until_s - self.since_s >= STAY_S
+
+
+def read_stays(folder: Path, rank_id: RankId) -> list[Stay]:
+    """Returns the last lines of code at which a rank stood for long, oldest first.
+
+    Args:
+        folder: What the rank gave to `answer_when_asked`.
+        rank_id: The rank, dead or alive.
+    """
+    found = []
+    with suppress(OSError, ValueError):
+        text = read_foreign(folder / place_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
+        for line in text.decode("utf-8", errors="replace").split("\n")[2:-1]:
+            since, until, holder, place = line.split(" ", 3)
+            found.append(Stay(float(since), float(until), int(holder), place))
+    return found
 
 
 def phase_file(rank_id: RankId) -> str:
@@ -165,6 +218,40 @@ def failure_file(rank_id: RankId) -> str:
 def kills_file(rank_id: RankId) -> str:
     """Returns the name of the file in which a rank notes the OOM kills of its control group when it begins."""
     return f"kills_{rank_id.role}_{rank_id.rank}.json"
+
+
+def exit_file(rank_id: RankId) -> str:
+    """Returns the name of the file in which a rank notes that it calls `os._exit`."""
+    return f"exit_{rank_id.role}_{rank_id.rank}.txt"
+
+
+def read_exit(folder: Path, rank_id: RankId) -> tuple[int, str] | None:
+    """Returns the status of the call of `os._exit` that has ended a rank, and its line of code; None if none has.
+
+    Args:
+        folder: What the rank gave to `answer_when_asked`.
+        rank_id: The rank.
+    """
+    with suppress(OSError, ValueError):
+        text = read_foreign(folder / exit_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
+        status, _, place = text.decode("utf-8", errors="replace").partition("\n")
+        return int(status), printable(place)
+    return None
+
+
+def _note_exit(file: Path) -> None:
+    """Has `os._exit` leave a note: no handler runs after it, and a launcher takes status 0 for success."""
+    leave, pid = os._exit, os.getpid()
+
+    def leave_with_a_note(status: int) -> NoReturn:
+        if os.getpid() == pid:  # not a child's that was forked
+            with suppress(OSError):
+                descriptor = open_anew(file)
+                place = telling_frame(frames_of_thread(threading.current_thread()))
+                os.write(descriptor, f"{status}\n{place}".encode(errors="replace"))
+        leave(status)
+
+    os._exit = leave_with_a_note
 
 
 def fatal_file(rank_id: RankId) -> str:
@@ -270,9 +357,11 @@ def answer_when_asked(
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
         look: Called every `ALIVE_EVERY_S` on the thread of the notes, e.g. to look after another rank.
     """
-    for name in (failure_file(rank_id), phase_file(rank_id), fatal_file(rank_id)):
+    for name in (failure_file(rank_id), phase_file(rank_id), fatal_file(rank_id), exit_file(rank_id)):
         (folder / name).unlink(missing_ok=True)  # of an earlier process
     note_kills(folder, rank_id)
+    _note_ended_threads()
+    _note_exit(folder / exit_file(rank_id))
     _tell_fatal_signals(folder / fatal_file(rank_id))
     stacks = open_anew(folder / stack_file(rank_id), os.O_APPEND)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
@@ -284,9 +373,40 @@ def answer_when_asked(
     in_background("answers", _answer_requests, os.open(pipe, os.O_RDWR | os.O_CLOEXEC), stacks, folder, rank_id)
 
 
+def note_event(kind: str, error: BaseException, said: str) -> None:
+    """Keeps an error that may hold this process up later, for whoever asks where it is.
+
+    Args:
+        kind: A later event of the same kind takes its place.
+        error: The error.
+        said: The end of a sentence about the rank, e.g. ``"its thread prefetch has ended"``.
+    """
+    at = "" if (place := place_of(error)) is None else f" at {place}"
+    _events.pop(kind, None)
+    _events[kind] = printable(f"{said}{at}: {in_one_line(error)}"[:_EVENT_CHARACTERS])
+
+
+def events_of(text: str) -> list[str]:
+    """Returns the events that a rank has kept by `note_event`, oldest first, from the text of its stacks."""
+    return [line.removeprefix(_NOTED) for line in text.splitlines() if line.startswith(_NOTED)]
+
+
+def _note_ended_threads() -> None:
+    """Notes the threads of this process that an exception ends. The hook that was there before is called, too."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            name = "" if args.thread is None else f" {args.thread.name}"
+            note_event("thread", args.exc_value, f"its thread{name} has ended")
+        before(args)
+
+    threading.excepthook = hook
+
+
 def in_background(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
     """Starts a thread that lives as long as the process, and returns it."""
-    thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+    thread = Thread(work, args=args, name=name)
     thread.start()
     return thread
 
@@ -299,19 +419,29 @@ def open_anew(file: Path, flag: int = 0) -> int:
 
 def _note_places(file: Path, call_frame: CallFrame | None, look: Callable[[], object]) -> None:
     descriptor = open_anew(file)
-    last, due_s = None, time.monotonic()
+    written, due_s = b"", time.monotonic()
+    stays: deque[Stay] = deque(maxlen=_STAYS)
+    now = Stay(unix_now(), unix_now(), 0, "")
     pause = threading.Event()
     while True:
         with suppress(OSError):  # the disk is full: the next note may find room
             if time.monotonic() >= due_s:
                 began_s = time.thread_time()
-                if (place := _place_now(call_frame)) != last:
-                    who = f"\n{os.getpid()}\n".encode()
-                    line = (place or "").encode(errors="replace")[: _PLACE_BYTES - len(who)] + who
+                place = _place_now(call_frame) or ""
+                if place == now.place:
+                    now = replace(now, until_s=unix_now(), holder=lock_holder() if now.is_long else 0)
+                else:
+                    stays.extend([now] if now.is_long else [])
+                    now = Stay(unix_now(), unix_now(), 0, place)
+                told = "".join(
+                    f"{stay}\n" for stay in (*stays, now) if stay.is_long and 0 < len(stay.place) < _PLACE_CHARACTERS
+                )
+                rest = f"\n{os.getpid()}\n{told}".encode(errors="replace")
+                if (text := place.encode(errors="replace")[: _PLACE_BYTES - len(rest)] + rest) != written:
                     # In this order, so that a process killed in between leaves a line and a rest, never nothing.
-                    os.pwrite(descriptor, line, 0)
-                    os.ftruncate(descriptor, len(line))
-                    last = place
+                    os.pwrite(descriptor, text, 0)
+                    os.ftruncate(descriptor, len(text))
+                    written = text
                 due_s = time.monotonic() + (time.thread_time() - began_s) / NOTE_SHARE
             os.utime(descriptor)
         look()
@@ -338,7 +468,8 @@ def _place_now(call_frame: CallFrame | None) -> str | None:
 def _answer_requests(requests: int, stacks: int, folder: Path, rank_id: RankId) -> None:
     while os.read(requests, 1):
         with suppress(OSError):  # the disk is full: the one who asks finds no answer
-            os.write(stacks, own_stacks().encode(errors="replace"))
+            text = own_stacks() + "".join(f"{_NOTED}{one}\n" for one in list(_events.values()))
+            os.write(stacks, text.encode(errors="replace"))
             if rank_id.role is Role.TRAINER:
                 _write_flights(folder, rank_id.rank)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from signal import SIGABRT
 from typing import Any
@@ -41,7 +41,7 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.lifecycle import Phase, unix_now
 from rl_safe_workers.ranks import HELPERS, RankId, Role, name_ranks, trainer_id, trainer_ids
-from rl_safe_workers.root_cause import RootCause, root_cause
+from rl_safe_workers.root_cause import RootCause, Spot, root_cause
 
 Reports = Mapping[RankId, RunError]
 _NAMED = 4
@@ -67,7 +67,7 @@ class Diagnosis:
     """The root of what ranks have reported and of what became of their processes; None if nothing has failed."""
     ranks: Mapping[RankId, str]
     """Each rank's action or failure, with its line of code: the end of a sentence about it."""
-    waiting: Mapping[RankId, str] = field(default_factory=dict)
+    waiting: Mapping[RankId, Spot] = field(default_factory=dict)
     """The ranks that have not failed and wait for others."""
 
     @property
@@ -174,7 +174,7 @@ def diagnose_answers(
             when = during(phase).removeprefix("in ") + ": "
         found = {"verdict": when + "; ".join([*names, *_others(answers, culprits, known), *said])}
         found["error"] = f"{type(error).__name__}: {error}"
-    waits = {one: states[one] for one in sorted(waiting & states.keys() - reported.keys())}
+    waits = {one.rank_id: one.spot(phase) for one in answers.ranks if one.rank_id in waiting - reported.keys()}
     fault = _fault(error, culprits, answers, whys) if mismatch is None else Fault.SHAPES
     advice = _advice(error, wait, culprits, answers, whys, fault, on_ray=on_ray)
     if evidence is not None:
@@ -186,7 +186,7 @@ def diagnose_answers(
             "fault": fault,
             **told,
             "ranks": {str(one): state for one, state in states.items()},
-            "waiting": [[*one, state] for one, state in waits.items()],
+            "waiting": [[*one, *astuple(spot)] for one, spot in waits.items()],
             "endings": {str(one): str(ending) for one, ending in whys.items() if ending is not None},
         }
         attempt("keeping the evidence", lambda: keep(answers, contents, evidence, first=culprits), timeout_s=patience_s)

@@ -23,6 +23,7 @@ from rl_safe_workers.diagnostics.inquiry import Answers
 from rl_safe_workers.errors import THE_DRIVER, PhaseTimeoutError, RankError, StoreLostError, Victim, during
 from rl_safe_workers.frames import own_stacks
 from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks, trainer_id, trainer_ids
+from rl_safe_workers.root_cause import odd_ones
 
 _EVIDENCE = re.compile(r"verdict\.json|stack_\w+\.txt|flight_\w+")
 """Names of the files that are kept; whatever else lies beside them is the user's."""
@@ -133,6 +134,12 @@ def judge(
     works = works_waited_in(records, _training_ranks(missing))
     waiting = missing & waiting_for_others(answers)
     culprits = _culprits(missing - waiting, answers) if waiting else frozenset[RankId]()
+    spots = {one.rank_id: one.spot(wait.phase) for one in answers.ranks if one.rank_id in missing | wait.arrived}
+    if missing <= waiting and wait.arrived <= spots.keys() and (odd := odd_ones(spots)):
+        rest = frozenset(spots) - odd
+        culprits, waiting = odd, rest
+        others = f"{name_ranks(rest)} {'is' if len(rest) == 1 else 'are'} {spots[min(rest)]}"
+        wait = replace(wait, detail="; ".join([*([wait.detail] if wait.detail else []), others]))
     if culprits:
         missing, unknown = culprits, missing - waiting - culprits
         works = works_waited_in(records, _training_ranks(missing))
@@ -300,7 +307,7 @@ def verdict(
     ops = [str(works[rank]) for rank in ranks]
     waiting = sorted(answers.ranks, key=lambda one: one.rank_id in missing)
     ops += [one.stack.op for one in waiting if one.stack is not None and one.stack.op is not None]
-    where = {one.rank_id: one.where() for one in answers.ranks}
+    where = {one.rank_id: one.where(phase=wait.phase) for one in answers.ranks}
     places: dict[str, set[RankId]] = {}
     for rank_id in (*missing, *unknown):
         places.setdefault(where.get(rank_id) or _absence(rank_id, answers), set()).add(rank_id)

@@ -24,10 +24,12 @@ from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.diagnostics.answering import (
     GLOO_FLIGHTS,
     STACK_SIGNAL,
+    events_of,
     kills_file,
     last_alive_s,
     rank_of_pipe,
     rank_of_place,
+    read_exit,
     read_failure,
     read_fatal,
     read_phase,
@@ -37,14 +39,17 @@ from rl_safe_workers.diagnostics.answering import (
 from rl_safe_workers.diagnostics.awaited_children import Child, children_of, waits_for_a_child
 from rl_safe_workers.diagnostics.endings import Ending, Signs, ending_of, look_around
 from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
+from rl_safe_workers.diagnostics.log_lines import Fault
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_spy
 from rl_safe_workers.diagnostics.stopped import read_stops
-from rl_safe_workers.errors import RunError
+from rl_safe_workers.errors import OUTSIDE, RunError, during
 from rl_safe_workers.foreign_files import read_foreign
+from rl_safe_workers.frames import collective_of, telling_frame
 from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 from rl_safe_workers.reaping.processes import run_processes
+from rl_safe_workers.root_cause import STORE_BARRIER, Spot
 
 _LOOK_S = 0.1
 _KERNEL_LOOK_S = 0.5
@@ -73,6 +78,8 @@ class RankProcess:
     """True if its host keeps it whatever it raises, as Ray does an actor: if it has ended, something has killed it."""
     exit_code: int | None = None
     """Negative for a signal; None if it has not ended, or nobody can tell."""
+    exited: int | None = None
+    """The status with which it has called `os._exit`; None if it has not."""
     status: str = _UNKNOWN
     """As psutil says, e.g. ``"sleeping"``, ``"stopped"``; ``"gone"`` if there is no process, ``"unknown"`` if nobody
     has looked."""
@@ -89,6 +96,8 @@ class RankProcess:
     """Why it has ended, as far as its machine knows; None if it lives, or nobody has looked."""
     children: Sequence[Child] = ()
     """Processes that it has started and may wait for, the telling ones first; empty if it waits for none."""
+    events: Sequence[str] = ()
+    """Events that may hold it up, the ends of sentences about it, oldest first; see `answering.note_event`."""
     kernel_wait: str = ""
     """The end of a sentence about its wait in the kernel, if it sleeps there and nothing can interrupt it."""
 
@@ -107,17 +116,31 @@ class RankProcess:
         """True if its call waits for other ranks, as its stack shows."""
         return self.stack is not None and self.stack.waits_for_others
 
-    def where(self, during: str = "") -> str:
+    def spot(self, phase: str | None) -> Spot:
+        """Returns where it waits.
+
+        Args:
+            phase: The phase that the host waits in. What the rank has noted itself goes first.
+        """
+        frames = [] if self.stack is None else self.stack.frames
+        place = telling_frame(frames)
+        op = collective_of(frames) or (STORE_BARRIER if self.waits_for_others else None)
+        return Spot(self.phase or phase or OUTSIDE, op, None if place is None else str(place))
+
+    def where(self, when: str = "", *, phase: str | None = None) -> str:
         """Returns the end of a sentence that begins with the rank.
 
         Args:
-            during: When it ended or was stopped, if so, e.g. ``" in phase train"``.
+            when: When it ended or was stopped, if so, e.g. ``" in phase train"``.
+            phase: The phase that others wait in; None if it is not known. The rank's own is told if it is another one.
         """
         if self.is_gone:
-            return f"{self._end()}{during}{self._last_seen()}"
+            if self.exited is not None:
+                return f"ended with exit status {self.exited}{when}, without an error and without teardown"
+            return f"{self._end()}{when}{self._last_seen()}"
         if self.is_stopped:
             place = None if self.stack is None else self.stack.place
-            return f"is stopped{during}" + (self._last_seen() if place is None else f" at {place}")
+            return f"is stopped{when}" + (self._last_seen() if place is None else f" at {place}")
         notable = f", {self.status}" if self.status == psutil.STATUS_DISK_SLEEP else ""
         notable += f": {self.kernel_wait}" if self.kernel_wait else ""
         if self.status == _UNKNOWN:
@@ -127,10 +150,13 @@ class RankProcess:
             return f"gives no stack, {self.status}{self._last_seen()}{asleep}"
         if not self.stack.is_in_a_call:
             return f"is in no call{notable}"
+        if phase is not None and self.phase not in (None, phase):
+            notable = f" {during(self.phase)}{notable}"
         if self.stack.op is None and self.waits_for_others:
             return f"waits for other ranks at {self.stack.place}{notable}"
         awaited = [f"its process {one.pid}, which {one.said}" for one in self.children[:1] if one.said]
         notable += f", and waits for {awaited[0]}" if awaited else ""
+        notable += "".join(f", and {event}" for event in self.events)
         return f"is {f'in {self.stack.op} ' if self.stack.op else ''}at {self.stack.place}{notable}"
 
     def _end(self) -> str:
@@ -236,6 +262,8 @@ def ending_here(rank: RankProcess, signs: Signs) -> Ending:
         rank: The process, which has run on this machine.
         signs: From `endings.look_around`.
     """
+    if rank.folder is not None and (left := read_exit(rank.folder, rank.rank_id)) is not None:
+        return Ending(fault=Fault.EXIT, said=f"it called os._exit at {left[1]}", detail=str(left[0]))
     return ending_of(
         rank.pid,
         signs,
@@ -352,6 +380,8 @@ class _Inquiry:
         for rank in gone:
             folder = rank.folder or self._folder
             rank.ending = ending_here(replace(rank, folder=folder), signs)
+            left = None if folder is None else read_exit(folder, rank.rank_id)
+            rank.exited = None if left is None else left[0]
             if folder is not None and (text := read_fatal(folder, rank.rank_id)):
                 rank.text, rank.source = text, "rank"
                 rank.last_place = rank.ending.place or rank.last_place  # newer than the last note
@@ -396,6 +426,7 @@ class _Inquiry:
             self._look_at(rank)  # again: it may have stopped or ended since it was asked
             return
         rank.stack = Stack.parse(rank.text, rank.call_frame or self._call_frame)
+        rank.events = events_of(rank.text)
 
 
 def _listens(pid: int) -> bool:

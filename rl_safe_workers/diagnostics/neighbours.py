@@ -20,6 +20,7 @@ import stat
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,11 +29,13 @@ import psutil
 
 from rl_safe_workers.control.deadline import Background, Deadline, attempt
 from rl_safe_workers.diagnostics.answering import (
+    ALIVE_EVERY_S,
     answer_when_asked,
     failure_file,
     in_background,
     leave_failure,
     note_phase,
+    read_stays,
 )
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
 from rl_safe_workers.diagnostics.inquiry import RankProcess
@@ -46,7 +49,7 @@ from rl_safe_workers.frames import frames_of_thread, telling_frame
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import TRAINING_WORLD, RankId, Role, name_ranks, trainer_id, trainer_ids
 from rl_safe_workers.reaping.processes import stat_of
-from rl_safe_workers.root_cause import root_cause
+from rl_safe_workers.root_cause import STORE_BARRIER, Spot, odd_ones, root_cause
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,9 @@ _ENTRY_BYTES = 64
 _VERDICT_BYTES = 2**24
 _ZOMBIE, _STOPPED, _ASLEEP = "Z", "T", "D"
 _LOOK_S = 0.05
+_NOTED_S = 3 * ALIVE_EVERY_S
+"""A line of code at which a rank stands is noted again within so many seconds, unless it has many threads."""
+_LATE = "look at that line, and at the rank that gave up: it may hold what they waited for"
 
 
 class Neighbours:
@@ -151,10 +157,40 @@ class Neighbours:
             return None
         return told.culprits, "\n".join((told.verdict, told.advice, f"evidence in {self.evidence}"))
 
-    def waiting(self) -> Mapping[RankId, str]:
+    def waiting(self) -> Mapping[RankId, Spot]:
         """Returns the places of the ranks here that have not failed and waited for others when a rank here judged."""
         told = self._read_verdict()
         return {} if told is None else told.waiting
+
+    def came_late(self, reports: Reports) -> tuple[Collection[RankId], str] | None:
+        """Says which ranks came to their wait only when the first of them had given up; as `blame`, None if none did.
+
+        Its end may have let them come: a rank that holds a file lock while it waits is to blame then.
+        """
+        waits = {one: error for one, error in reports.items() if isinstance(error, RankError)}
+        first_s = min((error.raised_at for error in waits.values()), default=0.0)
+        late = {
+            rank_id: stay
+            for rank_id, error in waits.items()
+            for stay in read_stays(self.folder, rank_id)
+            if stay.since_s <= first_s <= stay.until_s + _NOTED_S and stay.place != error.place
+        }
+        # Their reports may be stamped within the same millisecond.
+        first = min((waits[one] for one in waits.keys() - late), key=lambda error: error.raised_at, default=None)
+        if first is None or not late:
+            return None
+        pids = {one.pid: one.rank_id for one in _ranks_of(self.folder)}
+        places: dict[str, list[RankId]] = {}
+        for rank_id, stay in late.items():
+            holder = pids.get(stay.holder, f"process {stay.holder}")
+            lock = f", and waited for a file lock of {holder}," if stay.holder else ""
+            places.setdefault(f"at {stay.place}{lock} until {first.rank_id} gave up", []).append(rank_id)
+        said = [
+            f"{name_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {where}" for where, ranks in places.items()
+        ]
+        said.append(f"{first.rank_id} waited in vain {Spot(first.phase, first.op, first.place)}")
+        holders = {pids[stay.holder] for stay in late.values() if stay.holder in pids}
+        return holders or late.keys(), f"{'; '.join(said)}\n{_LATE}"
 
     def _read_verdict(self) -> Diagnosis | None:
         try:
@@ -167,7 +203,7 @@ class Neighbours:
                 fault=None if told["fault"] is None else Fault(told["fault"]),
                 error=None,
                 ranks={},
-                waiting={RankId(Role(role), int(rank)): str(state) for role, rank, state in told["waiting"]},
+                waiting={RankId(Role(role), int(rank)): Spot(*spot) for role, rank, *spot in told["waiting"]},
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.debug("the verdict of another rank cannot be read: %s", error)
@@ -338,7 +374,9 @@ def blame(
         if diagnosis is None and (heard := among.heard()) is not None:
             return heard
         if cause.culprits and cause.culprits <= (waiting := among.waiting()).keys():
-            return frozenset(), _where_all_waited(reports, waiting)
+            return _where_all_waited(reports, waiting)
+        if not cause.culprits and (on_late := among.came_late(reports)) is not None:
+            return on_late
     if isinstance(cause.error, RankError) and isinstance(cause.error.cause, Stopped):
         if among is not None:
             among.end_stopped()
@@ -347,30 +385,45 @@ def blame(
         return cause.culprits, f"{name_ranks(cause.culprits)} {told}"
     if cause.is_told:
         return cause.culprits, first_line(cause.error)
-    return cause.culprits, "hangs, or is gone: it has said nothing" if cause.culprits else _where_all_waited(reports)
+    if cause.culprits:
+        return cause.culprits, "hangs, or is gone: it has said nothing"
+    return _where_all_waited(reports)
 
 
-def _where_all_waited(reports: Reports, waiting: Mapping[RankId, str] | None = None) -> str:
-    """Returns where ranks have waited in vain of which none is missing, and what to do.
+def _where_all_waited(reports: Reports, waiting: Mapping[RankId, Spot] | None = None) -> tuple[Collection[RankId], str]:
+    """Says where ranks have waited in vain of which none is missing, and which of them is the odd one; as `blame`.
 
     Args:
         reports: The failures of those that have given up.
         waiting: The places of the others.
     """
-    places: dict[str, list[RankId]] = {}
+    spots = dict(waiting or {})
     for rank_id, error in reports.items():
-        if isinstance(error, RankError | PhaseTimeoutError):
-            place = error.place if isinstance(error, RankError) else None
-            places.setdefault(f"{during(error.phase)} at {place or 'an unknown line'}", []).append(rank_id)
-    by_size = sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))
-    said = "; ".join(f"{name_ranks(ranks)} waited in vain {place}" for place, ranks in by_size)
-    said = "; ".join([said, *(f"{one} {state}" for one, state in (waiting or {}).items())])
+        if isinstance(error, RankError):
+            spots[rank_id] = Spot(error.phase, error.op, error.place)
+        elif isinstance(error, PhaseTimeoutError):
+            spots[rank_id] = Spot(error.phase, STORE_BARRIER, None)
+    sides: dict[tuple[Spot, bool], list[RankId]] = {}
+    for rank_id, spot in spots.items():
+        sides.setdefault((spot, rank_id in reports), []).append(rank_id)
+    odd = odd_ones(spots)
+    by_size = sorted(sides.items(), key=lambda item: (odd.isdisjoint(item[1]), -len(item[1]), min(item[1])))
+    said = "; ".join(
+        f"{name_ranks(ranks)} {'waited in vain' if has_given_up else 'waits' if len(ranks) == 1 else 'wait'} {spot}"
+        for (spot, has_given_up), ranks in by_size
+    )
+    head = "no rank is missing"
+    counts = Counter(spots.values())
+    if odd:
+        head += f", and {name_ranks(odd)} {'is the odd one' if len(odd) == 1 else 'are the odd ones'}"
+    elif len(counts) == 2 and len(set(counts.values())) == 1:
+        head += ", and as many wait at one line as at the other"
     advice = (
         "compare these lines: every rank must come to the same collectives, in the same order"
-        if len(by_size) > 1 or waiting
+        if len(by_size) > 1
         else "compare the shapes of that collective, and the network between the ranks"
     )
-    return f"no rank is missing: {said}\n{advice}"
+    return odd, f"{head}: {said}\n{advice}"
 
 
 def blame_for_the_end(

@@ -20,9 +20,9 @@ from typing import Any
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.diagnostics import proc_facts
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, GONE, STOPPED, ProcessFacts
-from rl_safe_workers.diagnostics.stacks import COLLECTIVES, collective_of, dump
+from rl_safe_workers.diagnostics.stacks import dump
 from rl_safe_workers.foreign_files import printable
-from rl_safe_workers.frames import Frame, relative, telling_frame
+from rl_safe_workers.frames import COLLECTIVES, Frame, collective_of, relative, telling_frame
 
 _AT_ONCE = 8
 """Processes looked at at the same time."""

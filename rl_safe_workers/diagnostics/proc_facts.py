@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rl_safe_workers.platforms.host_memory import group_memory
 
-_PROC = Path("/proc")
+_PROC, _LOCKS = Path("/proc"), Path("/proc/locks")
 _RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
@@ -331,3 +331,17 @@ def _lock_holder(pid: int, lines: Sequence[str]) -> int | None:
         if not waits:
             holders[number] = owner
     return None
+
+
+def lock_holder() -> int:
+    """Returns the process that holds the file lock for which this process waits; 0 if it waits for none."""
+    with suppress(OSError):
+        holders: dict[str, str] = {}
+        for line in _LOCKS.read_text(encoding="utf-8").splitlines():
+            # E.g. "1: FLOCK ADVISORY WRITE 4711 fe:00:2418171 0 EOF", followed by "1: -> FLOCK ..." for each waiter.
+            number, *fields = line.split()
+            if fields[:1] != ["->"]:
+                holders[number] = fields[3]
+            elif fields[4] == str(os.getpid()) and number in holders:
+                return int(holders[number])
+    return 0

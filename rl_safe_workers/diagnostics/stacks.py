@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from rl_safe_workers.frames import Frame, frames_of_threads, relative, telling_frame
+from rl_safe_workers.frames import Frame, collective_of, frames_of_threads, relative, telling_frame
 
 _THREAD = re.compile(r"(Current thread|Thread) ")
 _FRAMES = (
     re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$'),  # faulthandler
     re.compile(r"^ {4}(?P<function>\S.*) \((?P<file>.+):(?P<line>\d+)\)$"),  # py-spy
 )
-COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _CONTROL = ("rl_safe_workers/control/plane.py", "rl_safe_workers/control/board.py")
 
 
@@ -104,13 +103,6 @@ class Stack:
 def is_cut_off(text: str) -> bool:
     """Returns True if faulthandler left threads out: it writes 100, the main one last."""
     return text.rstrip().endswith("\n...")
-
-
-def collective_of(frames: Sequence[Frame]) -> str | None:
-    """Returns the torch collective that frames, innermost first, are in; None if they are in none."""
-    # The outermost: all_gather_object gathers sizes first. Those in between are decorators of torch.
-    names = [frame.function for frame in frames if frame.file.endswith(COLLECTIVES)]
-    return names[-1] if names else None
 
 
 def py_spy(pid: int, *, timeout_s: float) -> str:

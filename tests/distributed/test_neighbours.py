@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers import bootstrap, teardown
+from rl_safe_workers import bootstrap, guard, teardown
 from rl_safe_workers.diagnostics import neighbours
+from rl_safe_workers.diagnostics.answering import Stay
 from rl_safe_workers.diagnostics.neighbours import Neighbours
-from rl_safe_workers.errors import ResourceError
+from rl_safe_workers.errors import RankError, ResourceError, Victim
+from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import Outcome, run_ranks, values
@@ -88,6 +90,12 @@ def _dawdle() -> None:
     time.sleep(60)
 
 
+def _skip_and_dawdle() -> None:
+    with suppress(ValueError), guard("train"):
+        raise ValueError("no text")
+    _dawdle()
+
+
 def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -99,8 +107,16 @@ def _ends(address: StoreAddress, temporary: Path, break_down: Callable[[], None]
 
 @pytest.mark.parametrize(
     ("break_down", "doing"),
-    [(_dawdle, r"is at tests/distributed/test_neighbours.py:\d+ \(_dawdle\)"), (_stop, "is stopped at ")],
-    ids=["in a line of its own", "stopped"],
+    [
+        (
+            _skip_and_dawdle,
+            r"is at tests/distributed/test_neighbours.py:\d+ \(_dawdle\) in phase train, and its script has gone on "
+            r"after an error in phase train at tests/distributed/test_neighbours.py:\d+ \(_skip_and_dawdle\): "
+            "ValueError: no text",
+        ),
+        (_stop, "is stopped at "),
+    ],
+    ids=["in a line of its own after an error", "stopped"],
 )
 def test_the_silent_rank_is_named_with_its_place_by_one_of_the_others(
     break_down: Callable[[], None], doing: str, address: StoreAddress, temporary: Path
@@ -178,6 +194,38 @@ def test_a_rank_whose_folder_is_gone_says_so_and_judges_nobody(
     neighbours.evidence = temporary / "gone" / "verdict"
     assert neighbours.judge({}) is None
     assert "nobody can be asked where the ranks are: " in caplog.text
+
+
+def test_a_rank_that_waits_with_a_lock_in_its_hand_is_blamed_by_those_that_its_end_lets_come(temporary: Path) -> None:
+    now_s = time.time()
+
+    def report(rank: int, at_s: float) -> RankError:
+        told = {
+            "phase": "train",
+            "cause": Victim(),
+            "text": "",
+            "trace": "",
+            "place": "a.py:18 (load)",
+            "op": "barrier",
+        }
+        return RankError(rank_id=trainer_id(rank), raised_at=at_s, **told)
+
+    neighbours = object.__new__(Neighbours)  # without a handler of signals in this process
+    neighbours.folder = temporary
+    (temporary / "process_0").write_text(f"{os.getpid()} {psutil.Process().create_time()}")
+    until_s = now_s - 0.2
+    for rank, place, holder in ((0, "a.py:18 (load)", 0), (1, "a.py:16 (load)", os.getpid())):
+        stay = Stay(now_s - 20, until_s, holder, place)
+        (temporary / f"place_trainer_{rank}.txt").write_text(f"a.py:30 (<module>)\n{os.getpid()}\n{stay}\n")
+    reports = {trainer_id(0): report(0, now_s), trainer_id(1): report(1, now_s - 0.001)}
+    told = neighbours.came_late(reports)
+    assert told is not None
+    assert set(told[0]) == {trainer_id(0)}
+    assert told[1].partition("\n")[0] == (
+        "trainer rank 1 was at a.py:16 (load), and waited for a file lock of trainer rank 0, until trainer rank 0 gave "
+        "up; trainer rank 0 waited in vain in phase train in barrier at a.py:18 (load)"
+    )
+    assert neighbours.came_late({one: report(one.rank, now_s + 60) for one in reports}) is None
 
 
 def _train_twice(rank: int, addresses: list[StoreAddress], temporary: Path) -> list[tuple[str, list[str]]]:
@@ -324,9 +372,10 @@ def test_ranks_that_all_wait_in_vain_are_told_by_the_lines_that_they_wait_at(
     (told,) = {line.partition(": ")[2] for lines in found for line in lines if "the job has failed" in line}
     first, advice = told.splitlines()
     assert re.fullmatch(
-        r"the job has failed: no rank is missing: trainer rank 0, 2 waited in vain between phases at "
+        r"the job has failed on training rank 1: no rank is missing, and trainer rank 1 is the odd one: "
+        r"trainer rank 1 waited in vain between phases in all_reduce at "
         r"tests/distributed/test_neighbours.py:\d+ \(_reduce_or_meet\); "
-        r"trainer rank 1 waited in vain between phases at "
+        r"trainer rank 0, 2 waited in vain between phases in all_reduce at "
         r"tests/distributed/test_neighbours.py:\d+ \(_reduce_or_meet\)",
         first,
     ), told
@@ -355,8 +404,8 @@ def test_ranks_that_still_wait_elsewhere_are_told_with_their_places_and_not_blam
     first, advice = told.splitlines()
     where = r"tests/distributed/test_neighbours\.py:\d+ \(_reduce_or_meet_for_long\)"
     assert re.fullmatch(
-        rf"the job has failed: no rank is missing: trainer rank 1 waited in vain between phases at {where}; "
-        rf"trainer rank 0 is in all_reduce at {where}; trainer rank 2 is in all_reduce at {where}",
+        rf"the job has failed: no rank is missing: trainer rank 0, 2 wait between phases in all_reduce at {where}; "
+        rf"trainer rank 1 waited in vain between phases in all_reduce at {where}",
         first,
     ), told
     assert advice.startswith("compare these lines")

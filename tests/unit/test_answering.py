@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,10 +26,11 @@ from rl_safe_workers.diagnostics.answering import (
     read_fatal,
     read_phase,
     read_place,
+    read_stays,
 )
 from rl_safe_workers.diagnostics.inquiry import RankProcess, ask_ranks
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, Raised, RankError
-from rl_safe_workers.frames import Frame, place_of, relative, telling_frame
+from rl_safe_workers.frames import Frame, frames_of_thread, place_of, relative, telling_frame
 from rl_safe_workers.ranks import trainer_id
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,6 +58,34 @@ def test_a_rank_that_is_killed_has_left_the_line_that_it_was_at(tmp_path: Path) 
     process.kill()
     process.wait()
     assert read_place(tmp_path, trainer_id(0)) == expected
+
+
+LOCKED = """
+import fcntl, sys
+from pathlib import Path
+from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.ranks import trainer_id
+
+lock = open("cache.lock", "w")
+answer_when_asked(Path(sys.argv[1]), trainer_id(0))
+fcntl.flock(lock, fcntl.LOCK_EX)  # line 9
+"""
+
+
+def test_a_rank_notes_where_it_stands_for_long_and_who_holds_the_lock_that_it_waits_for(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(LOCKED)
+    with (tmp_path / "cache.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = subprocess.Popen([sys.executable, "rank.py", str(tmp_path)], cwd=tmp_path, env=_ours())
+        until_s = time.monotonic() + 30
+        while not (stays := read_stays(tmp_path, trainer_id(0))) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        while not any(stay.holder for stay in stays) and time.monotonic() < until_s:
+            stays = read_stays(tmp_path, trainer_id(0))
+        process.kill()
+        process.wait()
+    assert [(stay.place, stay.holder) for stay in stays] == [("rank.py:9 (<module>)", os.getpid())]
+    assert stays[0].is_long
 
 
 ABORTED = """
@@ -182,6 +217,62 @@ def test_an_error_tells_the_innermost_line_that_is_not_of_a_library() -> None:
     assert place_of(ValueError("never raised")) is None
 
 
+def test_our_own_teardown_is_told_by_the_line_that_calls_it() -> None:
+    names = ("control/plane.py", "workers/safe_trainer.py", "standalone.py")
+    ours = [Frame(file=f"rl_safe_workers/{name}", line=1, function="f") for name in names]
+    users, save = (Frame(file=file, line=9, function="f") for file in ("train.py", "rl_safe_workers/checkpoint/x.py"))
+    assert telling_frame([*ours, users]) == users
+    assert telling_frame(ours) == ours[1]
+    assert telling_frame([save, *ours, users]) == save
+
+
+async def _asks(answers: asyncio.Queue[int]) -> int:
+    return await answers.get()
+
+
+async def _in_a_group(asked: Coroutine[Any, Any, int]) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(asked)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda asked: asked,
+        asyncio.ensure_future,
+        lambda asked: asyncio.gather(asyncio.sleep(0), asked),
+        lambda asked: asyncio.wait([asyncio.ensure_future(asked)]),
+        lambda asked: asyncio.wait_for(asked, 60),
+        _in_a_group,
+    ],
+    ids=["a coroutine", "a task", "gather", "wait", "wait_for", "a group of tasks"],
+)
+def test_a_thread_whose_event_loop_waits_is_at_the_line_of_the_coroutine(
+    wait: Callable[[Coroutine[Any, Any, int]], Awaitable[Any]],
+) -> None:
+    asked, loops = threading.Event(), []
+
+    async def run() -> None:
+        answers: asyncio.Queue[int] = asyncio.Queue()
+        loops.append((asyncio.get_running_loop(), answers))
+        asyncio.get_running_loop().call_later(0.1, asked.set)
+        await wait(_asks(answers))
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    asked.wait(30)
+    (loop, answers) = loops[0]
+    try:
+        until_s, functions = time.monotonic() + 30, []
+        while "_asks" not in functions and time.monotonic() < until_s:
+            functions = [frame.function for frame in frames_of_thread(thread) if frame.is_telling]
+    finally:
+        loop.call_soon_threadsafe(answers.put_nowait, 1)
+        thread.join()
+    assert functions[:1] == ["_asks"]
+    assert "run" in functions[1:]
+
+
 def test_a_stack_of_libraries_alone_tells_its_innermost_line() -> None:
     frames = [Frame(file=f"torch/{name}.py", line=1, function="f") for name in ("inner", "outer")]
     assert telling_frame(frames) == frames[0]
@@ -278,6 +369,88 @@ def test_a_rank_whose_threads_run_outlives_the_questions(tmp_path: Path) -> None
     finally:
         process.kill()
         process.communicate()
+
+
+BEREFT_RANK = """
+import queue, sys, threading
+from pathlib import Path
+from rl_safe_workers.diagnostics.answering import answer_when_asked, note_event
+from rl_safe_workers.ranks import trainer_id
+
+batches = queue.Queue()
+
+def prefetch():
+    raise FileNotFoundError("shard 4\\nhas moved")  # line 10
+
+threading.excepthook = lambda args: print("before")
+answer_when_asked(Path(sys.argv[1]), trainer_id(0))
+leaving = threading.Thread(target=sys.exit)
+leaving.start()
+leaving.join()
+prefetching = threading.Thread(target=prefetch, name="prefetch")
+prefetching.start()
+prefetching.join()
+_ = print("ready", flush=True), batches.get()  # line 20
+"""
+
+
+def test_a_rank_whose_thread_has_ended_by_an_exception_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bereft.py").write_text(BEREFT_RANK)
+    command = [sys.executable, "bereft.py", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=tmp_path, env=_ours(), stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(3)] == ["before\n", "before\n", "ready\n"]
+        rank = RankProcess(rank_id=trainer_id(0), pid=process.pid, folder=tmp_path)
+        (found,) = ask_ranks(lambda: [rank], patience_s=10.0).ranks
+    finally:
+        process.kill()
+        process.communicate()
+    assert found.where() == (
+        "is at bereft.py:20 (<module>), and its thread prefetch has ended at bereft.py:10 (prefetch): "
+        "FileNotFoundError: shard 4"
+    )
+
+
+LEAVING_RANK = """
+import os, sys
+from pathlib import Path
+from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.ranks import trainer_id
+
+def run_sandboxed():
+    os._exit(0)  # line 8
+
+answer_when_asked(Path(sys.argv[1]), trainer_id(0))
+if sys.argv[2] == "child" and (child := os.fork()):
+    os.waitpid(child, 0)
+else:
+    run_sandboxed()
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "said"),
+    [
+        (
+            "rank",
+            "ended with exit status 0, without an error and without teardown: exit code 0: it called os._exit at "
+            "leaving.py:8 (run_sandboxed)",
+        ),
+        ("child", "died, last seen at leaving.py:12 (<module>): why is not known, because "),
+    ],
+)
+def test_a_rank_that_leaves_by_a_call_of_exit_is_told_with_its_status_and_its_line(
+    who: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaving.py").write_text(LEAVING_RANK)
+    process = subprocess.Popen([sys.executable, "leaving.py", str(tmp_path), who], cwd=tmp_path, env=_ours())
+    assert process.wait() == 0
+    (tmp_path / place_file(trainer_id(0))).write_text("leaving.py:12 (<module>)")
+    rank = RankProcess(rank_id=trainer_id(0), pid=process.pid, folder=tmp_path, never_ends=True)
+    (found,) = ask_ranks(lambda: [rank], patience_s=10.0).ranks
+    assert f"{found.where()}: {found.ending}".startswith(said)
 
 
 HOLDING_RANK = """

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 
+from rl_safe_workers.control import deadline
 from rl_safe_workers.control.deadline import FLOOR, Background, Deadline, DeadlineExceededError, run_bounded
+from rl_safe_workers.errors import RunError
 
 
 def test_remaining_shrinks_and_keeps_the_floor() -> None:
@@ -81,3 +84,26 @@ def test_work_in_the_background_says_when_it_has_ended() -> None:
     release.set()
     assert work.wait(Deadline.after(5)) is True
     assert work.is_done
+
+
+def _refuse(*args: object, **kwargs: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def _forget(*args: object, **kwargs: object) -> None:
+    """Stands for a system that makes a thread which has no memory to begin with."""
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [(_forget, "a new one did not run within 0 s; look at "), (_refuse, "can't start new thread; look at ")],
+    ids=["it never runs", "the system refuses it"],
+)
+def test_a_process_that_can_start_no_thread_says_so(
+    start: Callable[..., None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadline, "START_S", 0.1)
+    name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+    monkeypatch.setattr(threading, name, start)
+    with pytest.raises(RunError, match=f"^this process can start no thread: {said}"):
+        run_bounded(lambda: 1, Deadline.after(60.0), name="work")

@@ -28,7 +28,7 @@ from rl_safe_workers.errors import (
     StoreLostError,
     Victim,
 )
-from rl_safe_workers.frames import Frame
+from rl_safe_workers.frames import COLLECTIVES, Frame
 from rl_safe_workers.ranks import RankId, Role, name_ranks, trainer_id, trainer_ids
 
 Judge = Callable[..., Diagnosis]
@@ -131,6 +131,35 @@ def test_ranks_that_all_wait_blame_nobody(judged: Judge) -> None:
     found = judged(waits(0), waits(1))
     assert culprits(found) == set()
     assert found.verdict == "hang: the trainers: all arrived, and did not finish"
+
+
+def test_where_all_wait_the_rank_in_another_collective_than_most_is_named() -> None:
+    def in_collective(rank: int, name: str, line: int) -> RankProcess:
+        frames = [Frame(file=COLLECTIVES, line=1, function=name), replace(WORK, line=line)]
+        return replace(process(rank), stack=Stack(frames=frames, is_in_a_call=True, op=name))
+
+    most = [in_collective(rank, "all_reduce", 7) for rank in (0, 2)]
+
+    def judge(other: RankProcess) -> Diagnosis:
+        answers = Answers(ranks=[*most, other])
+        return diagnose_answers(lambda patience_s: answers, patience_s=1.0, host_error=late(0, 1, 2))
+
+    found = judge(in_collective(1, "all_gather", 9))
+    assert culprits(found) == {1}
+    assert found.verdict == (
+        "hang: phase train, training world, all_reduce: 0, 2 arrived, 1 did not within 9.0 s; trainer rank 0, 2 are in "
+        "phase train in all_reduce at mine.py:7 (step); trainer rank 1 is in all_gather at mine.py:9 (step)"
+    )
+    assert culprits(judge(in_collective(1, "all_reduce", 7))) == {0, 1, 2}
+
+
+def test_a_missing_rank_is_told_with_its_own_phase_and_with_what_it_has_gone_on_after(judged: Judge) -> None:
+    ends = replace(busy(1), phase="teardown", events=["its thread prefetch has ended at mine.py:3 (send): OSError: no"])
+    found = judged(waits(0), ends, reports={0: late(1)})
+    assert found.verdict.endswith(
+        "trainer rank 1 is at mine.py:7 (step) in phase teardown, and its thread prefetch has ended at mine.py:3 (send)"
+        ": OSError: no"
+    )
 
 
 def test_a_rank_that_has_ended_well_too_early_is_blamed_by_those_that_wait(judged: Judge) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -25,7 +26,7 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.ranks import RankId, Role, trainer_id, trainer_ids
-from rl_safe_workers.root_cause import cause_of, root_cause
+from rl_safe_workers.root_cause import STORE_BARRIER, Spot, cause_of, odd_ones, root_cause
 
 pytestmark = pytest.mark.usefixtures("without_messages")
 
@@ -184,6 +185,43 @@ def test_reports_that_have_crossed_processes_give_the_same_root() -> None:
     for found, pending, _, culprits, is_told in TABLE.values():
         root = root_cause(pickle.loads(pickle.dumps(found)), pending=pickle.loads(pickle.dumps(pending)))
         assert (root.culprits, root.is_told) == (culprits, is_told)
+
+
+UPDATE = Spot("train", "all_reduce", "tiny.py:46 (average_gradients)")
+METRICS = Spot("train", "all_reduce", "train.py:22 (<module>)")
+
+
+@pytest.mark.parametrize(
+    ("spots", "odd"),
+    [
+        ([UPDATE, UPDATE, UPDATE, METRICS], {T3}),
+        ([METRICS, UPDATE, UPDATE, METRICS, UPDATE], {T0, T3}),
+        ([UPDATE, METRICS], set()),
+        ([UPDATE, UPDATE, UPDATE], set()),
+        ([UPDATE, UPDATE, METRICS, replace(METRICS, phase="save")], set()),
+        ([UPDATE, UPDATE, replace(METRICS, op=None)], set()),
+        ([replace(UPDATE, op="recv"), replace(UPDATE, op="recv"), METRICS], set()),
+        ([replace(UPDATE, op="broadcast"), replace(UPDATE, op="broadcast"), replace(METRICS, op="broadcast")], set()),
+        ([UPDATE, UPDATE, replace(METRICS, op="broadcast")], {T2}),
+        ([UPDATE, UPDATE, Spot("teardown", STORE_BARRIER, None)], {T2}),
+    ],
+    ids=[
+        "one of four",
+        "two of five",
+        "halves",
+        "all at one line",
+        "three places",
+        "a collective that is not known",
+        "a pipeline",
+        "the root of a collective",
+        "another collective",
+        "the teardown",
+    ],
+)
+def test_the_rank_that_waits_in_another_collective_than_most_is_the_odd_one(
+    spots: Sequence[Spot], odd: set[RankId]
+) -> None:
+    assert odd_ones(dict(zip(trainer_ids(range(len(spots))), spots, strict=True))) == odd
 
 
 GLOO = RuntimeError("[/x/unbound_buffer.cc:78] Timed out waiting 1500ms for recv operation to complete")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 from rl_safe_workers.checkpoint.folders.durable import naming
 from rl_safe_workers.checkpoint.folders.ownership import MARKER
 from rl_safe_workers.checkpoint.format.archives import crc32_of
+from rl_safe_workers.control.deadline import Thread
 from rl_safe_workers.errors import CheckpointError
 
 DIGEST = "crc32"
@@ -70,9 +70,7 @@ def _flushing(file: IO[bytes]) -> Iterator[Callable[[int], None]]:
     asked = SimpleQueue[bool]()
     flushed = 0
     failures: list[OSError] = []
-    thread = threading.Thread(
-        target=_flush_when_asked, args=(file.fileno(), asked, failures), name="flush", daemon=True
-    )
+    thread = Thread(_flush_when_asked, args=(file.fileno(), asked, failures), name="flush")
 
     def flush(size_bytes: int) -> None:
         nonlocal flushed
