@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator
 
@@ -78,3 +78,11 @@ class HostSettings(Section):
         if not isinstance(node, Mapping):
             raise ConfigError(f"{source} must hold keys, such as {source}.timeouts.save=600, and is {node!r:.200}")
         return read(cls, node, node=source)
+
+
+class ProvableSettings(HostSettings):
+    """The settings of a host whose weight syncs can be proved."""
+
+    prove_sync_freq: Annotated[int, Field(ge=-1, le=10**9)] = -1
+    """Read weights back after the first weight sync and every so many after it, and compare them with what was sent;
+    1: after all, 0: after the first, -1: never."""

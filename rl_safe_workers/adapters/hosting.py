@@ -29,6 +29,8 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId
+from rl_safe_workers.rollout.sent_digests import SentDigests
+from rl_safe_workers.rollout.sync_proof import SentWeights
 from rl_safe_workers.workers.communicators import HostComms
 from rl_safe_workers.workers.safe_trainer import SafeTrainer
 from rl_safe_workers.worlds.training_world import device_of_world
@@ -51,6 +53,8 @@ class HostedTrainer:
     """The job's ranks on this machine, from `meet_neighbours` on; None where a driver asks."""
     _writer: ShardWriter | None = None
     """Writes what the host would have written; None if the host's saves do not go through it."""
+    digests: SentDigests | None = None
+    """Takes digests of the weights of the next sync, or has taken them; None unless that is to be proved."""
 
     @property
     def has_world(self) -> bool:
@@ -97,6 +101,16 @@ class HostedTrainer:
         self.notes = RankNotes(self._trainer)
         self._trainer.add_part(self.notes)
         self._trainer.entry.adopt_world()
+
+    def prove_sync(self) -> None:
+        """Has `digests` take digests of the weights of the next sync."""
+        self.digests = SentDigests()
+
+    def sent_weights(self) -> SentWeights:
+        """Returns the digests since `prove_sync`, and takes no more. Waits for the device."""
+        digests, self.digests = self.digests, None
+        assert digests is not None, "prove_sync comes before it"
+        return digests.sent(digests.names)
 
     def meet_neighbours(self, *, stop_limit_s: float) -> None:
         """Has the ranks on this machine say which one a failure began with, in a job that has no driver of ours.

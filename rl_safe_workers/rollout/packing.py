@@ -12,6 +12,11 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BY
 """dtypes by their names in a `WeightSpec`."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name of a dtype without the prefix, e.g. ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def places(bucket: Bucket, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields the place of each weight as a view of the buffer, with the weight's shape and dtype.
 

@@ -33,14 +33,22 @@ class SentDigests:
         self._digests.append(digests(tensors))
         self._seconds += time.monotonic() - started_s
 
-    def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields weights as they come, each after its digest was taken. It takes some ahead, for many at once."""
+    def passing(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, at_once_bytes: int = AT_ONCE_BYTES
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields weights as they come, each after its digest was taken. It takes some ahead, for many at once.
+
+        Args:
+            weights: Name and tensor of each.
+            at_once_bytes: Bytes that it takes ahead; 0 for a host that sends weights from several streams of a GPU,
+                because each must be taken on the stream that it is sent from.
+        """
         waiting: list[tuple[str, torch.Tensor]] = []
         waiting_bytes = 0
         for name, tensor in weights:
             waiting.append((name, tensor))
             waiting_bytes += tensor.nbytes
-            if waiting_bytes > AT_ONCE_BYTES:
+            if waiting_bytes > at_once_bytes:
                 yield from self._noted(waiting)
                 waiting, waiting_bytes = [], 0
         yield from self._noted(waiting)
@@ -57,6 +65,8 @@ class SentDigests:
             names: HF name of each weight, in the order of sending.
         """
         started_s = time.monotonic()
+        if self._digests and self._digests[0].is_cuda:
+            torch.cuda.synchronize(self._digests[0].device)  # the host may have sent weights from other streams
         found = torch.cat(self._digests).tolist() if self._digests else []
         by_name = dict(zip(names, found, strict=True))
         return SentWeights(digests=by_name, seconds=self._seconds + time.monotonic() - started_s)

@@ -13,7 +13,7 @@ from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
-from rl_safe_workers.rollout.packing import DTYPES, places
+from rl_safe_workers.rollout.packing import DTYPES, dtype_name, places
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES
 
@@ -21,11 +21,6 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 Digest = Callable[[Sequence[torch.Tensor]], None]
 
 _NOTHING = ("nothing", torch.empty(0))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's name of a dtype without the prefix, e.g. ``"float32"``."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

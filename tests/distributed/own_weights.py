@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers.rollout.packing import unpack
+from rl_safe_workers.rollout.packing import dtype_name, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
-from rl_safe_workers.workers.outgoing import Outgoing, dtype_name
+from rl_safe_workers.workers.outgoing import Outgoing
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed.worker import Worker, run_config
 

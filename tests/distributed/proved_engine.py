@@ -21,11 +21,11 @@ from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import RolloutError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.rollout.digest import digests
-from rl_safe_workers.rollout.packing import unpack
+from rl_safe_workers.rollout.packing import dtype_name, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.read_back import ReadBack
 from rl_safe_workers.rollout.sync_proof import HeldWeights
-from rl_safe_workers.workers.outgoing import Digest, Outgoing, dtype_name
+from rl_safe_workers.workers.outgoing import Digest, Outgoing
 from tests.slow_digest import slow_digest
 
 Weights = dict[str, torch.Tensor]

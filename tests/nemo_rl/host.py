@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,12 +262,15 @@ class HostImpl:
 
     def prepare_refit_info(self) -> dict[str, Any]:
         """As NeMo RL's, over Bridge's export: the weights of all ranks are gathered."""
-        return {name: (weight.shape, weight.dtype) for name, weight in self.policy.export_hf_weights()}
+        return {name: (weight.shape, weight.dtype) for name, weight in self._iter_params_with_optional_kv_scales()}
+
+    def _iter_params_with_optional_kv_scales(self, kv_scales: Any = None) -> Iterator[Any]:
+        yield from self.policy.export_hf_weights()
 
     def broadcast_weights_for_collective(self, kv_scales: Any = None, **buffers: Any) -> int:
         refit = self.cfg.get("refit", {}).get(self.rank)
         engine = self.cfg.get("engine") if self.rank == 0 else None
-        return send_weights(self.policy.export_hf_weights(), refit, engine=engine)
+        return send_weights(self._iter_params_with_optional_kv_scales(kv_scales), refit, engine=engine)
 
     def stream_weights_via_ipc_zmq(self, buffer_size_bytes: int = 0, kv_scales: Any = None) -> int:
         return self.broadcast_weights_for_collective()

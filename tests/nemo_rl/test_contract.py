@@ -13,6 +13,8 @@ from rl_safe_workers.adapters.nemo_rl.contract import (
     BRIDGE_NAMES,
     BRIDGE_TEXTS,
     NAMES,
+    PROOF_NAMES,
+    PROOF_TEXTS,
     TEXTS,
     check_host,
 )
@@ -47,6 +49,14 @@ def test_the_host_does_what_we_rely_on(expected: HostText, root: str) -> None:
     assert lacks_text(Path(root), expected) is None
 
 
+@needs_source
+@each_source
+def test_the_host_has_what_a_proof_of_refits_relies_on(root: str) -> None:
+    if find(Path(root), PROOF_NAMES[0].file, PROOF_NAMES[0].name.partition(".")[0]) is None:
+        pytest.skip("a version before v0.7.0, which is refused")
+    check_host(Path(root), PROOF_NAMES, PROOF_TEXTS)
+
+
 @needs_bridge
 @each_bridge
 @pytest.mark.parametrize("expected", BRIDGE_NAMES, ids=lambda e: e.name)
@@ -62,7 +72,7 @@ def test_bridge_does_what_we_rely_on(expected: HostText, root: str) -> None:
 
 
 def test_every_method_that_we_override_is_in_the_contract() -> None:
-    own = {"rl_safe_report", "rl_safe_end_groups"}
+    own = {"rl_safe_report", "rl_safe_end_groups", "rl_safe_prove", "rl_safe_sent"}
     overridden = {name for name, value in vars(SafePolicyMixin).items() if callable(value) and name not in own}
     listed = {
         expected.name.rpartition(".")[2]
@@ -121,6 +131,6 @@ def test_a_host_that_lacks_a_name_is_refused_unless_nobody_calls_it_then(expecte
 
 def test_the_page_lists_every_name_with_its_parameters() -> None:
     page = (Path(__file__).parents[2] / "docs" / "nemo_rl.md").read_text()
-    for expected in (*NAMES, *BRIDGE_NAMES):
+    for expected in (*NAMES, *PROOF_NAMES, *BRIDGE_NAMES):
         signature = f"({', '.join(expected.parameters)})" if expected.parameters else ""
         assert f"| {expected.file} | `{expected.name}{signature}` |" in page

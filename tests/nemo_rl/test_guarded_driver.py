@@ -21,8 +21,9 @@ from rl_safe_workers.adapters.driver_waits import Standstill
 from rl_safe_workers.adapters.nemo_rl import guarded_driver
 from rl_safe_workers.adapters.nemo_rl.guarded_driver import ENGINE_CALLS, REFIT, ROLLOUTS, GuardedDriver
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
-from rl_safe_workers.errors import PhaseTimeoutError, RunError
+from rl_safe_workers.errors import PhaseTimeoutError, RunError, WeightSyncError
 from rl_safe_workers.ranks import RankId, Role, trainer_id
+from rl_safe_workers.rollout.sync_proof import HeldWeights, SentWeights
 
 TIMEOUTS = NemoRlTimeouts(sync=1.0, rollout=1.0, joint=1.0)
 LIMIT_S = 10.0
@@ -51,8 +52,21 @@ def _evidence_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 class _Worker:
     """A worker of either kind, some of whose calls may have no answer."""
 
-    def __init__(self, silent: str = "") -> None:
-        self._silent = silent
+    def __init__(self, silent: str = "", wrong: int = 0) -> None:
+        self._silent, self._wrong = silent, wrong
+        """Number of refits after which it holds other weights than were sent."""
+
+    def rl_safe_prove(self) -> str | None:
+        return None
+
+    def rl_safe_sent(self) -> SentWeights:
+        return SentWeights(digests={"w": 7}, seconds=0.0)
+
+    def rl_safe_held(self) -> HeldWeights:
+        self.call("held")
+        self._wrong -= 1
+        held = (("w", 8 if self._wrong >= 0 else 7),)
+        return HeldWeights(digests=held, converted=0, unread=(), faults=(), seconds=0.0)
 
     def is_alive(self) -> bool:
         return True
@@ -69,8 +83,8 @@ class _Worker:
         return os.getpid()
 
 
-def _started(silent: str = "") -> Any:
-    worker = _Worker.remote(silent)
+def _started(silent: str = "", wrong: int = 0) -> Any:
+    worker = _Worker.remote(silent, wrong)
     assert ray.get(worker.is_alive.remote())
     return worker
 
@@ -104,7 +118,7 @@ class _Policy:
 
 
 class _Generation(_Policy):
-    cfg: Any = {}  # noqa: RUF012
+    cfg: Any = {"colocated": {"enabled": False}}  # noqa: RUF012
 
     def prepare_for_generation(self) -> list[Any]:
         return ray.get(self.worker_group.ask("wake_up"))  # type: ignore[no-any-return]
@@ -173,8 +187,11 @@ def ends() -> Iterator[ExitStack]:
         yield stack
 
 
-def _guarded(ends: ExitStack, trainers: list[Any], engines: list[Any]) -> tuple[Any, GuardedDriver]:
-    module, driver = _loops(), GuardedDriver(TIMEOUTS, ends, evidence=EVIDENCE)
+def _guarded(
+    ends: ExitStack, trainers: list[Any], engines: list[Any], *, prove_sync_freq: int = -1
+) -> tuple[Any, GuardedDriver]:
+    module = _loops()
+    driver = GuardedDriver(TIMEOUTS, ends, evidence=EVIDENCE, prove_sync_freq=prove_sync_freq)
     driver.guard_setup(module)
     driver.policy, driver.generation = _Policy(*trainers), _Generation(*engines)
     driver.guard_loops(module)
@@ -210,6 +227,26 @@ def test_an_engine_that_has_died_in_a_refit_is_named_at_once(ends) -> None:
     with pytest.raises(RunError, match="the refit: rollout engine 0 has died; ") as caught:
         module.refit_policy_generation(driver.policy, driver.generation)
     assert caught.value.culprit == RankId(Role.ROLLOUT, 0)
+
+
+def test_an_engine_that_is_wrong_once_is_refitted_with_all_others(ends, caplog) -> None:
+    module, driver = _guarded(ends, [_started()], [_started(), _started(wrong=1)], prove_sync_freq=2)
+    assert module.refit_policy_generation(driver.policy, driver.generation) == [None, None]
+    assert caplog.messages == [f"the refit is redone: rollout rank 1: w: sent {7:016x}, held {8:016x}"]
+
+
+def test_an_engine_that_is_wrong_twice_ends_the_job_unless_the_refit_is_not_due(ends) -> None:
+    module, driver = _guarded(ends, [_started()], [_started(), _started(wrong=2)], prove_sync_freq=0)
+    with pytest.raises(WeightSyncError, match="^the refit has put wrong weights .* twice: rollout rank 1: w"):
+        module.refit_policy_generation(driver.policy, driver.generation)
+    assert module.refit_policy_generation(driver.policy, driver.generation) == [None, None]
+
+
+def test_an_engine_that_does_not_say_what_it_holds_is_named(ends) -> None:
+    module, driver = _guarded(ends, [_started()], [_started(), _started("held")], prove_sync_freq=1)
+    error, _ = _late(lambda: module.refit_policy_generation(driver.policy, driver.generation))
+    assert (error.phase, error.missing) == ("sync", {RankId(Role.ROLLOUT, 1)})
+    assert "the proof of the weight sync" in str(error)
 
 
 def test_an_engine_that_does_not_wake_up_is_named(ends) -> None:

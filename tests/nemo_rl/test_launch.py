@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from rl_safe_workers.adapters.nemo_rl import launch
+from rl_safe_workers.adapters.nemo_rl.contract import NAMES, PROOF_NAMES
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings, worker_settings
+from rl_safe_workers.adapters.nemo_rl.proved_refits import BUILDER_MODULE, WORKERS, check_generation
 from rl_safe_workers.errors import ConfigError
 from tests.nemo_rl.source import write_source
 
@@ -56,7 +58,7 @@ def ends() -> Iterator[ExitStack]:
 
 
 def _source(folder: Path, *, without: str = "") -> Path:
-    return write_source(folder / "nemo-rl", without=without)
+    return write_source(folder / "nemo-rl", without=without, names=(*NAMES, *PROOF_NAMES))
 
 
 def _master(**more: Any) -> Any:
@@ -102,6 +104,85 @@ def test_the_policy_is_made_of_our_workers_and_told_our_settings(policy_class, r
     assert ended == ["policy", "generation"]
 
 
+PROVED = {
+    "backend": "vllm",
+    "vllm_cfg": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "precision": "bfloat16"},
+}
+
+
+@pytest.fixture
+def builder(registry, monkeypatch) -> Any:
+    """NeMo RL's module that makes its generation workers, of which it only notes the name."""
+    module: Any = ModuleType(BUILDER_MODULE)
+    stock = module.RayWorkerBuilder = lambda worker, *args, **options: (worker, args, options)
+    package, registered = BUILDER_MODULE.split("."), registry.ACTOR_ENVIRONMENT_REGISTRY
+    for depth in range(2, len(package)):
+        name = ".".join(package[:depth])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, BUILDER_MODULE, module)
+    registered |= {worker: f"/venvs/{number}/bin/python" for number, worker in enumerate(WORKERS)}
+    monkeypatch.setattr(launch, "PROOF_TEXTS", ())
+    yield module
+    assert module.RayWorkerBuilder is stock
+
+
+def test_generation_is_of_workers_that_read_weights_back_if_refits_are_proved(builder, registry, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "_policy_class", lambda: ByArgument)
+    made = []
+
+    def setup(config: Any, policy_factory: Any = None) -> Any:
+        made.extend(builder.RayWorkerBuilder(worker, config, defer_model_load=True) for worker in WORKERS)
+        return SimpleNamespace(shutdown=lambda: True), None
+
+    master = _master(rl_safe={"prove_sync_freq": 3})
+    master.policy["generation"] = PROVED
+    with ExitStack() as ends:
+        launch.safe_setup(setup, ends)(master)
+        with pytest.raises(ConfigError, match="VllmQuantGenerationWorker does not read weights back; set it to -1"):
+            builder.RayWorkerBuilder("x.VllmQuantGenerationWorker")
+    assert made == [(worker, (master,), {"defer_model_load": True}) for worker in WORKERS.values()]
+    pythons = registry.ACTOR_ENVIRONMENT_REGISTRY
+    assert [pythons[worker] for worker in WORKERS.values()] == [pythons[worker] for worker in WORKERS]
+
+
+def test_a_host_that_lacks_what_a_proof_relies_on_is_refused(builder, ends, monkeypatch, tmp_path) -> None:
+    old = _source(tmp_path / "old", without="VllmGenerationWorkerImpl")
+    monkeypatch.setattr(sys.modules["nemo_rl"], "__file__", str(old / "nemo_rl" / "__init__.py"))
+    master = _master(rl_safe={"prove_sync_freq": 0})
+    master.policy["generation"] = PROVED
+    with pytest.raises(ConfigError, match=r"lacks VllmGenerationWorkerImpl.*: use v0\.7\.0 or a newer one, or set "):
+        launch.safe_setup(lambda config, policy_factory=None: pytest.fail("set up"), ends)(master)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("backend", "megatron", "only vLLM's engines are read back"),
+        ("refit_transport", "nccl_reshard", "only NeMo RL's default transports are proved"),
+        ("quant_cfg", "NVFP4", "only engines that are not quantised are read back"),
+        ("vllm_cfg.tensor_parallel_size", 2, "only engines of one GPU are read back"),
+        ("vllm_cfg.pipeline_parallel_size", 2, "only engines of one GPU are read back"),
+        ("vllm_cfg.expert_parallel_size", 2, "only engines of one GPU are read back"),
+        ("vllm_cfg.precision", "fp8", "only engines that are not quantised are read back"),
+        ("vllm_cfg.kv_cache_dtype", "fp8_e4m3", "its scales are sent as weights"),
+    ],
+)
+def test_a_run_whose_refits_cannot_be_proved_is_refused(key, value, reason) -> None:
+    check_generation(PROVED, every=1)
+    outer, _, inner = key.rpartition(".")
+    changed = {**PROVED, outer: {**PROVED[outer], inner: value}} if outer else {**PROVED, inner: value}
+    with pytest.raises(ConfigError) as caught:
+        check_generation(changed, every=1)
+    assert str(caught.value) == (
+        f"rl_safe.prove_sync_freq=1 with policy.generation.{key}={value}: {reason}; set rl_safe.prove_sync_freq=-1"
+    )
+
+
+def test_a_run_without_generation_is_refused_if_refits_are_to_be_proved() -> None:
+    with pytest.raises(ConfigError, match="policy.generation.backend=None"):
+        check_generation(None, every=0)
+
+
 class Policy:
     """As `ByArgument`, looked up by `old_setup` in this module."""
 
@@ -133,7 +214,7 @@ def test_a_host_that_lacks_what_the_worker_derives_from_is_refused_before_there_
 ) -> None:
     old = _source(tmp_path / "old", without="MegatronPolicyWorkerImpl")
     monkeypatch.setattr(sys.modules["nemo_rl"], "__file__", str(old / "nemo_rl" / "__init__.py"))
-    refused = "lacks MegatronPolicyWorkerImpl .* and 10 other names.* from commit f00e1006b"
+    refused = "lacks MegatronPolicyWorkerImpl .* and 11 other names.* from commit f00e1006b"
     with pytest.raises(ConfigError, match=refused):
         launch.safe_setup(lambda config, policy_factory=None: pytest.fail("set up"), ends)(_master())
     # Our script does not even import the host's.

@@ -27,6 +27,7 @@ from tests.distributed.ranks import Outcome, run_ranks, values
 from tests.nemo_rl import sending
 from tests.nemo_rl.host import SafeWorker, annotations, set_environment
 from tests.nemo_rl.test_life import config_of
+from tests.slow_digest import slow_digest
 
 SIZE, VICTIM = 2, 1
 TIMEOUT_S = 4.0
@@ -55,8 +56,9 @@ def start(rank: int, port: int, config: dict[str, Any]) -> SafeWorker:
     return SafeWorker(config, worker_sharding_annotations=annotations(SIZE))
 
 
-def _refit(rank: int, port: int, config: dict[str, Any], send: str) -> tuple[float, Any]:
+def _refit(rank: int, port: int, config: dict[str, Any], send: str) -> Any:
     worker = start(rank, port, config)
+    worker.rl_safe_prove()
     started_s = time.monotonic()
     try:
         value = getattr(worker, send)()
@@ -66,8 +68,10 @@ def _refit(rank: int, port: int, config: dict[str, Any], send: str) -> tuple[flo
         time.sleep(max(0.0, ALLOWED_S - took_s))
         raise RuntimeError(f"{took_s:.1f} s, {type(error).__name__}: {error}") from error
     events = [event for event in worker.safe.trainer.lifecycle.drain_events() if event.phase is Phase.SYNC]
+    sent, held = worker.rl_safe_sent().digests, dict(worker.policy.export_hf_weights())
+    assert sent == {name: slow_digest(weight) for name, weight in held.items()}
     worker.shutdown()
-    return value, [event.ok for event in events]
+    return value, [event.ok for event in events], sent
 
 
 def _texts(outcomes: list[Outcome]) -> list[str]:
@@ -80,9 +84,11 @@ def _texts(outcomes: list[Outcome]) -> list[str]:
 
 @pytest.mark.parametrize("send", ["prepare_refit_info", *SENDS])
 def test_a_refit_is_a_phase_that_does_as_the_hosts(send, tiny_moe, tmp_path, port) -> None:
-    for value, phases in values(run_ranks(_refit, SIZE, port, config_of(tiny_moe, tmp_path), send)):
+    found = values(run_ranks(_refit, SIZE, port, config_of(tiny_moe, tmp_path), send))
+    for value, phases, _ in found:
         assert phases == [True]
         assert (len(value) if send == "prepare_refit_info" else value) > 10
+    assert found[0][2] == found[1][2], "every rank sends the same weights"
 
 
 @pytest.mark.parametrize("send", SENDS)

@@ -11,9 +11,9 @@ import torch
 
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
-from rl_safe_workers.rollout.packing import unpack
+from rl_safe_workers.rollout.packing import dtype_name, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
-from rl_safe_workers.workers.outgoing import Outgoing, dtype_name
+from rl_safe_workers.workers.outgoing import Outgoing
 
 CPU = torch.device("cpu")
 MARK = 7

@@ -563,3 +563,12 @@ def test_a_script_needs_no_more_than_the_base_dependencies_torch_and_megatron() 
     assert {"ray", "vllm", "mbridge", "transformers"} <= set(refused)
     done = subprocess.run([sys.executable, "-c", ONLY_BASE, *refused], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_our_part_of_a_vllm_worker_needs_neither_megatron_nor_ray() -> None:
+    # A host's environment for vLLM may have neither.
+    names = ["rl_safe_workers.rollout.proved_worker", "rl_safe_workers.rollout.sync_proof"]
+    refused = "import sys; sys.modules.update(dict.fromkeys(['megatron', 'mbridge', 'ray', 'vllm']))"
+    command = [sys.executable, "-c", f"{refused}; import {', '.join(names)}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

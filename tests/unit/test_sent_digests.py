@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from rl_safe_workers.rollout import sent_digests
 from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.read_back import obstacle
 from rl_safe_workers.rollout.sent_digests import SentDigests
@@ -16,14 +15,12 @@ from rl_safe_workers.rollout.sent_digests import SentDigests
 WEIGHTS = {f"layers.{number}.weight": torch.arange(number + 3, dtype=torch.float32) for number in range(7)}
 
 
-@pytest.mark.parametrize("at_once_bytes", [1, 40, 10**6])
-def test_weights_pass_in_their_order_and_their_digests_are_those_of_before(
-    at_once_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sent_digests, "AT_ONCE_BYTES", at_once_bytes)
+@pytest.mark.parametrize("at_once_bytes", [0, 40, 10**6])
+def test_weights_pass_in_their_order_and_their_digests_are_those_of_before(at_once_bytes: int) -> None:
     found = SentDigests()
     passed = []
-    for name, tensor in found.passing((name, tensor.clone()) for name, tensor in WEIGHTS.items()):
+    weights = ((name, tensor.clone()) for name, tensor in WEIGHTS.items())
+    for name, tensor in found.passing(weights, at_once_bytes=at_once_bytes):
         passed.append((name, tensor.clone()))
         tensor.fill_(-1)
     assert [name for name, _ in passed] == list(WEIGHTS)
@@ -31,8 +28,8 @@ def test_weights_pass_in_their_order_and_their_digests_are_those_of_before(
     assert found.sent(found.names).digests == dict(zip(WEIGHTS, digests(list(WEIGHTS.values())).tolist(), strict=True))
 
 
-def test_no_more_weights_are_held_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sent_digests, "AT_ONCE_BYTES", 40)
+@pytest.mark.parametrize("at_once_bytes", [0, 40])
+def test_no_more_weights_are_held_than_fit(at_once_bytes: int) -> None:
     taken = []
 
     def weights() -> Any:
@@ -40,9 +37,9 @@ def test_no_more_weights_are_held_than_fit(monkeypatch: pytest.MonkeyPatch) -> N
             taken.append(tensor)
             yield name, tensor
 
-    passing = SentDigests().passing(weights())
+    passing = SentDigests().passing(weights(), at_once_bytes=at_once_bytes)
     ahead = [sum(one.nbytes for one in taken[passed:]) for passed, _ in enumerate(passing)]
-    assert max(ahead) <= 40 + max(tensor.nbytes for tensor in WEIGHTS.values())
+    assert max(ahead) <= at_once_bytes + max(tensor.nbytes for tensor in WEIGHTS.values())
 
 
 def test_a_sync_without_weights_has_no_digests() -> None:

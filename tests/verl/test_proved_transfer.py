@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_safe_workers.adapters import sync_prover
 from rl_safe_workers.adapters.driver_waits import DriverWaits
-from rl_safe_workers.adapters.verl import proved_transfer
 from rl_safe_workers.adapters.verl.proved_transfer import ProvedTransfer
 from rl_safe_workers.adapters.verl.settings import VerlTimeouts
 from rl_safe_workers.errors import ConfigError, WeightSyncError
@@ -57,7 +57,7 @@ class _Manager:
 
 @pytest.fixture(autouse=True)
 def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proved_transfer.ray, "get", lambda calls: calls)
+    monkeypatch.setattr(sync_prover.ray, "get", lambda calls: calls)
 
 
 def _transfer(manager: _Manager, *, every: int = 1) -> tuple[ProvedTransfer, DriverWaits]:
@@ -70,7 +70,7 @@ def test_a_sync_that_is_right_is_done_once_and_returns_what_verls_returns() -> N
     transfer, _ = _transfer(manager)
     assert transfer.update_weights(3) == {"step": 3}
     assert manager.calls == ["prove", "update 3"]
-    assert transfer.metrics == {
+    assert transfer.prover.metrics == {
         "rl_safe/sync_proved": 2.0,
         "rl_safe/sync_not_proved": 2.0,
         "rl_safe/sync_redone": 0.0,
@@ -92,7 +92,7 @@ def test_a_sync_that_is_wrong_once_is_redone_with_engines_that_sleep_before_it()
     transfer, _ = _transfer(manager)
     transfer.update_weights(3)
     assert manager.calls == ["prove", "update 3", "sleep", "prove", "update 3"]
-    assert transfer.metrics["rl_safe/sync_redone"] == 1
+    assert transfer.prover.metrics["rl_safe/sync_redone"] == 1
 
 
 @pytest.mark.parametrize(

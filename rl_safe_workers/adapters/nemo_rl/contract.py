@@ -22,7 +22,8 @@ _BASE = "nemo_rl/models/policy/workers/base_policy_worker.py"
 _GENERATION = "nemo_rl/models/generation/megatron/megatron_worker.py"
 _SETUP = "nemo_rl/models/megatron/setup.py"
 _POLICY = "nemo_rl/models/policy/lm_policy.py"
-_VLLM = "nemo_rl/models/generation/vllm/vllm_generation.py"
+_VLLM_FILES = "nemo_rl/models/generation/vllm"
+_VLLM = f"{_VLLM_FILES}/vllm_generation.py"
 _GROUPS = "nemo_rl/distributed/worker_groups.py"
 _ROLLOUTS = "nemo_rl/experience/rollouts.py"
 
@@ -74,6 +75,12 @@ NAMES: tuple[HostName, ...] = (
         name=f"{_CLASS}.stream_weights_via_ipc_zmq",
         parameters=("self", "buffer_size_bytes", "kv_scales"),
         why="phase sync",
+    ),
+    HostName(
+        file=_WORKER,
+        name=f"{_CLASS}._iter_params_with_optional_kv_scales",
+        parameters=("self", "kv_scales"),
+        why="digests are taken of what it yields",
     ),
     HostName(
         file=_WORKER,
@@ -378,6 +385,66 @@ TEXTS: tuple[HostText, ...] = (
     ),
 )
 
+PROOF_NAMES: tuple[HostName, ...] = (
+    HostName(
+        file=f"{_VLLM_FILES}/vllm_worker.py",
+        name="VllmGenerationWorkerImpl._create_engine",
+        parameters=("self", "llm_kwargs"),
+        why="given our part of vLLM's worker",
+    ),
+    HostName(
+        file=f"{_VLLM_FILES}/vllm_worker_async.py",
+        name="VllmAsyncGenerationWorkerImpl._create_engine",
+        parameters=("self", "llm_kwargs"),
+        why="likewise",
+    ),
+    HostName(
+        file=f"{_VLLM_FILES}/vllm_backend.py",
+        name="VllmInternalWorkerExtension.update_weights_via_ipc_zmq",
+        parameters=("self",),
+        why="weights are read back after it",
+    ),
+    HostName(
+        file=f"{_VLLM_FILES}/vllm_backend.py",
+        name="VllmInternalWorkerExtension.update_weights_from_collective",
+        parameters=("self",),
+        why="likewise",
+    ),
+    HostName(
+        file="nemo_rl/distributed/worker_group_utils.py",
+        name="get_nsight_config_if_pattern_matches",
+        parameters=("worker_name",),
+        why="options of the actor",
+    ),
+)
+"""The names that a proof of refits needs, too."""
+PROOF_TEXTS: tuple[HostText, ...] = (
+    HostText(
+        file=_VLLM,
+        within="VllmGeneration.__init__",
+        text="RayWorkerBuilder(worker_cls, config",
+        why="takes our workers",
+    ),
+    HostText(
+        file=f"{_VLLM_FILES}/vllm_backend.py",
+        within="VllmInternalWorkerExtension.prepare_refit_info",
+        text="self.state_dict_info = state_dict_info",
+        why="the weights of a refit",
+    ),
+    HostText(
+        file=_WORKER,
+        within=f"{_CLASS}.stream_weights_via_ipc_zmq",
+        text="params_generator=self._iter_params_with_optional_kv_scales(",
+        why="sends what we have taken digests of",
+    ),
+    HostText(
+        file=_WORKER,
+        within=f"{_CLASS}.broadcast_weights_for_collective",
+        text="iterator=self._iter_params_with_optional_kv_scales(",
+        why="likewise",
+    ),
+)
+
 BRIDGE_NAMES: tuple[HostName, ...] = (
     HostName(
         file="src/megatron/bridge/training/checkpointing.py",
@@ -445,19 +512,25 @@ BRIDGE_TEXTS: tuple[HostText, ...] = (
 )
 
 
-def check_host(root: Path, names: Iterable[HostName] = NAMES, texts: Iterable[HostText] = ()) -> None:
+_ADVICE = (
+    f"use one from commit {SINCE} to {UNTIL}, such as v0.6.0 or v0.7.0 (docs/nemo_rl.md), or run its own "
+    "examples/run_grpo.py"
+)
+
+
+def check_host(
+    root: Path, names: Iterable[HostName] = NAMES, texts: Iterable[HostText] = (), *, advice: str = _ADVICE
+) -> None:
     """Refuses a NeMo RL that this adapter does not fit.
 
     Args:
         root: Its checkout, or the folder that holds its package.
         names: What it must have.
         texts: What it must do.
+        advice: What else the user can do.
 
     Raises:
         ConfigError: Naming what it lacks.
     """
     if lack := lacking(root, names, texts):
-        raise ConfigError(
-            f"the NeMo RL in {root} lacks {lack}, which rl_safe_workers needs: use one from commit "
-            f"{SINCE} to {UNTIL}, such as v0.6.0 or v0.7.0 (docs/nemo_rl.md), or run its own examples/run_grpo.py"
-        )
+        raise ConfigError(f"the NeMo RL in {root} lacks {lack}, which rl_safe_workers needs: {advice}")

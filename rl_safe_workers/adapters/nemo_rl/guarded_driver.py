@@ -24,6 +24,7 @@ from rl_safe_workers.adapters.group_ends import end_of, error_of
 from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
 from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.adapters.sync_prover import SyncProver
 from rl_safe_workers.errors import in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role, trainer_id
@@ -101,19 +102,21 @@ class GuardedDriver:
         generation: What generates; the policy itself, or None, if there is nothing else.
     """
 
-    def __init__(self, timeouts: NemoRlTimeouts, ends: ExitStack, *, evidence: Path) -> None:
+    def __init__(self, timeouts: NemoRlTimeouts, ends: ExitStack, *, evidence: Path, prove_sync_freq: int = -1) -> None:
         """Guards nothing yet.
 
         Args:
             timeouts: The deadlines.
             ends: Closed when the script has ended; puts everything back.
             evidence: The folder for the evidence of a failure.
+            prove_sync_freq: The setting; needs generation workers of `proved_refits.WORKERS` unless it is -1.
         """
         self.policy: Any = None
         self.generation: Any = None
         self._ends = ends
         self._waits = DriverWaits(timeouts, self._parties)
         self._verdict = JobVerdict(self._parties, evidence)
+        self._prove_sync_freq = prove_sync_freq
         self._responses = 0
         """Responses that have ended, counted where this process generates."""
 
@@ -143,6 +146,8 @@ class GuardedDriver:
         if self.has_engines:
             self._replace(kind, "shutdown", self._ending_policy_first)
         self._replace(module, REFIT, self._bounding(Phase.SYNC, "the refit"))
+        if self._prove_sync_freq >= 0:
+            self._replace(module, REFIT, self._proving)
         for name in ROLLOUTS:
             if hasattr(module, name):
                 self._replace(module, name, self._bounding(Phase.ROLLOUT, "generation", self._ended_responses))
@@ -255,6 +260,30 @@ class GuardedDriver:
             return call
 
         return make
+
+    def _proving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        # Every trainer sends the same weights.
+        prover = SyncProver(
+            self._waits,
+            every=self._prove_sync_freq,
+            announce=lambda: ray.get(self.policy.worker_group.workers[0].rl_safe_prove.remote()),
+            sent=lambda: ray.get(self.policy.worker_group.workers[0].rl_safe_sent.remote()),
+            engines=lambda: _leaders(self.generation.worker_group),
+        )
+
+        def fall_asleep() -> None:
+            # A refit of engines on the trainers' GPUs begins with engines that are asleep, and leaves them awake.
+            if self.generation.cfg["colocated"]["enabled"]:
+                self.generation.finish_generation()
+
+        @functools.wraps(stock)
+        def refit(*args: Any, **kwargs: Any) -> Any:
+            found = prover.sync(functools.partial(stock, *args, **kwargs), what="the refit", before_redoing=fall_asleep)
+            metrics = prover.take_metrics()
+            # Newer versions log what a refit returns; older ones return nothing.
+            return {**found, **metrics} if isinstance(found, dict) else found
+
+        return refit
 
     def _noting(self, phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(stock: Callable[..., Any]) -> Callable[..., Any]:

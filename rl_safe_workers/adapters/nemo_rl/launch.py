@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import logging
@@ -24,9 +25,16 @@ from rl_safe_workers.adapters.job_processes import (
     stopped_by,
     taking_all_along,
 )
-from rl_safe_workers.adapters.nemo_rl.contract import NAMES, TEXTS, check_host
+from rl_safe_workers.adapters.nemo_rl.contract import NAMES, PROOF_NAMES, PROOF_TEXTS, TEXTS, check_host
 from rl_safe_workers.adapters.nemo_rl.guarded_driver import GuardedDriver
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings
+from rl_safe_workers.adapters.nemo_rl.proved_refits import (
+    BUILDER,
+    BUILDER_MODULE,
+    WORKERS,
+    check_generation,
+    proving_builder,
+)
 from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.checkpoint.folders.claim import claimed
 from rl_safe_workers.errors import ConfigError
@@ -55,16 +63,42 @@ def register() -> str:
     import nemo_rl
 
     check_host(Path(nemo_rl.__file__).parents[1], [name for name in NAMES if name.file.startswith("nemo_rl/")])
+    return _enter(WORKER, HOST_WORKER)
+
+
+def _enter(worker: str, host_worker: str) -> str:
+    """Enters a worker of ours with the Python of the host's that it stands in for, as `register`."""
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY, get_actor_python_env
 
-    if WORKER not in ACTOR_ENVIRONMENT_REGISTRY:
-        python = get_actor_python_env(HOST_WORKER)
+    if worker not in ACTOR_ENVIRONMENT_REGISTRY:
+        python = get_actor_python_env(host_worker)
         if python.startswith("uv"):
             from nemo_rl.utils.venvs import create_local_venv_on_each_node
 
-            python = create_local_venv_on_each_node(py_executable=python, venv_name=HOST_WORKER)
-        ACTOR_ENVIRONMENT_REGISTRY[WORKER] = python
-    return str(ACTOR_ENVIRONMENT_REGISTRY[WORKER])
+            python = create_local_venv_on_each_node(py_executable=python, venv_name=host_worker)
+        ACTOR_ENVIRONMENT_REGISTRY[worker] = python
+    return str(ACTOR_ENVIRONMENT_REGISTRY[worker])
+
+
+def have_refits_proved(policy: Mapping[str, Any], ends: ExitStack, *, every: int) -> None:
+    """Has NeMo RL make generation workers that read weights back.
+
+    Args:
+        policy: NeMo RL's node of that name.
+        ends: To be closed when the run ends.
+        every: The setting ``prove_sync_freq``.
+
+    Raises:
+        ConfigError: If refits of this run cannot be proved, or this NeMo RL lacks what that relies on.
+    """
+    import nemo_rl
+
+    check_generation(policy.get("generation"), every=every)
+    advice = f"use v0.7.0 or a newer one, or set {NODE}.prove_sync_freq=-1"
+    check_host(Path(nemo_rl.__file__).parents[1], PROOF_NAMES, PROOF_TEXTS, advice=advice)
+    for host_worker, worker in WORKERS.items():
+        _enter(worker, host_worker)
+    ends.enter_context(replaced(importlib.import_module(BUILDER_MODULE), BUILDER, proving_builder))
 
 
 def share_package(environ: MutableMapping[str, str]) -> None:
@@ -145,8 +179,10 @@ def safe_setup(
         give_settings(_node(master_config, "policy"), settings)
         ends.enter_context(claimed(_folders_of(_node(master_config, "checkpointing"))))
         logger.info("policy workers are %s in %s", WORKER, register())
+        if (every := settings.prove_sync_freq) >= 0:
+            have_refits_proved(_node(master_config, "policy"), ends, every=every)
         module = sys.modules[setup.__module__]
-        driver = GuardedDriver(settings.timeouts, ends, evidence=_evidence_of(master_config))
+        driver = GuardedDriver(settings.timeouts, ends, evidence=_evidence_of(master_config), prove_sync_freq=every)
         driver.guard_setup(module)
         if FACTORY in inspect.signature(setup).parameters:
             kwargs[FACTORY] = safe_factory(policy_factory or _policy_class())

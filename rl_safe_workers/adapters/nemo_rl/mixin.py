@@ -11,6 +11,7 @@ from rl_safe_workers.adapters.nemo_rl.policy_process import PolicyProcess
 from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.rollout.sync_proof import SentWeights
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,11 @@ class SafePolicyMixin:
         send = super().stream_weights_via_ipc_zmq  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs))
 
+    def _iter_params_with_optional_kv_scales(self, *args: Any, **kwargs: Any) -> Any:
+        weights = super()._iter_params_with_optional_kv_scales(*args, **kwargs)  # type: ignore[misc]
+        digests = self.safe.digests
+        return weights if digests is None else digests.passing(weights, at_once_bytes=0)
+
     def prepare_nccl_reshard_refit_info(self, *args: Any, **kwargs: Any) -> Any:
         """Plans how shards of weights travel to the rollout ranks, as phase ``sync``."""
         send = super().prepare_nccl_reshard_refit_info  # type: ignore[misc]
@@ -171,6 +177,14 @@ class SafePolicyMixin:
             logger.warning("shutdown: %s", error)
             failed = {self.safe.trainer.training_rank: str(error)}
         return bool(super().shutdown()) and not failed  # type: ignore[misc]
+
+    def rl_safe_prove(self) -> None:
+        """Has this rank take digests of the weights of the next refit."""
+        self.safe.prove_sync()
+
+    def rl_safe_sent(self) -> SentWeights:
+        """Returns the digests since `rl_safe_prove`, and takes no more."""
+        return self.safe.sent_weights()
 
     def rl_safe_report(self) -> dict[str, float]:
         """Returns this rank's figures about the adapter, by name. Not collective."""

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from rl_safe_workers.adapters.host_settings import HostSettings, RolloutTimeouts
+from rl_safe_workers.adapters.host_settings import ProvableSettings, RolloutTimeouts
 from rl_safe_workers.config import Seconds
 
 NODE = "rl_safe"
@@ -45,7 +45,7 @@ class NemoRlTimeouts(RolloutTimeouts):
     teardown: Annotated[Seconds, AfterValidator(_check_teardown)] = 15.0
 
 
-class NemoRlSettings(HostSettings):
+class NemoRlSettings(ProvableSettings):
     """The node ``rl_safe``; the driver alone reads ``enabled``."""
 
     timeouts: NemoRlTimeouts = Field(default_factory=NemoRlTimeouts)

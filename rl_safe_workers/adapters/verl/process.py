@@ -29,7 +29,6 @@ from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.diagnostics.memory_growth import METRIC
 from rl_safe_workers.errors import OUTSIDE
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.topology.budget import NCCL_MAXIMUM
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.workers.communicators import HostComms
@@ -70,7 +69,6 @@ class TrainerProcess(HostedTrainer):
         settings: The adapter's settings.
         save_seconds: Seconds that saves have taken since the metrics were last asked for.
         is_gathering: Whether this rank takes part in a gather of weights for a sync.
-        digests: Takes digests of the weights of the next sync, or has taken them; None unless that is to be proved.
         has_trained: Whether there was an update since the metrics were last asked for.
         tracker: Names a step once every engine has saved it.
         saves: The saves in the background.
@@ -82,7 +80,6 @@ class TrainerProcess(HostedTrainer):
         self.settings = settings
         self.save_seconds = 0.0
         self.is_gathering = False
-        self.digests: SentDigests | None = None
         self.has_trained = False
         self.tracker = StepTracker()
         self._bootstrapped: set[Features] = set()

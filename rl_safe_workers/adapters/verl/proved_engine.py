@@ -7,7 +7,6 @@ from the server. Each of ours is verl's with one more call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -16,55 +15,35 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from rl_safe_workers.rollout.packing import dtype_name
 from rl_safe_workers.rollout.protocol import WeightSpec
-from rl_safe_workers.rollout.read_back import ReadBack, obstacle
+from rl_safe_workers.rollout.proved_worker import ProvedWorker
 from rl_safe_workers.rollout.sync_proof import HeldWeights
-from rl_safe_workers.workers.outgoing import dtype_name
 
 
-class ProvedWorkerExtension(vLLMColocateWorkerExtension):
+class ProvedWorkerExtension(ProvedWorker, vLLMColocateWorkerExtension):
     """verl's part of a vLLM worker. It reads weights back after a sync that is to be proved."""
 
-    model_runner: Any
-    _rl_safe_specs: list[WeightSpec] | None = None
-    """The weights that have come in this sync; None unless it is to be proved."""
-    _rl_safe_read_back: ReadBack | None = None
-    _rl_safe_held: HeldWeights | None = None
-
-    def rl_safe_prove(self) -> str | None:
-        """Has the next sync proved. Returns the reason why it cannot be; None if it can."""
-        self._rl_safe_specs, self._rl_safe_held = [], None
-        return obstacle(self.model_runner.vllm_config)
-
-    def rl_safe_held(self) -> dict[str, Any] | None:
-        """Returns the fields of the weights that the last sync has left; None if none has come since the last call."""
-        held, self._rl_safe_held = self._rl_safe_held, None
-        return None if held is None else asdict(held)
+    _rl_safe_specs: tuple[WeightSpec, ...] = ()
+    """The weights that have come in this sync."""
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
         """Receives weights as verl does; then reads them back, if they are to be proved."""
-        try:
+        self._rl_safe_specs = ()
+        with self._rl_safe_proving():
             super().update_weights_from_ipc(*args, **kwargs)
-            if self._rl_safe_read_back is not None:
-                self._rl_safe_held = self._rl_safe_read_back.finish()
-        finally:
-            if self._rl_safe_read_back is not None:
-                self._rl_safe_read_back.stop()
-            self._rl_safe_specs = self._rl_safe_read_back = None
 
     def _update_weights(self, weights: Sequence[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> None:
-        if self._rl_safe_specs is not None:
-            self._rl_safe_specs += [
+        if self._rl_safe_is_due:
+            self._rl_safe_specs += tuple(
                 WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
                 for name, tensor in weights
-            ]
+            )
         super()._update_weights(weights, *args, **kwargs)
 
     def _iter_all_models_with_config(self) -> Iterator[tuple[Any, Any]]:
         # verl calls it when the loaders have written all weights, and before layers convert them.
-        if self._rl_safe_specs is not None:
-            self._rl_safe_read_back = ReadBack(self.model_runner.model, self._rl_safe_specs)
-            self._rl_safe_read_back.watch()
+        self._rl_safe_watch(self._rl_safe_specs)
         yield from super()._iter_all_models_with_config()
 
 

@@ -6,12 +6,12 @@ was set into one environment variable of the job, which every process of the job
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
-from rl_safe_workers.adapters.host_settings import HostSettings, RolloutTimeouts
+from rl_safe_workers.adapters.host_settings import ProvableSettings, RolloutTimeouts
 from rl_safe_workers.config import RlSafeConfig, Seconds
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.topology.groups import dispatcher_of
@@ -34,7 +34,7 @@ class VerlTimeouts(RolloutTimeouts):
     load: Seconds = 1800.0
 
 
-class VerlSettings(HostSettings):
+class VerlSettings(ProvableSettings):
     """The node ``actor_rollout_ref.rl_safe``."""
 
     enabled: bool = False
@@ -42,9 +42,6 @@ class VerlSettings(HostSettings):
     timeouts: VerlTimeouts = Field(default_factory=VerlTimeouts)
     release_comms: bool = False
     """True if communicators give their memory to the rollout engines on the same GPUs while these are awake."""
-    prove_sync_freq: Annotated[int, Field(ge=-1, le=10**9)] = -1
-    """Read weights back after the first weight sync and every so many after it, and compare them with what was sent;
-    1: after all, 0: after the first, -1: never."""
     nccl_timeout: Seconds = 600.0
     """Seconds of one collective outside of these phases; see `TAKEN`."""
     delta_weights: bool = False

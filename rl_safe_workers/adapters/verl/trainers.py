@@ -192,8 +192,7 @@ class SafeTrainerMixin:
         transfer = getattr(self, "checkpoint_manager", None)
         if not isinstance(transfer, ProvedTransfer):
             return {}
-        found, transfer.metrics = transfer.metrics, {}
-        return found
+        return transfer.prover.take_metrics()
 
     def end_groups(self, failure: str | None) -> RunError | None:
         """Has every worker end its groups, within the teardown's deadline; logs what goes wrong.

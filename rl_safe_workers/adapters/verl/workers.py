@@ -23,7 +23,6 @@ from rl_safe_workers.adapters.verl.process import existing_process, trainer_proc
 from rl_safe_workers.adapters.verl.settings import STRATEGY
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.rollout.sync_proof import SentWeights
 
 logger = logging.getLogger(__name__)
@@ -87,15 +86,12 @@ class _Syncs(_Calls):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def rl_safe_prove(self) -> None:
         """Has training rank 0 take digests of the weights of the next sync. Every rank sends the same weights."""
-        trainer_process().digests = SentDigests()
+        trainer_process().prove_sync()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def rl_safe_sent(self) -> SentWeights:
         """Returns the digests since `rl_safe_prove`, and takes no more."""
-        process = trainer_process()
-        digests, process.digests = process.digests, None
-        assert digests is not None, "rl_safe_prove comes before it"
-        return digests.sent(digests.names)
+        return trainer_process().sent_weights()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:

@@ -1,0 +1,68 @@
+"""The driver's side of proved refits: which runs can have them, and the generation workers that read weights back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE
+from rl_safe_workers.errors import ConfigError
+
+_HOST = "nemo_rl.models.generation.vllm"
+_OURS = "rl_safe_workers.adapters.nemo_rl.generation_workers"
+WORKERS = {
+    f"{_HOST}.vllm_worker.VllmGenerationWorker": f"{_OURS}.ProvedGenerationWorker",
+    f"{_HOST}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.ProvedAsyncGenerationWorker",
+}
+"""NeMo RL's generation workers, and those that read weights back."""
+BUILDER_MODULE, BUILDER = f"{_HOST}.vllm_generation", "RayWorkerBuilder"
+"""Where NeMo RL looks up what makes its generation workers, given their name."""
+_ONE_GPU = "only engines of one GPU are read back"
+_NOT_QUANTISED = "only engines that are not quantised are read back"
+_PROVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("backend", lambda value: value == "vllm", "only vLLM's engines are read back"),
+    ("refit_transport", lambda value: value is None, "only NeMo RL's default transports are proved"),
+    ("vllm_cfg.tensor_parallel_size", lambda value: value == 1, _ONE_GPU),
+    ("vllm_cfg.pipeline_parallel_size", lambda value: value == 1, _ONE_GPU),
+    ("vllm_cfg.expert_parallel_size", lambda value: value in (None, 1), _ONE_GPU),
+    ("vllm_cfg.precision", lambda value: value != "fp8", _NOT_QUANTISED),
+    ("vllm_cfg.kv_cache_dtype", lambda value: not str(value).startswith("fp8"), "its scales are sent as weights"),
+    ("quant_cfg", lambda value: value is None, _NOT_QUANTISED),
+)
+"""Keys of ``policy.generation``, their values with which refits can be proved, and the reason."""
+
+
+def check_generation(generation: Mapping[str, Any] | None, *, every: int) -> None:
+    """Refuses a run whose refits cannot be proved.
+
+    Args:
+        generation: NeMo RL's node ``policy.generation``.
+        every: The setting ``prove_sync_freq``.
+
+    Raises:
+        ConfigError: Names the key that stands in the way.
+    """
+    for key, fits, reason in _PROVED:
+        value: Any = generation or {}
+        for part in key.split("."):
+            value = (value or {}).get(part)
+        if not fits(value):
+            raise ConfigError(
+                f"{NODE}.prove_sync_freq={every} with policy.generation.{key}={value}: {reason}; set "
+                f"{NODE}.prove_sync_freq=-1"
+            )
+
+
+def proving_builder(builder: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what makes our generation workers in the place of NeMo RL's.
+
+    Args:
+        builder: NeMo RL's ``RayWorkerBuilder``.
+    """
+
+    def build(worker: str, *args: Any, **kwargs: Any) -> Any:
+        if worker not in WORKERS:
+            raise ConfigError(f"{NODE}.prove_sync_freq: {worker} does not read weights back; set it to -1")
+        return builder(WORKERS[worker], *args, **kwargs)
+
+    return build

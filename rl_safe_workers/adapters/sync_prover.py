@@ -1,0 +1,102 @@
+"""A host's weight syncs from its driver, each proved if it is due: both sides are asked for their digests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import ray
+
+from rl_safe_workers.adapters.driver_waits import DriverWaits
+from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.rollout.sync_proof import HeldWeights, ProvedSyncs, SentWeights, SyncProof
+
+T = TypeVar("T")
+
+_PROOF = "the proof of the weight sync"
+_NOTHING_CAME = HeldWeights(
+    digests=(), converted=0, unread=(), faults=("no weights have come in this sync",), seconds=0.0
+)
+
+
+class SyncProver:
+    """Proves a host's weight syncs.
+
+    Attributes:
+        metrics: Of the last sync that was proved. The host takes them out.
+    """
+
+    def __init__(
+        self,
+        waits: DriverWaits,
+        *,
+        every: int,
+        announce: Callable[[], object],
+        sent: Callable[[], SentWeights],
+        engines: Callable[[], Sequence[Any]],
+    ) -> None:
+        """Proves nothing yet.
+
+        Args:
+            waits: The driver's waits.
+            every: The setting ``prove_sync_freq``.
+            announce: Has a trainer that has all weights take digests of those of the next sync.
+            sent: Returns these digests.
+            engines: Lists the actor of each engine, by rollout rank, with the remote methods ``rl_safe_prove`` and
+                ``rl_safe_held`` of a `ProvedWorker`.
+        """
+        self._waits, self._announce, self._sent, self._engines = waits, announce, sent, engines
+        self._syncs = ProvedSyncs(every=every)
+        self.metrics: dict[str, float] = {}
+
+    def sync(self, send: Callable[[], T], *, what: str, before_redoing: Callable[[], object]) -> T:
+        """Sends weights as the host does, and once more if an engine holds others than were sent.
+
+        Args:
+            send: Does the host's sync.
+            what: The sync, for messages.
+            before_redoing: Brings the engines to where a sync begins.
+
+        Returns:
+            The value of the last ``send``.
+
+        Raises:
+            ConfigError: If an engine's weights cannot be read back; says why.
+            WeightSyncError: If an engine holds other weights than were sent, twice in a row.
+        """
+        answers: list[T] = []
+
+        def once(prove: bool) -> SyncProof | None:
+            if prove:
+                self._waits.bounded(Phase.SYNC, _PROOF, self._prove)
+            answers.append(send())
+            return self._waits.bounded(Phase.SYNC, _PROOF, self._compare) if prove else None
+
+        with self._waits.waiting(Phase.SYNC):
+            proved = self._syncs.do(once, what=what, before_redoing=before_redoing)
+        if proved is not None:
+            self.metrics = {
+                "rl_safe/sync_proved": float(proved.proof.proved),
+                "rl_safe/sync_not_proved": float(proved.proof.not_proved),
+                "rl_safe/sync_redone": float(proved.redone),
+                "timing_s/rl_safe_sync_proof": proved.seconds,
+            }
+        return answers[-1]
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of a sync that was proved since the last call; empty if there was none."""
+        found, self.metrics = self.metrics, {}
+        return found
+
+    def _prove(self) -> None:
+        calls = [engine.rl_safe_prove.remote() for engine in self._engines()]
+        self._announce()
+        for rank, obstacle in enumerate(ray.get(calls)):
+            if obstacle is not None:
+                raise ConfigError(f"rollout rank {rank}: weight syncs cannot be proved: {obstacle}")
+
+    def _compare(self) -> SyncProof:
+        calls = [engine.rl_safe_held.remote() for engine in self._engines()]
+        sent = self._sent()
+        return SyncProof(sent=[sent], held=[held or _NOTHING_CAME for held in ray.get(calls)])
