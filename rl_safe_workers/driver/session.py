@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError, run_bounded
+from rl_safe_workers.control.deadline import Background, Deadline, DeadlineExceededError
 from rl_safe_workers.diagnostics.vitals import Vitals
 from rl_safe_workers.driver.cluster.actor_group import ActorRef, PendingCalls, died, gather, is_dead, start_calls
 from rl_safe_workers.driver.cluster.actors import NODE_IP
@@ -132,10 +132,11 @@ class Session:
             Interrupted: On a signal.
         """
         deadline = Deadline.after(self.timeout_s(phase))
+        begun = Background(work, name=phase)
         try:
-            return run_bounded(work, deadline, name=phase, on_tick=self._interrupts.check, tick_s=SLICE_S)
-        except DeadlineExceededError as late:
-            place = telling_frame(frames_of_thread(late.work.thread))
+            return begun.wait(deadline, on_tick=self._interrupts.check, tick_s=SLICE_S)
+        except DeadlineExceededError:
+            place = telling_frame(frames_of_thread(begun.thread))
             raise PhaseTimeoutError(
                 phase=phase,
                 awaited=THE_DRIVER,
@@ -143,6 +144,9 @@ class Session:
                 setting=f"rl_safe.timeouts.{phase}",
                 detail="" if place is None else f"it is at {place}",
             ) from None
+        finally:
+            if not begun.is_done:
+                self._cluster.leaves_work = True
 
     def _record(self, phase: Phase, seconds: float) -> None:
         self.totals[phase] = self.totals.get(phase, PhaseTotal()).plus(seconds)

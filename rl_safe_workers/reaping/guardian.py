@@ -29,8 +29,10 @@ from rl_safe_workers.reaping.processes import ended, reap, run_processes
 
 logger = logging.getLogger(__name__)
 
-PIDS, FOLDERS, DONE = "pids", "folders", "done"
+PIDS, FOLDERS, DONE, STAY = "pids", "folders", "done", "stay"
 """Keys of the messages to the guardian, one JSON object per line."""
+_staying: list[Guardian] = []
+"""Keeps the pipes of guardians open that wait for this process's end."""
 
 
 class Guardian:
@@ -73,6 +75,14 @@ class Guardian:
         except subprocess.TimeoutExpired:
             logger.warning("the run's guardian has not ended within %.0f s", timeout_s)
 
+    def stay(self) -> None:
+        """Tells the guardian to end, after this process's end, what the run has started since: it has left work behind.
+
+        The work is on a thread, which nothing can end, and which may start further processes.
+        """
+        self._write({STAY: True})
+        _staying.append(self)
+
     def _write(self, facts: dict[str, object]) -> None:
         assert self._process.stdin is not None
         try:
@@ -93,9 +103,10 @@ def guard(told: IO[str], run_id: str, *, since: Moment, kill_after_s: float, nod
         node: As for `Guardian`.
 
     Returns:
-        True if the driver died without dismissing it.
+        True if the driver died without dismissing it, or has told it to stay.
     """
     pids: set[int] = set()
+    stays = False
     folders: list[Path] = []
     for line in told:
         try:
@@ -104,10 +115,13 @@ def guard(told: IO[str], run_id: str, *, since: Moment, kill_after_s: float, nod
             break  # the line is cut off: the driver died while it wrote
         if facts.get(DONE):
             return False
+        if stays := bool(facts.get(STAY)):
+            continue
         pids.update(facts[PIDS])
         folders += map(Path, facts[FOLDERS])
     pids |= {process.pid for process in run_processes(run_id, node)}
-    logger.warning("the driver of run %s is gone: ending what is left of the run", run_id)
+    if not stays:
+        logger.warning("the driver of run %s is gone: ending what is left of the run", run_id)
     segments = segments_of(pids)
     reap(run_id, kill_after_s=kill_after_s, node=node)
     remove_ipc_files(ended(pids), since=since, segments=segments)

@@ -101,6 +101,35 @@ def test_a_driver_that_is_done_leaves_nothing_to_do(run_id: str, actor: psutil.P
     assert tmp_path.exists()
 
 
+LEAVING_DRIVER = """
+import os, subprocess, sys, time
+from rl_safe_workers.reaping.guardian import Guardian
+from rl_safe_workers.reaping.ipc_files import Moment
+guardian = Guardian(sys.argv[1], since=Moment(0.0, 0.0), kill_after_s=1.0)
+guardian.stay()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_what_a_thread_starts_after_the_last_sweep_ends_after_the_driver(run_id: str, actor: psutil.Process) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LEAVING_DRIVER, run_id],
+        env=os.environ | {RUN_ID: run_id},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        assert driver.stdout is not None
+        child = psutil.Process(int(driver.stdout.readline()))
+        assert not has_ended(child)
+        _, said = driver.communicate("\n", timeout=30)
+    wait_for_end(child)
+    assert said == ""
+
+
 def test_what_was_cut_off_ends_the_run_too(run_id: str, actor: psutil.Process, tmp_path: Path) -> None:
     whole = f'{{"pids": [], "folders": ["{tmp_path}"]}}\n'
     assert guard(io.StringIO(whole + '{"pids": [1'), run_id, since=LONG_AGO, kill_after_s=0.2)

@@ -185,12 +185,16 @@ def test_a_reward_that_hangs_in_the_driver_is_named_with_its_line_and_its_stack(
     config, asked = RunConfig(), threading.Event()
     config.rl_safe.timeouts.reward = 0.2
     listener: Any = SimpleNamespace(check=lambda: None)
-    session = Session(config, SimpleNamespace(), SimpleNamespace(), listener)  # type: ignore[arg-type]
+    cluster: Any = SimpleNamespace(leaves_work=False)
+    session = Session(config, cluster, SimpleNamespace(), listener)  # type: ignore[arg-type]
+    assert session.within(Phase.REWARD, lambda: 1) == 1
+    assert not cluster.leaves_work
     with pytest.raises(PhaseTimeoutError) as caught:
         session.run_here(Phase.REWARD, lambda: ask_judge(asked))
     place = r"it is at (tests/unit/)?test_hang\.py:\d+ \(ask_judge\)"
     assert re.fullmatch(place, caught.value.detail)
     line = collect(caught.value, tmp_path, ask=lambda _: Answers())
+    assert cluster.leaves_work
     asked.set()
     assert line is not None
     assert re.fullmatch(

@@ -93,6 +93,8 @@ class Cluster:
         self._hang_dir: Path | None = None
         self._pids: set[int] = set()
         self._guardian: Guardian | None = None
+        self.leaves_work = False
+        """True once a thread of this process goes on with work of the run that was given up."""
         self._watch: MachineWatch | None = None
         self._made_at = Moment.now()
         if self.is_local:
@@ -284,7 +286,9 @@ class Cluster:
         remove_ipc_files(ended(self._pids), since=self._made_at, segments=segments)
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
-        if guardian is not None:
+        if guardian is not None and self.leaves_work:
+            guardian.stay()
+        elif guardian is not None:
             guardian.dismiss(timeout_s=kill_after_s)
 
     def keep_evidence(self, failure: E, folder: Path, *, patience_s: float) -> E | PhaseTimeoutError | RankError:
