@@ -19,6 +19,8 @@ from tests.distributed.ranks import run_ranks, values
 from tests.distributed.worker import Worker, run_config, served_store
 
 SIZE, ROWS = 4, 8
+pytestmark = pytest.mark.timeout(660)
+"""Seconds of the first test, before which all families are run; on two idle cores that takes 150."""
 EXPERT_BIAS = "e_score_correction_bias"
 LAYOUTS: dict[str, dict[str, int]] = {"dp4": {}, "ep2": {"ep": 2}, "tp2_ep2": {"tp": 2, "ep": 2}, "pp2": {"pp": 2}}
 
