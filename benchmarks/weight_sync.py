@@ -50,7 +50,8 @@ def measure(report: Callable[[str], None]) -> list[Row]:
             path = Path(name) / model.replace(" ", "_")
             make_model(path, spec)
             common = [f"model.path={path}", "model.create=null"]
-            rows += _between(model, common, report) + _within(model, common, Path(name), report)
+            size_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            rows += _between(model, common, report) + _within(model, common, size_bytes, report)
     return rows
 
 
@@ -72,43 +73,36 @@ def _between(model: str, common: Sequence[str], report: Callable[[str], None]) -
     ]  # fmt: skip
 
 
-def _within(model: str, common: Sequence[str], folder: Path, report: Callable[[str], None]) -> list[Row]:
+def _within(model: str, common: Sequence[str], size_bytes: int, report: Callable[[str], None]) -> list[Row]:
     """Two trainers at EP2 and two engines on the same GPUs; every other sync is proved."""
-    folder = folder / f"run_of_{len(list(folder.iterdir()))}"
-    folder.mkdir()
-    records = run_recipe(
-        f"bench weight_sync: {model}",
-        folder,
-        *common,
-        "cluster.colocated=true",
-        "cluster.num_trainers=2",
-        "cluster.num_rollouts=2",
-        "megatron.expert_model_parallel_size=2",
-        f"trainer.total_training_steps={STEPS}",
-        "trainer.save_freq=-1",
-        "rollout.prove_sync_freq=2",
-        # Experts of 48 layers with random weights are nearly tied.
-        "rollout.max_logprob_gap=100",
-        recipe=RECIPE,
-    )
+    with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
+        records = run_recipe(
+            f"bench weight_sync: {model}",
+            Path(folder),
+            *common,
+            "cluster.colocated=true",
+            "cluster.num_trainers=2",
+            "cluster.num_rollouts=2",
+            "megatron.expert_model_parallel_size=2",
+            f"trainer.total_training_steps={STEPS}",
+            "trainer.save_freq=-1",
+            "rollout.prove_sync_freq=2",
+            # Experts of 48 layers with random weights are nearly tied.
+            "rollout.max_logprob_gap=100",
+            recipe=RECIPE,
+        )
     report(f"{model}, colocated: {json.dumps([{key: r.get(key) for key in (SYNC, PROOF_SECONDS)} for r in records])}")
     later = records[1:]
     proved, plain = ([r for r in later if bool(r.get(PROOF_SECONDS)) is is_proved] for is_proved in (True, False))
     sync_s = median(record[SYNC] for record in plain)
     proof_s = median(record[PROOF_SECONDS] for record in proved)
     proved_s = median(record[SYNC] for record in proved)
-    size_bytes = _weight_bytes(common)
     rates = [size_bytes / 2**30 / seconds for seconds in (sync_s, _copy_seconds(size_bytes))]
     return [
         gpu_row(f"{model}, colocated: sync, against a copy", "GiB/s", rates[0], at_least(0.6), rates[1]),
         gpu_row(f"{model}, colocated: proof, against the phase", "s", proof_s, at_most(0.05), proved_s),
         gpu_row(f"{model}, colocated: a proved sync, against another", "s", proved_s, at_most(1.25), sync_s),
     ]
-
-
-def _weight_bytes(common: Sequence[str]) -> int:
-    path = Path(common[0].removeprefix("model.path="))
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 def _copy_seconds(size_bytes: int) -> float:

@@ -374,7 +374,7 @@ def answer_when_asked(
 
 
 def note_event(kind: str, error: BaseException, said: str) -> None:
-    """Keeps an error that may hold this process up later, for whoever asks where it is.
+    """Keeps an error that may later block this process. Others read it when they ask where the process is.
 
     Args:
         kind: A later event of the same kind takes its place.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rl_safe_workers.platforms.host_memory import group_memory
 
-_PROC, _LOCKS = Path("/proc"), Path("/proc/locks")
+_PROC = Path("/proc")
 _RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
@@ -113,7 +113,7 @@ class ProcessFacts:
     holder: int | None = None
     """The process that holds the other end of the pipe, or the lock, that this one waits for."""
     switches: int = 0
-    """Times that the thread has given the processor up by itself: it stays the same while a wait lasts."""
+    """Voluntary context switches of the thread. The number does not change during one wait."""
     ticks: int = 0
     """Processor time of the thread, in clock ticks."""
     exit_code: int | None = None
@@ -299,7 +299,7 @@ def _mount_of(folder: Path, file: str) -> str:
 def _holder(pid: int, call: str, file: str) -> int | None:
     if file.startswith("pipe:"):
         return next(_other_ends(pid, file, os.O_RDONLY if call.startswith(("write", "pwrite")) else os.O_WRONLY), None)
-    return _lock_holder(pid, _text(_PROC / "locks").splitlines()) if call in ("flock", "fcntl") else None
+    return _lock_holder(pid, _locks()) if call in ("flock", "fcntl") else None
 
 
 def _other_ends(pid: int, pipe: str, access: int) -> Iterator[int]:
@@ -335,13 +335,8 @@ def _lock_holder(pid: int, lines: Sequence[str]) -> int | None:
 
 def lock_holder() -> int:
     """Returns the process that holds the file lock for which this process waits; 0 if it waits for none."""
-    with suppress(OSError):
-        holders: dict[str, str] = {}
-        for line in _LOCKS.read_text(encoding="utf-8").splitlines():
-            # E.g. "1: FLOCK ADVISORY WRITE 4711 fe:00:2418171 0 EOF", followed by "1: -> FLOCK ..." for each waiter.
-            number, *fields = line.split()
-            if fields[:1] != ["->"]:
-                holders[number] = fields[3]
-            elif fields[4] == str(os.getpid()) and number in holders:
-                return int(holders[number])
-    return 0
+    return _lock_holder(os.getpid(), _locks()) or 0
+
+
+def _locks() -> list[str]:
+    return _text(_PROC / "locks").splitlines()

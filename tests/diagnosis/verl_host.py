@@ -17,18 +17,19 @@ def run(fault: Fault, folder: Path) -> Seen:
     environment = {**variables(fault, folder), "DEVICE": "cpu", "PYTHON": sys.executable}
     if fault.phase == "load":
         saving = {**environment, **variables(Fault("", ""), folder)}
-        ended(_command(folder, "trainer.total_training_steps=1", "trainer.save_freq=1"), saving, folder, strikes=False)
+        ended(command(folder, "trainer.total_training_steps=1", "trainer.save_freq=1"), saving, folder, strikes=False)
     limit_s = deadline_s(fault, is_verl=True)
     phases = {fault.phase, "logprob"} & TIMED
     limits = [f"actor_rollout_ref.rl_safe.timeouts.{phase}={limit_s}" for phase in sorted(phases)]
-    status, output, after_s = ended(_command(folder, *limits), environment, folder)
+    status, output, after_s = ended(command(folder, *limits), environment, folder)
     verdict = told(output, r"^rl_safe: (.*)$")
     if not any(verdict):  # verl goes on, and its driver has logged what has failed
         verdict = (told(output, r"^\S*\(SafeTaskRunner .*:rl_safe: (.*)$")[0], "", "")
     return Seen(*verdict, after_s, output, status)
 
 
-def _command(folder: Path, *overrides: str) -> list[str]:
+def command(folder: Path, *overrides: str) -> list[str]:
+    """Returns the command line of verl's quickstart recipe with engines without a model, in a folder."""
     return [
         *("bash", str(ROOT / "recipes/verl/quickstart.sh")),
         "actor_rollout_ref.model.external_lib=tests.verl.echo_rollout",

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from tests.diagnosis import verl_host
 from tests.diagnosis.cells import ROWS, Host, Score
 from tests.diagnosis.host import ROOT, Fault, variables
 from tests.diagnosis.misdeeds import STORAGE
@@ -159,16 +160,8 @@ def _swift(folder: Path) -> tuple[list[str], dict[str, str]]:
 def _verl(folder: Path) -> tuple[list[str], dict[str, str]]:
     from benchmarks.verl_glue import STOCK_ON_CPU
 
-    command = [
-        *("bash", str(ROOT / "recipes/verl/quickstart.sh")),
-        "actor_rollout_ref.model.external_lib=tests.verl.echo_rollout",
-        "actor_rollout_ref.rollout.free_cache_engine=true",
-        *("actor_rollout_ref.rollout.agent.num_workers=1", "reward.num_workers=1", "data.dataloader_num_workers=0"),
-        *(f"+ray_kwargs.ray_init._temp_dir={folder}/r", "+ray_kwargs.ray_init.include_dashboard=false"),
-        *(f"trainer.default_local_dir={folder}/checkpoints", f"hydra.run.dir={folder}/hydra"),
-        *("trainer.total_training_steps=2", "trainer.save_freq=2"),
-    ]
-    return command, {
+    own_ray = (f"+ray_kwargs.ray_init._temp_dir={folder}/r", "+ray_kwargs.ray_init.include_dashboard=false")
+    return verl_host.command(folder, *own_ray), {
         "ENTRY": "stock",
         "DEVICE": "cpu",
         "PYTHON": sys.executable,
