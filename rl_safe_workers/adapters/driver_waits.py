@@ -32,8 +32,10 @@ _WORKERS_FIRST_S = 4.0
 """Seconds that the driver waits longer than its workers, who know better whom they wait for."""
 _ANSWER_S = 3.0
 """Seconds in which a process that is well answers a question."""
+ANSWERING = frozenset({Role.ROLLOUT, Role.REWARD})
+"""Roles that only answer in a rollout: what one of them raises is nobody else's failure."""
 HEARD = "rl_safe_heard"
-"""Method of a helper that has engines generate: returns a list of `call_errors.CallError`."""
+"""Method of a helper that has others answer: returns a list of `call_errors.CallError`."""
 _HEARD_S = 1.0
 """Seconds in which a helper says what it has heard. One that runs a tool of the user's says it later."""
 
@@ -230,7 +232,10 @@ class DriverWaits:
             raise RunError(f"{what}: {_told(dead)}", culprit=_culprit(dead))
 
     def heard(self) -> list[RankError]:
-        """Returns the errors of engines that helpers have had in the place of an answer, the newest one first."""
+        """Returns the errors that helpers have had in the place of an answer, the newest one first.
+
+        They are those of `ANSWERING`.
+        """
         parties = self._parties()
         asked = {
             getattr(party.actor, HEARD).remote(): party
@@ -240,7 +245,7 @@ class DriverWaits:
         if not asked:
             return []
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_HEARD_S)
-        ranks = {actor_id(party.actor): party.rank for party in parties if party.rank.role is Role.ROLLOUT}
+        ranks = {actor_id(party.actor): party.rank for party in parties if party.rank.role in ANSWERING}
         found: list[RankError] = []
         for call in answered:
             try:

@@ -16,7 +16,7 @@ import ray
 
 from rl_safe_workers import env
 from rl_safe_workers.adapters.call_errors import call_error_of, links_of
-from rl_safe_workers.adapters.driver_waits import Party, last_line
+from rl_safe_workers.adapters.driver_waits import ANSWERING, Party, last_line
 from rl_safe_workers.adapters.job_inquiry import Place, ask_here
 from rl_safe_workers.adapters.job_processes import keeper_of
 from rl_safe_workers.compat.ray_tables import DEAD, actor_id, actor_table, death_in_words, logs_folder
@@ -35,7 +35,7 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.foreign_errors import ForeignCause, classify
 from rl_safe_workers.lifecycle import Phase, unix_now
-from rl_safe_workers.ranks import RankId, Role
+from rl_safe_workers.ranks import RankId
 
 logger = logging.getLogger(__name__)
 
@@ -139,14 +139,14 @@ def _reports(
 ) -> dict[RankId, RunError]:
     """Returns what Ray and the driver know of failures.
 
-    These are actors that have died, or whose constructor has raised, and engines that have raised in generation, where
-    nobody else has a part in it.
+    These are actors that have died, or whose constructor has raised, and those of `ANSWERING` that have raised in a
+    rollout.
     """
     found: dict[RankId, RunError] = {
         one.rank_id: _report(one.rank_id, phase, Died(), "the process died") for one in actors if one.is_dead
     }
     called = call_error_of(error) if phase == Phase.ROLLOUT else None
-    if called is not None and (rank_id := parties.get(called.actor_id)) is not None and rank_id.role is Role.ROLLOUT:
+    if called is not None and (rank_id := parties.get(called.actor_id)) is not None and rank_id.role in ANSWERING:
         found.setdefault(rank_id, called.report(rank_id, Phase.ROLLOUT))
     for link in links_of(error):
         if isinstance(link, ray.exceptions.RayActorError) and (rank_id := parties.get(str(link.actor_id))) is not None:

@@ -16,8 +16,8 @@ from rl_safe_workers.adapters.call_errors import call_error_of, keep_origins
 from rl_safe_workers.errors import Died, Raised, RankError, RunError, Victim
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 
-ENGINE, TRAINER = "e0", "7a"
-PARTIES = {ENGINE: RankId(Role.ROLLOUT, 3), TRAINER: trainer_id(1)}
+ENGINE, REWARD, TRAINER = "e0", "b4", "7a"
+PARTIES = {ENGINE: RankId(Role.ROLLOUT, 3), REWARD: RankId(Role.REWARD, 0), TRAINER: trainer_id(1)}
 
 
 class NoRoomError(RuntimeError):
@@ -92,10 +92,13 @@ def test_an_actor_that_passes_on_an_error_has_not_raised_it() -> None:
     assert call_error_of(_heard("loop", pass_on)) is None
 
 
-def test_an_engine_that_raises_in_generation_is_to_blame() -> None:
-    (rank_id,), (report,) = zip(*job_verdict._reports([], PARTIES, _from(_heard()), "rollout").items(), strict=True)
-    assert (rank_id, report.cause) == (PARTIES[ENGINE], Raised())
-    assert re.match(r"rollout rank 3 failed in phase rollout at \S*test_call_errors.py:\d+ \(generate\): ", str(report))
+@pytest.mark.parametrize("actor_id", [ENGINE, REWARD])
+def test_who_raises_in_a_rollout_is_to_blame(actor_id: str) -> None:
+    reports = job_verdict._reports([], PARTIES, _from(_heard(actor_id)), "rollout")
+    (rank_id,), (report,) = zip(*reports.items(), strict=True)
+    assert (rank_id, report.cause) == (PARTIES[actor_id], Raised())
+    where = r" failed in phase rollout at \S*test_call_errors.py:\d+ \(generate\): "
+    assert re.match(f"{rank_id}{where}", str(report))
 
 
 @pytest.mark.parametrize(

@@ -280,38 +280,42 @@ class _PlainLoop:
         return type(error).__name__
 
 
-def _heard(buffer: ReplayBuffer) -> Any:
-    """A trainer whose second engine has raised in generation, before it samples."""
-    engines = [_Engine.remote(), _Engine.remote()]
+def _heard(buffer: ReplayBuffer, role: Role) -> Any:
+    """A trainer whose second engine, or reward worker, has raised in a rollout, before it samples."""
+    called = [_Engine.remote(), _Engine.remote()]
     loop = ray.remote(num_cpus=0)(remembering(_PlainLoop)).remote()
     for _ in range(2):
-        assert ray.get(loop.run.remote(engines[1])) == "RayTaskError(MemoryError)"
-    trainer = _trainer(*engines)
+        assert ray.get(loop.run.remote(called[1])) == "RayTaskError(MemoryError)"
+    trainer = _trainer(*(called if role is Role.ROLLOUT else ()))
+    trainer.reward_loop_manager = SimpleNamespace(reward_loop_workers=called if role is Role.REWARD else [])
     trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[loop])
     trainer.replay_buffer = buffer
     return trainer
 
 
-FAILED = r"rollout rank 1 failed in phase rollout at \S*test_driver_waits.py:\d+ \(generate\): MemoryError: no room for"
+FAILED = r" failed in phase rollout at \S*test_driver_waits.py:\d+ \(generate\): MemoryError: no room for"
+ANSWERING = pytest.mark.parametrize("role", [Role.ROLLOUT, Role.REWARD])
 
 
 @pytest.mark.usefixtures("_cluster")
-def test_an_engine_that_raises_is_named_once_while_verl_goes_on(caplog) -> None:
-    trainer = _heard(_Buffer({2: "prompt0"}, prompts=1))
+@ANSWERING
+def test_who_raises_in_a_rollout_is_named_once_while_verl_goes_on(role, caplog) -> None:
+    trainer = _heard(_Buffer({2: "prompt0"}, prompts=1), role)
     trainer.replay_buffer.sample(1, "train", 1)
     trainer.replay_buffer.sample(2, "train", 1)
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert re.fullmatch(f"rl_safe: {FAILED} the prompt; verl goes on without the answer", told)
+    assert re.fullmatch(f"rl_safe: {role.noun} 1{FAILED} the prompt; verl goes on without the answer", told)
 
 
 @pytest.mark.usefixtures("_cluster")
-def test_an_engine_that_raises_is_to_blame_if_no_prompt_has_an_answer(monkeypatch) -> None:
+@ANSWERING
+def test_who_raises_in_a_rollout_is_to_blame_if_no_prompt_has_an_answer(role, monkeypatch) -> None:
     buffer = _Buffer({1: "prompt0"}, prompts=1)
     monkeypatch.setattr(buffer, "_select_prompt_uids", lambda *_: (["prompt0"], {}, {}))  # it has failed
-    trainer = _heard(buffer)
+    trainer = _heard(buffer, role)
     with pytest.raises(RankError, match=FAILED) as caught:
         trainer.replay_buffer.sample(1, "train", 1)
-    assert (caught.value.rank_id, caught.value.cause) == (RankId(Role.ROLLOUT, 1), Raised())
+    assert (caught.value.rank_id, caught.value.cause) == (RankId(role, 1), Raised())
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert trainer.rl_safe_waits.failed_in == "rollout"
 

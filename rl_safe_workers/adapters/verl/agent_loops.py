@@ -1,4 +1,7 @@
-"""verl's agent loops, which remember what engines raise: verl drops the prompt, and its driver never hears why."""
+"""verl's agent loops, which remember what engines and reward workers raise.
+
+verl drops the prompt, and its driver never hears why.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from rl_safe_workers.adapters.call_errors import CallError, call_error_of, keep_
 
 
 def remembering(plain: Any) -> type:
-    """Derives an agent loop worker that the driver can ask for the errors of engines.
+    """Derives an agent loop worker that the driver can ask for the errors of those that it calls.
 
     Args:
         plain: verl's ``AgentLoopWorkerTQ``, without Ray.
@@ -34,7 +37,7 @@ def remembering(plain: Any) -> type:
                 raise
 
         async def rl_safe_heard(self) -> list[CallError]:
-            """Returns the newest error of each line of code of each engine."""
+            """Returns the newest error of each line of code of each actor that was called."""
             return list(self._rl_safe_heard.values())
 
     return SafeAgentLoopWorker

@@ -92,13 +92,13 @@ class _Polls:
         self._standstill = Standstill()
         self._sample = buffer.sample
         self._told: set[tuple[RankId, str | None]] = set()
-        """Engines and their lines of code that have raised, and were logged."""
+        """Engines and reward workers with their lines of code that have raised, and were logged."""
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """As verl's.
 
         Raises:
-            RankError: If no prompt has an answer, and an engine has raised.
+            RankError: If no prompt has an answer, and an engine or a reward worker has raised.
         """
         with self._waits.waiting(Phase.ROLLOUT):
             try:
@@ -113,7 +113,7 @@ class _Polls:
         return found
 
     def _tell(self) -> None:
-        """Logs what engines have raised: verl leaves out the prompt, and goes on."""
+        """Logs what engines and reward workers have raised: verl leaves out the prompt, and goes on."""
         for report in self._waits.heard():
             if (report.rank_id, report.place) not in self._told:
                 self._told.add((report.rank_id, report.place))
