@@ -51,7 +51,7 @@ _BETWEEN_TWO = frozenset(
 """Operations of torch whose two sides are different lines as a rule."""
 STORE_BARRIER = "a barrier over the store"
 """The collective of a rank that waits for others in our control plane."""
-_WITH_A_ROOT = frozenset({"broadcast", "broadcast_object_list", "gather", "gather_object", "scatter", "reduce"})
+WITH_A_ROOT = frozenset({"broadcast", "broadcast_object_list", "gather", "gather_object", "scatter", "reduce"})
 """Collectives that one rank often calls at a line of its own."""
 
 
@@ -88,7 +88,7 @@ def odd_ones(spots: Mapping[RankId, Spot]) -> frozenset[RankId]:
     for rank_id, spot in spots.items():
         sides.setdefault(spot, set()).add(rank_id)
     ops = {spot.op for spot in sides}
-    if len(sides) != 2 or None in ops or ops & _BETWEEN_TWO or (len(ops) == 1 and ops & _WITH_A_ROOT):
+    if len(sides) != 2 or None in ops or ops & _BETWEEN_TWO or (len(ops) == 1 and ops & WITH_A_ROOT):
         return frozenset()
     fewer, more = sorted(sides.values(), key=len)
     return frozenset(fewer) if len(fewer) < len(more) else frozenset()

@@ -86,7 +86,8 @@ def _judge(sightings: Sequence[Sighting], waiting: Sequence[Sighting], *, is_who
     moving = [one for one in waiting if not one.stays and one.standing is Standing.WAITS]
     if len(moving) == len(waiting):
         return _unknown(
-            f"the ranks move: {_names(moving)} were not in the same wait in both looks, so nothing stands still",
+            f"the ranks move: {_names(moving)} {_verb(moving, 'was', 'were')} not in the same wait in both looks, "
+            "so nothing stands still",
             "ask again when the run stands still; one look is one moment",
         )
     outside = [one for one in sightings if one.standing in _OUTSIDE]

@@ -23,6 +23,7 @@ from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, GONE, STOPPED, Pr
 from rl_safe_workers.diagnostics.stacks import dump
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.frames import COLLECTIVES, Frame, collective_of, relative, telling_frame
+from rl_safe_workers.root_cause import WITH_A_ROOT
 
 _AT_ONCE = 8
 """Processes looked at at the same time."""
@@ -261,10 +262,15 @@ def observe(
     second = _look_at_all(pids, deadline.share(0.4))
     unclear = [pid for pid in pids if pid in second and _needs_native(second[pid])]
     native = _in_parallel(unclear, lambda pid: _look(pid, "--native", deadline=deadline), deadline)
-    sightings = [
-        _sight(pid, first.get(pid), second.get(pid), native.get(pid), (actors or {}).get(pid, "")) for pid in pids
-    ]
-    return sorted(_with_ranks(sightings), key=lambda one: (one.global_rank is None, one.global_rank, one.facts.pid))
+    sightings = _with_ranks(
+        [_sight(pid, first.get(pid), second.get(pid), native.get(pid), (actors or {}).get(pid, "")) for pid in pids]
+    )
+    still = {pid for pid in pids if pid in first and pid in second and _has_not_run(first[pid], second[pid])}
+    same = {pid for pid in pids if pid in first and pid in second and _is_in_one_call(first[pid], second[pid])}
+    return sorted(
+        _with_polls(sightings, still=still, same=same),
+        key=lambda one: (one.global_rank is None, one.global_rank, one.facts.pid),
+    )
 
 
 def _look_at_all(pids: Sequence[int], deadline: Deadline) -> dict[int, _Look]:
@@ -454,6 +460,49 @@ def _rates(first: _Look | None, second: _Look) -> tuple[float, float]:
     passed_s = max(0.1, second.at_s - first.at_s)
     ticks = second.facts.ticks - first.facts.ticks
     return (second.facts.switches - first.facts.switches) / passed_s, ticks / os.sysconf("SC_CLK_TCK") / passed_s
+
+
+def _has_not_run(first: _Look, second: _Look) -> bool:
+    """Returns True if the thread that counts has taken no step between the looks."""
+    before, after = first.facts, second.facts
+    return (
+        (first.thread, first.frames) == (second.thread, second.frames)
+        and (before.switches, before.ticks) == (after.switches, after.ticks)
+        and second.thread is not None
+    )
+
+
+def _is_in_one_call(first: _Look, second: _Look) -> bool:
+    """Returns True if both looks show the same call of a collective that ends for nobody before all have come."""
+    return (
+        second.op is not None
+        and second.op not in WITH_A_ROOT
+        and (second.members, second.peer) == (Members.WORLD, None)
+        and (first.thread, first.op, _callers(first.frames)) == (second.thread, second.op, _callers(second.frames))
+    )
+
+
+def _callers(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """Returns the frames outside of the collective that frames, innermost first, are in."""
+    inside = [index for index, frame in enumerate(frames) if frame.file.endswith(COLLECTIVES)]
+    return frames[inside[-1] + 1 :] if inside else frames
+
+
+def _with_polls(sightings: Sequence[Sighting], *, still: Collection[int], same: Collection[int]) -> Sequence[Sighting]:
+    """Takes ranks that poll for waiting: they are in a collective that does not end without one that stands still.
+
+    So both looks have seen one wait, however often it has woken up.
+
+    Args:
+        sightings: All processes.
+        still: Those that have taken no step between the looks.
+        same: Those that both looks show in the same call of a collective of the whole world.
+    """
+    ranks = [one.global_rank for one in sightings if one.global_rank is not None]
+    outside = [one for one in sightings if one.standing is Standing.ELSEWHERE and one.global_rank is not None]
+    if len(set(ranks)) < len(ranks) or not any(one.facts.pid in still for one in outside):
+        return sightings
+    return [replace(one, stays=True) if one.facts.pid in same else one for one in sightings]
 
 
 def _with_ranks(sightings: Sequence[Sighting]) -> list[Sighting]:
