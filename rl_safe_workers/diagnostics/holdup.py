@@ -52,7 +52,9 @@ def explain_sightings(sightings: Sequence[Sighting], *, notes: Sequence[str] = (
     missing = _missing_ranks(sightings)
     waiting = [one for one in sightings if one.standing in (Standing.WAITS, Standing.DEVICE)]
     called = _called(sightings, bystanders, waiting, is_whole=not missing and not notes)
-    verdict, culprits, cause, advice = called or _judge(sightings, waiting, is_whole=not missing)
+    verdict, culprits, cause, advice = (
+        called or _left_alone(sightings, missing) or _judge(sightings, waiting, is_whole=not missing)
+    )
     notes = [*notes, *_notes(sightings, missing)]
     named = {one.facts.pid for one in culprits}
     return Explanation(
@@ -133,6 +135,31 @@ def _called(
         f"{_names(callers)} {_verb(callers, 'waits', 'wait')} for a call of another actor{at}{busy}",
         "look at the lines of the actors that are in a call, on every node",
     )
+
+
+def _left_alone(sightings: Sequence[Sighting], missing: Collection[int]) -> _Judgement | None:
+    """Judges a job of one machine whose ranks have ended well but for one; None if it is not certain that they have.
+
+    A rank that has no process any more has ended well if the one that is left is alive: torchrun ends that one at the
+    moment it learns that another has failed.
+
+    Args:
+        sightings: The ranks.
+        missing: Ranks of the world without a process here.
+    """
+    gone = [one for one in sightings if one.standing is Standing.GONE]
+    left = [one for one in sightings if one not in gone]
+    if len(left) != 1 or left[0].standing is not Standing.ELSEWHERE or not left[0].stays:
+        return None
+    facts = left[0].facts
+    size = facts.number("WORLD_SIZE") or 0
+    if size < 2 or size != facts.number("LOCAL_WORLD_SIZE") or any(one.facts.exit_code != 0 for one in gone):
+        return None
+    unnamed = sum(one.global_rank is None for one in gone)  # a zombie has no environment any more
+    if left[0].global_rank is None or (len(missing) > unnamed and not facts.dies_with_others):
+        return None
+    said = f"{left[0].name} {left[0].where()}; {'the other rank has' if size == 2 else 'all other ranks have'} ended"
+    return said, left, "rank has not ended", "look at that line: the job ends once it is done there"
 
 
 def _several_gone(gone: Sequence[Sighting], waiting: Sequence[Sighting]) -> _Judgement:

@@ -83,6 +83,8 @@ _OF_A_FILE = frozenset(
 """System calls whose first argument is a file descriptor."""
 _COMMAND_CHARACTERS = 200
 _LOCK = re.compile(r"^(\d+): (-> )?\S+\s+\S+\s+\S+\s+(\d+) ")
+_TORCHRUN = re.compile(r"\btorchrun\b|\btorch[./]distributed[./](run|launch)\b")
+"""Finds torchrun in a command line."""
 STOPPED, DISK_SLEEP, GONE = frozenset("tT"), frozenset("D"), frozenset("ZXx-")
 """States of a process, by the letters of ``/proc/PID/stat``; ``-`` stands for no process."""
 
@@ -118,6 +120,8 @@ class ProcessFacts:
     """Processor time of the thread, in clock ticks."""
     exit_code: int | None = None
     """Exit code of a zombie; negative for a signal."""
+    dies_with_others: bool = False
+    """True if torchrun has started it, and ends it by SIGTERM at the moment it learns that another rank has failed."""
     resident_bytes: int = 0
     limit_bytes: int | None = None
     """Limit of its control group; None: there is none."""
@@ -192,7 +196,7 @@ def look_at(pid: int, thread: int | None = None) -> ProcessFacts:
     return replace(
         facts,
         state=task_fields[0].decode("ascii", errors="replace") if task_fields else state,
-        command=_bytes(folder / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()[:_COMMAND_CHARACTERS],
+        command=_command(folder),
         variables=_variables(folder),
         kernel_wait=_text(task / "wchan").strip("0"),
         system_call=call,
@@ -201,6 +205,8 @@ def look_at(pid: int, thread: int | None = None) -> ProcessFacts:
         holder=_holder(pid, call, file),
         switches=_number_of("voluntary_ctxt_switches", _text(task / "status")),
         ticks=sum(map(int, task_fields[11:13])) if len(task_fields) > 12 else 0,
+        dies_with_others=_dies_of(signal.SIGTERM, _text(folder / "status"))
+        and _TORCHRUN.search(_command(_PROC / fields[1].decode())) is not None,
         resident_bytes=int(resident[1]) * os.sysconf("SC_PAGE_SIZE") if len(resident) > 1 else 0,
         limit_bytes=None if memory is None else memory.total_bytes,
         free_bytes=None if memory is None else memory.free_bytes,
@@ -256,6 +262,21 @@ def _owner(folder: Path) -> int:
     with suppress(OSError):
         return folder.stat().st_uid
     return -1
+
+
+def _command(folder: Path) -> str:
+    return _bytes(folder / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()[:_COMMAND_CHARACTERS]
+
+
+def _dies_of(signum: int, status: str) -> bool:
+    """Returns True if a signal ends a process at once: it neither catches, ignores nor blocks it.
+
+    Args:
+        signum: A signal that ends a process by default.
+        status: ``/proc/PID/status``.
+    """
+    masks = re.findall(r"^Sig(?:Blk|Ign|Cgt):\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return len(masks) == 3 and not any(int(mask, 16) >> (signum - 1) & 1 for mask in masks)
 
 
 def _number_of(name: str, status: str) -> int:

@@ -17,7 +17,7 @@ LONG_S = 600.0
 def misbehave(fault: str, folder: Path) -> None:
     if fault == "stopped":
         os.kill(os.getpid(), 19)
-    if fault in ("sleeps", "sleeps-outside-pair", "sleeps-before-async"):
+    if fault in ("sleeps", "sleeps-outside-pair", "sleeps-before-async", "sleeps-last"):
         time.sleep(LONG_S)  # the line of a sleeping rank
     if fault == "works":
         while True:
@@ -60,6 +60,8 @@ def main() -> None:
     (folder / f"ready_{rank}").touch()
     if rank == culprit:
         misbehave(fault, folder)
+    if fault == "sleeps-last":
+        return
     if fault == "sleeps-outside-pair":
         dist.all_reduce(tensor, group=pairs[rank // 2])
         dist.barrier()

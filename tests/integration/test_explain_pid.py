@@ -146,6 +146,17 @@ def test_of_ranks_that_have_ended_the_killed_one_is_named(start: Start, tmp_path
     assert "was killed by SIGKILL" in result["verdict"]
 
 
+def test_the_rank_that_is_left_when_all_others_have_ended_is_named(start: Start, tmp_path: Path) -> None:
+    (launcher,) = start("sleeps-last", 2)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(psutil.Process(launcher).children()) > 1:
+        assert time.monotonic() < deadline_s, "the other ranks do not end"
+        time.sleep(0.1)
+    result = run_explain([launcher], tmp_path / "w")
+    assert ranks_of(result["culprits"]) == ["rank 2"]
+    assert result["verdict"].endswith(f" is at {SLEEPS_AT}; all other ranks have ended")
+
+
 def test_the_other_ranks_of_a_job_are_found_from_one(start: Start, tmp_path: Path) -> None:
     pids = start("sleeps", 3, launcher=False)
     found = explain(pids[:1], tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rl_safe_workers.diagnostics.holdup import explain_sightings
@@ -96,6 +98,39 @@ def test_two_against_two_in_different_collectives_name_nobody() -> None:
     found = explain_sightings([rank(0), rank(1), rank(2, op="barrier"), rank(3, op="barrier")])
     assert found.verdict.startswith("ranks are in different collectives: ")
     assert list(found.culprits) == []
+
+
+def left(*, dies_with_others: bool = True, size: int = 4, local: int = 4, stays: bool = True) -> Sighting:
+    one = out(1)
+    variables = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local)}
+    return replace(one, facts=replace(one.facts, variables=variables, dies_with_others=dies_with_others), stays=stays)
+
+
+def ended(pid: int, exit_code: int | None = 0) -> Sighting:
+    return Sighting(facts=ProcessFacts(pid=pid, state="Z", exit_code=exit_code), standing=Standing.GONE)
+
+
+@pytest.mark.parametrize("others", [[], [ended(1)], [ended(1), ended(2), ended(3)]], ids=["reaped", "some", "zombies"])
+def test_the_one_rank_that_has_not_ended_is_named(others: list[Sighting]) -> None:
+    found = explain_sightings([left(dies_with_others=len(others) < 3), *others])
+    assert found.culprits == ["rank 1 (process 101)"]
+    assert found.verdict == "rank 1 (process 101) is at train.py:20 (step); all other ranks have ended"
+
+
+@pytest.mark.parametrize(
+    "sightings",
+    [
+        [left(dies_with_others=False)],
+        [left(size=8)],
+        [left(stays=False)],
+        [left(), out(2)],
+        [left(), ended(1, None)],
+        [left(), ended(1, 1), ended(2), ended(3)],
+    ],
+    ids=["nobody ends it", "more nodes", "it moves", "two are left", "how is not known", "one failed"],
+)
+def test_nobody_is_named_for_being_left_while_another_may_have_failed(sightings: list[Sighting]) -> None:
+    assert "rank 1 (process 101)" not in explain_sightings(sightings).culprits
 
 
 def test_missing_ranks_are_said_to_be_not_looked_at() -> None:
