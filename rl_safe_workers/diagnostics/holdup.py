@@ -312,7 +312,8 @@ def _notes(sightings: Sequence[Sighting], missing: Collection[int]) -> list[str]
     notes = []
     if missing:
         notes.append(
-            f"not looked at: rank {format_ranks(missing)} {'has' if len(missing) == 1 else 'have'} no process here: "
+            f"not looked at: {'rank' if len(missing) == 1 else 'ranks'} {format_ranks(missing)} "
+            f"{'has' if len(missing) == 1 else 'have'} no process here: "
             "on another node, or gone; run `rl-safe explain --pid` there"
         )
     full = [one for one in sightings if one.facts.free_bytes is not None and one.facts.limit_bytes]
@@ -345,7 +346,7 @@ def _names(sightings: Iterable[Sighting]) -> str:
     rest = [one for one in sightings if one.global_rank is None]
     parts = [f"ranks {format_ranks(ranks)}"] if len(ranks) > 1 else [f"rank {one}" for one in ranks]
     if rest:
-        parts.append(f"processes {format_ranks(one.facts.pid for one in rest)}")
+        parts.append(f"{_verb(rest, 'process', 'processes')} {format_ranks(one.facts.pid for one in rest)}")
     return " and ".join(parts)
 
 

@@ -136,7 +136,7 @@ def test_nobody_is_named_for_being_left_while_another_may_have_failed(sightings:
 def test_missing_ranks_are_said_to_be_not_looked_at() -> None:
     found = explain_sightings([rank(0), out(1)])
     assert list(found.notes) == [
-        "not looked at: rank 2-3 have no process here: on another node, or gone; run `rl-safe explain --pid` there"
+        "not looked at: ranks 2-3 have no process here: on another node, or gone; run `rl-safe explain --pid` there"
     ]
     assert found.culprits == ["rank 1 (process 101)"]  # the world needs it, wherever the others are
 
@@ -156,6 +156,12 @@ def test_actors_of_another_class_are_bystanders() -> None:
     found = explain_sightings([*trainers, reward])
     assert found.culprits == ["actor Trainer (process 2)"]
     assert [row.is_culprit for row in found.rows] == [False, True, False]
+
+
+def test_one_rank_and_one_process_are_called_so() -> None:
+    waiting = rank(0), replace(rank(3), global_rank=None)
+    found = explain_sightings([*waiting, out(1)])
+    assert "; rank 0 and process 103 wait for it in " in found.verdict
 
 
 def actor(pid: int, name: str, standing: Standing, *, stays: bool = True) -> Sighting:
