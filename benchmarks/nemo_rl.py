@@ -51,6 +51,11 @@ APART, COLOCATED, ASYNC = "tiny-1train-1vllm", "tiny-2train-colocated", "tiny-1t
 SHORT = {APART: "a", COLOCATED: "c", ASYNC: "y"}
 LIMIT_S = 270.0
 PLAIN_STEPS, RESUMED_STEPS = 5, 7
+_RESUMED = (
+    f"grpo.max_num_steps={RESUMED_STEPS}",
+    # The scheduler's length follows from the number of steps, and Megatron refuses a saved one of another length.
+    "++policy.megatron_cfg.scheduler.override_opt_param_scheduler=true",
+)
 MEASURED_STEPS, FIRST_STEPS = 20, 3
 STEP_MODEL = SeededModelConfig(
     num_hidden_layers=8,
@@ -182,7 +187,7 @@ def _placement(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], lis
     def run(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
         first = _run(_pair(folder, recipe), out, report)
         rows = _rows_of_pair(recipe, *first, steps=PLAIN_STEPS)
-        again = _run(_pair(folder, recipe, f"grpo.max_num_steps={RESUMED_STEPS}"), out, report)
+        again = _run(_pair(folder, recipe, *_RESUMED), out, report)
         for run in again:
             side = run.job.side
             rows += [
@@ -332,7 +337,7 @@ def run_faults(kinds: Sequence[str], folder: Path, out: Path, report: Callable[[
     """Runs jobs, each with a fault, at the same time, and times their ends."""
     jobs = []
     for kind in kinds:
-        deadlines = [f"rl_safe.timeouts.{name}={DEADLINE_S:g}" for name in _bounded(kind)]
+        deadlines = [f"++rl_safe.timeouts.{name}={DEADLINE_S:g}" for name in _bounded(kind)]
         own = ["checkpointing.save_period=2"] if kind == "save" else ["checkpointing.enabled=false"]
         for side, more in ((OURS, deadlines), (STOCK, [])):
             jobs.append(

@@ -17,13 +17,14 @@ from typing import Any
 
 from benchmarks import host_jobs
 from benchmarks.host_meter import FAULT_NAME, TURNS, Call
-from benchmarks.nemo_rl_meter import JOB, OURS, SIDE
+from benchmarks.nemo_rl_meter import FIRST_VLLM_PORT, JOB, OURS, SIDE
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes" / "nemo_rl"
 START = ROOT / "benchmarks" / "nemo_rl_start"
-FIRST_PORT, PORTS, PLACES = 1400, 60, 10
-"""Each job has ports of its own, in the range that NeMo RL names. So at most 10 jobs run at a time."""
+FIRST_PORT, PORTS, PLACES = 1400, 30, 20
+_FIRST_VLLM_PORT, _VLLM_PORTS = 25_000, 200
+"""Each job has ports of its own, in the range that NeMo RL names. So at most 20 jobs run at a time."""
 _PLACES = itertools.count()
 KEPT_BYTES = 300_000
 """Most bytes of one log that are kept."""
@@ -189,7 +190,7 @@ def _start(job: Job, place: int) -> Run:
         *job.overrides,
     ]
     command = [sys.executable, str(script), "--config", str(RECIPES / f"{job.recipe}.yaml"), *overrides]
-    variables = _variables(job, number)
+    variables = _variables(job, number) | {FIRST_VLLM_PORT: str(_FIRST_VLLM_PORT + place * _VLLM_PORTS)}
     folder = job.own / f"run{number}"
     return Run(job=job, number=number, running=host_jobs.Job(job.name, command, folder, variables, fault=job.fault))
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+FIRST_VLLM_PORT = "RL_SAFE_METER_VLLM_PORT"
+"""Environment variable: the first port of a job's engines."""
 SIDE = "RL_SAFE_METER_SIDE"
 """Environment variable: `STOCK` or `OURS`. Without it nothing is metered."""
 STOCK, OURS = "stock", "ours"
@@ -48,6 +50,7 @@ def meter() -> None:
         "nemo_rl.models.generation.vllm.vllm_backend": lambda m: _own_socket(m.VllmInternalWorkerExtension),
         "nemo_rl.algorithms.grpo": _watch_driver,
         "megatron.bridge.training.checkpointing": _watch_saves,
+        "nemo_rl.distributed.virtual_cluster": _own_ports,
         "ray._private.services": _own_ray,
         "ray.actor": _watch_actors,
     }
@@ -178,6 +181,11 @@ def _own_ray(module: Any) -> None:
 
     find_gcs_addresses.cache_clear = lambda: None  # type: ignore[attr-defined]  # of Ray's own, called at its end
     module.find_gcs_addresses = find_gcs_addresses
+
+
+def _own_ports(module: Any) -> None:
+    """Gives the job's engines ports of their own: NeMo RL's are the same in every job."""
+    module.DEFAULT_VLLM_PORT_RANGE_LOW = int(os.environ[FIRST_VLLM_PORT])
 
 
 def _own_socket(owner: Any) -> None:

@@ -36,6 +36,7 @@ from rl_safe_workers.checkpoint.save.saver import CheckpointSaves
 from rl_safe_workers.checkpoint.save.writer import WrittenFile, file_records
 from rl_safe_workers.checkpoint.state.model_state import model_state
 from rl_safe_workers.checkpoint.state.state import CONTENT_METADATA
+from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.hf_directory import check_mtp_source
 from rl_safe_workers.models.hf_reader import HfReader, mtp_weights
@@ -131,6 +132,7 @@ class Conversions(Part):
         final, source = Path(out_dir).absolute(), Path(source)
         with self.rank.phase(Phase.CONVERT):
             dtypes = self.rank.together(Phase.CONVERT, lambda: _prepare_export(final, source, overwrite=overwrite))
+            complete_param_gathers(self.rank.host.chunks)
             weights, failure = self.rank.host.export_hf_weights(), None
             try:
                 if self.rank.training_rank == 0:

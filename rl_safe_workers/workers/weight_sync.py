@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.errors import LifecycleError, WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.lifecycle import Phase
@@ -140,6 +141,7 @@ class WeightSync(Part):
         if self._outgoing is None:
             raise LifecycleError(f"training rank {self.rank.training_rank}: call weight_specs() before send_weights()")
         with self.rank.phase(Phase.SYNC):
+            complete_param_gathers(self.rank.host.chunks)
             self.sent, self._digests = _NOT_PROVED, SentDigests() if prove else None
             if bucket_bytes not in self._buckets:
                 self._buckets[bucket_bytes] = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)

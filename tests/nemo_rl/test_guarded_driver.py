@@ -21,7 +21,7 @@ from rl_safe_workers.adapters.driver_waits import Standstill
 from rl_safe_workers.adapters.nemo_rl import guarded_driver
 from rl_safe_workers.adapters.nemo_rl.guarded_driver import ENGINE_CALLS, REFIT, ROLLOUTS, GuardedDriver
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
-from rl_safe_workers.errors import PhaseTimeoutError, RunError, WeightSyncError
+from rl_safe_workers.errors import JobError, PhaseTimeoutError, RunError, WeightSyncError
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 from rl_safe_workers.rollout.sync_proof import HeldWeights, SentWeights
 
@@ -341,6 +341,21 @@ def test_a_failure_that_names_nobody_is_told_with_who_has_died(ends, caplog) -> 
     except ray.exceptions.RayActorError:
         driver.end()
     assert re.search(r"the job has failed: trainer rank 1 on \S+ died\n", caplog.text)
+
+
+def test_a_worker_that_is_lost_in_setup_is_named(ends) -> None:
+    dead = _started()
+    pid = ray.get(dead.pid.remote())
+    driver = GuardedDriver(TIMEOUTS, ends, evidence=EVIDENCE)
+
+    def set_up() -> None:
+        policy = driver.making(_Policy)(_started(), dead)
+        os.kill(pid, signal.SIGKILL)
+        ray.get(policy.worker_group.ask("import"))
+
+    with pytest.raises(JobError, match=r"^trainer rank 1 on \S+ died"), driver.judging():
+        set_up()
+    assert driver.policy.worker_group.workers == []
 
 
 def test_a_standstill_begins_anew_with_each_change(monkeypatch) -> None:

@@ -171,19 +171,28 @@ class GuardedDriver:
         return self.generation is not None and self.generation is not self.policy
 
     def end(self) -> None:
-        """Ends all workers. What has ended already is left alone."""
-        (self.generation if self.has_engines else self.policy).shutdown()
+        """Ends all workers that are known. What has ended already is left alone."""
+        if (owner := self.generation if self.has_engines else self.policy) is not None:
+            owner.shutdown()
+
+    def making(self, factory: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps what makes the policy: a worker that is lost before ``setup`` returns has to be found, too."""
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            self.policy = factory(*args, **kwargs)
+            return self.policy
+
+        return make
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Ends all workers when the body, which runs the script, is left.
+    def judging(self) -> Iterator[None]:
+        """Ends all workers if the body fails.
 
         Raises:
             JobError: If the body has failed because of a worker; says which.
         """
         try:
             yield
-            self._end_in_order()
         except Exception as error:
             verdict = self._verdict.on(error, self._waits.failed_in)
             self._end_at_once(error)
@@ -194,6 +203,17 @@ class GuardedDriver:
         except BaseException:
             self.end()
             raise
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Ends all workers when the body, which runs the script, is left.
+
+        Raises:
+            JobError: If the body has failed because of a worker; says which.
+        """
+        with self.judging():
+            yield
+            self._end_in_order()
         self.end()
 
     def _end_in_order(self) -> None:

@@ -184,13 +184,14 @@ def safe_setup(
         module = sys.modules[setup.__module__]
         driver = GuardedDriver(settings.timeouts, ends, evidence=_evidence_of(master_config), prove_sync_freq=every)
         driver.guard_setup(module)
-        if FACTORY in inspect.signature(setup).parameters:
-            kwargs[FACTORY] = safe_factory(policy_factory or _policy_class())
+        with ExitStack() as making:
+            making.enter_context(driver.judging())
+            if FACTORY in inspect.signature(setup).parameters:
+                kwargs[FACTORY] = driver.making(safe_factory(policy_factory or _policy_class()))
+            else:
+                # Older: it looks the class up in its module.
+                making.enter_context(replaced(module, "Policy", lambda policy: driver.making(safe_factory(policy))))
             made = setup(master_config, *args, **kwargs)
-        else:
-            # Older: it looks the class up in its module.
-            with replaced(module, "Policy", safe_factory):
-                made = setup(master_config, *args, **kwargs)
         driver.policy, driver.generation = made[:2]
         driver.guard_loops(module)
         ends.enter_context(driver.ending())

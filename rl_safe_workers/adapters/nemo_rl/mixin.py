@@ -22,6 +22,7 @@ class SafePolicyMixin:
     host_module: ClassVar[str] = "nemo_rl.models.policy.workers.megatron_policy_worker"
     """The module whose names the host's constructor looks up; the class that mixes it in imports it."""
     safe: PolicyProcess
+    model: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """Sets up as the host does; groups, bootstrap and conversion are ours.
@@ -94,12 +95,12 @@ class SafePolicyMixin:
     def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> Any:
         """Sends weights over the communicator with the rollout ranks, as phase ``sync``."""
         send = super().broadcast_weights_for_collective  # type: ignore[misc]
-        return self.safe.sync(lambda: send(*args, **kwargs))
+        return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
         """Sends weights to the rollout engine on this GPU, as phase ``sync``."""
         send = super().stream_weights_via_ipc_zmq  # type: ignore[misc]
-        return self.safe.sync(lambda: send(*args, **kwargs))
+        return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def _iter_params_with_optional_kv_scales(self, *args: Any, **kwargs: Any) -> Any:
         weights = super()._iter_params_with_optional_kv_scales(*args, **kwargs)  # type: ignore[misc]
@@ -114,22 +115,22 @@ class SafePolicyMixin:
     def nccl_reshard_refit(self, *args: Any, **kwargs: Any) -> Any:
         """Sends shards of weights to the rollout ranks, as phase ``sync``."""
         send = super().nccl_reshard_refit  # type: ignore[misc]
-        return self.safe.sync(lambda: send(*args, **kwargs))
+        return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def init_remote_sparse_delta_baseline(self, *args: Any, **kwargs: Any) -> Any:
         """Takes the weights that changes are counted from, as phase ``sync``."""
         send = super().init_remote_sparse_delta_baseline  # type: ignore[misc]
-        return self.safe.sync(lambda: send(*args, **kwargs))
+        return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def stream_remote_sparse_weights(self, *args: Any, **kwargs: Any) -> Any:
         """Sends changes of weights to the rollout, as phase ``sync``."""
         send = super().stream_remote_sparse_weights  # type: ignore[misc]
-        return self.safe.sync(lambda: send(*args, **kwargs))
+        return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def swap_weights_via_reshard(self, *args: Any, **kwargs: Any) -> Any:
         """Sends weights to rollout ranks that are Megatron's, as phase ``sync``."""
         send = super().swap_weights_via_reshard  # type: ignore[misc]
-        return self.safe.sync(lambda: send(*args, **kwargs))
+        return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Saves as the host does, with both of megatron-core's flags off.

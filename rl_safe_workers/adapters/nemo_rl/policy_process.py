@@ -32,6 +32,7 @@ from rl_safe_workers.adapters.save_queue import SaveQueue
 from rl_safe_workers.adapters.shards import ShardWriter
 from rl_safe_workers.adapters.weight_update import WeightUpdate
 from rl_safe_workers.comms.bootstrap import HostGroups
+from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.errors import CommunicatorError, in_one_line
 from rl_safe_workers.lifecycle import Phase
@@ -234,10 +235,15 @@ class PolicyProcess(HostedTrainer):
         """Longest wait of one collective outside of phases."""
         return timedelta(seconds=self.settings.timeouts.world)
 
-    def sync(self, send: Callable[[], Any]) -> Any:
+    def sync(self, send: Callable[[], Any], *, reads: Any = None) -> Any:
         """Does a step of a refit that all ranks take part in, as phase ``sync``; returns its value.
 
         Collective over: the training world. Sent weights also wait for the rollout.
+
+        Args:
+            send: The host's step.
+            reads: The model whose parameters are sent; None if the step reads none. NeMo RL before PR 4086 sends them
+                without the gathers that DDP has put off.
 
         Raises:
             LifecycleError: If the bootstrap has not run.
@@ -248,7 +254,12 @@ class PolicyProcess(HostedTrainer):
         if self.trainer.lifecycle.current is not None:
             return send()  # the host calls one step in another
         self.trainer.comms.require("weight sync")
-        update = WeightUpdate(self.trainer, send, awaited=awaited_rollout)
+
+        def send_whole() -> Any:
+            complete_param_gathers([reads])
+            return send()
+
+        update = WeightUpdate(self.trainer, send_whole, awaited=awaited_rollout)
         with self.trainer.phase(Phase.SYNC):
             update.begin()
             return update.finish()

@@ -18,6 +18,7 @@ from rl_safe_workers.adapters.swift import install
 from rl_safe_workers.adapters.swift.ray_waits import RayStandIn
 from rl_safe_workers.adapters.swift.silent_engine import silent_engine
 from rl_safe_workers.adapters.swift.swift_settings import VARIABLE
+from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.errors import RolloutError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role
@@ -119,7 +120,7 @@ for _name, _phase in WORK.items():
 
 @contextmanager
 def _parameters(worker: Any, method: str) -> Iterator[None]:
-    """Brings the parameters back for an export of weights.
+    """Brings the parameters back for an export of weights, and completes their gathers.
 
     ms-swift 4.6.0 offloads them before (checkpoint_engine/manager.py:79), and exports from memory that it has freed.
     """
@@ -127,9 +128,11 @@ def _parameters(worker: Any, method: str) -> Iterator[None]:
 
     models = worker._megatron.wrapped_models if method == "update_weights" else []
     if all(buffer.param_data.untyped_storage().size() for buffer in _parameter_buffers(models)):
+        complete_param_gathers(models)
         yield
         return
     utils.load_megatron_model_to_gpu(models, load_grad=False)
+    complete_param_gathers(models)
     yield
     utils.offload_megatron_model_to_cpu(models)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from rl_safe_workers.adapters.swift.job import SwiftJob
 from rl_safe_workers.adapters.swift.silent_engine import silent_engine
+from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.control.bounded import in_background
 from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError
@@ -131,6 +132,7 @@ class RolloutPhases:
         @functools.wraps(original)
         def move_model_to_vllm(trainer: Any) -> None:
             with self._job.aside(Phase.SYNC):
+                complete_param_gathers(trainer.wrapped_models)
                 original(trainer)
 
         return move_model_to_vllm

@@ -36,6 +36,7 @@ from rl_safe_workers.checkpoint.save.saver import Saver
 from rl_safe_workers.checkpoint.save.writer import WrittenFile
 from rl_safe_workers.checkpoint.state.optimizer_state import FULLY_RESHARDABLE, is_in_place
 from rl_safe_workers.checkpoint.state.state import restore_state, sharded_state
+from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.errors import CheckpointError, RlSafeError
 from rl_safe_workers.lifecycle import Phase
 
@@ -129,6 +130,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         started_s = time.monotonic()
         with self.process.trainer.phase(Phase.SAVE):
             try:
+                complete_param_gathers(self.model)
                 self._uncommit(local_path)
                 super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
             except RlSafeError:

@@ -18,6 +18,7 @@ from rl_safe_workers.adapters.verl import environment, local_layers
 from rl_safe_workers.adapters.verl.checkpoint import SafeCheckpointManager
 from rl_safe_workers.adapters.verl.features import features_of
 from rl_safe_workers.adapters.verl.process import TrainerProcess, trainer_process
+from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,8 @@ class SafeEngineMixin:
     def _gathered(self, weights: Iterable[Any]) -> Iterator[Any]:
         """Yields the weights, and notes when this rank is in a gather of theirs, with other training ranks."""
         remaining, end = iter(weights), object()
+        # Not before: verl may have brought the parameters back from the host since.
+        complete_param_gathers(self.module)
         while True:
             self.process.is_gathering = True
             try:

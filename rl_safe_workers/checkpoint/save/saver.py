@@ -42,6 +42,7 @@ from rl_safe_workers.checkpoint.state.megatron import serialize_objects, store_c
 from rl_safe_workers.checkpoint.state.pieces import split
 from rl_safe_workers.checkpoint.state.state import CONTENT_METADATA, sharded_state, state_digest
 from rl_safe_workers.comms.hosts import own_host
+from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.pending import PendingDecision
 from rl_safe_workers.control.plane import ControlPlane, Operation
@@ -382,9 +383,10 @@ class CheckpointSaves(Part):
     ) -> Path:
         """Saves model, optimizer, random state and the driver's state.
 
-        Collective over: the training world, in phase ``save``, through the store: no process group takes part unless
-        one of Megatron's flags is on. With ``background`` it returns once this rank's state is copied to host memory;
-        `poll_checkpoint` and `finalize_checkpoint` see to the rest.
+        Collective over: the training world, in phase ``save``, through the store. No process group takes part, unless
+        one of Megatron's flags is on, or DDP has put off gathers of parameters (`complete_param_gathers`). With
+        ``background`` it returns once this rank's state is copied to host memory; `poll_checkpoint` and
+        `finalize_checkpoint` see to the rest.
 
         Args:
             root: Directory of all checkpoints, on storage that every trainer sees.
@@ -419,6 +421,8 @@ class CheckpointSaves(Part):
                     config.fully_parallel_save,
                     config.validate_access_integrity,
                 )
+            # Before anything that may fail on one rank alone: the others would wait for it.
+            complete_param_gathers(self.rank.host.chunks)
             saver = self.open_saver()
             try:
                 self._check_default_group()
