@@ -29,6 +29,12 @@ class FakeRay:
     """When each answer comes and what it is; the index is the reference."""
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
+    is_there: bool = True
+    """False once this process has left Ray."""
+
+    def is_initialized(self) -> bool:
+        return self.is_there
+
     def monotonic(self) -> float:
         return self.now_s
 

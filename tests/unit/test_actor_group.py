@@ -56,6 +56,13 @@ def late_error(actors: list[ActorRef]) -> PhaseTimeoutError:
     return error
 
 
+def test_a_process_that_has_left_ray_starts_no_other(ray: FakeRay) -> None:
+    ray.is_there = False
+    with pytest.raises(RunError):
+        start(trainers(ray, (1.0, value(10))))
+    assert ray.calls == []
+
+
 def test_values_come_in_the_order_of_the_calls(ray: FakeRay) -> None:
     actors = trainers(ray, (3.0, value(10)), (1.0, value(11)), (2.0, value(12)))
     assert wait_for(start(actors)) == [10, 11, 12]

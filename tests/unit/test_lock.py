@@ -77,6 +77,20 @@ def test_a_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
     assert not acquire(tmp_path / "lock", 0)
 
 
+def test_a_lock_whose_folder_has_become_a_file_hides_no_error(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def lose_the_folder() -> None:
+        with exclusive(folder / "lock", timeout=timedelta(seconds=1), setting="s"):
+            folder.rename(tmp_path / "elsewhere")
+            folder.touch()
+            raise RuntimeError("in the body")
+
+    with pytest.raises(RuntimeError, match="in the body"):
+        lose_the_folder()
+
+
 def test_whoever_waits_in_vain_is_told_for_whom(tmp_path: Path) -> None:
     with holder(tmp_path / "lock") as process:
         message = f"process {process.pid} on {re.escape(socket.gethostname())} has held .*/lock for the .* s"

@@ -19,6 +19,10 @@ def half(data_source, solution_str, ground_truth, extra_info):
 def broken(data_source, solution_str, ground_truth, extra_info):
     return 1 / 0
 
+def leaving(data_source, solution_str, ground_truth, extra_info):
+    import sys
+    sys.exit(0)
+
 def nan(data_source, solution_str, ground_truth, extra_info):
     return float("nan")
 
@@ -130,6 +134,10 @@ def test_something_not_callable_is_refused(user_module: str) -> None:
 @pytest.mark.parametrize("name", [":function", "module:"])
 def test_half_a_name_is_refused(name: str) -> None:
     assert "module:function" in complaint(name)
+
+
+def test_a_function_that_would_end_the_run_as_if_it_were_complete_is_an_error(user_module: str) -> None:
+    assert "raised SystemExit: 0 at my_rewards.py:10 (leaving)" in complaint(f"{user_module}:leaving")
 
 
 def test_an_exception_of_a_users_function_names_function_and_sample(user_module: str) -> None:

@@ -89,7 +89,7 @@ def _is_current(descriptor: int, path: Path) -> bool:
     """Returns True if the open file is still the one of that name: a holder removes it before letting go."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # also if something else took the place of its folder
         return False
 
 

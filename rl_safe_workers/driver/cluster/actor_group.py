@@ -75,7 +75,16 @@ def start_calls(
         phase: The phase, for timeouts and errors.
         method: Name of the worker's method.
         arguments: Function from an actor's rank to the method's arguments.
+
+    Raises:
+        RunError: If this process has left Ray, as after ``ray.shutdown()`` in a reward function. A call would then
+            start another Ray.
     """
+    if not ray.is_initialized():
+        raise RunError(
+            f"phase {phase}: this process has left Ray: code that runs in the driver, such as a reward function, has "
+            "called ray.shutdown(); remove that call"
+        )
     started_s = time.monotonic()
     refs = {actor.handle.call.remote(str(phase), method, arguments(actor.rank)): actor for actor in actors}
     return PendingCalls(phase=phase, started_s=started_s, refs=refs)

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from rl_safe_workers.errors import RewardFunctionError
+from rl_safe_workers.frames import place_of
 
 CHARACTER_CLASSES: Mapping[str, frozenset[str]] = {
     "digits": frozenset(string.digits),
@@ -76,9 +77,9 @@ class GuardedReward:
             reward: object = self._function(data_source, solution_str, ground_truth, extra_info)
         except RewardFunctionError:
             raise
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise RewardFunctionError(
-                f"reward function {self.name} raised {type(error).__name__}: {error} for {sample}"
+                f"reward function {self.name} raised {type(error).__name__}: {error} at {place_of(error)} for {sample}"
             ) from error
         # numpy's scalars count as Real, and so does a bool, which users do return.
         if not isinstance(reward, Real) or not math.isfinite(reward):
