@@ -22,6 +22,7 @@ from rl_safe_workers.driver.outputs.console import RunConsole
 from rl_safe_workers.driver.outputs.metrics import PhaseTotal
 from rl_safe_workers.errors import (
     THE_DRIVER,
+    ClusterError,
     Died,
     Interrupted,
     NodeLostError,
@@ -95,7 +96,7 @@ class Session:
 
         try:
             return gather(calls, timeout_s=self.timeout_s(calls.phase), on_events=self.events.extend, check=check)
-        except Interrupted:
+        except (Interrupted, ClusterError):
             raise
         except RunError as error:
             self._blame_lost_nodes(error, calls.phase)

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ObjectLostError, RayActorError
 
 from rl_safe_workers.driver.cluster import actor_group
-from rl_safe_workers.driver.cluster.actor_group import GRACE_S, SLACK_S, ActorRef, PendingCalls, gather, start_calls
+from rl_safe_workers.driver.cluster.actor_group import (
+    GRACE_S,
+    SLACK_S,
+    ActorRef,
+    PendingCalls,
+    gather,
+    is_dead,
+    start_calls,
+)
 from rl_safe_workers.driver.cluster.actors import Reply
 from rl_safe_workers.driver.cluster.interrupts import SLICE_S
-from rl_safe_workers.errors import Awaited, Died, Interrupted, PhaseTimeoutError, RankError, Repeats, RunError, Victim
+from rl_safe_workers.errors import (
+    Awaited,
+    ClusterError,
+    Died,
+    Interrupted,
+    PhaseTimeoutError,
+    RankError,
+    Repeats,
+    RunError,
+    Victim,
+)
 from rl_safe_workers.lifecycle import Phase, PhaseEvent
 from rl_safe_workers.ranks import RankId, Role, trainer_id, trainer_ids
 from tests.unit.fake_ray import TIMEOUT_S, FakeRay, event, failure, rollouts, timed_out, trainers, value
@@ -61,6 +82,15 @@ def test_a_process_that_has_left_ray_starts_no_other(ray: FakeRay) -> None:
     with pytest.raises(RunError):
         start(trainers(ray, (1.0, value(10))))
     assert ray.calls == []
+
+
+def test_a_directory_that_does_not_answer_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(actor_group, "actor_state", lambda actor_id: answers.wait(60))
+    monkeypatch.setattr(actor_group, "ANSWERS", timedelta(seconds=0.1))
+    with pytest.raises(ClusterError):
+        is_dead(ActorRef(role=Role.TRAINER, rank=0, handle=SimpleNamespace(_actor_id=b"id")))
+    answers.set()
 
 
 def test_values_come_in_the_order_of_the_calls(ray: FakeRay) -> None:

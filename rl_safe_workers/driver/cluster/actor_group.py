@@ -5,20 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from rl_safe_workers.compat.ray_tables import actor_state, actor_table
+from rl_safe_workers.compat.ray_tables import DEAD, actor_state, actor_table
+from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError, run_bounded
 from rl_safe_workers.driver.cluster.actors import Reply
 from rl_safe_workers.driver.cluster.interrupts import SLICE_S
 from rl_safe_workers.driver.cluster.nodes import Node
-from rl_safe_workers.errors import Awaited, Died, PhaseTimeoutError, RankError, RunError, in_one_line
+from rl_safe_workers.errors import Awaited, ClusterError, Died, PhaseTimeoutError, RankError, RunError, in_one_line
 from rl_safe_workers.lifecycle import Phase, PhaseEvent, unix_now
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import root_cause
 
+ANSWERS = timedelta(seconds=10)
+"""Longest wait for Ray's directory, which answers in milliseconds."""
 SLACK_S = 5.0
 """Seconds that the driver waits longer than the ranks. A rank that misses another can name it; the driver cannot."""
 WITHOUT_DEADLINE = frozenset(
@@ -140,9 +144,21 @@ def _fetch(calls: PendingCalls, ref: Any) -> Reply:
 
 
 def is_dead(actor: ActorRef) -> bool:
-    """Returns True if Ray's directory says that an actor has ended. Does not block."""
-    # From Ray's tables, because Ray's public function needs the dashboard.
-    return actor_state(actor.handle._actor_id.hex()) == "DEAD"
+    """Returns True if Ray's directory says that an actor has ended.
+
+    Raises:
+        ClusterError: If Ray does not answer within `ANSWERS_S`.
+    """
+    # From Ray's tables, because Ray's public function needs the dashboard. Without Ray's control store this waits until
+    # Ray kills the driver, after a minute.
+    actor_id = actor.handle._actor_id.hex()
+    try:
+        return run_bounded(lambda: actor_state(actor_id), Deadline.after(ANSWERS), name="asking Ray") == DEAD
+    except DeadlineExceededError:
+        raise ClusterError(
+            f"Ray's control store has not answered for {ANSWERS.total_seconds():.0f} s: its process gcs_server on the "
+            "head node has died or is stopped; look there for an OOM kill, and at the end of gcs_server.out"
+        ) from None
 
 
 def listed_actors() -> list[dict[str, Any]]:
