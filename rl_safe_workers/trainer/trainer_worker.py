@@ -99,9 +99,15 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
             backend = register_backend("nccl" if self.device.type == "cuda" else "gloo")
         self.init_world(address, backend=backend)
 
-    def meet_rollouts(self, size: int) -> None:
-        """Joins the joint group of ``size`` ranks. Collective over: trainers and rollout ranks."""
-        self.join(size, colocated=self.config.cluster.colocated)
+    def meet_rollouts(self, rollout_ranks: Sequence[int], generation: int = 0) -> None:
+        """Joins the joint group. Collective over: trainers and rollout ranks.
+
+        Args:
+            rollout_ranks: Rollout ranks in it, ascending.
+            generation: Number of rebuilds of the group so far.
+        """
+        size = self.config.cluster.num_trainers + len(rollout_ranks)
+        self.join(size, generation=generation, colocated=self.config.cluster.colocated, rollout_ranks=rollout_ranks)
 
     def convert(self) -> Sequence[WeightSpec]:
         """Builds the model from the HF weights; returns what a weight sync will send. Collective: training world."""
