@@ -17,7 +17,7 @@ from rl_safe_workers.driver.cluster.cluster import Cluster
 from rl_safe_workers.driver.outputs import metrics as names
 from rl_safe_workers.driver.outputs.console import RunConsole
 from rl_safe_workers.driver.session import Session
-from rl_safe_workers.errors import RunError, in_one_line
+from rl_safe_workers.errors import RunError
 from rl_safe_workers.lifecycle import Phase, unix_now
 from rl_safe_workers.ranks import RankId
 from rl_safe_workers.rollout.engine_fleet import EngineFleet, EngineLoss, lost_ranks
@@ -100,21 +100,13 @@ class Engines:
                 )
                 spans |= dict.fromkeys(more.refs, span)
                 calls = calls.joined_with(more)
-            calls, shares = self._finish_all_but_lost(calls)
+            calls, shares = self._session.finish_left(calls)
             for ref, samples in zip(calls.refs, shares, strict=True):
                 found.setdefault(spans[ref].start, []).extend(samples)
             answered = {index for ref in calls.refs for index in spans[ref]}
             left = [index for index in left if index not in answered]
             if not left:
                 return [sample for first in sorted(found) for sample in found[first]]
-
-    def _finish_all_but_lost(self, calls: PendingCalls) -> tuple[PendingCalls, list[Any]]:
-        """Waits for calls; returns those of engines that are not lost meanwhile, and their values."""
-        while True:
-            try:
-                return calls, self._session.finish(calls)
-            except RunError as error:
-                calls = calls.without(self._replace_all(error))
 
     def sync(self) -> ProvedSync | None:
         """Sends the trainers' weights to every engine that is up, which all serve then.
@@ -226,15 +218,14 @@ class Engines:
         return [actor for actor in self._cluster.rollouts if actor.rank // self._ranks in engines]
 
     def _rescue(self, error: RunError, calls: PendingCalls) -> PendingCalls | None:
-        """Replaces engines that were lost at their start, or while nobody waited for them.
+        """Replaces engines that were lost, unless others of the calls need them.
 
         Returns:
             The calls that are left to wait for; None if that is not what has failed.
         """
-        lost = lost_ranks(error)
-        called = {actor.rank_id for actor in calls.refs.values()}
-        is_ours = lost and self._replaces and (calls.phase is Phase.START or not lost & called)
-        if not is_ours or calls.phase is Phase.TEARDOWN:
+        lost, called = lost_ranks(error), {actor.rank_id for actor in calls.refs.values()}
+        is_needed = calls.phase not in (Phase.START, Phase.ROLLOUT) and lost & called
+        if not self._replaces or not lost or is_needed or calls.phase is Phase.TEARDOWN:
             return None
         return calls.without(self._replace_all(error))
 
@@ -251,7 +242,7 @@ class Engines:
         """Ends what is left of an engine of one rank, and starts another one in its place."""
         engine = actor.rank // self._ranks
         loss = self.fleet.lose(engine, error, now_s=time.monotonic())
-        loss.why = in_one_line(self._cluster.explained(error))
+        loss.why = self._cluster.why_lost(error, actor.rank_id)
         self._console.warn(f"{actor.rank_id} is lost, and another engine starts in its place: {loss.why}")
         self._cluster.replace(actor)
         self._starting[engine] = self._call([engine], Phase.START, "start", unix_now())

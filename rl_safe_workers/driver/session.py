@@ -92,18 +92,22 @@ class Session:
         """Waits for calls within the timeout of their phase. Returns their values in the order they were started.
 
         Args:
-            calls: Those that `rescue` gives up are left out of the values.
+            calls: The calls. `rescue` may give some of them up; these have no value.
             hears_all: See `actor_group.gather`.
         """
+        return self.finish_left(calls, hears_all=hears_all)[1]
+
+    def finish_left(self, calls: PendingCalls, *, hears_all: bool = False) -> tuple[PendingCalls, list[Any]]:
+        """As `finish`; returns the calls that `rescue` has not given up, too."""
         try:
-            return self._gather(calls, hears_all=hears_all)
+            return self._gather(calls, hears_all)
         finally:
             self._record(calls.phase, time.monotonic() - calls.started_s)
 
-    def _gather(self, calls: PendingCalls, *, hears_all: bool = False) -> list[Any]:
+    def _gather(self, calls: PendingCalls, hears_all: bool = False) -> tuple[PendingCalls, list[Any]]:
         while True:
             try:
-                return self._gather_once(calls, hears_all)
+                return calls, self._gather_once(calls, hears_all)
             except Interrupted:
                 raise
             except RunError as error:
@@ -258,12 +262,12 @@ class Session:
     def _serve_stores(self, owners: Sequence[ActorRef], phase: Phase) -> list[StoreAddress | None]:
         hosts = [LOOPBACK] * len(owners)
         if not self._cluster.is_local:
-            hosts = self._gather(start_calls(owners, phase, NODE_IP, _no_arguments))
-        return self._gather(start_calls(owners, phase, "serve_store", lambda rank: (hosts[rank],)))
+            _, hosts = self._gather(start_calls(owners, phase, NODE_IP, _no_arguments))
+        return self._gather(start_calls(owners, phase, "serve_store", lambda rank: (hosts[rank],)))[1]
 
     def late_allocations(self) -> list[list[LateAllocation]]:
         """Returns the late allocations found in the first training steps, a list for each training rank."""
-        return self._gather(self.start_trainers(Phase.TRAIN, "late_allocations"))
+        return self._gather(self.start_trainers(Phase.TRAIN, "late_allocations"))[1]
 
     def load(self, path: str, layout: dict[str, int]) -> None:
         """Loads a checkpoint into the trainers."""

@@ -84,6 +84,7 @@ def go_on(
     assert_completed(outcome, undisturbed)
     assert sum(record["engines/lost"] for record in outcome.records) == len(faults)
     assert outcome.records[-1]["rl_safe/comms_late"] == 0
+    assert "engines lost and replaced" in (outcome.run_dir / "report.html").read_text()
     assert outcome.left == []
     return outcome
 

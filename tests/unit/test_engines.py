@@ -100,6 +100,9 @@ class FakeRun:
         return start_calls(self.trainers, phase, method, arguments)
 
     def finish(self, calls: PendingCalls, *, hears_all: bool = False) -> list[Any]:
+        return self.finish_left(calls, hears_all=hears_all)[1]
+
+    def finish_left(self, calls: PendingCalls, *, hears_all: bool = False) -> tuple[PendingCalls, list[Any]]:
         self.hears_all.append(hears_all)
         for call, actor in calls.refs.items():
             actor.handle.is_dead |= actor.handle.dies_in == call.method
@@ -114,8 +117,8 @@ class FakeRun:
                 left = self.rescue(error, calls)
                 if left is None:
                     raise error
-                return self.finish(left)
-        return [call.answer() for call in calls.refs]
+                return self.finish_left(left)
+        return calls, [call.answer() for call in calls.refs]
 
     def replace(self, actor: ActorRef) -> ActorRef:
         self.ended.append(actor.handle)
@@ -127,8 +130,8 @@ class FakeRun:
         self.ended.append(actor.handle)
         self.rollouts.remove(actor)
 
-    def explained(self, error: RunError) -> RunError:
-        return error
+    def why_lost(self, error: RunError, rank_id: RankId) -> str:
+        return f"{rank_id} is no more"
 
     def note_processes(self) -> None: ...
 
@@ -273,8 +276,10 @@ def test_an_engine_that_dies_while_nobody_waits_for_it_is_replaced_and_the_calls
     assert (engines.fleet.starting, len(run.ended)) == ([1], 1)
 
 
-@pytest.mark.parametrize("phase", [Phase.ROLLOUT, Phase.SYNC, Phase.TEARDOWN])
-def test_a_death_in_a_call_is_left_to_who_has_called_and_one_at_the_end_ends_the_run(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [Phase.JOINT, Phase.SYNC, Phase.TEARDOWN])
+def test_a_death_in_a_call_that_others_need_is_left_to_who_has_called_and_one_at_the_end_ends_the_run(
+    phase: Phase,
+) -> None:
     run = FakeRun(2)
     engines_of(run)
     called = start_calls(run.rollouts, phase, "work", lambda _: ())

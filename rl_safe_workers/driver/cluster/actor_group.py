@@ -136,7 +136,7 @@ def gather(
         _take(calls, done, on_events)
         has_failed = any(reply.error for reply in replies.values())
         if has_failed and not (hears_all and pending and not is_over and not _has_lost_a_trainer(calls)):
-            raise _root_error(calls, pending, on_events)
+            raise _root_error(calls, pending, on_events, grace_s=0.0 if hears_all else GRACE_S)
         if pending and is_over:
             raise _timeout(calls, _ids(calls, pending), time.monotonic() - calls.started_s)
     return [replies[ref].value for ref in calls.refs]
@@ -207,9 +207,11 @@ def _ids(calls: PendingCalls, refs: Iterable[Any]) -> frozenset[RankId]:
     return frozenset(calls.refs[ref].rank_id for ref in refs)
 
 
-def _root_error(calls: PendingCalls, pending: list[Any], on_events: Callable[[list[PhaseEvent]], None]) -> RunError:
-    """Collects replies for ``GRACE_S`` more seconds, then returns the root cause."""
-    deadline, replies = time.monotonic() + GRACE_S, calls.replies
+def _root_error(
+    calls: PendingCalls, pending: list[Any], on_events: Callable[[list[PhaseEvent]], None], *, grace_s: float
+) -> RunError:
+    """Collects replies for ``grace_s`` more seconds, then returns the root cause."""
+    deadline, replies = time.monotonic() + grace_s, calls.replies
     while pending and (left := deadline - time.monotonic()) > 0 and not any(map(_has_died, replies.values())):
         done, pending = ray.wait(pending, timeout=left)
         _take(calls, done, on_events)

@@ -36,7 +36,7 @@ from rl_safe_workers.driver.cluster.node_check import check_nodes
 from rl_safe_workers.driver.cluster.nodes import Node, lost_among
 from rl_safe_workers.driver.cluster.reservation import Reservation, reserve
 from rl_safe_workers.driver.inputs.preflight import layout_of
-from rl_safe_workers.errors import Died, PhaseTimeoutError, RankError, RunError, Stopped
+from rl_safe_workers.errors import Died, PhaseTimeoutError, RankError, RunError, Stopped, in_one_line
 from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.guardian import Guardian
@@ -348,9 +348,14 @@ class Cluster:
             return failure.naming(hang.culprits)
         return self._seen(failure) if stop is None else stop
 
-    def explained(self, failure: RunError) -> RunError:
-        """Returns the failure of a rank with the line at which it was last seen, or the stop that it was ended for."""
-        return self._stop_behind(failure, self._config.rl_safe.teardown.kill_after_s) or self._seen(failure)
+    def why_lost(self, failure: RunError, rank_id: RankId) -> str:
+        """Returns one line about a rank that a failure means is lost: its stop, or the failure with its last place."""
+        stop = self._stop_behind(failure, self._config.rl_safe.teardown.kill_after_s)
+        why = in_one_line(stop or self._seen(failure))
+        if self._hang_dir is None or isinstance(failure, RankError):
+            return why
+        place = read_place(self._hang_dir, rank_id)
+        return why if place is None else f"{why}; {rank_id} was last seen at {place}"
 
     def _seen(self, failure: E) -> E | RankError:
         if self._hang_dir is not None and isinstance(failure, RankError) and isinstance(failure.cause, Died):
