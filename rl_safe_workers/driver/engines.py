@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.cluster.actor_group import ActorRef, PendingCalls, died, is_dead, start_calls
+from rl_safe_workers.driver.cluster.actors import NODE_IP
 from rl_safe_workers.driver.cluster.cluster import Cluster
 from rl_safe_workers.driver.outputs import metrics as names
 from rl_safe_workers.driver.outputs.console import RunConsole
@@ -23,6 +24,9 @@ from rl_safe_workers.ranks import RankId
 from rl_safe_workers.rollout.engine_fleet import EngineFleet, EngineLoss, lost_ranks
 from rl_safe_workers.rollout.protocol import Sample
 from rl_safe_workers.rollout.sync_proof import HeldWeights, ProvedSync, ProvedSyncs, SyncProof
+
+REBUILD_S = 30.0
+"""Longest wait for the members of a joint group that is built anew. All of them have answered just before."""
 
 Conversation = Sequence[Mapping[str, str]]
 
@@ -162,13 +166,22 @@ class Engines:
             self._cluster.note_processes()
 
     def _join(self, engines: Sequence[int]) -> None:
+        """Builds the next generation of the joint group.
+
+        Trainers wait in it for an engine that dies meanwhile, and nobody could call them off. So engines must have
+        answered just before, and the wait of a rebuild is short.
+        """
+        timeout_s = self._session.timeout_s(Phase.JOINT)
+        if self._replaces:
+            self._session.finish(self._call(engines, Phase.JOINT, NODE_IP))
         self._generation += 1
-        generation, ranks = self._generation, [actor.rank for actor in self._actors(*engines)]
-        trainers = self._session.start_trainers(Phase.JOINT, "meet_rollouts", lambda _: (ranks, generation))
-        joining = self._call(
-            engines, Phase.JOINT, "join", self._session.address, ranks, self._session.specs, generation
-        )
-        self._session.finish(trainers.joined_with(joining), hears_all=self._replaces)
+        if self._generation > 0:
+            timeout_s = min(timeout_s, REBUILD_S)
+        how = self._generation, timeout_s
+        ranks, session = [actor.rank for actor in self._actors(*engines)], self._session
+        trainers = session.start_trainers(Phase.JOINT, "meet_rollouts", lambda _: (ranks, *how))
+        joining = self._call(engines, Phase.JOINT, "join", session.address, ranks, session.specs, *how)
+        session.finish(trainers.joined_with(joining), hears_all=self._replaces)
         self.fleet.joined(engines)
 
     def _send(self, prove: bool, again: bool) -> SyncProof | None:

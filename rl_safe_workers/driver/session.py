@@ -136,6 +136,8 @@ class Session:
 
     def _blame_lost_nodes(self, error: RunError, phase: Phase) -> None:
         """Raises NodeLostError, caused by ``error``, if nodes of the run are gone: their loss is the root cause."""
+        if self._cluster.is_local:
+            return
         deadline = time.monotonic() + (
             LEAVING_S if isinstance(error, RankError) and isinstance(error.cause, Died) else 0.0
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -65,6 +66,7 @@ class WeightSync(Part):
         generation: int = 0,
         colocated: bool = False,
         rollout_ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         """Joins the joint group as joint rank = training rank. Collective over: trainers and rollout ranks.
 
@@ -74,6 +76,7 @@ class WeightSync(Part):
                 gone.
             colocated: Whether each trainer shares its GPU with a rollout rank, to which alone it sends then.
             rollout_ranks: Rollout ranks in the group, ascending; None: all, from 0.
+            timeout: Longest wait for the others; None: ``rl_safe.timeouts.joint``.
 
         Raises:
             PhaseTimeoutError: If some joint rank does not arrive in time; names it.
@@ -91,7 +94,7 @@ class WeightSync(Part):
                     members=joint_ids(trainers=self.rank.training_size, size=size, rollout_ranks=rollout_ranks),
                 ),
                 generation=generation,
-                timeout=self.rank.timeout(Phase.JOINT),
+                timeout=self.rank.timeout(Phase.JOINT) if timeout is None else timeout,
                 device=self.rank.device,
                 sync_timeout=self.rank.timeout(Phase.SYNC),
             )

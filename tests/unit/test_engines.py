@@ -13,7 +13,8 @@ import pytest
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver import engines as engines_module
 from rl_safe_workers.driver.cluster.actor_group import ActorRef, PendingCalls, died, start_calls
-from rl_safe_workers.driver.engines import Engines
+from rl_safe_workers.driver.cluster.actors import NODE_IP
+from rl_safe_workers.driver.engines import REBUILD_S, Engines
 from rl_safe_workers.driver.outputs import metrics as names
 from rl_safe_workers.errors import Raised, RankError, RunError, WeightSyncError
 from rl_safe_workers.lifecycle import Phase
@@ -21,6 +22,7 @@ from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.rollout.sync_proof import HeldWeights, SentWeights
 
 NAME, SENT = "model.norm.weight", 7
+TIMEOUT_S = 100.0
 
 
 @dataclass(eq=False)
@@ -45,7 +47,7 @@ class FakeActor:
         return FakeCall(self, method, arguments)
 
     def methods(self) -> list[str]:
-        return [method for method, _ in self.calls]
+        return [method for method, _ in self.calls if method != NODE_IP]
 
 
 @dataclass(eq=False)
@@ -82,7 +84,8 @@ class FakeRun:
         self.ended: list[FakeActor] = []
         self.plans: dict[int, dict[str, Any]] = {}
         """Fields of the next engine in a place."""
-        self.hears_all: list[bool] = []
+        self.heard_all: list[str] = []
+        """Methods of the trainer in whose failure all are heard."""
         self.warnings: list[str] = []
 
     @staticmethod
@@ -94,7 +97,7 @@ class FakeRun:
         return actor
 
     def timeout_s(self, phase: Phase) -> float:
-        return 100.0
+        return TIMEOUT_S
 
     def start_trainers(self, phase: Phase, method: str, arguments: Any) -> PendingCalls:
         return start_calls(self.trainers, phase, method, arguments)
@@ -103,7 +106,7 @@ class FakeRun:
         return self.finish_left(calls, hears_all=hears_all)[1]
 
     def finish_left(self, calls: PendingCalls, *, hears_all: bool = False) -> tuple[PendingCalls, list[Any]]:
-        self.hears_all.append(hears_all)
+        self.heard_all += [call.method for call in calls.refs if hears_all and call.actor is self.trainer]
         for call, actor in calls.refs.items():
             actor.handle.is_dead |= actor.handle.dies_in == call.method
             error: RunError | None = None
@@ -174,10 +177,10 @@ def test_a_run_without_losses_joins_once_and_shares_prompts_out() -> None:
     engines = engines_of(run)
     assert engines.sync() is None
     assert [first for first, _, _ in generate(engines)] == [0, 1, 2, 3]
-    assert run.trainer.calls == [("meet_rollouts", ([0, 1], 0)), ("sync", (False,))]
+    assert run.trainer.calls == [("meet_rollouts", ([0, 1], 0, TIMEOUT_S)), ("sync", (False,))]
     for rank in range(2):
-        (joined, received, generated) = run.engine(rank).calls
-        assert joined == ("join", ("the store", [0, 1], ("a", "b"), 0))
+        (_, joined, received, generated) = run.engine(rank).calls
+        assert joined == ("join", ("the store", [0, 1], ("a", "b"), 0, TIMEOUT_S))
         assert received == ("receive_weights", (False,))
         assert generated[1][1:] == (2 * rank, 3)
     assert engines.metrics() == {names.ENGINES_LOST: 0, names.ENGINES_SERVING: 2}
@@ -206,7 +209,7 @@ def test_another_engine_gets_prompts_only_after_a_sync_in_which_it_was_proved() 
     proved = engines.sync()
     assert proved is not None
     assert proved.proof.proved == 2
-    assert run.trainer.calls[1:] == [("meet_rollouts", ([0, 1], 1)), ("sync", (True,))]
+    assert run.trainer.calls[1:] == [("meet_rollouts", ([0, 1], 1, REBUILD_S)), ("sync", (True,))]
     generate(engines)
     assert run.engine(1).methods() == ["start", "join", "receive_weights", "generate"]
     assert engines.sync() is None
@@ -221,7 +224,7 @@ def test_nobody_waits_for_an_engine_that_is_not_up_while_there_is_another(monkey
     run.engine(1).dies_in = "generate"
     generate(engines)
     engines.sync()
-    assert run.trainer.calls[1:] == [("meet_rollouts", ([0], 1)), ("sync", (False,))]
+    assert run.trainer.calls[1:] == [("meet_rollouts", ([0], 1, REBUILD_S)), ("sync", (False,))]
     assert run.engine(1).methods() == ["start"]
 
 
@@ -252,10 +255,21 @@ def test_a_sync_that_loses_an_engine_is_done_again_with_who_is_left_and_proved(m
     assert proved is not None
     assert proved.proof.engines == [1]
     assert run.trainer.methods() == ["meet_rollouts", "sync", "meet_rollouts", "sync"]
-    assert run.trainer.calls[2] == ("meet_rollouts", ([1], 1))
+    assert run.trainer.calls[2] == ("meet_rollouts", ([1], 1, REBUILD_S))
     assert run.engine(1).methods() == ["join", "receive_weights", "join", "receive_weights"]
     # The others of the failed sync must have answered before they are called again.
-    assert run.hears_all == [True] * 4
+    assert run.heard_all == ["meet_rollouts", "sync", "meet_rollouts", "sync"]
+
+
+def test_no_trainer_waits_in_a_join_for_an_engine_that_does_not_answer_any_more() -> None:
+    run = FakeRun(2)
+    engines = engines_of(run)
+    run.engine(0).dies_in = "generate"
+    generate(engines)
+    run.engine(1).dies_in = NODE_IP
+    engines.sync()
+    assert len(engines.fleet.losses) == 2
+    assert [arguments[1] for method, arguments in run.trainer.calls if method == "meet_rollouts"] == [0, 1]
 
 
 def test_a_loss_in_the_join_makes_another_generation() -> None:
@@ -301,7 +315,7 @@ def test_one_of_the_first_engines_that_dies_at_the_runs_start_is_waited_for() ->
     run.finish(start_calls(run.rollouts, Phase.START, "start", lambda _: ()))
     engines.join()
     assert (engines.fleet.serving, engines.fleet.up) == ([0], [0, 1])
-    assert run.trainer.calls == [("meet_rollouts", ([0, 1], 0))]
+    assert run.trainer.calls == [("meet_rollouts", ([0, 1], 0, TIMEOUT_S))]
 
 
 @pytest.mark.parametrize("most", [0, 1])
