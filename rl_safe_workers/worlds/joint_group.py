@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -193,13 +194,18 @@ class JointGroup:
 
     def abort(self) -> None:
         """Gives the group up, with whatever is under way in it. Not collective, does not wait; idempotent."""
-        if self._device.type != "cuda":
-            self.close()
-            return
         group, self._group = self._group, None
         self._works.clear()
-        if group is not None:
+        if group is None:
+            return
+        if self._device.type == "cuda":
             group.abort()
+            return
+        group.shutdown()
+        # The last reference goes on a thread: gloo ends a broadcast under way at its timeout only, and waits for that.
+        last = [group]
+        del group
+        Thread(target=last.clear, name="leaving the joint group", daemon=True).start()
 
     def close(self) -> None:
         """Leaves the group. Not collective; idempotent."""

@@ -156,6 +156,7 @@ def test_many_losses_leave_nothing_behind(
         *(sys.executable, "-m", "tests.chaos.counting_command", "run", str(RECIPES / "quickstart.yaml")),
         *(f"model.path={undisturbed.folder / 'model'}", *SMALL, "trainer.save_freq=-1", "cluster.num_rollouts=2"),
         *(f"trainer.total_training_steps={STEPS}", f"rollout.replace_lost_engines={KILLS}"),
+        "rl_safe.timeouts.sync=60",
     ]
     shared, processes, chance = list[int](), list[int](), random.Random(0)
     with running(command, tmp_path) as run:
