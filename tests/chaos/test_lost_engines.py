@@ -161,11 +161,11 @@ def test_many_losses_leave_nothing_behind(
     shared, processes, chance = list[int](), list[int](), random.Random(0)
     with running(command, tmp_path) as run:
         for kill in range(KILLS):
-            after = EVERY * kill + 2
+            after = EVERY * kill + 1
             run.wait_until(lambda after=after: has_finished(run, after), timeout_s=600)
             processes.append(len(run.processes()))
             shared.append(len([*SHARED_MEMORY.iterdir()]))
-            time.sleep(chance.uniform(0.0, 1.0))
+            time.sleep(chance.uniform(0.0, 0.3))
             run.wait_until(lambda: bool(engine_processes(run)))
             chance.choice(engine_processes(run)).kill()
         outcome = run.finish(timeout_s=900)
