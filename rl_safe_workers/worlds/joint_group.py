@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from threading import Thread
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from rl_safe_workers.control.board import forget_where
-from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError, first_line, foreign_cause
@@ -205,7 +204,7 @@ class JointGroup:
         # The last reference goes on a thread: gloo ends a broadcast under way at its timeout only, and waits for that.
         last = [group]
         del group
-        Thread(target=last.clear, name="leaving the joint group", daemon=True).start()
+        Background(last.clear, name="leaving the joint group")
 
     def close(self) -> None:
         """Leaves the group. Not collective; idempotent."""
