@@ -84,7 +84,7 @@ class Rollout(Ranks):
         """Takes the weights as often as the trainers send them."""
         self.worker.start(time.time())
         specs = [WeightSpec(**{**s, "shape": tuple(s["shape"])}) for s in json.loads(self.store.get("bench/specs"))]
-        self.worker.join(self.address, self.trainers + self.rank, self.trainers + self.rollouts, specs)
+        self.worker.join(self.address, range(self.rollouts), specs)
         for _ in range(ROUNDS):
             self.meet()
             self.worker.receive_weights()
@@ -157,7 +157,7 @@ class Trainer(Ranks):
 
     def _sync(self) -> None:
         """Weight syncs, until the last rollout rank has its weights in place, and broadcasts of as many bytes."""
-        self.worker.meet_rollouts(self.trainers + self.rollouts)
+        self.worker.meet_rollouts(range(self.rollouts))
         for _ in range(ROUNDS):
             self.meet()
             started_s = time.perf_counter()

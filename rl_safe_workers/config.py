@@ -295,6 +295,8 @@ class RolloutConfig(Section):
     prove_sync_freq: Annotated[int, Field(ge=-1, le=10**9)] = -1
     """Read weights back after the first weight sync and every so many after it, and compare them with what was sent;
     1: after all, 0: after the first, -1: never. On GPUs only run for four steps."""
+    replace_lost_engines: Annotated[int, Field(ge=0, le=10**6)] = 0
+    """Most engines that a run replaces when they die or do not answer; 0: a lost engine ends the run."""
 
     @property
     def bucket_bytes(self) -> int:
@@ -541,6 +543,16 @@ class RunConfig(Section):
             raise Contradiction(
                 f"cluster.num_rollouts={cluster.num_rollouts} must be a multiple of rollout.tensor_model_parallel_size="
                 f"{rollout.tensor_model_parallel_size}: so many rollout ranks share one vLLM engine"
+            )
+        if rollout.replace_lost_engines and (cluster.colocated or rollout.tensor_model_parallel_size > 1):
+            key = (
+                "cluster.colocated=true"
+                if cluster.colocated
+                else (f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}")
+            )
+            raise Contradiction(
+                f"rollout.replace_lost_engines={rollout.replace_lost_engines} with {key}: only an engine of one rank "
+                "with a place of its own can be replaced; set replace_lost_engines=0"
             )
         if cluster.device == "cpu" and rollout.enable_rollout_routing_replay:
             raise Contradiction(

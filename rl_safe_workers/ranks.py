@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -80,15 +80,16 @@ def trainer_ids(training_ranks: Iterable[int]) -> tuple[RankId, ...]:
     return tuple(map(trainer_id, training_ranks))
 
 
-def joint_ids(*, trainers: int, size: int) -> tuple[RankId, ...]:
+def joint_ids(*, trainers: int, size: int, rollout_ranks: Sequence[int] | None = None) -> tuple[RankId, ...]:
     """Returns the ids of a joint group's members by joint rank: the trainers first, then the rollout ranks.
 
     Args:
         trainers: Number of trainers.
         size: Number of trainers and rollout ranks.
+        rollout_ranks: Rollout ranks in it, ascending; None: all, from 0.
     """
-    rollouts = (RankId(Role.ROLLOUT, rank) for rank in range(size - trainers))
-    return (*trainer_ids(range(trainers)), *rollouts)
+    present = range(size - trainers) if rollout_ranks is None else rollout_ranks
+    return (*trainer_ids(range(trainers)), *(RankId(Role.ROLLOUT, rank) for rank in present))
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

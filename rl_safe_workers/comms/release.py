@@ -357,7 +357,4 @@ def _forget_keys(groups: Sequence[ReleasableGroup], gone: Mapping[str, int]) -> 
         name, generation = rest.split("/")[:2] if found else ("", "")
         return generation.isdigit() and int(generation) <= gone.get(name, -1)
 
-    try:
-        forget_where(groups[0].get_group_store(), is_gone)
-    except RuntimeError as error:
-        logger.debug("keys of past generations stay in the store, which cannot list them: %s", error)
+    forget_where(groups[0].get_group_store(), is_gone)

@@ -12,6 +12,7 @@ a stranger has turned into text.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
@@ -22,6 +23,8 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from rl_safe_workers.control.seal import Seal
 from rl_safe_workers.errors import StoreLostError
+
+logger = logging.getLogger(__name__)
 
 _ABSENT = "absent"
 """No message: a message begins with its signature."""
@@ -196,14 +199,12 @@ def lost_store(who: str) -> Iterator[None]:
 
 
 def forget_where(store: Store, is_gone: Callable[[str], bool]) -> None:
-    """Deletes what torch's own groups have left in a store, by full key. One rank does it for all.
-
-    Raises:
-        RuntimeError: If the store cannot list its keys.
-    """
+    """Deletes keys from a store, by full key. One rank does it for all. They stay in a store that cannot list them."""
     inner: Any = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    for key in inner.list_keys():
-        if is_gone(key):
+    try:
+        for key in filter(is_gone, inner.list_keys()):
             inner.delete_key(key)
+    except RuntimeError as error:
+        logger.debug("keys of the past stay in the store: %s", error)

@@ -250,6 +250,22 @@ def read_stops(folder: Path) -> list[Stop]:
     return sorted(found, key=lambda stop: stop.at_s)
 
 
+def forget_stops(folder: Path, rank_id: RankId) -> None:
+    """Removes the records of the stops of a rank, in whose place another process starts.
+
+    Args:
+        folder: Where ranks leave their answers.
+        rank_id: The rank.
+    """
+    for stop in read_stops(folder):
+        if stop.process.rank_id == rank_id:
+            _record_of(folder, stop.process).unlink(missing_ok=True)
+
+
+def _record_of(folder: Path, process: StoppedProcess) -> Path:
+    return folder / f"stopped_{process.pid}.json"
+
+
 class StopWatch:
     """Looks at processes, tells who is stopped, and ends who stays so."""
 
@@ -313,7 +329,7 @@ class StopWatch:
         if one.state() != _STOPPED:  # the next look says so
             return
         stop = Stop(process=one, place=self._place(one), at_s=unix_now() - seen_s, lasted_s=seen_s)
-        file = self._folder / f"stopped_{one.pid}.json"
+        file = _record_of(self._folder, one)
         try:
             make_private(self._folder)
             with os.fdopen(open_anew(file), "w", encoding="utf-8") as record:

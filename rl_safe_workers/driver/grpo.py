@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.diagnostics.memory_growth import METRIC
+from rl_safe_workers.driver.engines import Engines
 from rl_safe_workers.driver.inputs.data import Prompt, PromptLoader
 from rl_safe_workers.driver.inputs.rewards import RewardFunction
 from rl_safe_workers.driver.outputs import metrics as names
@@ -21,7 +22,6 @@ from rl_safe_workers.driver.session import Session
 from rl_safe_workers.errors import DivergedError, LogprobGapError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.rollout.protocol import Sample
-from rl_safe_workers.rollout.sync_proof import ProvedSyncs
 from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.trainer.advantages import estimate_advantages
 from rl_safe_workers.trainer.batch import SequenceBatch, pack
@@ -37,6 +37,7 @@ class GrpoLoop:
         self,
         config: RunConfig,
         session: Session,
+        engines: Engines,
         *,
         layout: ParallelLayout,
         loader: PromptLoader,
@@ -44,9 +45,10 @@ class GrpoLoop:
         on_phase: Callable[[str], None],
     ) -> None:
         """Stores its parts; `step` does the work."""
-        self._config, self._session, self._layout = config, session, layout
+        self._config, self._session, self._engines, self._layout = config, session, engines, layout
         self._loader, self._reward, self._on_phase = loader, reward, on_phase
-        self._syncs = ProvedSyncs(every=config.rollout.prove_sync_freq)
+        self._brought: Metrics = {}
+        """Metrics of a weight sync in the middle of the step's rollout."""
 
     def step(self, step: int) -> Metrics:
         """Runs one step: offload, roll out, reward, onload, log-probabilities, update, sync.
@@ -63,6 +65,7 @@ class GrpoLoop:
             DivergedError: If the update is not finite.
             WeightSyncError: If a rollout rank holds other weights than were sent, twice in a row.
         """
+        self._brought = {}
         start_s, before, prompts = time.monotonic(), dict(self._session.totals), self._loader.next_batch()
         self._trainers(Phase.OFFLOAD, "offload")
         samples = self._roll_out(prompts, step)
@@ -75,7 +78,9 @@ class GrpoLoop:
             **_reward_metrics(rewards, samples),
             **gap,
             **update,
+            **self._brought,
             **proof,
+            **self._engines.metrics(),
             **_phase_seconds(before, self._session.totals),
             names.STEP_SECONDS: time.monotonic() - start_s,
         }
@@ -92,17 +97,13 @@ class GrpoLoop:
 
     def _roll_out(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
         self._on_phase(Phase.ROLLOUT)
-        conversations = [p.messages for p in prompts]
-        ranks = self._config.rollout.tensor_model_parallel_size
-        engines = self._config.cluster.num_rollouts // ranks
-        bounds = np.linspace(0, len(prompts), engines + 1).astype(int).tolist()
+        return self._engines.generate([p.messages for p in prompts], step, bring_weights=self._bring_weights)
 
-        def arguments(rank: int) -> tuple[Any, ...]:
-            engine = rank // ranks
-            return conversations[bounds[engine] : bounds[engine + 1]], bounds[engine], step
-
-        shares = self._session.finish(self._session.start_rollouts(Phase.ROLLOUT, "generate", arguments))
-        return [sample for share in shares for sample in share]
+    def _bring_weights(self) -> None:
+        """Sends the weights in the middle of a rollout, because every engine that had them is lost."""
+        self._trainers(Phase.ONLOAD, "onload")
+        self._brought = self._sync()
+        self._trainers(Phase.OFFLOAD, "offload")
 
     def _rewards(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Rewards:
         self._on_phase(Phase.REWARD)
@@ -167,7 +168,7 @@ class GrpoLoop:
     def _sync(self) -> Metrics:
         """Syncs the weights. If the sync is to be proved and is found wrong, it is redone once."""
         self._on_phase(Phase.SYNC)
-        proved = self._syncs.do(lambda prove: self._session.sync(prove=prove))
+        proved = self._engines.sync()
         if proved is None:
             return {}
         return {

@@ -26,6 +26,7 @@ from rl_safe_workers.config import RunConfig, SeededModelConfig
 from rl_safe_workers.control.deadline import attempt
 from rl_safe_workers.driver.cluster.cluster import Cluster
 from rl_safe_workers.driver.cluster.interrupts import SLICE_S, Interrupts
+from rl_safe_workers.driver.engines import Engines
 from rl_safe_workers.driver.grpo import GrpoLoop
 from rl_safe_workers.driver.inputs.data import PromptDataset, PromptLoader
 from rl_safe_workers.driver.inputs.preflight import layout_of
@@ -33,6 +34,7 @@ from rl_safe_workers.driver.inputs.prompt_lengths import check_prompt_lengths
 from rl_safe_workers.driver.inputs.rewards import resolve_reward
 from rl_safe_workers.driver.outputs import metrics as names
 from rl_safe_workers.driver.outputs.console import GIB, RunConsole
+from rl_safe_workers.driver.outputs.engine_gauges import EngineGauges
 from rl_safe_workers.driver.outputs.ledger import (
     export_ledger,
     late_metrics,
@@ -67,6 +69,7 @@ from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase, PhaseEvent
 from rl_safe_workers.own_process import module_command
 from rl_safe_workers.recipe import to_yaml
+from rl_safe_workers.rollout.engine_fleet import EngineLoss
 from rl_safe_workers.versions import installed_versions
 
 logger = logging.getLogger(__name__)
@@ -193,6 +196,7 @@ class Job:
         self._interrupts = Interrupts()
         self._events: list[PhaseEvent] = []
         self._totals: dict[str, PhaseTotal] = {}
+        self._losses: list[EngineLoss] = []
         self._open()
         self._memory = MemorySampler()
         self._started_s = time.monotonic()
@@ -205,6 +209,7 @@ class Job:
         self._cluster = Cluster(self._config, run_id=self._run_id, interrupts=self._interrupts, waits_for_nodes=again)
         self._session = Session(self._config, self._cluster, self._console, self._interrupts)
         self._session.events, self._session.totals = self._events, self._totals
+        self._engines = Engines(self._config, self._session, self._cluster, self._console, losses=self._losses)
 
     def run(self) -> None:
         """Sets up, trains, saves and tears down; writes the report in every case. The folders must be claimed."""
@@ -298,16 +303,17 @@ class Job:
         loop = GrpoLoop(
             self._config,
             self._session,
+            self._engines,
             layout=self._layout,
             loader=self._loader,
             reward=resolve_reward(self._config.reward.function),
             on_phase=self._console.step_phase,
         )
         first = self._restore()
-        self._session.join()
+        self._engines.join()
         if first > 0:
             loop.sync_weights()
-        total = self._config.trainer.total_training_steps
+        total, gauges = self._config.trainer.total_training_steps, EngineGauges()
         with self._console.steps(total, first):
             for step in range(first + 1, total + 1):
                 metrics = loop.step(step) | self._comms_metrics(step - first)
@@ -315,7 +321,9 @@ class Job:
                 with self._writing():
                     log.log(step, metrics)
                 self._console.step_done(step, metrics)
+                gauges.set(lost=len(self._losses), serving=len(self._engines.fleet.serving))
                 self._maybe_save(step)
+        self._engines.end_starting()
         disagreed = self._session.teardown()
         if disagreed:
             raise RunError("; ".join(f"training rank {rank} at teardown: {text}" for rank, text in disagreed.items()))
@@ -387,6 +395,8 @@ class Job:
     def _write_report(self, log: MetricsLog, failure: BaseException | None, wall_s: float) -> None:
         summary = {**self._description(), "wall": f"{wall_s:.1f} s"}
         summary["peak memory, all processes"] = f"{self._memory.peak_bytes / GIB:.2f} GiB"
+        if self._losses:
+            summary["engines lost and replaced"] = "; ".join(map(str, self._losses))
         summary["result"] = "complete" if failure is None else f"failed: {str(failure) or type(failure).__name__}"
         write_report(
             self._run_dir / "report.html",

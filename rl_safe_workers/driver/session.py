@@ -33,17 +33,21 @@ from rl_safe_workers.errors import (
 from rl_safe_workers.frames import frames_of_thread, telling_frame
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, unix_now
 from rl_safe_workers.rollout.protocol import WeightSpec
-from rl_safe_workers.rollout.sync_proof import HeldWeights, SyncProof
 from rl_safe_workers.worlds.address import StoreAddress
 
 LEAVING_S = 3.0
 """Seconds to wait for a node to disappear after a process died. A node that shuts down ends its processes first."""
 T = TypeVar("T")
 Arguments = Callable[[int], tuple[Any, ...]]
+Rescue = Callable[[RunError, PendingCalls], PendingCalls | None]
 
 
 def _no_arguments(rank: int) -> tuple[Any, ...]:
     return ()
+
+
+def _cannot_rescue(error: RunError, calls: PendingCalls) -> PendingCalls | None:
+    return None
 
 
 class Session:
@@ -53,12 +57,19 @@ class Session:
         events: Phase events of all ranks so far.
         totals: Count and seconds of each phase, measured in the driver, in the order of the first entry.
         ledgers: The bootstrap's report of each trainer, by training rank.
+        address: Address of the run's store, once there is a training world.
+        specs: The weights of every weight sync, once the trainers have the model.
+        rescue: Called with a failure and the calls that were waited for. Returns those that are left to wait for, if
+            the run can go on, or None.
     """
+
+    address: StoreAddress
 
     def __init__(self, config: RunConfig, cluster: Cluster, console: RunConsole, interrupts: Interrupts) -> None:
         """Stores its parts. Starts nothing."""
         self._config, self._cluster, self._console, self._interrupts = config, cluster, console, interrupts
-        self._specs: Sequence[WeightSpec] = ()
+        self.specs: Sequence[WeightSpec] = ()
+        self.rescue: Rescue = _cannot_rescue
         self._vitals: Vitals[ActorRef] = Vitals(is_dead)
         self.ledgers: list[BootstrapReport] = []
         self.events: list[PhaseEvent] = []
@@ -78,14 +89,36 @@ class Session:
         """Starts a method on all rollout ranks at once."""
         return start_calls(self._cluster.rollouts, phase, method, arguments)
 
-    def finish(self, calls: PendingCalls) -> list[Any]:
-        """Waits for calls within the timeout of their phase. Returns their values in the order they were started."""
+    def finish(self, calls: PendingCalls, *, hears_all: bool = False) -> list[Any]:
+        """Waits for calls within the timeout of their phase. Returns their values in the order they were started.
+
+        Args:
+            calls: The calls. `rescue` may give some of them up; these have no value.
+            hears_all: See `actor_group.gather`.
+        """
+        return self.finish_left(calls, hears_all=hears_all)[1]
+
+    def finish_left(self, calls: PendingCalls, *, hears_all: bool = False) -> tuple[PendingCalls, list[Any]]:
+        """As `finish`; returns the calls that `rescue` has not given up, too."""
         try:
-            return self._gather(calls)
+            return self._gather(calls, hears_all)
         finally:
             self._record(calls.phase, time.monotonic() - calls.started_s)
 
-    def _gather(self, calls: PendingCalls) -> list[Any]:
+    def _gather(self, calls: PendingCalls, hears_all: bool = False) -> tuple[PendingCalls, list[Any]]:
+        while True:
+            try:
+                return calls, self._gather_once(calls, hears_all)
+            except (Interrupted, ClusterError):
+                raise
+            except RunError as error:
+                self._blame_lost_nodes(error, calls.phase)
+                left = self.rescue(error, calls)
+                if left is None:
+                    raise
+                calls = left
+
+    def _gather_once(self, calls: PendingCalls, hears_all: bool) -> list[Any]:
         busy = {actor.handle for actor in calls.refs.values()}
         idle = [actor for actor in self._cluster.actors if actor.handle not in busy]
 
@@ -94,16 +127,18 @@ class Session:
             if (dead := self._vitals.first_dead(idle)) is not None:
                 raise died(dead, calls.phase)
 
-        try:
-            return gather(calls, timeout_s=self.timeout_s(calls.phase), on_events=self.events.extend, check=check)
-        except (Interrupted, ClusterError):
-            raise
-        except RunError as error:
-            self._blame_lost_nodes(error, calls.phase)
-            raise
+        return gather(
+            calls,
+            timeout_s=self.timeout_s(calls.phase),
+            on_events=self.events.extend,
+            check=check,
+            hears_all=hears_all,
+        )
 
     def _blame_lost_nodes(self, error: RunError, phase: Phase) -> None:
         """Raises NodeLostError, caused by ``error``, if nodes of the run are gone: their loss is the root cause."""
+        if self._cluster.is_local:
+            return
         deadline = time.monotonic() + (
             LEAVING_S if isinstance(error, RankError) and isinstance(error.cause, Died) else 0.0
         )
@@ -159,7 +194,7 @@ class Session:
     def set_up(self) -> None:
         """Runs the phases start, world, groups, bootstrap and convert: the trainers then have the model."""
         self.connect()
-        self._specs = self._shown(lambda: self.start_trainers(Phase.CONVERT, "convert"), Phase.CONVERT)[0]
+        self.specs = self._shown(lambda: self.start_trainers(Phase.CONVERT, "convert"), Phase.CONVERT)[0]
 
     def connect(self) -> None:
         """Runs the phases start, world, groups and bootstrap: the trainers have no model yet."""
@@ -178,8 +213,8 @@ class Session:
             finally:
                 self._record(Phase.START, time.monotonic() - started_s)
         with self._console.phase(Phase.WORLD, self.timeout_s(Phase.WORLD)):
-            self._address = self._serve_store()
-            self.finish(self.start_trainers(Phase.WORLD, "enter_world", lambda rank: (self._address,)))
+            self.address = self._serve_store()
+            self.finish(self.start_trainers(Phase.WORLD, "enter_world", lambda rank: (self.address,)))
         self._shown(lambda: self.start_trainers(Phase.GROUPS, "groups"), Phase.GROUPS)
         self.ledgers = self._shown(lambda: self.start_trainers(Phase.BOOTSTRAP, "bootstrap"), Phase.BOOTSTRAP)
 
@@ -230,44 +265,12 @@ class Session:
     def _serve_stores(self, owners: Sequence[ActorRef], phase: Phase) -> list[StoreAddress | None]:
         hosts = [LOOPBACK] * len(owners)
         if not self._cluster.is_local:
-            hosts = self._gather(start_calls(owners, phase, NODE_IP, _no_arguments))
-        return self._gather(start_calls(owners, phase, "serve_store", lambda rank: (hosts[rank],)))
-
-    def join(self) -> None:
-        """Builds the joint group of trainers and rollout ranks."""
-        trainers = len(self._cluster.trainers)
-        size = trainers + len(self._cluster.rollouts)
-
-        def calls() -> PendingCalls:
-            first = self.start_trainers(Phase.JOINT, "meet_rollouts", lambda rank: (size,))
-            second = self.start_rollouts(
-                Phase.JOINT, "join", lambda rank: (self._address, trainers + rank, size, self._specs)
-            )
-            return first.joined_with(second)
-
-        self._shown(calls, Phase.JOINT)
-
-    def sync(self, *, prove: bool = False) -> SyncProof | None:
-        """Sends the trainers' weights to every rollout rank over the joint group.
-
-        Args:
-            prove: Whether to take digests on both sides.
-
-        Returns:
-            The digests; None without ``prove``.
-        """
-        receivers = self.start_rollouts(Phase.SYNC, "receive_weights", lambda rank: (prove,))
-        calls = self.start_trainers(Phase.SYNC, "sync", lambda rank: (prove,)).joined_with(receivers)
-        results, trainers = self.finish(calls), len(self._cluster.trainers)
-        if not prove:
-            return None
-        ranks, held = self._config.rollout.tensor_model_parallel_size, results[trainers:]
-        engines = [HeldWeights.of_engine(held[first : first + ranks]) for first in range(0, len(held), ranks)]
-        return SyncProof(sent=results[:trainers], held=engines, ranks=ranks)
+            _, hosts = self._gather(start_calls(owners, phase, NODE_IP, _no_arguments))
+        return self._gather(start_calls(owners, phase, "serve_store", lambda rank: (hosts[rank],)))[1]
 
     def late_allocations(self) -> list[list[LateAllocation]]:
         """Returns the late allocations found in the first training steps, a list for each training rank."""
-        return self._gather(self.start_trainers(Phase.TRAIN, "late_allocations"))
+        return self._gather(self.start_trainers(Phase.TRAIN, "late_allocations"))[1]
 
     def load(self, path: str, layout: dict[str, int]) -> None:
         """Loads a checkpoint into the trainers."""

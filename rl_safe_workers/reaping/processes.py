@@ -21,6 +21,7 @@ import psutil
 
 from rl_safe_workers import env
 from rl_safe_workers.foreign_files import read_foreign
+from rl_safe_workers.ranks import RankId
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +195,35 @@ def reap(run_id: str, *, kill_after_s: float, node: str | None = None) -> None:
         if time.monotonic() > deadline:
             logger.error("processes of run %s cannot be ended: %s", run_id, run_processes(run_id, node))
             return
+
+
+def end_rank(run_id: str, rank_id: RankId, *, timeout_s: float) -> list[psutil.Process]:
+    """Kills the living processes of one rank of a run on this machine, and waits for their end.
+
+    Args:
+        run_id: Id of the run, its mark.
+        rank_id: The rank. Its children bear its mark, too.
+        timeout_s: Longest wait.
+
+    Returns:
+        Those that have not ended in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (alive := rank_processes(run_id, rank_id)) and time.monotonic() < deadline:
+        for process in alive:
+            _signal(process.kill)
+        _outlast(alive, max(0.0, deadline - time.monotonic()))
+    return alive
+
+
+def rank_processes(run_id: str, rank_id: RankId) -> list[psutil.Process]:
+    """Returns the living processes of one rank of a run on this machine, its children included."""
+    found = []
+    for process in run_processes(run_id):
+        with suppress(psutil.Error):  # it has ended
+            if env.actor_of(process.environ()) == rank_id:
+                found.append(process)
+    return found
 
 
 def _outlast(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:

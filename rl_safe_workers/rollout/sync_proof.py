@@ -122,6 +122,8 @@ class SyncProof:
     """By engine."""
     ranks: int = 1
     """Number of rollout ranks of an engine."""
+    engines: Sequence[int] | None = None
+    """Numbers of the engines in ``held``, by which their rollout ranks are named; None: from 0."""
 
     def differences(self) -> list[str]:
         """Returns a sentence for each weight that an engine does not hold as it was sent; names its rollout ranks."""
@@ -131,7 +133,7 @@ class SyncProof:
         ]
 
     def _who(self, engine: int) -> str:
-        first = engine * self.ranks
+        first = (engine if self.engines is None else self.engines[engine]) * self.ranks
         return f"rollout rank {first}" if self.ranks == 1 else f"rollout ranks {first}-{first + self.ranks - 1}"
 
     @property

@@ -181,26 +181,31 @@ class VllmRollout:
             self._asleep -= set(wanted)
 
     def join(
-        self, address: StoreAddress, joint_rank: int, size: int, specs: Sequence[WeightSpec], *, generation: int = 0
+        self,
+        address: StoreAddress,
+        rollout_ranks: Sequence[int],
+        specs: Sequence[WeightSpec],
+        generation: int = 0,
+        timeout_s: float | None = None,
     ) -> None:
         """Joins the joint group. Collective over: trainers and rollout ranks.
 
         Args:
             address: Address of the run's store.
-            joint_rank: Joint rank of this rank.
-            size: Number of trainers and rollout ranks.
+            rollout_ranks: Rollout ranks in the group, ascending.
             specs: The weights of every weight sync, in the order of sending.
             generation: Number of rebuilds of the group so far.
+            timeout_s: Longest wait for the others in seconds; None: ``rl_safe.timeouts.joint``.
         """
         with self.lifecycle.enter(Phase.JOINT):
             init_info = {
                 **asdict(address),
                 "secret": address.secret.hex(),  # as text, because vLLM may pass it to an engine in another process
-                "joint_rank": joint_rank,
+                "rollout_rank": self.rollout_rank,
+                "rollout_ranks": list(rollout_ranks),
                 "trainers": self.config.cluster.num_trainers,
-                "size": size,
                 "generation": generation,
-                "join_timeout_s": self.config.rl_safe.timeouts.joint,
+                "join_timeout_s": self.config.rl_safe.timeouts.joint if timeout_s is None else timeout_s,
                 "sync_timeout_s": self.config.rl_safe.timeouts.sync,
                 "colocated": self.config.cluster.colocated,
                 "specs": [asdict(spec) for spec in specs],

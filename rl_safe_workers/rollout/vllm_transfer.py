@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError
@@ -54,9 +55,10 @@ class JointInitInfo(WeightTransferInitInfo):
     port: int
     secret: str = field(repr=False)
     """The run's secret in hexadecimal digits."""
-    joint_rank: int
+    rollout_rank: int
+    rollout_ranks: list[int]
+    """Rollout ranks in the group, ascending."""
     trainers: int
-    size: int
     generation: int
     join_timeout_s: float
     sync_timeout_s: float
@@ -95,15 +97,19 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
 
     def init_transfer_engine(self, init_info: JointInitInfo) -> None:
         """Joins the joint group. Collective over: trainers and rollout ranks."""
-        self.shutdown()
+        self._leave(failed=init_info.generation > 0)
         timeout = timedelta(seconds=init_info.join_timeout_s)
         secret = bytes.fromhex(init_info.secret)
         store = connect_store(StoreAddress(host=init_info.host, port=init_info.port, secret=secret), timeout=timeout)
         control = ControlPlane(
             store,
             world=joint_world(init_info.generation),
-            rank=init_info.joint_rank,
-            members=joint_ids(trainers=init_info.trainers, size=init_info.size),
+            rank=init_info.trainers + init_info.rollout_ranks.index(init_info.rollout_rank),
+            members=joint_ids(
+                trainers=init_info.trainers,
+                size=init_info.trainers + len(init_info.rollout_ranks),
+                rollout_ranks=init_info.rollout_ranks,
+            ),
             secret=secret,
         )
         self._group = (GpuPair if init_info.colocated else JointGroup)(
@@ -131,16 +137,16 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         """Receives the buckets and loads each when it arrives. Collective over: the joint group.
 
         Raises:
-            WeightSyncError: If this rank has not joined the joint group, or an earlier update failed before its end.
+            WeightSyncError: If this rank has not joined the joint group.
         """
         if self._group is None:
             raise WeightSyncError("this rollout rank has not joined the joint group")
-        if self._is_broken:
-            raise WeightSyncError("an earlier update of this rollout rank has failed half-way: start it anew")
         self.held = None
         if self._read_back is not None:
             self._read_back.stop()
         with _vllm_config(self.vllm_config):
+            if self._is_broken:
+                self._give_layers_back()
             self._read_back = ReadBack(self.model, self._specs, self._engine_rank()) if update_info.prove else None
             self._prepare()
             # `finish_weight_update` resets it. An update by the plan can be repeated after a failure.
@@ -177,6 +183,15 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             self._read_back.watch()
         # Every layer now accepts weights in checkpoint layout.
         initialize_layerwise_reload(self.model)
+
+    def _give_layers_back(self) -> None:
+        """Has no layer wait any more for weights of an update that has failed: each gets its old weights back."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._is_broken, self.obstacle, self._plan = False, _NOT_TRIED, None
 
     def _load(self, number: int, bucket: Bucket, buffer: torch.Tensor, wait: Callable[[], None]) -> None:
         wait()
@@ -238,9 +253,12 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
 
     def shutdown(self) -> None:
         """Leaves the joint group. Not collective. Idempotent."""
+        self._leave(failed=False)
+
+    def _leave(self, *, failed: bool) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.close()
+            (group.abort if failed else group.close)()
 
 
 @contextmanager

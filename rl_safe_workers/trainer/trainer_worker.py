@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,21 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
             backend = register_backend("nccl" if self.device.type == "cuda" else "gloo")
         self.init_world(address, backend=backend)
 
-    def meet_rollouts(self, size: int) -> None:
-        """Joins the joint group of ``size`` ranks. Collective over: trainers and rollout ranks."""
-        self.join(size, colocated=self.config.cluster.colocated)
+    def meet_rollouts(self, rollout_ranks: Sequence[int], generation: int = 0, timeout_s: float | None = None) -> None:
+        """Joins the joint group. Collective over: trainers and rollout ranks.
+
+        Args:
+            rollout_ranks: Rollout ranks in it, ascending.
+            generation: Number of rebuilds of the group so far.
+            timeout_s: Longest wait for the others in seconds; None: ``rl_safe.timeouts.joint``.
+        """
+        self.join(
+            self.config.cluster.num_trainers + len(rollout_ranks),
+            generation=generation,
+            colocated=self.config.cluster.colocated,
+            rollout_ranks=rollout_ranks,
+            timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
+        )
 
     def convert(self) -> Sequence[WeightSpec]:
         """Builds the model from the HF weights; returns what a weight sync will send. Collective: training world."""

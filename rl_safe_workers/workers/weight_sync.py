@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,7 +22,7 @@ from rl_safe_workers.rollout.sync_proof import SentWeights
 from rl_safe_workers.workers.outgoing import Outgoing, Weights
 from rl_safe_workers.workers.world_entry import WorldEntry
 from rl_safe_workers.worlds.gpu_pair import GpuPair
-from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
+from rl_safe_workers.worlds.joint_group import JointGroup, forget_joint_groups, joint_world
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
 _NOT_PROVED = SentWeights(digests={}, seconds=0.0)
@@ -59,13 +60,24 @@ class WeightSync(Part):
         self._buckets: dict[int, list[Bucket]] = {}
         """By ``bucket_bytes``."""
 
-    def join(self, size: int, *, generation: int = 0, colocated: bool = False) -> None:
+    def join(
+        self,
+        size: int,
+        *,
+        generation: int = 0,
+        colocated: bool = False,
+        rollout_ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
         """Joins the joint group as joint rank = training rank. Collective over: trainers and rollout ranks.
 
         Args:
             size: Number of trainers and rollout ranks.
-            generation: Counts rebuilds of the group.
+            generation: Counts rebuilds of the group. A rebuild gives the group before it up: a member of that may be
+                gone.
             colocated: Whether each trainer shares its GPU with a rollout rank, to which alone it sends then.
+            rollout_ranks: Rollout ranks in the group, ascending; None: all, from 0.
+            timeout: Longest wait for the others; None: ``rl_safe.timeouts.joint``.
 
         Raises:
             PhaseTimeoutError: If some joint rank does not arrive in time; names it.
@@ -74,19 +86,21 @@ class WeightSync(Part):
         self.rank.before(Phase.JOINT)
         door = self._entry.door
         with self.rank.lifecycle.enter(Phase.JOINT), nullcontext() if door is None else door.opened():
-            self.leave()
+            self.leave(failed=generation > 0)
             self._colocated = colocated
             self.joint_group = (GpuPair if colocated else JointGroup)(
                 self.rank.control.of_world(
                     joint_world(generation),
                     rank=self.rank.training_rank,
-                    members=joint_ids(trainers=self.rank.training_size, size=size),
+                    members=joint_ids(trainers=self.rank.training_size, size=size, rollout_ranks=rollout_ranks),
                 ),
                 generation=generation,
-                timeout=self.rank.timeout(Phase.JOINT),
+                timeout=self.rank.timeout(Phase.JOINT) if timeout is None else timeout,
                 device=self.rank.device,
                 sync_timeout=self.rank.timeout(Phase.SYNC),
             )
+            if self.rank.training_rank == 0:
+                forget_joint_groups(self.rank.store, before=generation)
 
     def leave(self, *, failed: bool = False) -> None:
         """Leaves the joint group. Not collective; idempotent.

@@ -6,6 +6,7 @@ It is a bare process group on its own store prefix: it has no counter-given name
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.board import forget_where
+from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError, first_line, foreign_cause
@@ -25,12 +27,25 @@ from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase
 
 _ASK_S = 1e-4
+_PREFIX, _WORLD = "joint", "joint group"
 _SHARE = 0.8
 
 
 def joint_world(generation: int) -> str:
     """Names the world of trainers and rollout ranks, of which each rebuild makes another."""
-    return f"joint group {generation}"
+    return f"{_WORLD} {generation}"
+
+
+def forget_joint_groups(store: Store, *, before: int) -> None:
+    """Deletes the keys of earlier generations from the run's store, once all members have joined a later one.
+
+    Args:
+        store: The run's store.
+        before: The first generation that stays.
+    """
+    if before > 0:
+        kept = re.compile(rf"({_PREFIX}/|{_WORLD} )(\d+)/")
+        forget_where(store, lambda key: (of := kept.match(key)) is not None and int(of[2]) < before)
 
 
 class JointGroup:
@@ -63,7 +78,7 @@ class JointGroup:
         # The group by itself would wait for the missing, too, but could not say who they are.
         control.barrier(Phase.JOINT, Deadline.after(timeout))
         # Over a connection of its own: NCCL waits in it for peers without end, and would keep everyone else out.
-        prefix = PrefixStore(f"joint/{generation}", control.store.clone())  # type: ignore[attr-defined]
+        prefix = PrefixStore(f"{_PREFIX}/{generation}", control.store.clone())  # type: ignore[attr-defined]
         # The stubs leave out what it inherits from Backend.
         self._group: Any = None
         self._works: deque[Any] = deque()
@@ -178,13 +193,18 @@ class JointGroup:
 
     def abort(self) -> None:
         """Gives the group up, with whatever is under way in it. Not collective, does not wait; idempotent."""
-        if self._device.type != "cuda":
-            self.close()
-            return
         group, self._group = self._group, None
         self._works.clear()
-        if group is not None:
+        if group is None:
+            return
+        if self._device.type == "cuda":
             group.abort()
+            return
+        group.shutdown()
+        # The last reference goes on a thread: gloo ends a broadcast under way at its timeout only, and waits for that.
+        last = [group]
+        del group
+        Background(last.clear, name="leaving the joint group")
 
     def close(self) -> None:
         """Leaves the group. Not collective; idempotent."""

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.errors import RolloutError
+from rl_safe_workers.errors import RolloutError, WeightSyncError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.packing import dtype_name, unpack
@@ -82,8 +82,12 @@ class Wire:
 
     buckets: list[Bucket]
     buffers: list[torch.Tensor] = field(default_factory=list)
+    breaks_before: int | None = None
+    """Number of the bucket that does not arrive any more; None: all arrive."""
 
     def broadcast(self, buffer: torch.Tensor, *, source: int) -> Callable[[], None]:
+        if len(self.buckets) - len(self.buffers) == self.breaks_before:
+            raise WeightSyncError("the wire is broken")
         buffer.copy_(self.buffers.pop(0))
         return lambda: None
 
@@ -198,6 +202,17 @@ class ProvedEngine:
         assert held is not None
         return held
 
+    def break_off(self, weights: Weights, *, before: int) -> None:
+        """Updates, and loses the senders before a bucket."""
+        self._wire.breaks_before = before
+        with pytest.raises(WeightSyncError):
+            self.update(weights)
+        self._wire.breaks_before = None
+
+    @property
+    def buckets(self) -> int:
+        return len(self._wire.buckets)
+
     def receive(self, *, prove: bool) -> None:
         self.engine.start_weight_update()
         self.engine.update_weights({"prove": prove})
@@ -307,6 +322,23 @@ def clean_update(rank: int, path: Path) -> tuple[list[str], HeldWeights, list[st
         new = stepped(old)
         held = ProvedEngine(worker, new).update(new)
         return wrong(held, {name: new[name] for name in new if name not in held.unread}), held, list(new)
+
+    return in_engine(path, work)
+
+
+def broken_updates(rank: int, path: Path) -> list[list[str]]:
+    """Returns what is wrong after each of the clean updates that follow on one that was broken off, and on the next."""
+
+    def work(worker: Any, old: Weights) -> Any:
+        new, found = stepped(old), []
+        engine = ProvedEngine(worker, new)
+        for before in (1, engine.buckets // 2, engine.buckets - 1):
+            engine.announce(new)
+            engine.break_off(old, before=before)
+            found.append(wrong(engine.update(new), new))
+            engine.break_off(new, before=before)
+            found.append(wrong(engine.update(old), old))
+        return found
 
     return in_engine(path, work)
 

@@ -95,6 +95,32 @@ def test_after_a_failure_all_that_was_started_before_is_refused(address: StoreAd
         assert not seen["open"]
 
 
+def _lose_the_source_of_one(joint_rank: int, address: StoreAddress) -> float:
+    """Joint rank 2 dies in its broadcast, while each of the others waits in another one for a third to send."""
+    store, group = connect_store(address, timeout=PATIENCE), _join(joint_rank, address)
+    lost, other = torch.zeros(1000), torch.zeros(1000)
+    if joint_rank == 2:
+        store.wait(["started/0", "started/1"])
+        os._exit(1)
+    first = group.broadcast(lost, source=2)
+    if joint_rank == 1:
+        group.broadcast(other, source=0)
+    store.set(f"started/{joint_rank}", "")
+    start_s = time.monotonic()
+    _message(first)
+    seconds = time.monotonic() - start_s
+    store.set(f"gave up/{joint_rank}", "")
+    # The source of the other broadcast neither sends nor leaves before the test has ended.
+    store.wait([f"gave up/{1 - joint_rank}"])
+    return seconds
+
+
+def test_a_broadcast_under_way_holds_nobody_that_gives_the_group_up(address: StoreAddress) -> None:
+    """Rank 0 closes its own connections; what is asked is that rank 1 does not need that."""
+    waited = values(run_ranks(_lose_the_source_of_one, 3, address)[:2])
+    assert max(waited) < SYNC_S / 2
+
+
 def _close_and_rejoin(joint_rank: int, address: StoreAddress) -> list[Any]:
     first = _join(joint_rank, address)
     was_open = first.is_open

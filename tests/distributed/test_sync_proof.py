@@ -10,7 +10,7 @@ import pytest
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.models.seeded import Family, create_seeded_model
 from tests.distributed.families import make, maps
-from tests.distributed.proved_engine import CORRUPTIONS, all_corruptions, clean_update, refusals
+from tests.distributed.proved_engine import CORRUPTIONS, all_corruptions, broken_updates, clean_update, refusals
 from tests.distributed.ranks import run_ranks, values
 
 VOCABULARY = 130
@@ -49,6 +49,13 @@ def test_a_clean_sync_of_each_family_is_proved(kind: str, tmp_path: Path) -> Non
     assert wrong == []
     assert {name for name, _ in held.digests} | set(held.unread) == set(names)
     assert all(".layers.2." in name for name in held.unread), "only an MTP layer is not in the engine"
+
+
+def test_an_engine_takes_all_weights_after_an_update_that_was_broken_off(tmp_path: Path) -> None:
+    """The first update after ``announce`` goes through vLLM's loaders, and the next one straight into the model."""
+    create_seeded_model(tmp_path / "model", SeededModelConfig(num_experts=8))
+    (found,) = values(run_ranks(broken_updates, 1, tmp_path / "model", timeout_s=120.0))
+    assert found == [[]] * 6
 
 
 def test_an_engine_generates_nothing_before_it_has_all_weights() -> None:

@@ -62,7 +62,7 @@ class FakeRay:
         return len(self.answers) - 1
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeHandle:
     """An actor whose ``call`` is answered after a while."""
 

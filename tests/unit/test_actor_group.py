@@ -54,9 +54,9 @@ def start(actors: list[ActorRef]) -> PendingCalls:
     return start_calls(actors, Phase.TRAIN, "train", lambda rank: (rank, "x"))
 
 
-def wait_for(calls: PendingCalls, *, events: list[PhaseEvent] | None = None) -> list[Any]:
+def wait_for(calls: PendingCalls, *, events: list[PhaseEvent] | None = None, hears_all: bool = False) -> list[Any]:
     taken = [] if events is None else events
-    return gather(calls, timeout_s=TIMEOUT_S, on_events=taken.extend, check=lambda: None)
+    return gather(calls, timeout_s=TIMEOUT_S, on_events=taken.extend, check=lambda: None, hears_all=hears_all)
 
 
 def error_of(actors: list[ActorRef]) -> RunError:
@@ -236,3 +236,46 @@ def test_an_interrupt_ends_the_wait_within_a_slice(ray: FakeRay) -> None:
             check=check,
         )
     assert ray.now_s <= 1010 + 2 * SLICE_S
+
+
+def test_a_wait_goes_on_without_a_rank_that_has_died_and_hears_of_no_event_twice(ray: FakeRay) -> None:
+    actors = rollouts(ray, (1.0, Reply(value=10, events=[event(0)])), (2.0, RayActorError()), (3.0, value(12)))
+    calls, events = start(actors), list[PhaseEvent]()
+    with pytest.raises(RankError):
+        wait_for(calls, events=events)
+    assert wait_for(calls.without([RankId(Role.ROLLOUT, 1)]), events=events) == [10, 12]
+    assert events == [event(0)]
+
+
+def test_what_a_rank_answers_late_is_nobodys_value(ray: FakeRay) -> None:
+    calls = start(rollouts(ray, (1.0, value(10)), (TIMEOUT_S + SLACK_S + 5.0, value(11))))
+    with pytest.raises(PhaseTimeoutError) as raised:
+        wait_for(calls)
+    ray.now_s += 10.0
+    assert wait_for(calls.without(raised.value.missing)) == [10]
+
+
+def test_who_is_to_be_called_again_is_heard_first(ray: FakeRay) -> None:
+    calls = start(rollouts(ray, (1.0, RayActorError()))).joined_with(start(trainers(ray, (30.0, failure(0, at_s=5.0)))))
+    with pytest.raises(RankError) as raised:
+        wait_for(calls, hears_all=True)
+    assert (raised.value.rank_id, raised.value.cause) == (RankId(Role.ROLLOUT, 0), Died())
+    assert ray.now_s >= 1000 + 30.0
+    assert calls.is_answered
+
+
+def test_nobody_is_heard_any_more_once_a_trainer_has_died(ray: FakeRay) -> None:
+    calls = start(trainers(ray, (1.0, RayActorError()))).joined_with(start(rollouts(ray, (30.0, value(1)))))
+    with pytest.raises(RankError):
+        wait_for(calls, hears_all=True)
+    assert ray.now_s <= 1000 + 1.0 + SLICE_S
+    assert not calls.is_answered
+
+
+def test_who_does_not_answer_after_a_failure_is_waited_for_until_the_deadline(ray: FakeRay) -> None:
+    victim = failure(0, at_s=5.0, cause=Victim())
+    calls = start(trainers(ray, (40.0, victim))).joined_with(start(rollouts(ray, (NEVER_S, value(1)))))
+    with pytest.raises(PhaseTimeoutError) as raised:
+        wait_for(calls, hears_all=True)
+    assert raised.value.missing == {RankId(Role.ROLLOUT, 0)}
+    assert ray.now_s == pytest.approx(1000 + TIMEOUT_S + SLACK_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from rl_safe_workers.driver.inputs.data import Prompt
 from rl_safe_workers.driver.outputs import metrics as names
 from rl_safe_workers.errors import DivergedError, LogprobGapError, WeightSyncError
 from rl_safe_workers.rollout.protocol import Sample
-from rl_safe_workers.rollout.sync_proof import HeldWeights, SentWeights, SyncProof
+from rl_safe_workers.rollout.sync_proof import HeldWeights, ProvedSync, ProvedSyncs, SentWeights, SyncProof
 from rl_safe_workers.trainer.batch import SequenceBatch
 
 TRAINERS, PROMPTS, SAMPLES_OF_A_PROMPT = 2, 2, 2
@@ -55,11 +55,6 @@ class FakeSession:
         self.calls.append(method)
         return [getattr(self, f"_{method}")(*arguments(rank)) for rank in range(TRAINERS)]
 
-    def start_rollouts(self, _: object, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        self.calls.append(method)
-        conversations, _, _ = arguments(0)
-        return [[self._sample(number) for number in range(len(conversations) * SAMPLES_OF_A_PROMPT)]]
-
     def finish(self, calls: list[Any]) -> list[Any]:
         return calls
 
@@ -67,7 +62,7 @@ class FakeSession:
         self.calls.append("reward")
         return work()
 
-    def sync(self, *, prove: bool) -> SyncProof | None:
+    def send(self, prove: bool) -> SyncProof | None:
         self.calls.append("sync")
         self.proved.append(prove)
         held = self.held.pop(0) if self.held else SENT
@@ -89,13 +84,35 @@ class FakeSession:
         return [self.update]
 
 
+class FakeEngines:
+    """Generates and syncs as the engines of a session would."""
+
+    def __init__(self, session: FakeSession, *, every: int) -> None:
+        self.session, self.syncs = session, ProvedSyncs(every=every)
+        self.is_lost = False
+        """True if no engine is left at the next rollout."""
+
+    def generate(
+        self, conversations: Sequence[object], step: int, *, bring_weights: Callable[[], object]
+    ) -> list[Sample]:
+        if self.is_lost:
+            bring_weights()
+        self.session.calls.append("generate")
+        return [self.session._sample(number) for number in range(len(conversations) * SAMPLES_OF_A_PROMPT)]
+
+    def sync(self) -> ProvedSync | None:
+        return self.syncs.do(self.session.send)
+
+    def metrics(self) -> Metrics:
+        return {names.ENGINES_LOST: 1.0}
+
+
 def step(session: FakeSession) -> Metrics:
     return loop_over(session).step(1)
 
 
-def loop_over(session: FakeSession, *, prove_sync_freq: int = 1) -> GrpoLoop:
+def loop_over(session: FakeSession, *, prove_sync_freq: int = 1, is_lost: bool = False) -> GrpoLoop:
     config = RunConfig()
-    config.rollout.prove_sync_freq = prove_sync_freq
     config.data.train_batch_size, config.rollout.n, config.rollout.max_logprob_gap = PROMPTS, SAMPLES_OF_A_PROMPT, 1e-3
     prompts = [
         Prompt(
@@ -103,9 +120,12 @@ def loop_over(session: FakeSession, *, prove_sync_freq: int = 1) -> GrpoLoop:
         )
         for index in range(PROMPTS)
     ]
+    engines = FakeEngines(session, every=prove_sync_freq)
+    engines.is_lost = is_lost
     return GrpoLoop(
         config,
         session,  # type: ignore[arg-type]
+        engines,  # type: ignore[arg-type]
         layout=SimpleNamespace(tensor=1, data=TRAINERS, coordinates=lambda rank: SimpleNamespace(data=rank)),  # type: ignore[arg-type]
         loader=SimpleNamespace(next_batch=lambda: prompts),  # type: ignore[arg-type]
         reward=lambda _source, text, _truth, _info: float(text),
@@ -119,6 +139,13 @@ def test_a_step_offloads_before_the_rollout_and_syncs_after_the_update() -> None
     assert session.calls == ["offload", "generate", "reward", "onload", "logprob", "train", "sync"]
     assert metrics[names.REWARD_MEAN] == np.mean(range(PROMPTS * SAMPLES_OF_A_PROMPT))
     assert metrics[names.LOSS] == UPDATE["loss"] / UPDATE["tokens"]
+
+
+def test_weights_for_a_rollout_without_an_engine_come_from_trainers_that_are_not_offloaded() -> None:
+    session = FakeSession()
+    metrics = loop_over(session, is_lost=True).step(1)
+    assert session.calls[:5] == ["offload", "onload", "sync", "offload", "generate"]
+    assert metrics[names.ENGINES_LOST] == 1
 
 
 @pytest.mark.parametrize("gap", [2e-3, math.inf, math.nan])

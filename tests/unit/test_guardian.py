@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,10 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_safe_workers.env import RUN_ID
+from rl_safe_workers.env import RANK, ROLE, RUN_ID
+from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.guardian import Guardian, guard
 from rl_safe_workers.reaping.ipc_files import Moment
-from rl_safe_workers.reaping.processes import ended, is_alive, reap, run_processes
+from rl_safe_workers.reaping.processes import end_rank, ended, is_alive, reap, run_processes
 
 LONG_AGO = Moment(unix_s=0.0, monotonic_s=0.0)
 DRIVER = """
@@ -173,6 +175,20 @@ def test_a_stopped_process_is_killed_and_never_goes_on(run_id: str, tmp_path: Pa
         reap(run_id, kill_after_s=0.2)
         assert has_ended(psutil.Process(process.pid))
     assert not wrote.exists()
+
+
+def test_the_end_of_one_rank_is_that_of_its_children_and_of_nobody_else(run_id: str) -> None:
+    """One of its processes is stopped, and takes no notice of a request."""
+    marks = [{ROLE: Role.ROLLOUT, RANK: rank} for rank in "112"]
+    started = [subprocess.Popen(["sleep", "60"], env=os.environ | {RUN_ID: run_id} | mark) for mark in marks]
+    try:
+        started[0].send_signal(signal.SIGSTOP)
+        assert end_rank(run_id, RankId(Role.ROLLOUT, 1), timeout_s=10.0) == []
+        assert [has_ended(psutil.Process(process.pid)) for process in started] == [True, True, False]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to start a process of another user")

@@ -25,6 +25,7 @@ from rl_safe_workers.diagnostics.stopped import (
     Stop,
     StoppedProcess,
     StopTimes,
+    forget_stops,
     read_stops,
     stopped_processes,
 )
@@ -86,6 +87,14 @@ def test_a_record_that_is_none_is_passed_over_with_a_warning(tmp_path: Path, cap
     assert [stop.process.pid for stop in read_stops(tmp_path)] == [3]
     assert "stopped_1.json cannot be read" in caplog.text
     assert "stopped_2.json cannot be read" in caplog.text
+
+
+def test_stops_of_a_rank_that_is_replaced_are_forgotten_and_those_of_others_are_not(tmp_path: Path) -> None:
+    for pid, rank in ((3, 1), (4, 2)):
+        process = _process(pid, rank_id=RankId(Role.ROLLOUT, rank))
+        (tmp_path / f"stopped_{pid}.json").write_text(Stop(process=process, place=None, at_s=1.0).to_text())
+    forget_stops(tmp_path, RankId(Role.ROLLOUT, 1))
+    assert [stop.process.pid for stop in read_stops(tmp_path)] == [4]
 
 
 def test_the_stop_of_a_child_is_its_ranks() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -61,12 +61,33 @@ class PendingCalls:
     phase: Phase
     started_s: float
     refs: dict[Any, ActorRef] = field(default_factory=dict)
+    replies: dict[Any, Reply] = field(default_factory=dict)
+    """Answers that have come: a wait that was given up can be taken up again."""
 
     def joined_with(self, other: PendingCalls) -> PendingCalls:
         """Returns the calls of both, as one wait in the phase of ``self``."""
         return PendingCalls(
-            phase=self.phase, started_s=min(self.started_s, other.started_s), refs={**self.refs, **other.refs}
+            phase=self.phase,
+            started_s=min(self.started_s, other.started_s),
+            refs={**self.refs, **other.refs},
+            replies={**self.replies, **other.replies},
         )
+
+    def without(self, ranks: Collection[RankId]) -> PendingCalls:
+        """Returns the calls of all other ranks."""
+        refs = {ref: actor for ref, actor in self.refs.items() if actor.rank_id not in ranks}
+        return replace(self, refs=refs, replies={ref: reply for ref, reply in self.replies.items() if ref in refs})
+
+    @property
+    def unanswered(self) -> list[Any]:
+        """References of the calls whose answers have not been taken."""
+        return [ref for ref in self.refs if ref not in self.replies]
+
+    @property
+    def is_answered(self) -> bool:
+        """True if all answers are there to be taken. Does not wait."""
+        refs = self.unanswered
+        return not refs or not ray.wait(refs, num_returns=len(refs), timeout=0)[1]
 
 
 def start_calls(
@@ -100,6 +121,7 @@ def gather(
     timeout_s: float,
     on_events: Callable[[list[PhaseEvent]], None],
     check: Callable[[], None],
+    hears_all: bool = False,
 ) -> list[Any]:
     """Waits for calls and returns their values in the order they were started.
 
@@ -109,28 +131,34 @@ def gather(
             themselves the driver waits ``SLACK_S`` longer.
         on_events: Receives the phase events that the replies carry.
         check: Called several times a second. An exception that it raises ends the wait.
+        hears_all: True to hear every rank that still answers in time after one has failed, but not after a trainer has
+            died. Calls of the same ranks can follow then.
 
     Raises:
-        RankError: The root cause, if a rank fails. The wait then ends after at most ``GRACE_S``.
+        RankError: The root cause, if a rank fails. The wait then ends after at most ``GRACE_S``, if not ``hears_all``.
         PhaseTimeoutError: If ranks waited in vain for other ranks, or did not answer in time. It names the missing
             ranks.
     """
-    pending = list(calls.refs)
-    replies: dict[Any, Reply] = {}
+    pending, replies = calls.unanswered, calls.replies
     while pending:
         check()
         keeps_time = any((calls.phase, calls.refs[ref].role) not in WITHOUT_DEADLINE for ref in pending)
         # One last look after the deadline: replies that were ready while the driver was busy count as in time.
         is_over = time.monotonic() >= calls.started_s + timeout_s + (SLACK_S if keeps_time else 0.0)
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=0 if is_over else SLICE_S)
-        replies |= {ref: _fetch(calls, ref) for ref in done}
-        for ref in done:
-            on_events(replies[ref].events)
-        if any(reply.error for reply in replies.values()):
-            raise _root_error(calls, replies, pending, on_events)
+        _take(calls, done, on_events)
+        has_failed = any(reply.error for reply in replies.values())
+        if has_failed and not (hears_all and pending and not is_over and not _has_lost_a_trainer(calls)):
+            raise _root_error(calls, pending, on_events, grace_s=0.0 if hears_all else GRACE_S)
         if pending and is_over:
             raise _timeout(calls, _ids(calls, pending), time.monotonic() - calls.started_s)
     return [replies[ref].value for ref in calls.refs]
+
+
+def _take(calls: PendingCalls, done: Iterable[Any], on_events: Callable[[list[PhaseEvent]], None]) -> None:
+    for ref in done:
+        calls.replies[ref] = reply = _fetch(calls, ref)
+        on_events(reply.events)
 
 
 def _fetch(calls: PendingCalls, ref: Any) -> Reply:
@@ -205,22 +233,23 @@ def _ids(calls: PendingCalls, refs: Iterable[Any]) -> frozenset[RankId]:
 
 
 def _root_error(
-    calls: PendingCalls, replies: dict[Any, Reply], pending: list[Any], on_events: Callable[[list[PhaseEvent]], None]
+    calls: PendingCalls, pending: list[Any], on_events: Callable[[list[PhaseEvent]], None], *, grace_s: float
 ) -> RunError:
-    """Collects replies for ``GRACE_S`` more seconds, then returns the root cause."""
-    deadline = time.monotonic() + GRACE_S
+    """Collects replies for ``grace_s`` more seconds, then returns the root cause."""
+    deadline, replies = time.monotonic() + grace_s, calls.replies
     while pending and (left := deadline - time.monotonic()) > 0 and not any(map(_has_died, replies.values())):
         done, pending = ray.wait(pending, timeout=left)
-        late = {ref: _fetch(calls, ref) for ref in done}
-        for reply in late.values():
-            on_events(reply.events)
-        replies = {**replies, **late}
+        _take(calls, done, on_events)
     reports = {calls.refs[ref].rank_id: reply.error for ref, reply in replies.items() if reply.error is not None}
     root = root_cause(reports, pending=_ids(calls, pending))
     if root.culprits and not root.is_told:
         # Every rank that failed only waited for ranks that have not answered yet.
         return _timeout(calls, root.culprits, time.monotonic() - calls.started_s, detail=str(root.error))
     return root.error
+
+
+def _has_lost_a_trainer(calls: PendingCalls) -> bool:
+    return any(_has_died(reply) and calls.refs[ref].role is Role.TRAINER for ref, reply in calls.replies.items())
 
 
 def _has_died(reply: Reply) -> bool:

@@ -25,7 +25,7 @@ from rl_safe_workers.diagnostics.endings import ending_by_ray, joined, look_arou
 from rl_safe_workers.diagnostics.hang import collect_evidence
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks, ending_here, processes_of_run
 from rl_safe_workers.diagnostics.log_lines import ADVICE
-from rl_safe_workers.diagnostics.stopped import MachineWatch, Stop, read_stops
+from rl_safe_workers.diagnostics.stopped import MachineWatch, Stop, forget_stops, read_stops
 from rl_safe_workers.driver.cluster.actor_group import ActorRef, listed_actors
 from rl_safe_workers.driver.cluster.actors import CALL_FRAME, RolloutActor, TrainerActor
 from rl_safe_workers.driver.cluster.interrupts import Interrupts
@@ -36,15 +36,17 @@ from rl_safe_workers.driver.cluster.node_check import check_nodes
 from rl_safe_workers.driver.cluster.nodes import Node, lost_among
 from rl_safe_workers.driver.cluster.reservation import Reservation, reserve
 from rl_safe_workers.driver.inputs.preflight import layout_of
-from rl_safe_workers.errors import Died, PhaseTimeoutError, RankError, Stopped
+from rl_safe_workers.errors import Died, PhaseTimeoutError, RankError, RunError, Stopped, in_one_line
 from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
 from rl_safe_workers.reaping.processes import (
     RAY_FOLDER,
+    end_rank,
     ended,
     make_run_folder,
+    rank_processes,
     reap,
     remove_leftovers,
     run_processes,
@@ -96,6 +98,7 @@ class Cluster:
         self.leaves_work = False
         """True once a thread of this process goes on with work of the run that was given up."""
         self._watch: MachineWatch | None = None
+        self._places: dict[str, NodePlace] = {}
         self._made_at = Moment.now()
         if self.is_local:
             check_temp_folder(temp_folder())
@@ -156,15 +159,10 @@ class Cluster:
         self._reservation = reserve(
             cluster, layout_of(self._config), timeout_s=left_s, check=check, waits_for_nodes=self._waits_for_nodes
         )
-        places = self._prepare_nodes(shared, lambda: max(LOOK_S, deadline - time.monotonic()))
-        first = self._first_rollout_bundle
+        self._places = self._prepare_nodes(shared, lambda: max(LOOK_S, deadline - time.monotonic()))
         trainer, rollout = ray.remote(TrainerActor), ray.remote(RolloutActor)
-        self.trainers = [
-            self._create(trainer, Role.TRAINER, rank, rank, places) for rank in range(cluster.num_trainers)
-        ]
-        self.rollouts = [
-            self._create(rollout, Role.ROLLOUT, rank, first + rank, places) for rank in range(cluster.num_rollouts)
-        ]
+        self.trainers = [self._create(trainer, Role.TRAINER, rank) for rank in range(cluster.num_trainers)]
+        self.rollouts = [self._create(rollout, Role.ROLLOUT, rank) for rank in range(cluster.num_rollouts)]
 
     def _start_ray(self) -> None:
         if not self.is_local:
@@ -192,10 +190,11 @@ class Cluster:
         self._agents = NodeAgents(self.nodes, self._run_id, kill_after_s=kill_after_s, stop_limit_s=stop_limit_s)
         return self._agents.open(timeout_s=left_s(), check=check)
 
-    def _create(self, shell: Any, role: Role, rank: int, bundle: int, places: dict[str, NodePlace]) -> ActorRef:
-        cluster = self._config.cluster
+    def _create(self, shell: Any, role: Role, rank: int) -> ActorRef:
+        cluster, places = self._config.cluster, self._places
         is_trainer = role is Role.TRAINER
         assert self._reservation is not None
+        bundle = rank if is_trainer else self._first_rollout_bundle + rank
         node = self._reservation.nodes[bundle]
         variables = env.actor_env(
             role,
@@ -215,6 +214,35 @@ class Cluster:
             runtime_env={"env_vars": variables},
         ).remote(self._config, rank)
         return ActorRef(role=role, rank=rank, handle=handle, node=node)
+
+    def replace(self, actor: ActorRef) -> ActorRef:
+        """Ends a rollout actor, and creates another one with its rank and in its place. Returns that.
+
+        Raises:
+            RunError: As `end`.
+        """
+        self.end(actor)
+        another = self._create(ray.remote(RolloutActor), Role.ROLLOUT, actor.rank)
+        self.rollouts = sorted([*self.rollouts, another], key=lambda one: one.rank)
+        return another
+
+    def end(self, actor: ActorRef) -> None:
+        """Ends a rollout actor on this machine for certain, with its children and its files in shared memory.
+
+        Raises:
+            RunError: If a process of it does not end within ``rl_safe.teardown.kill_after_s``.
+        """
+        patience_s = self._config.rl_safe.teardown.kill_after_s
+        self.rollouts = [one for one in self.rollouts if one.handle != actor.handle]
+        pids = {process.pid for process in rank_processes(self._run_id, actor.rank_id)}
+        segments = segments_of(pids)
+        # Ray counts it as dead at once. It asks the process to end, which a process that is stopped does not do.
+        attempt("killing an actor", lambda: ray.kill(actor.handle, no_restart=True), timeout_s=patience_s)
+        if left := end_rank(self._run_id, actor.rank_id, timeout_s=patience_s):
+            raise RunError(f"{actor.rank_id} is lost, and its processes do not end: {left}")
+        remove_ipc_files(ended(pids), since=self._made_at, segments=segments)
+        if self._hang_dir is not None:
+            forget_stops(self._hang_dir, actor.rank_id)
 
     def note_processes(self) -> None:
         """Records the run's processes for `close`. Call it when all actors have started.
@@ -318,8 +346,18 @@ class Cluster:
         attempt("keeping Ray's logs", lambda: self._keep_logs(logs, 0.8 * patience_s), timeout_s=patience_s)
         if hang is not None and hang.culprits is not None and isinstance(failure, PhaseTimeoutError):
             return failure.naming(hang.culprits)
-        if stop is not None:
-            return stop
+        return self._seen(failure) if stop is None else stop
+
+    def why_lost(self, failure: RunError, rank_id: RankId) -> str:
+        """Returns one line about a rank that a failure means is lost: its stop, or the failure with its last place."""
+        stop = self._stop_behind(failure, self._config.rl_safe.teardown.kill_after_s)
+        why = in_one_line(stop or self._seen(failure))
+        if self._hang_dir is None or isinstance(failure, RankError):
+            return why
+        place = read_place(self._hang_dir, rank_id)
+        return why if place is None else f"{why}; {rank_id} was last seen at {place}"
+
+    def _seen(self, failure: E) -> E | RankError:
         if self._hang_dir is not None and isinstance(failure, RankError) and isinstance(failure.cause, Died):
             place = read_place(self._hang_dir, failure.rank_id)  # None if it died on another machine
             return failure if place is None else failure.seen_at(place)

@@ -32,6 +32,9 @@ PROVED = "sync/proved"
 NOT_PROVED = "sync/not_proved"
 REDONE = "sync/redone"
 PROOF_SECONDS = "timing_s/sync_proof"
+ENGINES_LOST = "engines/lost"
+ENGINES_SERVING = "engines/serving"
+ENGINE_BACK_SECONDS = "timing_s/engine_back"
 PEAK_MEMORY_GIB = "perf/peak_memory_gib"
 
 

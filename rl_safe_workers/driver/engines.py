@@ -1,0 +1,261 @@
+"""Gives the rollout engines prompts and weights, and starts another engine in the place of one that is lost.
+
+`rollout.engine_fleet` decides; this module calls. Engines join, and leave, between the trainers' steps only: the joint
+group is rebuilt before a weight sync, and no group of the training world takes part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rl_safe_workers.config import RunConfig
+from rl_safe_workers.driver.cluster.actor_group import ActorRef, PendingCalls, died, is_dead, start_calls
+from rl_safe_workers.driver.cluster.actors import NODE_IP
+from rl_safe_workers.driver.cluster.cluster import Cluster
+from rl_safe_workers.driver.outputs import metrics as names
+from rl_safe_workers.driver.outputs.console import RunConsole
+from rl_safe_workers.driver.session import Session
+from rl_safe_workers.errors import RunError
+from rl_safe_workers.lifecycle import Phase, unix_now
+from rl_safe_workers.ranks import RankId
+from rl_safe_workers.rollout.engine_fleet import EngineFleet, EngineLoss, lost_ranks
+from rl_safe_workers.rollout.protocol import Sample
+from rl_safe_workers.rollout.sync_proof import HeldWeights, ProvedSync, ProvedSyncs, SyncProof
+
+REBUILD_S = 30.0
+"""Longest wait for the members of a joint group that is built anew. All of them have answered just before."""
+
+Conversation = Sequence[Mapping[str, str]]
+
+
+class Engines:
+    """The rollout engines of a session.
+
+    Attributes:
+        fleet: The standing of each engine.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        session: Session,
+        cluster: Cluster,
+        console: RunConsole,
+        *,
+        losses: list[EngineLoss],
+    ) -> None:
+        """Calls nobody. The session hears from it what to do about a lost engine.
+
+        Args:
+            config: Configuration of the run.
+            session: Calls the actors; starts the run's first engines.
+            cluster: Has the actors.
+            console: Hears of losses.
+            losses: Engines that the run has lost so far; gets the later ones.
+        """
+        self._session, self._cluster, self._console = session, cluster, console
+        self._ranks = config.rollout.tensor_model_parallel_size
+        engines, most_lost = config.cluster.num_rollouts // self._ranks, config.rollout.replace_lost_engines
+        self.fleet = EngineFleet(engines, most_lost=most_lost, losses=losses)
+        self._replaces = most_lost > 0
+        self._syncs = ProvedSyncs(every=config.rollout.prove_sync_freq)
+        self._starting: dict[int, PendingCalls] = {}
+        """The start of each engine that starts in the place of another."""
+        self._generation = -1
+        self._told = len(losses)
+        session.rescue = self._rescue
+
+    def join(self) -> None:
+        """Builds the joint group of trainers and rollout ranks, once every engine is up."""
+        with self._console.phase(Phase.JOINT, self._session.timeout_s(Phase.JOINT)):
+            for engine in self.fleet.starting:
+                if engine not in self._starting:
+                    self.fleet.started(engine)
+            while self._starting:
+                self._await_start(next(iter(self._starting)))
+            self._until_done(lambda again: None)
+
+    def generate(
+        self, conversations: Sequence[Conversation], step: int, *, bring_weights: Callable[[], object]
+    ) -> list[Sample]:
+        """Samples responses to prompts. Those of an engine that is lost go to the others, as a whole.
+
+        Args:
+            conversations: The chat messages of each prompt.
+            step: The training step, for the seeds.
+            bring_weights: Called if no engine serves: makes the trainers ready for a weight sync, and does it.
+
+        Returns:
+            ``rollout.n`` consecutive samples for each prompt, in the order of the prompts.
+        """
+        found: dict[int, list[Sample]] = {}
+        left: Sequence[int] = range(len(conversations))
+        while True:
+            while not self.fleet.serving:
+                bring_weights()
+            spans: dict[Any, range] = {}
+            calls = PendingCalls(phase=Phase.ROLLOUT, started_s=time.monotonic())
+            for engine, span in self.fleet.deal(left):
+                more = self._call(
+                    [engine], Phase.ROLLOUT, "generate", conversations[span.start : span.stop], span.start, step
+                )
+                spans |= dict.fromkeys(more.refs, span)
+                calls = calls.joined_with(more)
+            calls, shares = self._session.finish_left(calls)
+            for ref, samples in zip(calls.refs, shares, strict=True):
+                found.setdefault(spans[ref].start, []).extend(samples)
+            answered = {index for ref in calls.refs for index in spans[ref]}
+            left = [index for index in left if index not in answered]
+            if not left:
+                return [sample for first in sorted(found) for sample in found[first]]
+
+    def sync(self) -> ProvedSync | None:
+        """Sends the trainers' weights to every engine that is up, which all serve then.
+
+        Returns:
+            None if the sync was not proved.
+
+        Raises:
+            WeightSyncError: If an engine holds other weights than were sent, twice in a row.
+        """
+        proved = self._syncs.do(lambda prove: self._until_done(partial(self._send, prove)))
+        if proved is not None:
+            self.fleet.proved(now_s=time.monotonic())
+        return proved
+
+    def _until_done(self, work: Callable[[bool], SyncProof | None]) -> SyncProof | None:
+        """Has all engines that are up in the joint group, and does something in it; again if engines are lost.
+
+        Args:
+            work: Gets True if it has failed before, because an engine was lost.
+        """
+        again = False
+        while True:
+            self._look_who_is_up()
+            try:
+                if self.fleet.needs_join:
+                    self._join(self.fleet.up)
+                return work(again)
+            except RunError as error:
+                self._replace_all(error)
+                again = True
+
+    def _look_who_is_up(self) -> None:
+        """Waits for nobody if an engine is up, else for the first one."""
+        if not self._replaces:
+            return
+        for actor in self._actors(*self.fleet.up):
+            if is_dead(actor):
+                self._replace(actor, died(actor, Phase.SYNC))
+        for engine, calls in [*self._starting.items()]:
+            if calls.is_answered or time.monotonic() > calls.started_s + self._session.timeout_s(Phase.START):
+                self._await_start(engine)
+        while not self.fleet.up:
+            self._await_start(next(iter(self._starting)))
+
+    def _await_start(self, engine: int) -> None:
+        """Waits until an engine is up, or another one starts in its place."""
+        calls = self._starting[engine]
+        self._session.finish(calls)
+        if self._starting[engine] is calls:
+            del self._starting[engine]
+            self.fleet.started(engine)
+            self._cluster.note_processes()
+
+    def _join(self, engines: Sequence[int]) -> None:
+        """Builds the next generation of the joint group.
+
+        Trainers wait in it for an engine that dies meanwhile, and nobody could call them off. So engines must have
+        answered just before, and the wait of a rebuild is short.
+        """
+        timeout_s = self._session.timeout_s(Phase.JOINT)
+        if self._replaces:
+            self._session.finish(self._call(engines, Phase.JOINT, NODE_IP))
+        self._generation += 1
+        if self._generation > 0:
+            timeout_s = min(timeout_s, REBUILD_S)
+        how = self._generation, timeout_s
+        ranks, session = [actor.rank for actor in self._actors(*engines)], self._session
+        trainers = session.start_trainers(Phase.JOINT, "meet_rollouts", lambda _: (ranks, *how))
+        joining = self._call(engines, Phase.JOINT, "join", session.address, ranks, session.specs, *how)
+        session.finish(trainers.joined_with(joining), hears_all=self._replaces)
+        self.fleet.joined(engines)
+
+    def _send(self, prove: bool, again: bool) -> SyncProof | None:
+        """Syncs once. An engine that has seen half of a sync is proved, too."""
+        prove = prove or again or self.fleet.needs_proof
+        trainers = self._session.start_trainers(Phase.SYNC, "sync", lambda _: (prove,))
+        receivers = self._call(self.fleet.up, Phase.SYNC, "receive_weights", prove)
+        results = self._session.finish(trainers.joined_with(receivers), hears_all=self._replaces)
+        if not prove:
+            return None
+        sent, held = results[: len(trainers.refs)], results[len(trainers.refs) :]
+        firsts = range(0, len(held), self._ranks)
+        return SyncProof(
+            sent=sent,
+            held=[HeldWeights.of_engine(held[first : first + self._ranks]) for first in firsts],
+            ranks=self._ranks,
+            engines=self.fleet.up,
+        )
+
+    def end_starting(self) -> None:
+        """Ends the engines that are not up yet: the run needs no more of them."""
+        for engine in [*self._starting]:
+            del self._starting[engine]
+            for actor in self._actors(engine):
+                self._cluster.end(actor)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns how many engines were lost since the last call, and how many serve.
+
+        If engines have begun to serve since, it adds the seconds from the loss on, of the slowest. Empty if none is
+        replaced.
+        """
+        if not self._replaces:
+            return {}
+        losses, told = self.fleet.losses, self._told
+        self._told = len(losses)
+        found: dict[str, float] = {names.ENGINES_LOST: len(losses) - told}
+        found[names.ENGINES_SERVING] = len(self.fleet.serving)
+        if returned := self.fleet.returned():
+            found[names.ENGINE_BACK_SECONDS] = max(returned)
+        return found
+
+    def _call(self, engines: Sequence[int], phase: Phase, method: str, *arguments: Any) -> PendingCalls:
+        return start_calls(self._actors(*engines), phase, method, lambda _: arguments)
+
+    def _actors(self, *engines: int) -> list[ActorRef]:
+        return [actor for actor in self._cluster.rollouts if actor.rank // self._ranks in engines]
+
+    def _rescue(self, error: RunError, calls: PendingCalls) -> PendingCalls | None:
+        """Replaces engines that were lost, unless others of the calls need them.
+
+        Returns:
+            The calls that are left to wait for; None if that is not what has failed.
+        """
+        lost, called = lost_ranks(error), {actor.rank_id for actor in calls.refs.values()}
+        is_needed = calls.phase not in (Phase.START, Phase.ROLLOUT) and lost & called
+        if not self._replaces or not lost or is_needed or calls.phase is Phase.TEARDOWN:
+            return None
+        return calls.without(self._replace_all(error))
+
+    def _replace_all(self, error: RunError) -> frozenset[RankId]:
+        """Replaces the engines that a failure means are lost, and returns them; raises it if it means none."""
+        lost = lost_ranks(error)
+        if not lost:
+            raise error
+        for actor in [actor for actor in self._cluster.rollouts if actor.rank_id in lost]:
+            self._replace(actor, error)
+        return lost
+
+    def _replace(self, actor: ActorRef, error: RunError) -> None:
+        """Ends what is left of an engine of one rank, and starts another one in its place."""
+        engine = actor.rank // self._ranks
+        loss = self.fleet.lose(engine, error, now_s=time.monotonic())
+        loss.why = self._cluster.why_lost(error, actor.rank_id)
+        self._console.warn(f"{actor.rank_id} is lost, and another engine starts in its place: {loss.why}")
+        self._cluster.replace(actor)
+        self._starting[engine] = self._call([engine], Phase.START, "start", unix_now())
