@@ -27,6 +27,7 @@ _MACHINERY = (
     "multiprocess/",
     "<",
     "rl_safe_workers/frames.py",
+    "rl_safe_workers/root_cause.py",
     "rl_safe_workers/control/",
     "rl_safe_workers/diagnostics/",
     "rl_safe_workers/driver/cluster/actors.py",
