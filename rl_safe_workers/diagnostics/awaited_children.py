@@ -47,6 +47,11 @@ class Child:
     awaits_message: bool
     """True if it waits for what another process sends, such as work."""
 
+    @property
+    def as_awaited(self) -> str:
+        """The end of a sentence about the process that waits for it; empty if nothing tells what it does."""
+        return f"waits for its process {self.pid}, which {self.said}" if self.said else ""
+
 
 def waits_for_a_child(frames: Sequence[Frame]) -> bool:
     """Returns True if frames, innermost first, may wait for a process that this one has started, or for a message."""
@@ -96,7 +101,7 @@ def _look(pid: int, ask: Callable[[int], str], deadline: Deadline) -> list[Child
     place = next((frame for frame in frames if frame.is_telling), None)
     wait = facts.describe_wait()
     # Without a line, a wait for something from a pipe says nothing: a worker without work has it, too.
-    said = wait if not frames and facts.holder is None else ""
+    said = wait if not frames and not facts.file.startswith("pipe:") else ""
     if facts.waits_to_write:
         said = f"runs {printable(facts.command[:_COMMAND_CHARACTERS])}, and {wait}"
     if place is not None:

@@ -157,9 +157,8 @@ class RankProcess:
             notable = f" {during(self.phase)}{notable}"
         if self.stack.op is None and self.waits_for_others:
             return f"waits for other ranks at {self.stack.place}{notable}"
-        awaited = [f"its process {one.pid}, which {one.said}" for one in self.children[:1] if one.said]
-        notable += f", and waits for {awaited[0]}" if awaited else ""
-        notable += "".join(f", and {one}" for one in (*self.waits, *self.events))
+        awaited = [one.as_awaited for one in self.children[:1] if one.said]
+        notable += "".join(f", and {one}" for one in (*awaited, *self.waits, *self.events))
         return f"is {f'in {self.stack.op} ' if self.stack.op else ''}at {self.stack.place}{notable}"
 
     def _end(self) -> str:

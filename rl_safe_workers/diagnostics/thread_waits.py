@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.diagnostics.awaited_children import children_of, waits_for_a_child
 from rl_safe_workers.diagnostics.proc_facts import ProcessFacts, look_at
 from rl_safe_workers.diagnostics.stacks import Stack
 from rl_safe_workers.frames import Frame, frames_inside, frames_of_thread, telling_frame
@@ -23,6 +25,8 @@ _OF_THREADS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py", "/m
 _FOR_A_LOCK = "futex"
 """The system call in which a thread waits for a lock."""
 _FOR_A_FILE = ("flock", "fcntl")
+_CHILDREN_S = 3.0
+"""Seconds in which the children of this process are looked at."""
 _MOST = 3
 """Most lines of other threads that are told."""
 
@@ -32,8 +36,10 @@ def where_is(thread: threading.Thread) -> str:
     frames = frames_of_thread(thread)
     if (place := telling_frame(frames)) is None:
         return ""
-    wait = wait_for_input(frames, look_at(os.getpid(), thread.native_id))
-    return f"it is at {place}" + (f", and {wait}" if wait else "")
+    waits = [wait_for_input(frames, look_at(os.getpid(), thread.native_id))]
+    if waits_for_a_child(frames):
+        waits += [one.as_awaited for one in children_of(os.getpid(), Deadline.after(_CHILDREN_S), ask=lambda _: "")[:1]]
+    return ", and ".join([f"it is at {place}", *filter(None, waits)])
 
 
 def wait_of_thread(stack: Stack, pid: int) -> list[str]:
