@@ -25,6 +25,7 @@ _MACHINERY = (
     "ray/",
     "torch/",
     "multiprocess/",
+    "psutil/",
     "<",
     "rl_safe_workers/frames.py",
     "rl_safe_workers/root_cause.py",

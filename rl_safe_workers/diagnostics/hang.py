@@ -195,8 +195,9 @@ def judge(
         reports = {one: report for one, report in answers.reports.items() if only_waited(one, report)}
         reports[error.rank_id] = error
         held = {one: spots[one] for one in waiting if one in spots} | at_the_end(wait, answers)
-        outside = {one for one in missing if one.role not in HELPERS or wait.phase == Phase.ROLLOUT}
-        if outside <= held.keys() | reports.keys():
+        to_come = {one for one in missing if one.role not in HELPERS or wait.phase == Phase.ROLLOUT}
+        to_come |= {one.rank_id for one in answers.ranks if one.rank_id.role is error.rank_id.role}
+        if to_come <= held.keys() | reports.keys():
             all_wait = where_all_wait(reports, held, is_whole=is_whole)
     elif missing <= waiting and wait.arrived <= spots.keys() and (odd := odd_ones(spots)):
         rest = frozenset(spots) - odd

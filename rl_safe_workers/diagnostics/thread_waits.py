@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rl_safe_workers.control.deadline import Deadline
+from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.diagnostics.awaited_children import children_of, waits_for_a_child
 from rl_safe_workers.diagnostics.proc_facts import ProcessFacts, look_at
 from rl_safe_workers.diagnostics.stacks import Stack
@@ -25,8 +25,8 @@ _OF_THREADS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py", "/m
 _FOR_A_LOCK = "futex"
 """The system call in which a thread waits for a lock."""
 _FOR_A_FILE = ("flock", "fcntl")
-_CHILDREN_S = 3.0
-"""Seconds in which the children of this process are looked at."""
+_LOOK_S = 3.0
+"""Longest wait, in seconds, for each of: a look at a thread of this process, one at its children."""
 _MOST = 3
 """Most lines of other threads that are told."""
 
@@ -36,9 +36,14 @@ def where_is(thread: threading.Thread) -> str:
     frames = frames_of_thread(thread)
     if (place := telling_frame(frames)) is None:
         return ""
-    waits = [wait_for_input(frames, look_at(os.getpid(), thread.native_id))]
+    waits: list[str] = []
+
+    def look() -> None:
+        waits.append(wait_for_input(frames, look_at(os.getpid(), thread.native_id)))
+
+    attempt(f"looking at the thread {thread.name}", look, timeout_s=_LOOK_S)
     if waits_for_a_child(frames):
-        waits += [one.as_awaited for one in children_of(os.getpid(), Deadline.after(_CHILDREN_S), ask=lambda _: "")[:1]]
+        waits += [one.as_awaited for one in children_of(os.getpid(), Deadline.after(_LOOK_S), ask=lambda _: "")[:1]]
     return ", and ".join([f"it is at {place}", *filter(None, waits)])
 
 

@@ -157,6 +157,15 @@ def test_where_as_many_wait_in_one_collective_as_in_another_both_are_told_and_no
     assert found.advice.startswith("compare these lines")
 
 
+def test_a_rank_whose_call_has_ended_is_not_said_to_wait() -> None:
+    gave_up = failed(1, Victim(), op="barrier", place="mine.py:9 (stop)")
+    idle = [replace(busy(rank), stack=Stack(frames=[WORK], is_in_a_call=False, op=None)) for rank in (0, 1)]
+    found = diagnose_answers(lambda _: Answers(ranks=idle), patience_s=1.0, reports={trainer_id(1): gave_up})
+    assert found.verdict == (
+        "hang: phase train, the trainers: trainer rank 1 waited in vain, nobody is in a call any more"
+    )
+
+
 def at_the_end(rank: int) -> RankProcess:
     return replace(busy(rank), phase="teardown")
 
