@@ -25,8 +25,10 @@ _MACHINERY = (
     "ray/",
     "torch/",
     "multiprocess/",
+    "psutil/",
     "<",
     "rl_safe_workers/frames.py",
+    "rl_safe_workers/root_cause.py",
     "rl_safe_workers/control/",
     "rl_safe_workers/diagnostics/",
     "rl_safe_workers/driver/cluster/actors.py",
@@ -58,6 +60,11 @@ class Frame:
         """True if the line is not in Python's standard library, torch, Ray, or our own control code."""
         return not self.file.startswith((*_MACHINERY, _STDLIB)) and _ANY_STDLIB.match(self.file) is None
 
+    @property
+    def is_users(self) -> bool:
+        """True if the line tells, and is not of this package."""
+        return self.is_telling and not self.file.startswith(_OURS)
+
 
 @lru_cache(maxsize=4096)
 def relative(file: str) -> str:
@@ -82,6 +89,17 @@ def telling_frame(frames: Iterable[Frame]) -> Frame | None:
     if telling and telling[0].file.startswith(_LIFECYCLE):
         telling = [frame for frame in telling if not frame.file.startswith(_OURS)] or telling
     return next(iter(telling or frames), None)
+
+
+def frames_inside(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """Returns the frames, innermost first, that the line which shows where a rank is has called."""
+    place = telling_frame(frames)
+    return frames if place is None else frames[: list(frames).index(place)]
+
+
+def is_installed(file: str) -> bool:
+    """Returns True if a file, by its full path, is of an installed package."""
+    return _SITE.match(file) is not None
 
 
 def collective_of(frames: Sequence[Frame]) -> str | None:
@@ -169,11 +187,16 @@ def _frame_of_coroutine(awaited: object) -> FrameType | None:
 
 
 def own_stacks() -> str:
-    """Returns the stacks of all threads of this process in faulthandler's format, with the names of the threads."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    """Returns the stacks of all threads of this process in faulthandler's format.
+
+    A head has the kernel's id of the thread, too, and its name.
+    """
+    names = {thread.ident: (thread.name, thread.native_id) for thread in threading.enumerate()}
     texts = []
     for thread, frames in frames_of_threads().items():
-        head = f"Thread {thread:#018x} [{names.get(thread, 'of a library')}] (most recent call first):"
+        name, native_id = names.get(thread, ("of a library", None))
+        number = "" if native_id is None else f" {native_id}"
+        head = f"Thread {thread:#018x}{number} [{name}] (most recent call first):"
         lines = (f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in frames)
         texts.append("\n".join((head, *lines, "")))
     return "\n".join(texts)

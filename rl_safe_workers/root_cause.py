@@ -26,7 +26,7 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.frames import collective_that_raised, place_of
-from rl_safe_workers.lifecycle import unix_now
+from rl_safe_workers.lifecycle import Phase, unix_now
 from rl_safe_workers.ranks import RankId
 
 
@@ -51,6 +51,8 @@ _BETWEEN_TWO = frozenset(
 """Operations of torch whose two sides are different lines as a rule."""
 STORE_BARRIER = "a barrier over the store"
 """The collective of a rank that waits for others in our control plane."""
+ITS_END = "its end"
+"""Stands for the collective of a rank that has ended well."""
 WITH_A_ROOT = frozenset({"broadcast", "broadcast_object_list", "gather", "gather_object", "scatter", "reduce"})
 """Collectives that one rank often calls at a line of its own."""
 
@@ -75,15 +77,28 @@ class Spot:
         return "".join([during(self.phase), op, *known])
 
 
+def spot_of(report: RunError) -> Spot | None:
+    """Returns where a rank was that has given up; None if its report does not tell."""
+    match report:
+        case RankError():
+            return Spot(report.phase, report.op, report.place)
+        case PhaseTimeoutError():
+            return Spot(report.phase, STORE_BARRIER, None)
+    return None
+
+
 def odd_ones(spots: Mapping[RankId, Spot]) -> frozenset[RankId]:
     """Returns the ranks that wait in another collective than most, or at another line of code.
 
     Returns none where that is no fault for certain: a collective is not known, there are more than two places, or both
-    sides of one operation are different lines as a rule.
+    sides of one operation are different lines as a rule. Ranks in teardown are in one place for the ranks before it.
 
     Args:
         spots: Where each rank of a group waits. No rank is missing.
     """
+    if are_at_the_end(spots) not in (frozenset(), spots.keys()):
+        at_the_end = Spot(Phase.TEARDOWN, STORE_BARRIER, None)
+        spots = {one: at_the_end if spot.phase == Phase.TEARDOWN else spot for one, spot in spots.items()}
     sides: dict[Spot, set[RankId]] = {}
     for rank_id, spot in spots.items():
         sides.setdefault(spot, set()).add(rank_id)
@@ -92,6 +107,11 @@ def odd_ones(spots: Mapping[RankId, Spot]) -> frozenset[RankId]:
         return frozenset()
     fewer, more = sorted(sides.values(), key=len)
     return frozenset(fewer) if len(fewer) < len(more) else frozenset()
+
+
+def are_at_the_end(spots: Mapping[RankId, Spot]) -> frozenset[RankId]:
+    """Returns the ranks that are in teardown, or have ended."""
+    return frozenset(rank_id for rank_id, spot in spots.items() if spot.phase == Phase.TEARDOWN)
 
 
 def cause_of(error: Exception, rank_id: RankId) -> Cause:
@@ -173,7 +193,7 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
         pending: Ranks that have not answered yet.
     """
     assert reports, "nothing has failed"
-    victims = frozenset(rank_id for rank_id, error in reports.items() if _only_waited(rank_id, error))
+    victims = frozenset(rank_id for rank_id, error in reports.items() if only_waited(rank_id, error))
 
     def likelihood(item: tuple[RankId, RunError]) -> tuple[int, int, float, RankId]:
         """Sorts the root before its consequences."""
@@ -208,7 +228,8 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
     return RootCause(error, culprits=frozenset({rank_id}), is_told=True)
 
 
-def _only_waited(rank_id: RankId, error: RunError) -> bool:
+def only_waited(rank_id: RankId, error: RunError) -> bool:
+    """Returns True if a rank has failed with nothing but a wait for others."""
     if isinstance(error, PhaseTimeoutError):
         return rank_id not in error.missing  # else it passes on what all say of it
     return isinstance(error, RankError) and isinstance(error.cause, Victim)

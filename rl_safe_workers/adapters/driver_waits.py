@@ -20,6 +20,7 @@ from rl_safe_workers.adapters.weight_update import ROLLOUT
 from rl_safe_workers.compat.ray_tables import DEAD, actor_id, actor_id_of_call, actor_table
 from rl_safe_workers.config import PhaseTimeouts
 from rl_safe_workers.control.deadline import Background, Deadline
+from rl_safe_workers.diagnostics.thread_waits import where_is
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, RunError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import HELPERS, RankId, Role
@@ -157,6 +158,32 @@ class DriverWaits:
             limit_s = self.timeout_s(phase) if limit_s is None else limit_s
             limit_s += _WORKERS_FIRST_S if workers_first else 0.0
             return self._bounded(phase, what, work, progress, limit_s, calls)
+
+    def of_driver(self, phase: str, what: str, work: Callable[[], T]) -> T:
+        """Does work of the driver's own, for which no other process is to blame; returns its value.
+
+        Args:
+            phase: The phase whose timeout bounds it.
+            what: The work, for errors.
+            work: What may take long, such as reading a file.
+
+        Raises:
+            PhaseTimeoutError: If it does not end in time; has the line of code that it is at.
+        """
+        if self.is_bounding:
+            return work()
+        with self.waiting(phase):
+            deadline = Deadline.after(self.timeout_s(phase))
+            begun = Background(work, name=what)
+            if not begun.ends(deadline):
+                raise PhaseTimeoutError(
+                    phase=phase,
+                    awaited=Awaited(what),
+                    waited_s=deadline.waited_s,
+                    setting=f"rl_safe.timeouts.{phase}",
+                    detail=where_is(begun.thread),
+                )
+            return begun.wait(deadline)
 
     def _bounded(
         self,

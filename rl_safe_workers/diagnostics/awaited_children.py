@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.diagnostics.proc_facts import GONE, descendants_of, look_at
 from rl_safe_workers.diagnostics.stacks import Stack, py_spy
-from rl_safe_workers.frames import Frame, telling_frame
+from rl_safe_workers.foreign_files import printable
+from rl_safe_workers.frames import Frame, frames_inside
 
 _WAITS = (
     *("/multiprocessing/connection.py", "/multiprocessing/queues.py", "/multiprocessing/popen_fork.py"),
@@ -26,6 +27,7 @@ _BEGINS = ("multiprocessing/process.py", "multiprocess/process.py")
 """Ends of the paths of files in which a child begins. What is outside of it is its parent's stack, copied by a fork."""
 _HELPERS = ("resource_tracker", "forkserver", "SyncManager", "managers.py")
 _RUNS = "R"
+_COMMAND_CHARACTERS = 80
 _MOST = 8
 """Most children that are looked at, the nearest first."""
 
@@ -45,12 +47,15 @@ class Child:
     awaits_message: bool
     """True if it waits for what another process sends, such as work."""
 
+    @property
+    def as_awaited(self) -> str:
+        """The end of a sentence about the process that waits for it; empty if nothing tells what it does."""
+        return f"waits for its process {self.pid}, which {self.said}" if self.said else ""
+
 
 def waits_for_a_child(frames: Sequence[Frame]) -> bool:
     """Returns True if frames, innermost first, may wait for a process that this one has started, or for a message."""
-    place = telling_frame(frames)
-    inside = frames[: list(frames).index(place)] if place is not None else frames
-    return any(frame.file.endswith(_WAITS) for frame in inside)
+    return any(frame.file.endswith(_WAITS) for frame in frames_inside(frames))
 
 
 def children_of(pid: int, deadline: Deadline, *, ask: Callable[[int], str]) -> list[Child]:
@@ -95,8 +100,10 @@ def _look(pid: int, ask: Callable[[int], str], deadline: Deadline) -> list[Child
     frames = frames[: begins[0]] if begins else frames
     place = next((frame for frame in frames if frame.is_telling), None)
     wait = facts.describe_wait()
-    # Without a stack, a wait at a pipe says nothing: a worker without work has it, too.
-    said = wait if not frames and facts.holder is None else ""
+    # Without a line, a wait for something from a pipe says nothing: a worker without work has it, too.
+    said = wait if not frames and not facts.file.startswith("pipe:") else ""
+    if facts.waits_to_write:
+        said = f"runs {printable(facts.command[:_COMMAND_CHARACTERS])}, and {wait}"
     if place is not None:
         said = f"is at {place}" + (f": {wait}" if wait else "")
     return [Child(pid=pid, text=text, said=said, awaits_message=waits_for_a_child(frames))]

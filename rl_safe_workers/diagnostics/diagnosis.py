@@ -22,7 +22,7 @@ from rl_safe_workers.control.deadline import attempt
 from rl_safe_workers.diagnostics.answering import ALIVE_EVERY_S, last_alive_s, stack_file
 from rl_safe_workers.diagnostics.endings import Ending, joined
 from rl_safe_workers.diagnostics.flight_recorder import works_waited_in
-from rl_safe_workers.diagnostics.hang import Wait, home_of, judge, keep, wait_of, waiting_for_others
+from rl_safe_workers.diagnostics.hang import Wait, at_the_end, home_of, judge, keep, wait_of, waiting_for_others
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
 from rl_safe_workers.diagnostics.log_lines import ADVICE, OF_FOREIGN, Fault
 from rl_safe_workers.diagnostics.mismatch import Mismatch, find_mismatch
@@ -98,7 +98,9 @@ def diagnose(
     def ask(patience_s: float) -> Answers:
         return ask_ranks(lambda: ranks, patience_s=patience_s, call_frame=call_frame)
 
-    return diagnose_answers(ask, patience_s=patience_s, reports=reports, evidence=evidence, on_ray=False)
+    return diagnose_answers(
+        ask, patience_s=patience_s, reports=reports, evidence=evidence, on_ray=False, is_whole=False
+    )
 
 
 def diagnose_answers(
@@ -111,6 +113,7 @@ def diagnose_answers(
     host_error: RunError | None = None,
     endings: Callable[[], Mapping[RankId, Ending]] = dict,
     on_ray: bool = True,
+    is_whole: bool = True,
 ) -> Diagnosis:
     """As `diagnose`, for processes on any machines.
 
@@ -123,6 +126,7 @@ def diagnose_answers(
         host_error: What the host's driver has failed with. It counts where no rank tells whom the failure began with.
         endings: Returns why processes have ended, as far as the host knows. It is called after the other two.
         on_ray: True if Ray keeps the output of the processes, for the advice.
+        is_whole: False if the job may have ranks that nobody asks, such as those of other machines.
     """
     reported: dict[RankId, RunError] = {}
     attempt(
@@ -142,6 +146,7 @@ def diagnose_answers(
     wait = _seen_wait(answers, waiting, busy) if error is None else wait_of(error)
     found: dict[str, Any] = {"verdict": "no rank has failed, and no rank waits for others"}
     culprits = frozenset[RankId]()
+    of_hang = ""
     mismatch = None if root is None else _mismatch(root, answers, whys)
     if mismatch is not None:
         culprits = frozenset(trainer_ids(mismatch.culprits))
@@ -154,11 +159,12 @@ def diagnose_answers(
             # Of the ranks that the error names, some wait themselves.
             missing = (root.culprits - waiting) or root.culprits or wait.missing or _busy_helpers(busy, wait.phase)
             wait = replace(wait, missing=missing, arrived=(wait.arrived | wait.missing) - missing)
-        hang, found = judge(error, wait, answers, None)
-        culprits = hang.culprits or wait.missing or frozenset(busy - wait.arrived)
+        hang, found = judge(error, wait, replace(answers, reports=reported), None, is_whole=is_whole)
+        of_hang = hang.advice
+        culprits = wait.missing or frozenset(busy - wait.arrived) if hang.culprits is None else hang.culprits
         ended = [f"{one}{why}" for one in sorted(culprits) if (why := _because(whys.get(one)))]
         found["verdict"] = "; ".join([hang.verdict, *_other_phases(reported, culprits, wait.phase), *ended[:_NAMED]])
-        if root is not None and not root.is_told:
+        if root is not None and not root.is_told and not hang.advice:
             culprits -= known.keys()  # who has only waited is not to blame
     elif root is not None:
         culprits = root.culprits
@@ -175,8 +181,10 @@ def diagnose_answers(
         found = {"verdict": when + "; ".join([*names, *_others(answers, culprits, known), *said])}
         found["error"] = f"{type(error).__name__}: {error}"
     waits = {one.rank_id: one.spot(phase) for one in answers.ranks if one.rank_id in waiting - reported.keys()}
+    if wait is not None:
+        waits |= at_the_end(wait, replace(answers, reports=reported))
     fault = _fault(error, culprits, answers, whys) if mismatch is None else Fault.SHAPES
-    advice = _advice(error, wait, culprits, answers, whys, fault, on_ray=on_ray)
+    advice = of_hang or _advice(error, wait, culprits, answers, whys, fault, on_ray=on_ray)
     if evidence is not None:
         told = {} if host_error is None else {"driver": str(host_error)}
         contents = {

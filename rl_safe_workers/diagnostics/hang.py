@@ -10,20 +10,22 @@ import errno
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.diagnostics.answering import stack_file
 from rl_safe_workers.diagnostics.flight_recorder import Work, works_waited_in
 from rl_safe_workers.diagnostics.inquiry import Answers
-from rl_safe_workers.errors import THE_DRIVER, PhaseTimeoutError, RankError, StoreLostError, Victim, during
+from rl_safe_workers.errors import THE_DRIVER, PhaseTimeoutError, RankError, RunError, StoreLostError, Victim, during
 from rl_safe_workers.frames import own_stacks
-from rl_safe_workers.ranks import RankId, Role, format_ranks, name_ranks, trainer_id, trainer_ids
-from rl_safe_workers.root_cause import odd_ones
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import HELPERS, RankId, Role, format_ranks, name_ranks, trainer_id, trainer_ids
+from rl_safe_workers.root_cause import ITS_END, STORE_BARRIER, Spot, are_at_the_end, odd_ones, only_waited, spot_of
 
 _EVIDENCE = re.compile(r"verdict\.json|stack_\w+\.txt|flight_\w+")
 """Names of the files that are kept; whatever else lies beside them is the user's."""
@@ -58,6 +60,58 @@ class Hang:
     """One line."""
     culprits: frozenset[RankId] | None
     """The ranks that the others wait for, where that is known better now than the error has it; else None."""
+    advice: str = ""
+    """The next thing to do, if the verdict itself suggests one."""
+
+
+class AllWait(NamedTuple):
+    """Ranks that all wait for each other, or have come to their end."""
+
+    odd: frozenset[RankId]
+    """The ranks that wait elsewhere than most; empty if nobody is known to be wrong."""
+    said: str
+    """The places of all, in one line."""
+    advice: str
+
+
+def where_all_wait(
+    reports: Mapping[RankId, RunError], held: Mapping[RankId, Spot], *, is_whole: bool = True
+) -> AllWait:
+    """Says where ranks have waited in vain of which none is missing, and which of them is the odd one.
+
+    Args:
+        reports: The failures of those that have given up.
+        held: The places of the others.
+        is_whole: False if there may be other ranks. Then nobody is the odd one.
+    """
+    spots = dict(held) | {one: spot for one, report in reports.items() if (spot := spot_of(report)) is not None}
+    sides: dict[tuple[Spot, bool], list[RankId]] = {}
+    for rank_id, spot in spots.items():
+        sides.setdefault((spot, rank_id in reports), []).append(rank_id)
+    odd = odd_ones(spots) if is_whole else frozenset()
+    by_size = sorted(sides.items(), key=lambda item: (odd.isdisjoint(item[1]), -len(item[1]), min(item[1])))
+    head = "no rank is missing" if is_whole else "none of the ranks that were asked is missing"
+    ends, counts = are_at_the_end(spots), Counter(spots.values())
+    if odd and ends not in (frozenset(), spots.keys()):
+        count = "fewer collectives than the others" if odd <= ends else "more collectives than the others, who are done"
+        head += f", and {name_ranks(odd)} {'has' if len(odd) == 1 else 'have'} come to {count}"
+    elif odd:
+        head += f", and {name_ranks(odd)} {'is the odd one' if len(odd) == 1 else 'are the odd ones'}"
+    elif len(counts) == 2 and len(set(counts.values())) == 1:
+        head += ", and as many wait at one line as at the other"
+    advice = (
+        "compare these lines: every rank must come to the same collectives, in the same order"
+        if len(by_size) > 1
+        else "compare the shapes of that collective, and the network between the ranks"
+    )
+    return AllWait(odd, f"{head}: {'; '.join(_said(ranks, *side) for side, ranks in by_size)}", advice)
+
+
+def _said(ranks: Collection[RankId], spot: Spot, has_given_up: bool) -> str:
+    if spot.op == ITS_END:
+        return f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} ended"
+    verb = "waited in vain" if has_given_up else "waits" if len(ranks) == 1 else "wait"
+    return f"{name_ranks(ranks)} {verb} {spot}"
 
 
 def collect_evidence(
@@ -111,7 +165,7 @@ def _add(found: dict[str, Any], name: str, tell: Callable[[], Any], timeout_s: f
 
 
 def judge(
-    error: BaseException | None, wait: Wait, answers: Answers, target: Path | None
+    error: BaseException | None, wait: Wait, answers: Answers, target: Path | None, *, is_whole: bool = True
 ) -> tuple[Hang, dict[str, Any]]:
     """Finds the ranks that the others wait for.
 
@@ -120,6 +174,7 @@ def judge(
         wait: The waiting ranks and the missing ones, as far as that error tells.
         answers: What the ranks have answered.
         target: Where the evidence will be; None: nowhere.
+        is_whole: True if every rank of the job was to be asked. Else nobody is named where all that were asked wait.
 
     Returns:
         The verdict, and what it comes from, fit for JSON.
@@ -135,7 +190,16 @@ def judge(
     waiting = missing & waiting_for_others(answers)
     culprits = _culprits(missing - waiting, answers) if waiting else frozenset[RankId]()
     spots = {one.rank_id: one.spot(wait.phase) for one in answers.ranks if one.rank_id in missing | wait.arrived}
-    if missing <= waiting and wait.arrived <= spots.keys() and (odd := odd_ones(spots)):
+    all_wait = None
+    if wait.missing is None and isinstance(error, RankError) and not answers.silent:
+        reports = {one: report for one, report in answers.reports.items() if only_waited(one, report)}
+        reports[error.rank_id] = error
+        held = {one: spots[one] for one in waiting if one in spots} | at_the_end(wait, answers)
+        to_come = {one for one in missing if one.role not in HELPERS or wait.phase == Phase.ROLLOUT}
+        to_come |= {one.rank_id for one in answers.ranks if one.rank_id.role is error.rank_id.role}
+        if to_come <= held.keys() | reports.keys():
+            all_wait = where_all_wait(reports, held, is_whole=is_whole)
+    elif missing <= waiting and wait.arrived <= spots.keys() and (odd := odd_ones(spots)):
         rest = frozenset(spots) - odd
         culprits, waiting = odd, rest
         others = f"{name_ranks(rest)} {'is' if len(rest) == 1 else 'are'} {spots[min(rest)]}"
@@ -144,9 +208,12 @@ def judge(
         missing, unknown = culprits, missing - waiting - culprits
         works = works_waited_in(records, _training_ranks(missing))
         wait = replace(wait, missing=missing, arrived=wait.arrived | waiting)
-    hang = Hang(
-        verdict=verdict(wait, missing, answers, works, target=target, unknown=unknown), culprits=culprits or None
-    )
+    if all_wait is None:
+        said = verdict(wait, missing, answers, works, target=target, unknown=unknown)
+        hang = Hang(verdict=said, culprits=culprits or None)
+    else:
+        said = "; ".join([f"hang: {all_wait.said}", *_kept_in(target)])
+        hang = Hang(verdict=said, culprits=all_wait.odd, advice=all_wait.advice)
     return hang, {
         "verdict": hang.verdict,
         "error": None if error is None else f"{type(error).__name__}: {error}",
@@ -182,6 +249,20 @@ def waiting_for_others(answers: Answers) -> frozenset[RankId]:
     """Returns the ranks that wait for others, by their stacks or by the Flight Recorder."""
     in_collectives = trainer_ids(rank for rank, record in answers.records.items() if record.under_way is not None)
     return frozenset(one.rank_id for one in answers.ranks if one.waits_for_others).union(in_collectives)
+
+
+def at_the_end(wait: Wait, answers: Answers) -> dict[RankId, Spot]:
+    """Returns the trainers that are in teardown or have ended well, if others wait before: they miss no collective."""
+    found = {}
+    if wait.phase != Phase.TEARDOWN:
+        for one in answers.ranks:
+            if one.rank_id.role is not Role.TRAINER or one.rank_id in answers.reports or one.is_stopped:
+                continue
+            if one.is_gone and one.exit_code == 0:
+                found[one.rank_id] = Spot(Phase.TEARDOWN, ITS_END, None)
+            elif not one.is_gone and one.phase == Phase.TEARDOWN:
+                found[one.rank_id] = replace(one.spot(wait.phase), op=STORE_BARRIER)
+    return found
 
 
 def _culprits(missing: Collection[RankId], answers: Answers) -> frozenset[RankId]:
@@ -233,6 +314,10 @@ def keep(
     for flights in (lambda: answers.flights, *answers.more_flights):
         for name, contents in sorted(flights().items(), key=lambda item: item[0].rpartition("_")[2] not in numbers):
             (target / name).write_bytes(zlib.decompress(contents))
+
+
+def _kept_in(target: Path | None) -> list[str]:
+    return [] if target is None else [f"evidence in {_from_here(target)}"]
 
 
 def _from_here(folder: Path) -> Path:
@@ -320,7 +405,7 @@ def verdict(
             for place, of_place in sorted(places.items(), key=lambda item: min(item[1]))
         ),
         *([f"no answer from {_nodes(answers.silent)}"] if answers.silent else []),
-        *([] if target is None else [f"evidence in {_from_here(target)}"]),
+        *_kept_in(target),
     ]
     return "; ".join(parts)
 

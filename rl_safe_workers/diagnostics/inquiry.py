@@ -43,6 +43,7 @@ from rl_safe_workers.diagnostics.log_lines import Fault
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_spy
 from rl_safe_workers.diagnostics.stopped import read_stops
+from rl_safe_workers.diagnostics.thread_waits import wait_of_thread
 from rl_safe_workers.errors import OUTSIDE, RunError, during
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.frames import collective_of, telling_frame
@@ -96,6 +97,8 @@ class RankProcess:
     """Why it has ended, as far as its machine knows; None if it lives, or nobody has looked."""
     children: Sequence[Child] = ()
     """Processes that it has started and may wait for, the telling ones first; empty if it waits for none."""
+    waits: Sequence[str] = ()
+    """The ends of sentences about what its call waits for within the process."""
     events: Sequence[str] = ()
     """Events that may hold it up, the ends of sentences about it, oldest first; see `answering.note_event`."""
     kernel_wait: str = ""
@@ -154,9 +157,8 @@ class RankProcess:
             notable = f" {during(self.phase)}{notable}"
         if self.stack.op is None and self.waits_for_others:
             return f"waits for other ranks at {self.stack.place}{notable}"
-        awaited = [f"its process {one.pid}, which {one.said}" for one in self.children[:1] if one.said]
-        notable += f", and waits for {awaited[0]}" if awaited else ""
-        notable += "".join(f", and {event}" for event in self.events)
+        awaited = [one.as_awaited for one in self.children[:1] if one.said]
+        notable += "".join(f", and {one}" for one in (*awaited, *self.waits, *self.events))
         return f"is {f'in {self.stack.op} ' if self.stack.op else ''}at {self.stack.place}{notable}"
 
     def _end(self) -> str:
@@ -341,8 +343,13 @@ class _Inquiry:
                 self._read_stack(rank, max(0, before.get(rank.rank_id, 0)), deadline)
         for rank in self.ranks:
             stack = None if rank.is_gone or rank.is_stopped else rank.stack
-            if stack is not None and not stack.waits_for_others and waits_for_a_child(stack.frames):
+            if stack is None or stack.waits_for_others:
+                continue
+            if waits_for_a_child(stack.frames):
                 rank.children = children_of(rank.pid, deadline, ask=partial(self._ask_child, rank, deadline))
+            if stack.is_in_a_call:
+                look = partial(self._look_at_threads, rank, stack)
+                attempt(f"looking at the threads of process {rank.pid}", look, timeout_s=_KERNEL_LOOK_S)
         # Last: ranks that wait for each other give up at about the same time, and the host hears of the first.
         for rank in self.ranks:
             if rank.folder is not None and (report := read_failure(rank.folder, rank.rank_id)) is not None:
@@ -385,6 +392,9 @@ class _Inquiry:
             if folder is not None and (text := read_fatal(folder, rank.rank_id)):
                 rank.text, rank.source = text, "rank"
                 rank.last_place = rank.ending.place or rank.last_place  # newer than the last note
+
+    def _look_at_threads(self, rank: RankProcess, stack: Stack) -> None:
+        rank.waits = wait_of_thread(stack, rank.pid)
 
     def _look_into_kernel(self, rank: RankProcess) -> None:
         if (facts := look_at(rank.pid)).state in DISK_SLEEP:

@@ -20,7 +20,6 @@ import stat
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,21 +34,34 @@ from rl_safe_workers.diagnostics.answering import (
     in_background,
     leave_failure,
     note_phase,
+    read_failure,
+    read_phase,
+    read_place,
     read_stays,
 )
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
+from rl_safe_workers.diagnostics.hang import AllWait, where_all_wait
 from rl_safe_workers.diagnostics.inquiry import RankProcess
 from rl_safe_workers.diagnostics.log_lines import Fault
 from rl_safe_workers.diagnostics.onlooker import find_ranks
 from rl_safe_workers.diagnostics.proc_facts import look_at
 from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
-from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, ResourceError, Stopped, during, first_line
+from rl_safe_workers.errors import (
+    OUTSIDE,
+    Awaited,
+    PhaseTimeoutError,
+    RankError,
+    ResourceError,
+    Stopped,
+    during,
+    first_line,
+)
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.frames import frames_of_thread, telling_frame
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import TRAINING_WORLD, RankId, Role, name_ranks, trainer_id, trainer_ids
 from rl_safe_workers.reaping.processes import stat_of
-from rl_safe_workers.root_cause import STORE_BARRIER, Spot, odd_ones, root_cause
+from rl_safe_workers.root_cause import Spot, root_cause
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +173,11 @@ class Neighbours:
         """Returns the places of the ranks here that have not failed and waited for others when a rank here judged."""
         told = self._read_verdict()
         return {} if told is None else told.waiting
+
+    def last_seen(self, rank_id: RankId) -> str:
+        """Returns the end of a sentence about the last place that a rank here has noted; empty if nobody knows it."""
+        place, phase = read_place(self.folder, rank_id), read_phase(self.folder, rank_id)
+        return "" if place is None else f"was last seen {during(phase or OUTSIDE)} at {place}"
 
     def came_late(self, reports: Reports) -> tuple[Collection[RankId], str] | None:
         """Says which ranks came to their wait only when the first of them had given up; as `blame`, None if none did.
@@ -331,6 +348,11 @@ class Neighbours:
         found = ((stop.process.rank_id, stop) for stop in read_stops(self.folder))
         return {rank_id: stop.failure(rank_id) for rank_id, stop in found if rank_id is not None}
 
+    def failures(self) -> Reports:
+        """Returns what ranks here have left by `leave_failure`."""
+        left = {one.rank_id: read_failure(self.folder, one.rank_id) for one in _ranks_of(self.folder)}
+        return {rank_id: report for rank_id, report in left.items() if report is not None}
+
     def end_stopped(self) -> None:
         """Ends ranks here that were stopped for too long: the watch of this rank may not live to do so.
 
@@ -365,18 +387,21 @@ def blame(
     Returns:
         The ranks, none if nobody knows; and a line, which a second one about what to do may follow.
     """
-    reports = {**reports, **({} if among is None else among.stops())}
-    cause = root_cause(reports, pending=trainer_ids(silent))
+    if among is not None:
+        # A rank may have given up in the same second as this one.
+        reports = {**among.failures(), **reports, **among.stops()}
+    cause = root_cause(reports, pending=set(trainer_ids(silent)) - reports.keys())
     if among is not None and not (cause.is_told and cause.culprits <= reports.keys()):
         diagnosis = among.judge(reports)
         if diagnosis is not None and diagnosis.is_told:
             return diagnosis.culprits, among._in_lines(diagnosis)
         if diagnosis is None and (heard := among.heard()) is not None:
             return heard
-        if cause.culprits and cause.culprits <= (waiting := among.waiting()).keys():
-            return _where_all_waited(reports, waiting)
         if not cause.culprits and (on_late := among.came_late(reports)) is not None:
             return on_late
+        waiting = among.waiting()
+        if cause.culprits <= waiting.keys():
+            return _in_two_lines(where_all_wait(reports, waiting))
     if isinstance(cause.error, RankError) and isinstance(cause.error.cause, Stopped):
         if among is not None:
             among.end_stopped()
@@ -384,46 +409,16 @@ def blame(
         told = told_of_stop(cause.error, "" if late is None else f" {during(late.phase)}")
         return cause.culprits, f"{name_ranks(cause.culprits)} {told}"
     if cause.is_told:
-        return cause.culprits, first_line(cause.error)
+        asked = [] if among is None else sorted(cause.culprits - reports.keys())
+        seen = [f"{one} {told}" for one in asked if among is not None and (told := among.last_seen(one))]
+        return cause.culprits, "; ".join([first_line(cause.error), *seen])
     if cause.culprits:
         return cause.culprits, "hangs, or is gone: it has said nothing"
-    return _where_all_waited(reports)
+    return _in_two_lines(where_all_wait(reports, {}))
 
 
-def _where_all_waited(reports: Reports, waiting: Mapping[RankId, Spot] | None = None) -> tuple[Collection[RankId], str]:
-    """Says where ranks have waited in vain of which none is missing, and which of them is the odd one; as `blame`.
-
-    Args:
-        reports: The failures of those that have given up.
-        waiting: The places of the others.
-    """
-    spots = dict(waiting or {})
-    for rank_id, error in reports.items():
-        if isinstance(error, RankError):
-            spots[rank_id] = Spot(error.phase, error.op, error.place)
-        elif isinstance(error, PhaseTimeoutError):
-            spots[rank_id] = Spot(error.phase, STORE_BARRIER, None)
-    sides: dict[tuple[Spot, bool], list[RankId]] = {}
-    for rank_id, spot in spots.items():
-        sides.setdefault((spot, rank_id in reports), []).append(rank_id)
-    odd = odd_ones(spots)
-    by_size = sorted(sides.items(), key=lambda item: (odd.isdisjoint(item[1]), -len(item[1]), min(item[1])))
-    said = "; ".join(
-        f"{name_ranks(ranks)} {'waited in vain' if has_given_up else 'waits' if len(ranks) == 1 else 'wait'} {spot}"
-        for (spot, has_given_up), ranks in by_size
-    )
-    head = "no rank is missing"
-    counts = Counter(spots.values())
-    if odd:
-        head += f", and {name_ranks(odd)} {'is the odd one' if len(odd) == 1 else 'are the odd ones'}"
-    elif len(counts) == 2 and len(set(counts.values())) == 1:
-        head += ", and as many wait at one line as at the other"
-    advice = (
-        "compare these lines: every rank must come to the same collectives, in the same order"
-        if len(by_size) > 1
-        else "compare the shapes of that collective, and the network between the ranks"
-    )
-    return odd, f"{head}: {said}\n{advice}"
+def _in_two_lines(told: AllWait) -> tuple[Collection[RankId], str]:
+    return told.odd, f"{told.said}\n{told.advice}"
 
 
 def blame_for_the_end(

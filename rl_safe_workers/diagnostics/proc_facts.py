@@ -81,6 +81,7 @@ _OF_A_FILE = frozenset(
     | {"recvfrom", "recvmsg", "connect", "accept"}
 )
 """System calls whose first argument is a file descriptor."""
+_WRITES = ("write", "pwrite")
 _COMMAND_CHARACTERS = 200
 _LOCK = re.compile(r"^(\d+): (-> )?\S+\s+\S+\s+\S+\s+(\d+) ")
 _TORCHRUN = re.compile(r"\btorchrun\b|\btorch[./]distributed[./](run|launch)\b")
@@ -133,8 +134,15 @@ class ProcessFacts:
         text = (self.variables or {}).get(variable, "")
         return int(text) if text.isdecimal() and len(text) < 10 else None
 
+    @property
+    def waits_to_write(self) -> bool:
+        """True if the thread waits for a process that does not read the pipe that it writes to."""
+        return self.holder is not None and self.file.startswith("pipe:") and self.system_call.startswith(_WRITES)
+
     def describe_wait(self) -> str:
         """Returns the end of a sentence about the thread's wait in the kernel; empty if nothing tells."""
+        if self.waits_to_write:
+            return f"waits in {self.system_call} of a full pipe, which process {self.holder} does not read"
         if self.holder is not None and self.file.startswith("pipe:"):
             return f"waits at a pipe whose other end process {self.holder} holds"
         if self.holder is not None:
@@ -319,7 +327,7 @@ def _mount_of(folder: Path, file: str) -> str:
 
 def _holder(pid: int, call: str, file: str) -> int | None:
     if file.startswith("pipe:"):
-        return next(_other_ends(pid, file, os.O_RDONLY if call.startswith(("write", "pwrite")) else os.O_WRONLY), None)
+        return next(_other_ends(pid, file, os.O_RDONLY if call.startswith(_WRITES) else os.O_WRONLY), None)
     return _lock_holder(pid, _locks()) if call in ("flock", "fcntl") else None
 
 

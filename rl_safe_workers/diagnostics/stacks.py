@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from rl_safe_workers.frames import Frame, collective_of, frames_of_threads, relative, telling_frame
+from rl_safe_workers.frames import Frame, collective_of, frames_of_threads, is_installed, relative, telling_frame
 
-_THREAD = re.compile(r"(Current thread|Thread) ")
+_THREAD = re.compile(r"(?:Current thread|Thread) (?:0x[0-9a-f]+ ?)?(?P<number>\d+)?")
+_NAME = re.compile(r" \[(?P<ours>.*)\] \(most recent call first\):$|: \"(?P<py_spy>.*)\"$")
 _FRAMES = (
     re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$'),  # faulthandler
     re.compile(r"^ {4}(?P<function>\S.*) \((?P<file>.+):(?P<line>\d+)\)$"),  # py-spy
@@ -40,6 +41,23 @@ class CallFrame(NamedTuple):
         ) or (self.other is not None and self.other.is_in(frames))
 
 
+@dataclass(slots=True, kw_only=True)
+class ThreadStack:
+    """A thread of a process.
+
+    Example: ``ThreadStack(name="prefetch", native_id=4711, frames=[Frame(...)])``
+    """
+
+    name: str = ""
+    """Empty if nobody knows it."""
+    native_id: int | None = None
+    """The kernel's id of it; None if nobody knows it."""
+    frames: list[Frame] = field(default_factory=list)
+    """Innermost first."""
+    place: Frame | None = None
+    """The innermost line that is neither of a library nor of ours; None if there is none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """Where a process is: the thread that works for the host, or the main thread if none does."""
@@ -50,6 +68,10 @@ class Stack:
     """False if the process waits for its host to call it."""
     op: str | None
     """The torch collective that some thread is in."""
+    native_id: int | None = None
+    """The kernel's id of the thread; None if nobody knows it."""
+    others: Sequence[ThreadStack] = ()
+    """The other threads that are at a line of the user's."""
 
     @classmethod
     def parse(cls, text: str, call_frame: CallFrame | None = None) -> Self:
@@ -59,16 +81,23 @@ class Stack:
             text: The stacks of all threads of a process.
             call_frame: Where the host's calls run; None: the main thread counts, as in a script.
         """
-        threads: list[list[Frame]] = [[]]
+        threads = [ThreadStack()]
         main = -1  # faulthandler writes the main thread last; py-spy gives the threads' names
         for line in text.splitlines():
-            if _THREAD.match(line):
+            if head := _THREAD.match(line):
                 main = len(threads) if '"MainThread"' in line else main
-                threads.append([])
+                name = _NAME.search(line)
+                native_id = None if head["number"] is None else int(head["number"])
+                threads.append(ThreadStack(name=(name and (name["ours"] or name["py_spy"])) or "", native_id=native_id))
             for found in filter(None, (pattern.match(line) for pattern in _FRAMES)):
                 frame = Frame(file=relative(found["file"]), line=int(found["line"]), function=found["function"])
-                threads[-1].append(frame)
-        return cls._of(threads, threads[main], call_frame)
+                threads[-1].frames.append(frame)
+                if threads[-1].place is None and frame.is_users and not is_installed(found["file"]):
+                    threads[-1].place = frame
+        stack = cls._of([one.frames for one in threads], threads[main].frames, call_frame)
+        own = next(one for one in threads if one.frames is stack.frames)
+        others = [one for one in threads if one is not own and one.place is not None]
+        return replace(stack, native_id=own.native_id, others=others)
 
     @classmethod
     def here(cls, call_frame: CallFrame | None = None) -> Self:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.control.deadline import Background, Deadline, DeadlineExceededError
+from rl_safe_workers.diagnostics.thread_waits import where_is
 from rl_safe_workers.diagnostics.vitals import Vitals
 from rl_safe_workers.driver.cluster.actor_group import ActorRef, PendingCalls, died, gather, is_dead, start_calls
 from rl_safe_workers.driver.cluster.actors import NODE_IP
@@ -30,7 +31,6 @@ from rl_safe_workers.errors import (
     RankError,
     RunError,
 )
-from rl_safe_workers.frames import frames_of_thread, telling_frame
 from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, unix_now
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.worlds.address import StoreAddress
@@ -172,13 +172,12 @@ class Session:
         try:
             return begun.wait(deadline, on_tick=self._interrupts.check, tick_s=SLICE_S)
         except DeadlineExceededError:
-            place = telling_frame(frames_of_thread(begun.thread))
             raise PhaseTimeoutError(
                 phase=phase,
                 awaited=THE_DRIVER,
                 waited_s=deadline.waited_s,
                 setting=f"rl_safe.timeouts.{phase}",
-                detail="" if place is None else f"it is at {place}",
+                detail=where_is(begun.thread),
             ) from None
         finally:
             if not begun.is_done:

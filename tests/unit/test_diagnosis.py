@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rl_safe_workers.diagnostics.endings import Ending
 from rl_safe_workers.diagnostics.flight_recorder import Record, Work
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess
 from rl_safe_workers.diagnostics.log_lines import Fault
+from rl_safe_workers.diagnostics.neighbours import blame
 from rl_safe_workers.diagnostics.stacks import Stack
 from rl_safe_workers.errors import (
     Awaited,
@@ -29,7 +31,9 @@ from rl_safe_workers.errors import (
     Victim,
 )
 from rl_safe_workers.frames import COLLECTIVES, Frame
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role, name_ranks, trainer_id, trainer_ids
+from rl_safe_workers.root_cause import Spot
 
 Judge = Callable[..., Diagnosis]
 WAIT = Frame(file="rl_safe_workers/control/board.py", line=1, function="wait")
@@ -65,10 +69,12 @@ def crashed(rank: int, *, exit_code: int = 1) -> RankProcess:
     return process(rank, status="gone", exit_code=exit_code)
 
 
-def failed(rank: int, cause: object, text: str = "ValueError: no") -> RankError:
+def failed(
+    rank: int, cause: Any, text: str = "ValueError: no", *, op: str | None = None, place: str = "mine.py:5 (f)"
+) -> RankError:
     return RankError(
-        rank_id=trainer_id(rank), phase="train", cause=cause, text=text, trace="", raised_at=1.0, place="mine.py:5 (f)"
-    )  # type: ignore[arg-type]
+        rank_id=trainer_id(rank), phase="train", cause=cause, text=text, trace="", raised_at=1.0, place=place, op=op
+    )
 
 
 def late(*missing: int) -> PhaseTimeoutError:
@@ -133,11 +139,108 @@ def test_ranks_that_all_wait_blame_nobody(judged: Judge) -> None:
     assert found.verdict == "hang: the trainers: all arrived, and did not finish"
 
 
-def test_where_all_wait_the_rank_in_another_collective_than_most_is_named() -> None:
-    def in_collective(rank: int, name: str, line: int) -> RankProcess:
-        frames = [Frame(file=COLLECTIVES, line=1, function=name), replace(WORK, line=line)]
-        return replace(process(rank), stack=Stack(frames=frames, is_in_a_call=True, op=name))
+def in_collective(rank: int, name: str, line: int) -> RankProcess:
+    frames = [Frame(file=COLLECTIVES, line=1, function=name), replace(WORK, line=line)]
+    return replace(process(rank), stack=Stack(frames=frames, is_in_a_call=True, op=name))
 
+
+def test_where_as_many_wait_in_one_collective_as_in_another_both_are_told_and_nobody_is_named() -> None:
+    gave_up = failed(1, Victim(), op="barrier", place="mine.py:9 (stop)")
+    idle = replace(busy(1), stack=Stack(frames=[WORK], is_in_a_call=False, op=None))
+    answers = Answers(ranks=[in_collective(0, "all_reduce", 7), idle])
+    found = diagnose_answers(lambda patience_s: answers, patience_s=1.0, reports={trainer_id(1): gave_up})
+    assert found.verdict == (
+        "hang: no rank is missing, and as many wait at one line as at the other: trainer rank 0 waits in phase train "
+        "in all_reduce at mine.py:7 (step); trainer rank 1 waited in vain in phase train in barrier at mine.py:9 (stop)"
+    )
+    assert not found.is_told
+    assert found.advice.startswith("compare these lines")
+
+
+def test_a_rank_whose_call_has_ended_is_not_said_to_wait() -> None:
+    gave_up = failed(1, Victim(), op="barrier", place="mine.py:9 (stop)")
+    idle = [replace(busy(rank), stack=Stack(frames=[WORK], is_in_a_call=False, op=None)) for rank in (0, 1)]
+    found = diagnose_answers(lambda _: Answers(ranks=idle), patience_s=1.0, reports={trainer_id(1): gave_up})
+    assert found.verdict == (
+        "hang: phase train, the trainers: trainer rank 1 waited in vain, nobody is in a call any more"
+    )
+
+
+def at_the_end(rank: int) -> RankProcess:
+    return replace(busy(rank), phase="teardown")
+
+
+@pytest.mark.parametrize(
+    ("done", "others", "named", "said"),
+    [
+        (at_the_end, "teardown in a barrier over the store at mine.py:7 (step)", {2}, "more"),
+        (ended_well, "ended", {2}, "more"),
+        (waits, "", {2}, ""),
+    ],
+    ids=["teardown", "ended", "another line"],
+)
+def test_ranks_that_are_done_are_not_blamed_for_a_collective_that_one_more_comes_to(done, others, named, said) -> None:
+    gave_up = failed(2, Victim(), op="all_reduce")
+    answers = Answers(ranks=[done(0), done(1), busy(2)])
+    found = diagnose_answers(lambda patience_s: answers, patience_s=1.0, reports={trainer_id(2): gave_up})
+    assert culprits(found) == named
+    assert ("has come to more collectives than the others, who are done: trainer rank 2" in found.verdict) == bool(said)
+    assert others in found.verdict.rpartition("; ")[2]
+
+
+def test_a_rank_that_is_done_before_most_is_told_to_have_come_to_fewer_collectives() -> None:
+    gave_up = failed(2, Victim(), op="all_reduce", place="mine.py:7 (step)")
+    answers = Answers(ranks=[in_collective(0, "all_reduce", 7), at_the_end(1), busy(2)])
+    found = diagnose_answers(lambda patience_s: answers, patience_s=1.0, reports={trainer_id(2): gave_up})
+    assert culprits(found) == {1}
+    assert (
+        "trainer rank 1 has come to fewer collectives than the others: trainer rank 1 waits in phase" in found.verdict
+    )
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        (
+            {trainer_id(2): failed(2, Victim(), op="all_reduce")},
+            "no rank is missing, and trainer rank 2 has come to more collectives than the others, who are done: "
+            "trainer rank 2 waited in vain in phase train in all_reduce at mine.py:5 (f); trainer rank 0 waited in "
+            "vain in phase teardown in a barrier over the store; trainer rank 1 waits in phase teardown at mine.py:9 "
+            "(end)\ncompare these lines: every rank must come to the same collectives, in the same order",
+        ),
+        (
+            {},
+            "phase teardown: rank 2 of training world did not arrive within 9.0 s; to wait longer raise "
+            "rl_safe.timeouts.train; trainer rank 2 was last seen in phase train at mine.py:5 (f)",
+        ),
+    ],
+    ids=["it has given up, too", "it has said nothing"],
+)
+def test_a_rank_that_does_not_come_to_the_end_is_told_with_its_place(
+    left: Mapping[RankId, RunError], said: str
+) -> None:
+    in_teardown = {trainer_id(1): Spot("teardown", None, "mine.py:9 (end)")}
+    among: Any = SimpleNamespace(
+        failures=lambda: left,
+        stops=dict,
+        judge=lambda reports: None,  # another rank has
+        heard=lambda: None,
+        waiting=lambda: in_teardown,
+        came_late=lambda reports: None,
+        last_seen=lambda rank_id: "was last seen in phase train at mine.py:5 (f)",
+    )
+    not_come = late(2).as_of(Phase.TEARDOWN, setting="rl_safe.timeouts.train")
+    assert blame({trainer_id(0): not_come}, silent=[2], among=among) == ({trainer_id(2)}, said)
+
+
+def test_nobody_is_the_odd_one_where_other_machines_may_have_more_ranks(judged: Judge) -> None:
+    gave_up = failed(2, Victim(), op="barrier")
+    found = judged(*(in_collective(rank, "all_reduce", 7) for rank in (0, 1)), reports={2: gave_up})
+    assert culprits(found) == set()
+    assert found.verdict.startswith("hang: none of the ranks that were asked is missing: ")
+
+
+def test_where_all_wait_the_rank_in_another_collective_than_most_is_named() -> None:
     most = [in_collective(rank, "all_reduce", 7) for rank in (0, 2)]
 
     def judge(other: RankProcess) -> Diagnosis:

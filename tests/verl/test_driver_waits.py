@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 from omegaconf import OmegaConf
+from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.workers.config import CheckpointEngineConfig
@@ -345,4 +348,53 @@ def test_a_sampler_with_polls_of_its_own_is_bound_as_a_whole(monkeypatch) -> Non
 
 def test_every_attribute_that_verl_waits_in_is_guarded() -> None:
     guarded = {name for name, value in vars(SafeTrainerMixin).items() if isinstance(value, trainers._Guarded)}
-    assert guarded == {"checkpoint_manager", "standalone_checkpoint_manager", "agent_loop_manager", "replay_buffer"}
+    assert guarded == {
+        *("checkpoint_manager", "standalone_checkpoint_manager", "agent_loop_manager", "replay_buffer"),
+        *("train_dataloader", "val_dataloader"),
+    }
+
+
+class _Rows:
+    """A dataset, one of whose rows waits for a lock on a file."""
+
+    def __init__(self, lock: Path) -> None:
+        self._lock = lock
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, item: int) -> int:
+        if item == 2:
+            with self._lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+        return item
+
+
+@pytest.mark.parametrize(
+    ("workers", "place"),
+    [
+        (0, r"it is at \S*test_driver_waits\.py:\d+ \(__getitem__\), and waits for a lock on {lock}"),
+        (1, r"it is at .*, and waits for its process \d+, which .*waits for a lock on {lock}"),
+    ],
+    ids=["in the driver", "in a worker"],
+)
+def test_a_dataset_that_keeps_the_driver_waiting_is_told_with_its_line(
+    workers: int, place: str, tmp_path: Path
+) -> None:
+    lock = tmp_path / "rows.lock"
+    lock.touch()
+    trainer = _trainer()
+    trainer.train_dataloader = StatefulDataLoader(_Rows(lock), batch_size=1, num_workers=workers)
+    assert len(trainer.train_dataloader) == 3
+    assert [int(batch) for batch in trainer.train_dataloader] == [0, 1, 2]
+    trainer.train_dataloader.state_dict()
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        rows = iter(trainer.train_dataloader)
+        assert [int(next(rows)), int(next(rows))] == [0, 1]
+        error, waited_s = _late(lambda: next(rows))
+    assert error.phase == trainer.rl_safe_waits.failed_in == "rollout"
+    assert re.match(place.format(lock=re.escape(str(lock))), error.detail), error.detail
+    assert "loading prompts did not finish within" in str(error)
+    assert not error.missing
+    assert waited_s < TIMEOUTS.rollout + LIMIT_S

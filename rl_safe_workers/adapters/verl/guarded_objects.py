@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -57,6 +57,32 @@ class GuardedCalls:
             return self._waits.bounded(self._phases[name], what, work, workers_first=name not in _OF_ENGINES)
 
         return call
+
+
+class GuardedRows:
+    """One of verl's data loaders, whose batches come in time. Everything else is the loader's own."""
+
+    def __init__(self, loader: Any, waits: DriverWaits) -> None:
+        """Guards the loader.
+
+        Args:
+            loader: verl's, of training or of validation. Prompts are loaded for a rollout, so its timeout counts.
+            waits: The driver's waits.
+        """
+        self._loader, self._waits = loader, waits
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # asked of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        rows, end = iter(self._loader), object()
+        while (batch := self._waits.of_driver(Phase.ROLLOUT, "loading prompts", partial(next, rows, end))) is not end:
+            yield batch
 
 
 def guarded_transfer(manager: Any, waits: DriverWaits) -> GuardedCalls:

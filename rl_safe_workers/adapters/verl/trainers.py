@@ -18,7 +18,7 @@ from rl_safe_workers import env
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Party
 from rl_safe_workers.adapters.group_ends import end_of, error_of
 from rl_safe_workers.adapters.job_verdict import JobVerdict
-from rl_safe_workers.adapters.verl.guarded_objects import guarded_agents, guarded_samples, guarded_transfer
+from rl_safe_workers.adapters.verl.guarded_objects import GuardedRows, guarded_agents, guarded_samples, guarded_transfer
 from rl_safe_workers.adapters.verl.proved_transfer import ProvedTransfer
 from rl_safe_workers.adapters.verl.settings import VerlSettings, read_settings
 from rl_safe_workers.adapters.verl.workers import safe_worker
@@ -81,6 +81,8 @@ class SafeTrainerMixin:
     checkpoint_manager = _Guarded(_transfer)
     standalone_checkpoint_manager = _Guarded(_transfer)
     agent_loop_manager = _Guarded(lambda manager, trainer: guarded_agents(manager, trainer.rl_safe_waits))
+    train_dataloader = _Guarded(lambda loader, trainer: GuardedRows(loader, trainer.rl_safe_waits))
+    val_dataloader = _Guarded(lambda loader, trainer: GuardedRows(loader, trainer.rl_safe_waits))
     replay_buffer = _Guarded(lambda buffer, trainer: guarded_samples(buffer, trainer.rl_safe_waits))
     # Trainers keep the deadlines of these phases themselves: each call may be several of them.
     _compute_old_log_prob = _within("_compute_old_log_prob", Phase.LOGPROB)

@@ -168,6 +168,8 @@ TEXTS: tuple[HostText, ...] = (
     _text(_TRAINER, "PPOTrainer", "self.checkpoint_manager: CheckpointEngineManager", "guarded"),
     _text(_TRAINER, "PPOTrainer.fit", "self.agent_loop_manager = agent_loop_manager", "guarded"),
     _text(_TRAINER, "PPOTrainer", "self.replay_buffer = ", "guarded"),
+    _text(_TRAINER, "PPOTrainer", "self.train_dataloader = ", "guarded"),
+    _text(_TRAINER, "PPOTrainer", "self.val_dataloader = ", "guarded"),
     _text(_TRAINER, "PPOTrainer._consume_sync_metrics", "_pending_sync_metrics", "carries our metrics"),
     _text(_TRAINER, "", "TRAINER_REGISTRY", "our trainers are entered there"),
     _text(_SEPARATE, "PPOTrainerSeparateAsync", "self.standalone_checkpoint_manager = ", "guarded"),
