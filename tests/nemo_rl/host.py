@@ -170,6 +170,7 @@ class HostImpl:
         )
         made = setup_model_and_optimizer(config, megatron_cfg, True, load_weights=True)
         self.mcore_state, self.policy = made.state, made.policy
+        self.model = self.policy.chunks[0]
 
     @staticmethod
     def configure_worker(num_gpus: Any, bundle_indices: Any = None, num_gpus_per_node: Any = None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rl_safe_workers.adapters.nemo_rl import refit_places
+from rl_safe_workers.adapters.nemo_rl import policy_process, refit_places
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import VARIABLE, NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.policy_process import PolicyProcess
 from rl_safe_workers.adapters.nemo_rl.refit_places import awaited_rollout
@@ -58,6 +58,8 @@ def start(rank: int, port: int, config: dict[str, Any]) -> SafeWorker:
 
 def _refit(rank: int, port: int, config: dict[str, Any], send: str) -> Any:
     worker = start(rank, port, config)
+    gathered: list[Any] = []
+    policy_process.complete_param_gathers = gathered.extend
     worker.rl_safe_prove()
     started_s = time.monotonic()
     try:
@@ -71,7 +73,7 @@ def _refit(rank: int, port: int, config: dict[str, Any], send: str) -> Any:
     sent, held = worker.rl_safe_sent().digests, dict(worker.policy.export_hf_weights())
     assert sent == {name: slow_digest(weight) for name, weight in held.items()}
     worker.shutdown()
-    return value, [event.ok for event in events], sent
+    return value, [event.ok for event in events], sent, [model is worker.model for model in gathered]
 
 
 def _texts(outcomes: list[Outcome]) -> list[str]:
@@ -85,8 +87,10 @@ def _texts(outcomes: list[Outcome]) -> list[str]:
 @pytest.mark.parametrize("send", ["prepare_refit_info", *SENDS])
 def test_a_refit_is_a_phase_that_does_as_the_hosts(send, tiny_moe, tmp_path, port) -> None:
     found = values(run_ranks(_refit, SIZE, port, config_of(tiny_moe, tmp_path), send))
-    for value, phases, _ in found:
+    for value, phases, _, gathered in found:
         assert phases == [True]
+        # Without the gathers that DDP has put off, weights that are sent would be old ones in part.
+        assert gathered == [send in SENDS]
         assert (len(value) if send == "prepare_refit_info" else value) > 10
     assert found[0][2] == found[1][2], "every rank sends the same weights"
 
