@@ -6,6 +6,7 @@ The run's secret is in ``FOLDER/secret``. With ``serves`` rank 0 owns the store.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,14 +15,21 @@ from torch.distributed import TCPStore
 
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import ControlPlane
-from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.diagnostics.answering import answer_when_asked, read_place
 from rl_safe_workers.ranks import trainer_id, trainer_ids
 
 SIZE = 4
 
 
-def sleep() -> None:
-    say("ready")
+def sleep(folder: Path, rank: int) -> None:
+    """Is ready once it is noted that it sleeps: it may be killed then."""
+
+    def tell() -> None:
+        while "(sleep)" not in (read_place(folder, trainer_id(rank)) or ""):
+            time.sleep(0.05)
+        say("ready")
+
+    threading.Thread(target=tell).start()
     time.sleep(300)  # where a sleeping, a killed and a stopped rank are
 
 
@@ -46,7 +54,7 @@ def main(port: int, rank: int, fate: str, patience_s: float, folder: Path, *, se
         if fate == "raises":
             fail()
         elif fate != "waits":
-            sleep()
+            sleep(folder, rank)
         say("ready")
         plane.barrier("train", Deadline.after(patience_s))
     except Exception as error:

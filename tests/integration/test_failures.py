@@ -44,5 +44,5 @@ def test_a_reward_function_that_raises_ends_the_run(moe_model: Path, tmp_path: P
     (tmp_path / "mine.py").write_text(REWARD)
     command = rl_safe("quickstart.yaml", f"model.path={moe_model}", STEPS, *SMALL, "reward.function=mine:reward")
     outcome = finish(command, tmp_path)
-    assert_failed(outcome, "reward function mine:reward raised KeyError: 'no such thing' for ")
+    assert_failed(outcome, r"reward function mine:reward raised KeyError: 'no such thing' at mine.py:8 \(reward\) for ")
     assert [record["step"] for record in outcome.records] == [1]

@@ -64,7 +64,7 @@ def misbehave(misdeed: str) -> None:
     if misdeed == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
     if misdeed == "dies":
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     if misdeed == "raises":
         raise ValueError("no such expert")
     ours, theirs = socket.socketpair()
