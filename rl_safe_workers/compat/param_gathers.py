@@ -25,10 +25,11 @@ def complete_param_gathers(chunks: Iterable[Any]) -> int:
     """
     gathered = 0
     for chunk in chunks:
-        config = getattr(chunk, "ddp_config", None)
-        if not (getattr(config, "overlap_param_gather", False) and getattr(config, "use_distributed_optimizer", False)):
+        config: Any = getattr(chunk, "ddp_config", None)
+        # Megatron's FSDP has such a configuration, too, but no such groups.
+        if not hasattr(chunk, "bucket_groups") or not config.overlap_param_gather:
             continue
-        if getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        if not config.use_distributed_optimizer or config.reuse_grad_buf_for_mxfp8_param_ag:
             continue
         for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
             if group.param_gather_handle is not None or not group.param_gather_dispatched:
