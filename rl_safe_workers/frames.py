@@ -35,6 +35,7 @@ _MACHINERY = (
 )
 """Path prefixes of frames that do not show where a rank is."""
 _OURS = "rl_safe_workers/"
+_OWN_FOLDER = str(Path(__file__).parents[1])
 _LIFECYCLE = ("rl_safe_workers/standalone.py", "rl_safe_workers/workers/safe_trainer.py", "rl_safe_workers/comms/")
 """Path prefixes of frames of ours that show less than the line that has called us, if that is a user's."""
 _PARTS_OF_ASYNCIO = re.compile(r"/(asyncio/\w+|selectors)\.py$")
@@ -68,11 +69,12 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def relative(file: str) -> str:
-    """Returns a path relative to the working directory or a folder of ``sys.path``, whichever gives the shortest."""
+    """Returns a path relative to the working directory or a folder of modules, whichever gives the shortest."""
     if file.startswith(_STDLIB) and "site-packages" not in file:
         return file  # the full path shows that the file is in the standard library
     file = _SITE.sub("", file)
-    folders = [path for path in sys.path if path]
+    # An editable installation puts the folder of this package on no path.
+    folders = [_OWN_FOLDER, *filter(None, sys.path)]
     with suppress(OSError):  # the working directory may have been removed
         folders.append(str(Path.cwd()))
     return min((file.removeprefix(f"{folder}/") for folder in folders), key=len, default=file)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from rl_safe_workers import frames
 from rl_safe_workers.diagnostics.answering import (
     failure_file,
     leave_failure,
@@ -199,6 +200,14 @@ def test_a_place_of_another_kind_of_file_is_not_read(tmp_path: Path) -> None:
     (folder / place_file(trainer_id(2))).touch()
     (folder / place_file(trainer_id(3))).write_text("x.py:1 (f)\nrest of a longer one")
     assert [read_place(folder, trainer_id(rank)) for rank in range(4)] == [None, None, None, "x.py:1 (f)"]
+
+
+def test_a_file_of_this_package_is_named_alike_however_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.chdir("/")
+    relative.cache_clear()
+    assert relative(frames.__file__) == "rl_safe_workers/frames.py"
+    relative.cache_clear()
 
 
 def test_an_error_has_a_place_where_the_working_directory_is_gone(tmp_path: Path, monkeypatch) -> None:
