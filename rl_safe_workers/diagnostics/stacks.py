@@ -55,7 +55,7 @@ class ThreadStack:
     frames: list[Frame] = field(default_factory=list)
     """Innermost first."""
     place: Frame | None = None
-    """The innermost line that is neither of a library nor of ours; None if there is none."""
+    """The innermost line of the user's own code; None if the thread has no such line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

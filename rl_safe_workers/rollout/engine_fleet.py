@@ -171,7 +171,7 @@ class EngineFleet:
 
 
 def _runs(indices: Sequence[int]) -> list[range]:
-    """Returns the runs of consecutive numbers in ascending ones; one that is empty if there are none."""
+    """Splits ascending numbers into ranges without gaps. Returns one empty range for no numbers."""
     runs: list[range] = []
     for index in indices:
         if runs and runs[-1].stop == index:
