@@ -189,9 +189,7 @@ def reap(run_id: str, *, kill_after_s: float, node: str | None = None) -> None:
     alive = _outlast(left, kill_after_s)
     deadline = time.monotonic() + kill_after_s
     while alive or (alive := run_processes(run_id, node)):
-        for process in alive:
-            _signal(process.kill)
-        alive = _outlast(alive, 1.0)
+        alive = _kill(alive, 1.0)
         if time.monotonic() > deadline:
             logger.error("processes of run %s cannot be ended: %s", run_id, run_processes(run_id, node))
             return
@@ -209,10 +207,8 @@ def end_rank(run_id: str, rank_id: RankId, *, timeout_s: float) -> list[psutil.P
         Those that have not ended in time.
     """
     deadline = time.monotonic() + timeout_s
-    while (alive := rank_processes(run_id, rank_id)) and time.monotonic() < deadline:
-        for process in alive:
-            _signal(process.kill)
-        _outlast(alive, max(0.0, deadline - time.monotonic()))
+    while (alive := rank_processes(run_id, rank_id)) and (left_s := deadline - time.monotonic()) > 0:
+        _kill(alive, min(1.0, left_s))
     return alive
 
 
@@ -224,6 +220,25 @@ def rank_processes(run_id: str, rank_id: RankId) -> list[psutil.Process]:
             if env.actor_of(process.environ()) == rank_id:
                 found.append(process)
     return found
+
+
+def _kill(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Kills processes, and waits for their end. Call it again with those that have not ended, which it returns.
+
+    Python's resource trackers are killed only if nothing else is left. A tracker ends by itself after the processes
+    that it serves, and removes their named semaphores from ``/dev/shm``.
+    """
+    served = [process for process in processes if not _is_resource_tracker(process)]
+    for process in served or processes:
+        _signal(process.kill)
+    return _outlast(processes, timeout_s)
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
 
 
 def _outlast(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:

@@ -122,8 +122,11 @@ def test_a_broadcast_under_way_holds_nobody_that_gives_the_group_up(address: Sto
 
 
 def _close_and_rejoin(joint_rank: int, address: StoreAddress) -> list[Any]:
-    first = _join(joint_rank, address)
+    store, first = connect_store(address, timeout=PATIENCE), _join(joint_rank, address)
     was_open = first.is_open
+    # A rank that closes earlier breaks the connections of those that are still connecting.
+    store.set(f"joined/{joint_rank}", "")
+    store.wait([f"joined/{rank}" for rank in range(3)])
     first.close()
     first.close()
     with pytest.raises(WeightSyncError, match="the joint group is closed"):

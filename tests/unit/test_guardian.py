@@ -191,6 +191,27 @@ def test_the_end_of_one_rank_is_that_of_its_children_and_of_nobody_else(run_id: 
             process.wait()
 
 
+@pytest.mark.parametrize("ends", ["rank", "run"])
+def test_a_killed_process_leaves_no_named_semaphore(run_id: str, ends: str) -> None:
+    """multiprocessing makes one for each lock of a process that it spawns. Its resource tracker removes them."""
+    code = (
+        "import multiprocessing, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "lock = multiprocessing.get_context('spawn').Lock(); print(lock._semlock.name, flush=True); time.sleep(60)"
+    )
+    marks = {RUN_ID: run_id, ROLE: Role.ROLLOUT, RANK: "1"}
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | marks, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        semaphore = Path(f"/dev/shm/sem.{process.stdout.readline().decode().strip().removeprefix('/')}")
+        assert semaphore.exists()
+        assert len(run_processes(run_id)) == 2
+        if ends == "rank":
+            assert end_rank(run_id, RankId(Role.ROLLOUT, 1), timeout_s=10.0) == []
+        else:
+            reap(run_id, kill_after_s=0.2)
+        assert run_processes(run_id) == []
+        assert not semaphore.exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to start a process of another user")
 def test_another_users_process_with_a_forged_mark_is_left_alone(run_id: str) -> None:
     command = ["/bin/sleep", "60"]
