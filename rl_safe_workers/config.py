@@ -544,15 +544,10 @@ class RunConfig(Section):
                 f"cluster.num_rollouts={cluster.num_rollouts} must be a multiple of rollout.tensor_model_parallel_size="
                 f"{rollout.tensor_model_parallel_size}: so many rollout ranks share one vLLM engine"
             )
-        if rollout.replace_lost_engines and (cluster.colocated or rollout.tensor_model_parallel_size > 1):
-            key = (
-                "cluster.colocated=true"
-                if cluster.colocated
-                else (f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}")
-            )
+        if rollout.replace_lost_engines and cluster.colocated:
             raise Contradiction(
-                f"rollout.replace_lost_engines={rollout.replace_lost_engines} with {key}: only an engine of one rank "
-                "with a place of its own can be replaced; set replace_lost_engines=0"
+                f"rollout.replace_lost_engines={rollout.replace_lost_engines} with cluster.colocated=true: only an "
+                "engine with a place of its own can be replaced; set replace_lost_engines=0"
             )
         if cluster.device == "cpu" and rollout.enable_rollout_routing_replay:
             raise Contradiction(

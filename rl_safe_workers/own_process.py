@@ -1,4 +1,4 @@
-"""Builds commands that run a module of this package in a separate Python process.
+"""Builds commands that run a module of this package in a separate Python process, and bounds the end of this one.
 
 ``python -m`` searches the working directory first, which may hold untrusted files: a ``psutil.py`` there would run.
 These commands give the new process the module path of its caller instead.
@@ -8,7 +8,9 @@ Pure Python: starts in milliseconds.
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -26,3 +28,19 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def module_path() -> list[str]:
     """Returns the caller's module path, without the empty entry that stands for the current working directory."""
     return [*filter(None, sys.path), str(Path(__file__).parents[1])]
+
+
+def end_within(seconds: float) -> None:
+    """Ends this process, with exit code 1, if it has not ended by itself in time. Call it on the main thread.
+
+    Code of others may hold up the end of a Python process: a pool of processes whose worker was killed, or a stdout
+    that nobody reads. stderr gets the line of code of each thread then. If stderr takes nothing either, the kernel ends
+    the process by SIGALRM.
+
+    Args:
+        seconds: Longest time until the end.
+    """
+    # Both work while the interpreter is finalized, when no thread of Python runs any more.
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds + 5.0)

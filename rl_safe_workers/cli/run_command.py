@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from functools import partial
 
 from rl_safe_workers.config import ClusterConfig
 from rl_safe_workers.driver.inputs.preflight import preflight
+from rl_safe_workers.own_process import end_within
 from rl_safe_workers.recipe import LOCAL_RAY, load_recipe, ray_address
+
+EXIT_S = 30.0
+"""Longest time from the end of a failed run's processes to the end of this one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +31,7 @@ def run_recipe(arguments: argparse.Namespace) -> int:
     # Ray and torch are imported once nothing is left to refuse.
     from rl_safe_workers.driver.run import run
 
-    run(config)
+    run(config, when_failed=partial(end_within, EXIT_S))
     return 0
 
 

@@ -7,7 +7,7 @@ group is rebuilt before a weight sync, and no group of the training world takes 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from rl_safe_workers.config import RunConfig
 from rl_safe_workers.driver.cluster.actor_group import ActorRef, PendingCalls, died, is_dead, start_calls
 from rl_safe_workers.driver.cluster.actors import NODE_IP
 from rl_safe_workers.driver.cluster.cluster import Cluster
+from rl_safe_workers.driver.cluster.joining import LOOPBACK
 from rl_safe_workers.driver.outputs import metrics as names
 from rl_safe_workers.driver.outputs.console import RunConsole
 from rl_safe_workers.driver.session import Session
@@ -62,8 +63,11 @@ class Engines:
         self.fleet = EngineFleet(engines, most_lost=most_lost, losses=losses)
         self._replaces = most_lost > 0
         self._syncs = ProvedSyncs(every=config.rollout.prove_sync_freq)
+        self._is_local = cluster.is_local
         self._starting: dict[int, PendingCalls] = {}
         """The start of each engine that starts in the place of another."""
+        self._unaddressed: set[int] = set()
+        """The ones of them whose ranks wait for the address of their store."""
         self._generation = -1
         self._told = len(losses)
         session.rescue = self._rescue
@@ -147,9 +151,9 @@ class Engines:
         """Waits for nobody if an engine is up, else for the first one."""
         if not self._replaces:
             return
-        for actor in self._actors(*self.fleet.up):
-            if is_dead(actor):
-                self._replace(actor, died(actor, Phase.SYNC))
+        for engine in self.fleet.up:
+            if dead := [actor for actor in self._actors(engine) if is_dead(actor)]:
+                self._replace_all(died(dead[0], Phase.SYNC))
         for engine, calls in [*self._starting.items()]:
             if calls.is_answered or time.monotonic() > calls.started_s + self._session.timeout_s(Phase.START):
                 self._await_start(engine)
@@ -157,13 +161,28 @@ class Engines:
             self._await_start(next(iter(self._starting)))
 
     def _await_start(self, engine: int) -> None:
-        """Waits until an engine is up, or another one starts in its place."""
+        """Waits until an engine has done a step of its start, or another one starts in its place."""
         calls = self._starting[engine]
-        self._session.finish(calls)
-        if self._starting[engine] is calls:
-            del self._starting[engine]
-            self.fleet.started(engine)
-            self._cluster.note_processes()
+        values = self._session.finish(calls)
+        if self._starting[engine] is not calls:
+            return
+        if engine in self._unaddressed:
+            self._unaddressed.remove(engine)
+            self._starting[engine] = self._call([engine], Phase.START, "start", unix_now(), values[0])
+            return
+        del self._starting[engine]
+        self.fleet.started(engine)
+        self._cluster.note_processes()
+
+    def _begin_start(self, engine: int) -> None:
+        """Begins to start an engine. Its first rank serves a store for its ranks, if it has several."""
+        if self._ranks == 1:
+            self._starting[engine] = self._call([engine], Phase.START, "start", unix_now())
+            return
+        node = self._actors(engine)[0].node
+        host = LOOPBACK if self._is_local or node is None else node.address
+        self._unaddressed.add(engine)
+        self._starting[engine] = self._call([engine], Phase.START, "serve_store", host)
 
     def _join(self, engines: Sequence[int]) -> None:
         """Builds the next generation of the joint group.
@@ -236,26 +255,40 @@ class Engines:
         Returns:
             The calls that are left to wait for; None if that is not what has failed.
         """
-        lost, called = lost_ranks(error), {actor.rank_id for actor in calls.refs.values()}
-        is_needed = calls.phase not in (Phase.START, Phase.ROLLOUT) and lost & called
+        lost = self._lost_engines(error)
+        is_called = any(actor.rank_id in self._ranks_of(lost) for actor in calls.refs.values())
+        is_needed = calls.phase not in (Phase.START, Phase.ROLLOUT) and is_called
         if not self._replaces or not lost or is_needed or calls.phase is Phase.TEARDOWN:
             return None
         return calls.without(self._replace_all(error))
 
+    def _lost_engines(self, error: RunError) -> set[int]:
+        """Returns the engines that a failure means are lost. An engine is lost with any of its ranks."""
+        return {rank_id.rank // self._ranks for rank_id in lost_ranks(error)}
+
+    def _ranks_of(self, engines: Collection[int]) -> frozenset[RankId]:
+        return frozenset(actor.rank_id for actor in self._actors(*engines))
+
     def _replace_all(self, error: RunError) -> frozenset[RankId]:
-        """Replaces the engines that a failure means are lost, and returns them; raises it if it means none."""
-        lost = lost_ranks(error)
+        """Replaces the engines that a failure means are lost, and returns their ranks; raises it if it means none."""
+        lost = self._lost_engines(error)
         if not lost:
             raise error
-        for actor in [actor for actor in self._cluster.rollouts if actor.rank_id in lost]:
-            self._replace(actor, error)
-        return lost
+        ranks = self._ranks_of(lost)
+        for engine in sorted(lost):
+            self._replace(engine, error)
+        return ranks
 
-    def _replace(self, actor: ActorRef, error: RunError) -> None:
-        """Ends what is left of an engine of one rank, and starts another one in its place."""
-        engine = actor.rank // self._ranks
+    def _replace(self, engine: int, error: RunError) -> None:
+        """Ends what is left of an engine, and starts another one in its place."""
+        actors = self._actors(engine)
         loss = self.fleet.lose(engine, error, now_s=time.monotonic())
-        loss.why = self._cluster.why_lost(error, actor.rank_id)
-        self._console.warn(f"{actor.rank_id} is lost, and another engine starts in its place: {loss.why}")
-        self._cluster.replace(actor)
-        self._starting[engine] = self._call([engine], Phase.START, "start", unix_now())
+        first = next(actor.rank_id for actor in actors if actor.rank_id in lost_ranks(error))
+        loss.why = self._cluster.why_lost(error, first)
+        self._console.warn(f"{first} is lost, and another engine starts in its place: {loss.why}")
+        for actor in actors:
+            self._cluster.end(actor)
+        for actor in actors:
+            self._cluster.recreate(actor)
+        self._unaddressed.discard(engine)
+        self._begin_start(engine)

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=BaseException)
 
 
-def run(config: RunConfig) -> None:
+def run(config: RunConfig, *, when_failed: Callable[[], object] = lambda: None) -> None:
     """Runs a whole training job. Leaves no process behind, also after a failure.
 
     Writes to ``<output_dir>/<run_name>/``: ``config.yaml``, ``metrics.jsonl``, ``comms.json``, ``report.html``,
@@ -85,6 +85,7 @@ def run(config: RunConfig) -> None:
 
     Args:
         config: A configuration that passed `preflight`.
+        when_failed: Called after a failure, once all processes of the run have ended. Only the report is left to do.
 
     Raises:
         UsageError: If the input is wrong. Nothing has been started or written then.
@@ -102,7 +103,7 @@ def run(config: RunConfig) -> None:
     with claimed(folders_of(config)):
         resume = _starting_point(config, is_claimed=True)
         if not _is_complete(resume, config, console):
-            Job(config, console, dataset, resume).run()
+            Job(config, console, dataset, resume, when_failed).run()
 
 
 def _starting_point(config: RunConfig, *, is_claimed: bool) -> ResumePoint | None:
@@ -185,9 +186,15 @@ class Job:
     """One run: owns its parts and its folder, and restarts it after failures if the configuration allows."""
 
     def __init__(
-        self, config: RunConfig, console: RunConsole, dataset: PromptDataset, resume: ResumePoint | None
+        self,
+        config: RunConfig,
+        console: RunConsole,
+        dataset: PromptDataset,
+        resume: ResumePoint | None,
+        when_failed: Callable[[], object],
     ) -> None:
         """Stores its parts. Starts and writes nothing."""
+        self._when_failed = when_failed
         self._config, self._console, self._dataset, self._resume = config, console, dataset, resume
         self._loader = _loader_at(config, dataset, resume)
         self._run_dir = run_folder(config)
@@ -367,12 +374,15 @@ class Job:
     def _end(self, log: MetricsLog, failure: BaseException | None) -> None:
         patience_s = self._config.rl_safe.teardown.kill_after_s
         self._take_down()
+        if failure is not None:
+            self._when_failed()
         wall_s = time.monotonic() - self._started_s
-        self._console.summary(self._session.totals, wall_s, self._memory.peak_bytes, self._run_dir)
         attempt("writing device memory", self._write_device_memory, timeout_s=patience_s)
         trace = self._run_dir / "trace.json"
         attempt("writing the trace", lambda: write_trace(trace, self._session.events), timeout_s=patience_s)
         attempt("writing the report", lambda: self._write_report(log, failure, wall_s), timeout_s=patience_s)
+        # Last, because nobody may read stdout.
+        self._console.summary(self._session.totals, wall_s, self._memory.peak_bytes, self._run_dir)
 
     def _take_down(self) -> None:
         """Ends all processes of an attempt."""

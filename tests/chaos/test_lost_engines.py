@@ -20,8 +20,8 @@ from rl_safe_workers.ranks import RankId, Role
 from tests.chaos.cases import CONFIG
 from tests.chaos.counting_command import COUNTS
 from tests.chaos.plan import Fault, Kind, Point
-from tests.chaos.test_matrix import Record, assert_completed, run_with
-from tests.integration.runs import RECIPES, SHARED_MEMORY, SMALL, Outcome, Running, running
+from tests.chaos.test_matrix import REWARD, Record, assert_completed, run_with
+from tests.integration.runs import RECIPES, SHARED_MEMORY, SMALL, Outcome, Running, rl_safe, running
 
 LAST_ENGINE = 1
 DEADLINE_S, START_S = 8.0, 150.0
@@ -70,11 +70,27 @@ QUICK = [(Kind.KILL, IN_SYNC)]
 
 
 def go_on(
-    engines: int, faults: Sequence[Fault], undisturbed: Outcome, folder: Path, monkeypatch: pytest.MonkeyPatch
+    engines: int,
+    faults: Sequence[Fault],
+    undisturbed: Outcome,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    ranks: int = 1,
 ) -> Outcome:
-    """Runs with engines of which some are lost. Asserts that it ends as without, and that each loss is told."""
+    """Runs with engines of which some are lost. Asserts that it ends as without, and that each loss is told.
+
+    Args:
+        engines: Number of engines.
+        faults: That strike their ranks.
+        undisturbed: The run that it goes on from.
+        folder: Its working directory.
+        monkeypatch: The test's.
+        ranks: Number of ranks of each engine.
+    """
     overrides = [
-        *(*CONFIG, "trainer.resume_mode=auto", f"cluster.num_rollouts={engines}"),
+        *(*CONFIG, "trainer.resume_mode=auto", f"cluster.num_rollouts={engines * ranks}"),
+        *(f"rollout.tensor_model_parallel_size={ranks}", f"cluster.cpus_per_rollout={0.8 / (engines * ranks)}"),
         *("rollout.replace_lost_engines=3", "rl_safe.bootstrap.watch_steps=2"),
         *(f"rl_safe.timeouts.{phase}={DEADLINE_S}" for phase in (Phase.ROLLOUT, Phase.SYNC)),
         *(f"rl_safe.timeouts.start={START_S}", f"rl_safe.timeouts.stopped={STOPPED_S}"),
@@ -130,6 +146,37 @@ def test_a_run_waits_for_the_new_engine_when_none_is_left(
     assert first["sync/proved"] > 0
 
 
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("kind", "when", "rank"),
+    [
+        pytest.param(kind, when, rank, id=f"{kind}-{when.phase}-{when.point}-{rank}")
+        for kind, when, rank in [
+            (Kind.KILL, IN_ROLLOUT, 2),
+            (Kind.STOP, IN_ROLLOUT, 2),
+            (Kind.KILL, BETWEEN_WEDGED, 3),
+            (Kind.KILL, IN_SYNC, 3),
+            (Kind.STALL, IN_SYNC, 2),
+            (Kind.KILL, AT_START, 3),
+        ]
+    ],
+)
+def test_an_engine_of_two_ranks_is_replaced_as_a_whole(
+    kind: Kind, when: When, rank: int, undisturbed: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Fault(
+        kind=kind,
+        role=Role.ROLLOUT,
+        rank=rank,
+        phase=when.phase,
+        point=when.point,
+        occurrence=when.occurrence,
+        folder=str(tmp_path),
+    )
+    go_on(LAST_ENGINE + 1, [fault], undisturbed, tmp_path, monkeypatch, ranks=2)
+
+
 STEPS, KILLS, EVERY = 60, 20, 3
 """An engine is killed after every third step."""
 
@@ -180,6 +227,44 @@ def test_many_losses_leave_nothing_behind(
     for name in ("keys", "groups", "files", "threads"):
         assert max(one[name] for one in after) <= max(one[name] for one in before), name
     assert processes[-1] <= max(processes[:2])
+
+
+SEEDS, SEED_STEPS, SEED_KILLS = range(1, 6), 12, (2, 5, 8)
+"""Seeds that set the band of rewards; steps of each run; steps after which an engine is killed."""
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3000)
+def test_rewards_stay_in_the_band_that_five_seeds_set_before(
+    undisturbed: Outcome, record_property: Record, tmp_path: Path
+) -> None:
+    chance = random.Random(0)
+
+    def rewards(seed: int, kills: Sequence[int]) -> list[float]:
+        folder = tmp_path / f"{seed}_{len(kills)}"
+        command = rl_safe(
+            *("quickstart.yaml", f"model.path={undisturbed.folder / 'model'}", *SMALL, "trainer.save_freq=-1"),
+            *("cluster.num_rollouts=2", f"trainer.total_training_steps={SEED_STEPS}", f"trainer.seed={seed}"),
+            *(f"rollout.replace_lost_engines={len(kills)}", "rl_safe.timeouts.sync=60"),
+        )
+        with running(command, folder) as run:
+            for step in kills:
+                run.wait_until(lambda step=step: has_finished(run, step), timeout_s=300)
+                time.sleep(chance.uniform(0.0, 0.3))
+                chance.choice(engine_processes(run)).kill()
+            outcome = run.finish(timeout_s=600)
+        assert outcome.code == 0, outcome.err
+        assert sum(record.get("engines/lost", 0) for record in outcome.records) == len(kills)
+        return [record[REWARD] for record in outcome.records]
+
+    clean = {seed: rewards(seed, ()) for seed in SEEDS}
+    # The band is wider than a point: otherwise to stay in it would say nothing.
+    band = [(min(at), max(at)) for at in zip(*clean.values(), strict=True)]
+    assert any(least < most for least, most in band)
+    disturbed = {seed: rewards(seed, SEED_KILLS) for seed in SEEDS}
+    record_property("figures", {"band": band, "disturbed": disturbed})
+    for seed, got in disturbed.items():
+        assert all(least <= reward <= most for reward, (least, most) in zip(got, band, strict=True)), (seed, got)
 
 
 def has_finished(run: Running, steps: int) -> bool:

@@ -156,7 +156,8 @@ class Running:
 
     def _files_left(self) -> Iterator[str]:
         for path in sorted({*SHARED_MEMORY.iterdir()} - self._shared_before):
-            if not is_in_use(path):
+            # Another run may have removed it while nobody was found who uses it.
+            if not is_in_use(path) and path.exists():
                 yield str(path)
         for path in sorted(self.temp.rglob("*")):
             # The process that makes a model imports so much of torch that it gets a cache folder, which stays empty.

@@ -187,6 +187,25 @@ def test_a_rank_that_hangs_is_found_where_it_is_on_whichever_node(
     assert three_nodes.left_of_runs() == []
 
 
+@pytest.mark.parametrize("kind", [Kind.STOP, pytest.param(Kind.KILL, marks=pytest.mark.every_phase)])
+def test_an_engine_that_is_lost_on_another_node_is_replaced_there(
+    kind: Kind, three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
+) -> None:
+    """The run waits for the new engine: it has no other."""
+    mended()
+    fault = fault_in(Phase.ROLLOUT, tmp_path, role=Role.ROLLOUT, rank=0, kind=kind)
+    more = ("rollout.replace_lost_engines=1", "rl_safe.timeouts.stopped=2")
+    job = start(three_nodes, moe_model, tmp_path, fault, *more, phase=None)
+    assert job.finish() == 0, job.out[-3000:]
+    (written,) = tmp_path.glob("base/outputs/*/metrics.jsonl")
+    records = [json.loads(line) for line in written.read_text().splitlines()]
+    assert [record["engines/lost"] for record in records] == [1, 0, 0]
+    assert records[-1]["engines/serving"] == 1
+    assert records[0]["sync/proved"] > 0
+    assert records[-1]["rl_safe/comms_late"] == 0
+    assert three_nodes.left_of_runs() == []
+
+
 def test_nothing_outlives_a_job_whose_driver_was_killed(
     three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
 ) -> None:

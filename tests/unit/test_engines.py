@@ -35,6 +35,8 @@ class FakeActor:
     dies_in: str = ""
     """The method in which it dies."""
     raises_in: str = ""
+    is_first: bool = True
+    """True if it serves the store of its engine."""
     is_dead: bool = False
     holds: int = SENT
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
@@ -64,6 +66,8 @@ class FakeCall:
             case "generate":
                 conversations, first, step = self.arguments
                 return [(first + i, step, self.actor.life) for i in range(len(conversations))]
+            case "serve_store":
+                return "the engine's store" if self.actor.is_first else None
             case "sync":
                 return SentWeights(digests={NAME: SENT}, seconds=0.0)
             case "receive_weights" if self.arguments == (True,):
@@ -75,7 +79,7 @@ class FakeCall:
 class FakeRun:
     """The session and the cluster of a run with one trainer."""
 
-    address, specs = "the store", ("a", "b")
+    address, specs, is_local = "the store", ("a", "b"), True
     rescue: Callable[[RunError, PendingCalls], PendingCalls | None]
 
     def __init__(self, engines: int) -> None:
@@ -124,15 +128,13 @@ class FakeRun:
                 return self.finish_left(left)
         return calls, [call.answer() for call in calls.refs]
 
-    def replace(self, actor: ActorRef) -> ActorRef:
-        self.ended.append(actor.handle)
-        another = FakeActor(life=actor.handle.life + 1, **self.plans.pop(actor.rank, {}))
-        self.rollouts[actor.rank] = self._engine(actor.rank, another)
-        return self.rollouts[actor.rank]
-
     def end(self, actor: ActorRef) -> None:
         self.ended.append(actor.handle)
         self.rollouts.remove(actor)
+
+    def recreate(self, actor: ActorRef) -> None:
+        another = FakeActor(life=actor.handle.life + 1, **self.plans.pop(actor.rank, {}))
+        self.rollouts = sorted([*self.rollouts, self._engine(actor.rank, another)], key=lambda one: one.rank)
 
     def why_lost(self, error: RunError, rank_id: RankId) -> str:
         return f"{rank_id} is no more"
@@ -156,8 +158,9 @@ class Up:
 UP = Up()
 
 
-def engines_of(run: FakeRun, *, most: int = 9, joins: bool = True) -> Engines:
+def engines_of(run: FakeRun, *, most: int = 9, joins: bool = True, ranks: int = 1) -> Engines:
     config = RunConfig()
+    config.rollout.tensor_model_parallel_size = ranks
     config.cluster.num_rollouts, config.rollout.replace_lost_engines = len(run.rollouts), most
     console: Any = SimpleNamespace(phase=lambda *_: nullcontext(), warn=run.warnings.append)
     engines = Engines(config, run, run, console, losses=[])  # type: ignore[arg-type]
@@ -228,6 +231,40 @@ def test_nobody_waits_for_an_engine_that_is_not_up_while_there_is_another(monkey
     engines.sync()
     assert run.trainer.calls[1:] == [("meet_rollouts", ([0], 1, REBUILD_S)), ("sync", (False,))]
     assert run.engine(1).methods() == ["start"]
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_an_engine_of_several_ranks_is_replaced_as_a_whole(rank: int) -> None:
+    run = FakeRun(4)
+    engines = engines_of(run, ranks=2)
+    lost, other = [run.engine(2), run.engine(3)], [run.engine(0), run.engine(1)]
+    run.engine(rank).dies_in = "generate"
+    run.plans[3] = {"is_first": False}
+    generate(engines)
+    assert run.ended == lost
+    assert engines.metrics() == {names.ENGINES_LOST: 1, names.ENGINES_SERVING: 1}
+    assert [arguments[1] for method, arguments in other[0].calls if method == "generate"] == [0, 2]
+    # Its first rank serves a store, whose address both get, before the engine is built.
+    assert run.engine(2).methods() == run.engine(3).methods() == ["serve_store"]
+    engines.sync()
+    engines.sync()
+    for new in (run.engine(2), run.engine(3)):
+        assert new.methods() == ["serve_store", "start", "join", "receive_weights"]
+        assert new.calls[1][1][1] == "the engine's store"
+    assert engines.fleet.serving == [0, 1]
+
+
+def test_an_engine_of_several_ranks_that_is_lost_in_its_start_is_started_again() -> None:
+    run = FakeRun(4)
+    engines = engines_of(run, ranks=2)
+    run.engine(1).dies_in = "generate"
+    run.plans[1] = {"dies_in": "start", "is_first": False}
+    generate(engines)
+    for _ in range(4):  # two looks at a start that fails, two at the next one
+        engines.sync()
+    assert len(run.ended) == 4
+    assert run.engine(0).methods() == ["serve_store", "start", "join", "receive_weights"]
+    assert engines.fleet.serving == [0, 1]
 
 
 def test_with_no_engine_left_the_run_waits_for_another_and_brings_it_weights(monkeypatch: pytest.MonkeyPatch) -> None:

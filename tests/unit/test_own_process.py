@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -63,6 +64,28 @@ def test_a_checkout_finds_itself_from_its_own_root() -> None:
     ):
         done = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
         assert done.stdout.startswith("rl-safe")
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["print('x' * 2**20)", "import atexit, threading; atexit.register(threading.Event().wait)"],
+    ids=["nobody reads its stdout", "a library waits at the exit"],
+)
+def test_a_process_ends_although_something_holds_it_up(what: str) -> None:
+    code = f"from rl_safe_workers.own_process import end_within; end_within(1.0); {what}"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait(20) == 1
+    assert "Timeout (0:00:01)!" in said
+
+
+def test_a_process_ends_although_nobody_reads_anything_of_it() -> None:
+    """The kernel ends it."""
+    code = "from rl_safe_workers.own_process import end_within; end_within(0.5); print('x' * 2**20)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.wait(30) == -signal.SIGALRM
 
 
 def test_no_python_is_started_with_the_working_directory_on_its_path() -> None:

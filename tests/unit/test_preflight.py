@@ -75,13 +75,6 @@ def test_a_good_run_passes_and_leaves_nothing_behind(config: RunConfig, tmp_path
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_engines_are_replaced_on_one_machine_only(config: RunConfig) -> None:
-    config.rollout.replace_lost_engines = 1
-    preflight(config, cpus=1.5)
-    config.cluster.ray_address = "10.0.0.4:6379"
-    assert "rollout.replace_lost_engines=1: engines are replaced on one machine only" in complaint(config, ConfigError)
-
-
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("quickstart*.yaml")), ids=lambda recipe: recipe.stem)
 def test_every_quickstart_passes_on_two_cpus_from_anywhere(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

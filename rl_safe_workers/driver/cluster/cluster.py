@@ -25,12 +25,12 @@ from rl_safe_workers.diagnostics.endings import ending_by_ray, joined, look_arou
 from rl_safe_workers.diagnostics.hang import collect_evidence
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks, ending_here, processes_of_run
 from rl_safe_workers.diagnostics.log_lines import ADVICE
-from rl_safe_workers.diagnostics.stopped import MachineWatch, Stop, forget_stops, read_stops
+from rl_safe_workers.diagnostics.stopped import MachineWatch, Stop, read_stops
 from rl_safe_workers.driver.cluster.actor_group import ActorRef, listed_actors
 from rl_safe_workers.driver.cluster.actors import CALL_FRAME, RolloutActor, TrainerActor
 from rl_safe_workers.driver.cluster.interrupts import Interrupts
 from rl_safe_workers.driver.cluster.joining import join_ray, start_ray
-from rl_safe_workers.driver.cluster.node_agent import NodePlace
+from rl_safe_workers.driver.cluster.node_agent import NodePlace, end_rank_here
 from rl_safe_workers.driver.cluster.node_agents import NodeAgents
 from rl_safe_workers.driver.cluster.node_check import check_nodes
 from rl_safe_workers.driver.cluster.nodes import Node, lost_among
@@ -43,10 +43,8 @@ from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
 from rl_safe_workers.reaping.processes import (
     RAY_FOLDER,
-    end_rank,
     ended,
     make_run_folder,
-    rank_processes,
     reap,
     remove_leftovers,
     run_processes,
@@ -215,34 +213,32 @@ class Cluster:
         ).remote(self._config, rank)
         return ActorRef(role=role, rank=rank, handle=handle, node=node)
 
-    def replace(self, actor: ActorRef) -> ActorRef:
-        """Ends a rollout actor, and creates another one with its rank and in its place. Returns that.
-
-        Raises:
-            RunError: As `end`.
-        """
-        self.end(actor)
-        another = self._create(ray.remote(RolloutActor), Role.ROLLOUT, actor.rank)
-        self.rollouts = sorted([*self.rollouts, another], key=lambda one: one.rank)
-        return another
-
     def end(self, actor: ActorRef) -> None:
-        """Ends a rollout actor on this machine for certain, with its children and its files in shared memory.
+        """Ends a rollout actor for certain, with its children and its files in shared memory.
 
         Raises:
-            RunError: If a process of it does not end within ``rl_safe.teardown.kill_after_s``.
+            RunError: If a process of it does not end within ``rl_safe.teardown.kill_after_s``, or its node does not
+                answer.
         """
         patience_s = self._config.rl_safe.teardown.kill_after_s
         self.rollouts = [one for one in self.rollouts if one.handle != actor.handle]
-        pids = {process.pid for process in rank_processes(self._run_id, actor.rank_id)}
-        segments = segments_of(pids)
-        # Ray counts it as dead at once. It asks the process to end, which a process that is stopped does not do.
+        # Not Ray: it asks the process to end, which a process that is stopped does not do, and leaves its children.
+        if self._agents is not None:
+            assert actor.node is not None
+            left = self._agents.end_rank(actor.node, actor.rank_id, timeout_s=2 * patience_s)
+        else:
+            left = end_rank_here(
+                self._run_id, actor.rank_id, since=self._made_at, hang_dir=self._hang_dir, timeout_s=patience_s
+            )
+        if left:
+            raise RunError(f"{actor.rank_id} is lost, and its processes do not end: {', '.join(left)}")
+        # If it has no process yet, it gets none. Its place is free at once.
         attempt("killing an actor", lambda: ray.kill(actor.handle, no_restart=True), timeout_s=patience_s)
-        if left := end_rank(self._run_id, actor.rank_id, timeout_s=patience_s):
-            raise RunError(f"{actor.rank_id} is lost, and its processes do not end: {left}")
-        remove_ipc_files(ended(pids), since=self._made_at, segments=segments)
-        if self._hang_dir is not None:
-            forget_stops(self._hang_dir, actor.rank_id)
+
+    def recreate(self, actor: ActorRef) -> None:
+        """Creates a rollout actor with the rank, and in the place, of one that `end` has ended."""
+        another = self._create(ray.remote(RolloutActor), Role.ROLLOUT, actor.rank)
+        self.rollouts = sorted([*self.rollouts, another], key=lambda one: one.rank)
 
     def note_processes(self) -> None:
         """Records the run's processes for `close`. Call it when all actors have started.

@@ -19,11 +19,20 @@ import ray
 from rl_safe_workers import env
 from rl_safe_workers.compat.ray_tables import logs_folder
 from rl_safe_workers.diagnostics.inquiry import Answers, ask_ranks, processes_of_run
-from rl_safe_workers.diagnostics.stopped import MachineWatch, Stop, read_stops
+from rl_safe_workers.diagnostics.stopped import MachineWatch, Stop, forget_stops, read_stops
 from rl_safe_workers.driver.cluster.actors import CALL_FRAME
+from rl_safe_workers.ranks import RankId
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
-from rl_safe_workers.reaping.processes import ended, make_run_folder, reap, remove_leftovers, run_processes
+from rl_safe_workers.reaping.processes import (
+    end_rank,
+    ended,
+    make_run_folder,
+    rank_processes,
+    reap,
+    remove_leftovers,
+    run_processes,
+)
 
 LOG_BYTES = 2**18
 """Largest number of bytes that a failed run copies from the end of a log file on a node."""
@@ -106,6 +115,12 @@ class NodeAgent:
         """Returns the stops of processes on this node that were ended for them."""
         return read_stops(self._hang_dir)
 
+    def end_rank(self, rank_id: RankId) -> list[str]:
+        """Ends a rank of the run on this node; see `end_rank_here`."""
+        return end_rank_here(
+            self._run_id, rank_id, since=self._since, hang_dir=self._hang_dir, timeout_s=self._kill_after_s
+        )
+
     def logs(self) -> dict[str, bytes]:
         """Returns the end of the output of each process of the run on this node, by the name of Ray's log file."""
         self.note_processes()
@@ -125,6 +140,29 @@ class NodeAgent:
         remove_ipc_files(ended(self._pids), since=self._since, segments=segments)
         shutil.rmtree(self._temp_dir, ignore_errors=True)
         self._guardian.dismiss(timeout_s=self._kill_after_s)
+
+
+def end_rank_here(run_id: str, rank_id: RankId, *, since: Moment, hang_dir: Path | None, timeout_s: float) -> list[str]:
+    """Kills the processes of a rank on this machine, and removes their files in shared memory.
+
+    Args:
+        run_id: Id of the run.
+        rank_id: The rank. Another process may take its place then, so its stops are forgotten.
+        since: A moment before its processes began.
+        hang_dir: Folder of the run's stops; None: there is none.
+        timeout_s: Longest wait for the end of the processes.
+
+    Returns:
+        The processes that have not ended in time. Their files stay.
+    """
+    pids = {process.pid for process in rank_processes(run_id, rank_id)}
+    segments = segments_of(pids)
+    if left := end_rank(run_id, rank_id, timeout_s=timeout_s):
+        return [str(process) for process in left]
+    remove_ipc_files(ended(pids), since=since, segments=segments)
+    if hang_dir is not None:
+        forget_stops(hang_dir, rank_id)
+    return []
 
 
 def _tail(file: Path) -> bytes:

@@ -19,6 +19,7 @@ from rl_safe_workers.diagnostics.stopped import Stop
 from rl_safe_workers.driver.cluster.node_agent import NodeAgent, NodePlace
 from rl_safe_workers.driver.cluster.nodes import NODE_AGENTS, Node, await_nodes
 from rl_safe_workers.errors import ClusterError, first_line
+from rl_safe_workers.ranks import RankId
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,24 @@ class NodeAgents:
             except RayError as error:
                 logger.warning("node %s does not tell who was stopped: %s", refs[ref], first_line(error))
         return found
+
+    def end_rank(self, node: Node, rank_id: RankId, *, timeout_s: float) -> list[str]:
+        """Makes the agent on a node end a rank there; see `node_agent.end_rank_here`.
+
+        Args:
+            node: A node of the run.
+            rank_id: The rank.
+            timeout_s: Longest wait for the agent's answer, in seconds.
+
+        Raises:
+            ClusterError: If the agent fails, or does not answer in time.
+        """
+        (handle,) = [handle for handle, of in zip(self._handles, self._nodes, strict=True) if of.id == node.id]
+        try:
+            left: list[str] = ray.get(handle.end_rank.remote(rank_id), timeout=timeout_s)
+        except RayError as error:
+            raise ClusterError(f"the agent on node {node} cannot end {rank_id}: {first_line(error)}") from error
+        return left
 
     def keep_logs(self, target: Path, *, timeout_s: float, lost: Sequence[Node] = ()) -> None:
         """Writes the end of the output of the run's processes to ``<target>/<address of the node>/``.

@@ -15,7 +15,7 @@ from rl_safe_workers.driver.inputs.rewards import resolve_reward
 from rl_safe_workers.errors import ConfigError, DataError, LayoutError, ModelError, ResourceError
 from rl_safe_workers.models.hf_directory import check_tokenizer, read_hf_directory
 from rl_safe_workers.models.seeded import MAX_POSITIONS, VOCAB_SIZE
-from rl_safe_workers.recipe import LOCAL_RAY, kind_at, ray_address
+from rl_safe_workers.recipe import kind_at
 from rl_safe_workers.topology.budget import plan_limits
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.topology.layout import (
@@ -123,11 +123,6 @@ def _seeded_shape(spec: SeededModelConfig) -> ModelShape:
 
 def _check_engines(config: RunConfig, shape: ModelShape) -> None:
     ranks = config.rollout.tensor_model_parallel_size
-    if config.rollout.replace_lost_engines and ray_address(config.cluster) != LOCAL_RAY:
-        raise ConfigError(
-            f"rollout.replace_lost_engines={config.rollout.replace_lost_engines}: engines are replaced on one machine "
-            "only; set it to 0, or cluster.ray_address=local"
-        )
     if shape.num_attention_heads % ranks:
         raise ConfigError(
             f"rollout.tensor_model_parallel_size={ranks}: {config.model.path} has {shape.num_attention_heads} "
