@@ -3,7 +3,7 @@
     the kernel's log     an OOM kill, a segmentation fault, a GPU's Xid: where this user may read it
     its own log          the end of its standard error, which Ray keeps in a file for each worker
     its last stacks      what faulthandler has written when a signal like SIGSEGV ended it
-    its exit code        a signal, where its parent can tell
+    its exit code        a signal, where its parent or `exit_statuses` can tell
     its control group    the number of OOM kills in it, compared with the number at the process's start
     its host             what Ray says of a dead actor: given to `joined`
 
@@ -190,9 +190,9 @@ def ending_of(
     if (told := _of_last_stacks(last_stacks, signs)) is not None:
         return told
     if exit_code is not None and exit_code < 0 and exit_code != -_SIGKILL:
-        return _of_signal(signal_name(-exit_code), "its parent says so", signs)
+        return _of_signal(signal_name(-exit_code), "its exit status says so", signs)
     if exit_code is not None and exit_code > 0:
-        return Ending(fault=Fault.EXIT, said="its parent says so", detail=str(exit_code))
+        return Ending(fault=Fault.EXIT, said="its exit status says so", detail=str(exit_code))
     more, is_counted = (0, False) if kills is None else _more_kills(kills)
     if more > 0:
         said = f"its control group counts {counted(more, 'kill')} since it began"
@@ -201,6 +201,7 @@ def ending_of(
     if noted_s is not None and xids:
         return Ending(fault=Fault.XID, said=_cut(xids[-1].text), detail=xids[-1].found.detail)
     reasons = [
+        *(["an unknown sender has sent it SIGKILL"] if exit_code == -_SIGKILL else []),
         signs.kernel.complaint or "the kernel's log does not name it",
         "its control group counts no OOM kill" if is_counted else "nobody counts the OOM kills of its control group",
         silence,

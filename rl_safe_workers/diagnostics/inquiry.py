@@ -162,7 +162,7 @@ class RankProcess:
         return f"is {f'in {self.stack.op} ' if self.stack.op else ''}at {self.stack.place}{notable}"
 
     def _end(self) -> str:
-        if self.exit_code is None:
+        if self.exit_code is None or (self.never_ends and self.exit_code == -signal.SIGKILL):
             return "died" if self.never_ends else "has no process any more"
         if self.exit_code >= 0:
             return f"has ended with exit code {self.exit_code}"
@@ -385,6 +385,7 @@ class _Inquiry:
             return
         signs = look_around(self._logs)
         for rank in gone:
+            self._poll(rank)  # it may have ended after the first look
             folder = rank.folder or self._folder
             rank.ending = ending_here(replace(rank, folder=folder), signs)
             left = None if folder is None else read_exit(folder, rank.rank_id)
@@ -409,6 +410,9 @@ class _Inquiry:
             rank.status = _GONE
         except psutil.Error:
             rank.status = _UNKNOWN
+        self._poll(rank)
+
+    def _poll(self, rank: RankProcess) -> None:
         if rank.poll is not None and rank.exit_code is None:
             rank.exit_code = rank.poll()
 

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -40,6 +41,7 @@ from rl_safe_workers.diagnostics.answering import (
     read_stays,
 )
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
+from rl_safe_workers.diagnostics.exit_statuses import EndWatch
 from rl_safe_workers.diagnostics.hang import AllWait, where_all_wait
 from rl_safe_workers.diagnostics.inquiry import RankProcess
 from rl_safe_workers.diagnostics.log_lines import Fault
@@ -69,10 +71,14 @@ PATIENCE_S = 2.0
 """Longest wait for each of: the processes' answers, the evidence."""
 _PREFIX = "rl_safe_ranks_"
 _VERDICT, _DONE = "verdict", "done"
+_ENDED = "ended_"
+"""Begins the name of the link whose target is the exit code of a process: a link is whole as soon as it is there."""
 _ENTRY_BYTES = 64
 _VERDICT_BYTES = 2**24
 _ZOMBIE, _STOPPED, _ASLEEP = "Z", "T", "D"
 _LOOK_S = 0.05
+_LIST_S = 1.0
+"""Seconds until a rank that has joined is watched for its end."""
 _NOTED_S = 3 * ALIVE_EVERY_S
 """A line of code at which a rank stands is noted again within so many seconds, unless it has many threads."""
 _LATE = "look at that line, and at the rank that gave up: it may hold what they waited for"
@@ -117,6 +123,20 @@ class Neighbours:
         )
         answer_when_asked(self.folder, trainer_id(rank), look=watch.look_or_tell if stop_limit_s > 0 else lambda: None)
         (self.folder / f"process_{rank}").write_text(f"{os.getpid()} {psutil.Process().create_time()}")
+        in_background("ends of other ranks", self._note_ends)
+
+    def _note_ends(self) -> None:
+        """Notes with which exit code the other ranks here end. Each rank does that: it may be the only one in time."""
+        watch, listed_ns = EndWatch(), 0
+        with suppress(FileNotFoundError):  # the job is over, or somebody has cleaned the folder for temporary files
+            while not self._has_left:
+                if (changed_ns := self.folder.stat().st_mtime_ns) != listed_ns:
+                    watch.watch(one.pid for one in _ranks_of(self.folder) if one.pid != os.getpid())
+                    listed_ns = changed_ns
+                for pid, code in watch.wait(_LIST_S).items():
+                    with suppress(FileExistsError):
+                        (self.folder / f"{_ENDED}{pid}").symlink_to(str(code))
+        watch.close()
 
     def judge(self, reports: Reports) -> Diagnosis | None:
         """Asks the ranks here that have not reported where they are; says with which one the failure began.
@@ -510,8 +530,17 @@ def _ranks_of(folder: Path) -> list[RankProcess]:
                 continue
             rank_id = trainer_id(int(file.name.removeprefix("process_")))
             # One that ends in order leaves the folder, and one that raises leaves its failure.
-            found.append(RankProcess(rank_id=rank_id, pid=int(pid), folder=folder, never_ends=True))
+            poll = partial(_exit_code, folder, int(pid))
+            found.append(RankProcess(rank_id=rank_id, pid=int(pid), folder=folder, never_ends=True, poll=poll))
     return sorted(found, key=lambda one: one.rank_id)
+
+
+def _exit_code(folder: Path, pid: int) -> int | None:
+    """Returns the exit code that a rank has noted of another one; None if none has."""
+    try:
+        return int(str((folder / f"{_ENDED}{pid}").readlink()))
+    except (OSError, ValueError):
+        return None
 
 
 def _let_forks_be(signum: signal.Signals) -> None:

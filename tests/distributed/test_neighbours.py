@@ -280,8 +280,14 @@ time.sleep(60)
 """
 
 
-def _ended(temporary: Path, *, kills: bool) -> list[tuple[int, list[str]]]:
-    """Ends neighbours as a launcher does, once one of them was killed, or because its user says so.
+def _watches_all(process: subprocess.Popen[str]) -> bool:
+    """Returns True if a rank has a file descriptor of each other one, which tells it of their end."""
+    links = [str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+    return links.count("anon_inode:[pidfd]") == SIZE - 1
+
+
+def _ended(temporary: Path, *, by: signal.Signals | None) -> list[tuple[int, list[str]]]:
+    """Ends neighbours as a launcher does, once one of them was ended by a signal, or because its user says so.
 
     Returns:
         The exit code and the words of each.
@@ -290,8 +296,11 @@ def _ended(temporary: Path, *, kills: bool) -> list[tuple[int, list[str]]]:
     ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(SIZE)]
     forked = [process.stdout.readline() for process in ranks if process.stdout is not None]
     assert forked == [f"{signal.SIGTERM.value}\n"] * SIZE
-    if kills:
-        ranks[CULPRIT].kill()
+    if by is not None:
+        while not all(map(_watches_all, ranks)):
+            time.sleep(0.05)
+        ranks[CULPRIT].send_signal(by)
+        time.sleep(0.1)  # torchrun looks at its ranks so often
         ranks[CULPRIT].wait()
     for process in ranks:
         process.terminate()  # not one that has ended
@@ -299,17 +308,27 @@ def _ended(temporary: Path, *, kills: bool) -> list[tuple[int, list[str]]]:
     return [(process.returncode, lines) for process, lines in zip(ranks, told, strict=True)]
 
 
-def test_a_launcher_that_ends_all_has_one_of_them_name_the_rank_that_was_killed(temporary: Path) -> None:
-    ends = _ended(temporary, kills=True)
-    assert [code for code, _ in ends] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
+@pytest.mark.parametrize(
+    ("by", "said", "why"),
+    [
+        (signal.SIGKILL, "died", "an unknown sender has sent it SIGKILL"),
+        (signal.SIGALRM, "was killed by SIGALRM", "signal SIGALRM: its exit status says so"),
+    ],
+)
+def test_a_launcher_that_ends_all_has_one_of_them_name_the_rank_that_was_killed(
+    by: signal.Signals, said: str, why: str, temporary: Path
+) -> None:
+    ends = _ended(temporary, by=by)
+    assert [code for code, _ in ends] == [-signal.SIGTERM, -by, -signal.SIGTERM]
     (told,) = [lines for _, lines in ends if lines]
-    named = r"training rank [02]: the job has failed on training rank 1: trainer rank 1 died, last seen at "
+    named = rf"training rank [02]: the job has failed on training rank 1: trainer rank 1 {said}, last seen at "
     assert re.match(named, told[0]), told
+    assert why in f"{told[0]}\n{told[1]}"
     assert told[2].startswith("evidence in ")
 
 
 def test_whoever_ends_a_job_that_is_well_hears_of_nobody(temporary: Path) -> None:
-    assert _ended(temporary, kills=False) == [(-signal.SIGTERM, [])] * SIZE
+    assert _ended(temporary, by=None) == [(-signal.SIGTERM, [])] * SIZE
     assert list(temporary.iterdir()) == []
 
 

@@ -135,10 +135,10 @@ Thread 0x03 (most recent call first):
 @pytest.mark.parametrize(
     ("exit_code", "fault", "said"),
     [
-        (-11, Fault.SIGNAL, "signal SIGSEGV: its parent says so"),
-        (-6, Fault.ABORTED, "abort SIGABRT: its parent says so"),
-        (-15, Fault.ASKED, "asked to end SIGTERM: its parent says so"),
-        (3, Fault.EXIT, "exit code 3: its parent says so"),
+        (-11, Fault.SIGNAL, "signal SIGSEGV: its exit status says so"),
+        (-6, Fault.ABORTED, "abort SIGABRT: its exit status says so"),
+        (-15, Fault.ASKED, "asked to end SIGTERM: its exit status says so"),
+        (3, Fault.EXIT, "exit code 3: its exit status says so"),
     ],
 )
 def test_an_exit_code_tells_the_end(exit_code: int, fault: Fault, said: str) -> None:
@@ -146,11 +146,11 @@ def test_an_exit_code_tells_the_end(exit_code: int, fault: Fault, said: str) -> 
     assert (found.fault, str(found)) == (fault, said)
 
 
-@pytest.mark.parametrize("exit_code", [-9, None])
-def test_what_nobody_knows_is_said_with_the_reason(exit_code: int | None) -> None:
+@pytest.mark.parametrize(("exit_code", "sent"), [(-9, "an unknown sender has sent it SIGKILL, "), (None, "")])
+def test_what_nobody_knows_is_said_with_the_reason(exit_code: int | None, sent: str) -> None:
     assert str(ending(kernel(), exit_code)) == (
-        "why is not known, because the kernel's log does not name it, nobody counts the OOM kills of its control "
-        "group, and no log of its own is here"
+        f"why is not known, because {sent}the kernel's log does not name it, nobody counts the OOM kills of its "
+        "control group, and no log of its own is here"
     )
     hidden = Signs(kernel=KernelLog([], "the kernel's log cannot be read (Permission denied)"), shared_free_bytes=None)
     assert "the kernel's log cannot be read (Permission denied)" in str(ending(hidden, exit_code))
@@ -307,7 +307,7 @@ def test_what_the_host_knows_of_a_rank_without_a_process_is_said() -> None:
 
 
 def test_the_end_of_a_rank_that_others_wait_for_is_said() -> None:
-    why = Ending(fault=Fault.SIGNAL, said="its parent says so", detail="SIGSEGV")
+    why = Ending(fault=Fault.SIGNAL, said="its exit status says so", detail="SIGSEGV")
     waiting = RankProcess(rank_id=trainer_id(0), pid=1, status="sleeping", stack=WAITS)
     left = RankProcess(rank_id=trainer_id(1), pid=2, status="gone", exit_code=0)
     awaited = Awaited("the trainers", frozenset(trainer_ids(range(2))))
@@ -318,11 +318,11 @@ def test_the_end_of_a_rank_that_others_wait_for_is_said() -> None:
         reports={trainer_id(0): late},
         endings=lambda: {trainer_id(1): why},
     )
-    assert found.verdict.endswith("has ended with exit code 0; trainer rank 1: signal SIGSEGV: its parent says so")
+    assert found.verdict.endswith("has ended with exit code 0; trainer rank 1: signal SIGSEGV: its exit status says so")
 
 
 def test_what_a_rank_has_said_itself_counts_before_its_end() -> None:
-    why = Ending(fault=Fault.EXIT, said="its parent says so", detail="1")
+    why = Ending(fault=Fault.EXIT, said="its exit status says so", detail="1")
     for error, fault in (
         (ValueError("no"), None),
         (OSError(28, "No space left on device"), Fault.NO_SPACE),
@@ -382,7 +382,7 @@ def test_a_real_bus_error_by_full_shared_memory_is_told_apart(small: Path, monke
     )
     found = diagnose([ended(f"{program}; m[:] = bytes(2**22)")], patience_s=5.0)
     assert found.verdict == (
-        "trainer rank 1 was killed by SIGBUS: /dev/shm is full: SIGBUS (its parent says so), and 0 bytes are left"
+        "trainer rank 1 was killed by SIGBUS: /dev/shm is full: SIGBUS (its exit status says so), and 0 bytes are left"
     )
     assert found.fault is Fault.SHARED_MEMORY
 

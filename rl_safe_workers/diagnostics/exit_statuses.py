@@ -1,0 +1,60 @@
+"""Learns with which exit status processes end that are not children of this one.
+
+Only the parent of a process gets its status from a wait. Until the parent has waited, the process is a zombie, and the
+kernel shows the status in ``/proc/<pid>/stat`` to its user (proc_pid_stat(5), ``exit_code``). torchrun waits ten times
+a second. A file descriptor of the process becomes readable at its end (pidfd_open(2)). So there is enough time.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterable
+from contextlib import suppress
+
+from rl_safe_workers.reaping.processes import stat_of
+
+
+class EndWatch:
+    """Waits for the end of processes of this user."""
+
+    def __init__(self) -> None:
+        """Watches nobody yet."""
+        self._pids: dict[int, int] = {}
+        """Process id by file descriptor."""
+        self._poll = select.poll()
+
+    def watch(self, pids: Iterable[int]) -> None:
+        """Watches these processes, too. Those that are gone, or are watched already, change nothing."""
+        for pid in {*pids} - {*self._pids.values()}:
+            with suppress(OSError):  # it is gone, or the kernel is older than 5.3
+                descriptor = os.pidfd_open(pid)
+                self._pids[descriptor] = pid
+                self._poll.register(descriptor, select.POLLIN)
+
+    def wait(self, timeout_s: float) -> dict[int, int]:
+        """Waits until processes end.
+
+        Args:
+            timeout_s: Longest wait.
+
+        Returns:
+            The exit code of each process that has ended, negative for a signal, by process id. One that has ended with
+            0, or whose parent was faster, is not in it.
+        """
+        found = {}
+        for descriptor, _ in self._poll.poll(1000 * timeout_s):
+            pid = self._pids.pop(descriptor)
+            # The number is this process's own until its parent has waited, and no zombie's after that.
+            stat = stat_of(pid)
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+            if stat is not None and stat.is_zombie and stat.exit_code:
+                found[pid] = stat.exit_code
+        return found
+
+    def close(self) -> None:
+        """Watches nobody any more."""
+        for descriptor in self._pids:
+            os.close(descriptor)
+        self._pids.clear()
