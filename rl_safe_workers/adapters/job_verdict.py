@@ -25,6 +25,7 @@ from rl_safe_workers.diagnostics.diagnosis import diagnose_answers
 from rl_safe_workers.diagnostics.endings import Ending, ending_by_ray
 from rl_safe_workers.diagnostics.inquiry import Answers
 from rl_safe_workers.errors import (
+    OUTSIDE,
     Died,
     JobError,
     Raised,
@@ -35,7 +36,7 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.foreign_errors import ForeignCause, classify
 from rl_safe_workers.lifecycle import Phase, unix_now
-from rl_safe_workers.ranks import RankId
+from rl_safe_workers.ranks import RankId, Role
 
 logger = logging.getLogger(__name__)
 
@@ -140,14 +141,16 @@ def _reports(
     """Returns what Ray and the driver know of failures.
 
     These are actors that have died, or whose constructor has raised, and those of `ANSWERING` that have raised in a
-    rollout.
+    rollout. A trainer counts whose call has waited for others in vain: it may do so outside of phases.
     """
     found: dict[RankId, RunError] = {
         one.rank_id: _report(one.rank_id, phase, Died(), "the process died") for one in actors if one.is_dead
     }
-    called = call_error_of(error) if phase == Phase.ROLLOUT else None
-    if called is not None and (rank_id := parties.get(called.actor_id)) is not None and rank_id.role in ANSWERING:
-        found.setdefault(rank_id, called.report(rank_id, Phase.ROLLOUT))
+    called = call_error_of(error)
+    if called is not None and (rank_id := parties.get(called.actor_id)) is not None:
+        has_waited = rank_id.role is Role.TRAINER and called.foreign.is_about_others
+        if has_waited or (phase == Phase.ROLLOUT and rank_id.role in ANSWERING):
+            found.setdefault(rank_id, called.report(rank_id, phase or OUTSIDE))
     for link in links_of(error):
         if isinstance(link, ray.exceptions.RayActorError) and (rank_id := parties.get(str(link.actor_id))) is not None:
             raised = link.actor_init_failed

@@ -69,6 +69,8 @@ _PIPES = {role: re.compile(rf"request_{role}_(\d+)\.pipe") for role in Role}
 _NOTED = "Noted: "
 """The start of a line about an event, after the stacks."""
 _EVENT_CHARACTERS = 300
+_spare: list[int] = []
+"""A file descriptor that is kept for `leave_failure`."""
 _events: dict[str, str] = {}
 """The events that `note_event` has kept, by kind, oldest first."""
 _PLACE_BYTES = 4096
@@ -305,6 +307,9 @@ def leave_failure(folder: Path, error: Exception, rank_id: RankId, phase: str) -
     """
     text = report_to_text(report_of(error, rank_id, phase))
     unfinished = folder / f"unfinished_{failure_file(rank_id)}"
+    # The failure may be that this process can open no more files.
+    while _spare:
+        os.close(_spare.pop())
     try:
         with os.fdopen(open_anew(unfinished), "w", encoding="utf-8") as file:
             file.write(text)
@@ -359,6 +364,8 @@ def answer_when_asked(
     """
     for name in (failure_file(rank_id), phase_file(rank_id), fatal_file(rank_id), exit_file(rank_id)):
         (folder / name).unlink(missing_ok=True)  # of an earlier process
+    if not _spare:
+        _spare.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     note_kills(folder, rank_id)
     _note_ended_threads()
     _note_exit(folder / exit_file(rank_id))

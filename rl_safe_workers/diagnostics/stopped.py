@@ -291,6 +291,7 @@ class StopWatch:
         self._folder, self._limit_s, self._find, self._before_end = folder, limit_s, find, before_end
         self._times: StopTimes[StoppedProcess] = StopTimes(limit_s)
         self._due_s: float | None = None
+        self._has_failed = False
 
     def look(self) -> float:
         """Looks once. Returns the seconds that it wants to pause then."""
@@ -315,12 +316,16 @@ class StopWatch:
         return pause_s
 
     def look_or_tell(self) -> float:
-        """As `look`; an error is logged, and the watch goes on."""
+        """As `look`; an error is logged, and the watch goes on. If it comes at each look, it is logged once."""
         try:
-            return self.look()
+            pause_s = self.look()
         except Exception:
-            logger.exception("nobody could look who is stopped")
+            if not self._has_failed:
+                logger.exception("nobody could look who is stopped")
+            self._has_failed = True
             return LOOK_EVERY_S
+        self._has_failed = False
+        return pause_s
 
     def _place(self, one: StoppedProcess) -> str | None:
         return None if one.rank_id is None else read_place(self._folder, one.rank_id)

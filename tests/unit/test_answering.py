@@ -320,6 +320,30 @@ def test_a_rank_leaves_what_it_has_failed_with(tmp_path: Path) -> None:
     assert str(read_failure(tmp_path, rank_id)) == str(late)
 
 
+EXHAUSTED = """
+import os, sys
+from pathlib import Path
+from rl_safe_workers.diagnostics.answering import answer_when_asked, leave_failure
+from rl_safe_workers.ranks import trainer_id
+
+folder = Path(sys.argv[1])
+answer_when_asked(folder, trainer_id(0))
+try:
+    while True:
+        os.open(os.devnull, os.O_RDONLY)
+except OSError as error:
+    leave_failure(folder, error, trainer_id(0), "train")
+"""
+
+
+def test_a_rank_that_can_open_no_more_files_leaves_what_it_has_failed_with(tmp_path: Path) -> None:
+    command = ["bash", "-c", 'ulimit -n 100; exec "$@"', "-", sys.executable, "-c", EXHAUSTED, str(tmp_path)]
+    subprocess.run(command, cwd=tmp_path, env=_ours(), check=True, timeout=60)
+    found = read_failure(tmp_path, trainer_id(0))
+    assert isinstance(found, RankError)
+    assert "Too many open files" in found.text
+
+
 def test_a_failure_that_nobody_can_read_is_none(tmp_path: Path) -> None:
     (tmp_path / failure_file(trainer_id(0))).write_text('{"late": {}}')
     (tmp_path / failure_file(trainer_id(1))).write_text("no JSON")

@@ -115,10 +115,27 @@ def test_an_engine_that_has_died_has_not_raised() -> None:
     assert report.cause == Died()
 
 
-def test_an_engine_that_has_only_lost_a_peer_is_no_root() -> None:
-    def lose_a_peer() -> None:
-        raise RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+def lose_a_peer() -> None:
+    raise RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
 
+
+def wait_in_vain() -> None:
+    raise RuntimeError(
+        "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete"
+    )
+
+
+@pytest.mark.parametrize(("phase", "told"), [("train", "train"), (None, "outside")])
+@pytest.mark.parametrize("work", [lose_a_peer, wait_in_vain])
+def test_a_trainer_that_has_waited_for_others_is_a_victim_in_any_phase(
+    work: Callable[[], None], phase: str | None, told: str
+) -> None:
+    (report,) = job_verdict._reports([], PARTIES, _heard(TRAINER, work), phase).values()
+    assert isinstance(report, RankError)
+    assert (report.rank_id, report.cause, report.phase) == (PARTIES[TRAINER], Victim(), told)
+
+
+def test_an_engine_that_has_only_lost_a_peer_is_no_root() -> None:
     found = call_error_of(_heard(work=lose_a_peer))
     assert found is not None
     assert found.report(PARTIES[ENGINE], "rollout").cause == Victim()

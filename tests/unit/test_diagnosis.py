@@ -390,6 +390,13 @@ def test_an_actor_that_has_ended_was_killed_and_is_named_with_its_node_and_the_h
     assert "the kernel's log of 10.0.0.4" in found.advice
 
 
+def test_the_rank_in_a_call_of_its_own_is_named_where_another_ones_call_has_waited_in_vain() -> None:
+    gave_up = failed(0, Victim(), op="all_reduce", place="theirs.py:9 (average)")
+    found = of_host(actor(0, in_a_call=False), actor(1, WORK), reports={trainer_id(0): gave_up})
+    assert found.culprits == {trainer_id(1)}
+    assert "trainer rank 0 waited in vain; trainer rank 1 on 10.0.0.4 is at " in found.verdict
+
+
 def test_an_actor_that_torch_has_ended_because_its_collective_timed_out_is_a_victim() -> None:
     work = Work(op="all_reduce", group="dp", number=3, has_ended=False, created_s=1.0)
     found = of_host(actor(0, status="gone"), actor(1, WORK), records={0: Record.of([work])})

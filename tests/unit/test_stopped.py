@@ -25,6 +25,7 @@ from rl_safe_workers.diagnostics.stopped import (
     Stop,
     StoppedProcess,
     StopTimes,
+    StopWatch,
     forget_stops,
     read_stops,
     stopped_processes,
@@ -51,6 +52,20 @@ def test_a_stop_is_told_once_and_expires_once() -> None:
     assert times.look(["a", "b"], 11.0) == Changes([], [], [("a", 10.0)])
     assert times.look(["a", "b"], 12.0) == Changes([], [], [])
     assert times.look(["b"], 13.0) == Changes([], [("a", 12.0)], [])
+
+
+def test_a_look_that_fails_each_time_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failures: list[Exception | None] = [OSError(24, "Too many open files")] * 3 + [None, OSError(24, "Too many")]
+
+    def find() -> list[StoppedProcess]:
+        if (failure := failures.pop(0)) is not None:
+            raise failure
+        return []
+
+    watch = StopWatch(tmp_path, LIMIT_S, find)
+    for _ in range(5):
+        watch.look_or_tell()
+    assert len(caplog.records) == 2
 
 
 def test_a_stop_that_ends_and_begins_again_counts_anew() -> None:
