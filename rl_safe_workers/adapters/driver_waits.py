@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import ray
 
+from rl_safe_workers.adapters.call_errors import keep_origins
 from rl_safe_workers.adapters.weight_update import ROLLOUT
 from rl_safe_workers.compat.ray_tables import DEAD, actor_id, actor_id_of_call, actor_table
 from rl_safe_workers.config import PhaseTimeouts
@@ -90,12 +91,13 @@ class DriverWaits:
     """
 
     def __init__(self, timeouts: PhaseTimeouts, parties: Callable[[], Sequence[Party]]) -> None:
-        """Guards nothing yet.
+        """Guards nothing yet. Has errors of calls keep their actor; see `call_errors.keep_origins`.
 
         Args:
             timeouts: The deadlines, by phase.
             parties: Lists the processes of the job that exist by now.
         """
+        keep_origins()
         self._timeouts, self._parties = timeouts, parties
         self._bounding = threading.local()
         self.failed_in: str | None = None

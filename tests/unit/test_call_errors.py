@@ -6,6 +6,7 @@ import pickle
 import re
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from ray import cloudpickle
@@ -13,6 +14,8 @@ from ray.exceptions import RayTaskError
 
 from rl_safe_workers.adapters import call_errors, job_verdict
 from rl_safe_workers.adapters.call_errors import call_error_of, keep_origins
+from rl_safe_workers.adapters.driver_waits import DriverWaits
+from rl_safe_workers.config import PhaseTimeouts
 from rl_safe_workers.errors import Died, Raised, RankError, RunError, Victim
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 
@@ -133,6 +136,16 @@ def test_a_trainer_that_has_waited_for_others_is_a_victim_in_any_phase(
     (report,) = job_verdict._reports([], PARTIES, _heard(TRAINER, work), phase).values()
     assert isinstance(report, RankError)
     assert (report.rank_id, report.cause, report.phase) == (PARTIES[TRAINER], Victim(), told)
+
+
+def test_a_driver_whose_waits_are_bounded_knows_who_has_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock: Any = RayTaskError.as_instanceof_cause
+    monkeypatch.setattr(RayTaskError, "as_instanceof_cause", stock.__wrapped__)
+    assert call_error_of(_heard()) is None
+    DriverWaits(PhaseTimeouts(), list)
+    found = call_error_of(_heard())
+    assert found is not None
+    assert found.actor_id == ENGINE
 
 
 def test_an_engine_that_has_only_lost_a_peer_is_no_root() -> None:

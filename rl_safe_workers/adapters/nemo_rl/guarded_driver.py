@@ -18,7 +18,6 @@ from typing import Any
 
 import ray
 
-from rl_safe_workers.adapters.call_errors import keep_origins
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Party, Standstill
 from rl_safe_workers.adapters.group_ends import end_of, error_of
 from rl_safe_workers.adapters.job_verdict import JobVerdict
@@ -141,7 +140,6 @@ class GuardedDriver:
         Args:
             module: The module of ``setup``, which has the loops.
         """
-        keep_origins()
         kind = type(self.policy if self.generation is None else self.generation)
         if self.has_engines:
             self._replace(kind, "shutdown", self._ending_policy_first)
