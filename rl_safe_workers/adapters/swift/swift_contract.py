@@ -227,6 +227,27 @@ GRPO_TEXTS: tuple[HostText, ...] = (
     ),
 )
 
+PROOF_TEXTS: tuple[HostText, ...] = (
+    HostText(
+        file=_ROLLOUT,
+        within="MegatronRolloutMixin._export_and_load_weights",
+        text="self.bridge.export_weights(",
+        why="digests are taken of what it yields",
+    ),
+    HostText(
+        file=_ROLLOUT,
+        within="MegatronRolloutMixin._export_and_load_weights",
+        text="self.engine.inner_model",
+        why="weights are read back from it",
+    ),
+    HostText(
+        file=_GRPO,
+        within="MegatronGRPOTrainer",
+        text="self._metrics = {'train'",
+        why="takes our metrics, too",
+    ),
+)
+
 RAY_NAMES: tuple[HostName, ...] = (
     HostName(
         file=_PIPELINE,
@@ -497,6 +518,11 @@ def check_swift(swift: Path, bridge: Path) -> None:
 def check_grpo(swift: Path) -> None:
     """As `check_swift`, for GRPO in ms-swift's own trainer."""
     _check("ms-swift", swift, GRPO_NAMES, GRPO_TEXTS)
+
+
+def check_proved(swift: Path) -> None:
+    """As `check_swift`, for proved weight syncs."""
+    _check("ms-swift", swift, (), PROOF_TEXTS)
 
 
 def check_ray_mode(swift: Path) -> None:
