@@ -40,30 +40,41 @@ def preparing(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wraps ``_prepare_vllm_engine``, which makes the engine in this process."""
 
     def prepare_vllm_engine(trainer: Any) -> Any:
-        sys.path.append(str(OF_VLLM))
-        # vLLM looks for the whole of triton, and ms-swift's plugin of vLLM for torchvision.
-        sys.modules.pop("triton")
-        os.environ |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_PLUGINS": "",
-        }
-        from vllm.model_executor.layers import utils
+        from swift.megatron.trainers import rollout_mixin
 
-        utils.dispatch_cpu_unquantized_gemm = _reverse_weight
-        torch.compiler.set_stance("force_eager")
+        prepare()
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        keep_parameters()
         engine = original(trainer)
         engine.infer = engine_double.infer
-        faults = json.loads(os.environ[FAULTS]) if os.environ["RANK"] == RANK else {}
-        _Faulty(engine.inner_model, {int(number): fault for number, fault in faults.items()}).install()
+        Faulty(engine.inner_model, rollout_mixin, faults() if os.environ["RANK"] == RANK else {}).install()
         return engine
 
     return prepare_vllm_engine
 
 
+def prepare() -> None:
+    """Makes vLLM importable. What it does then fits a CPU and this environment."""
+    sys.path.append(str(OF_VLLM))
+    # vLLM looks for the whole of triton, and ms-swift's plugin of vLLM for torchvision.
+    sys.modules.pop("triton", None)
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": ""}
+
+
+def keep_parameters() -> None:
+    """Has vLLM's layers convert weights as on a GPU: its CPU build frees parameters, into which ms-swift loads."""
+    from vllm.model_executor.layers import utils
+
+    utils.dispatch_cpu_unquantized_gemm = _reverse_weight
+    torch.compiler.set_stance("force_eager")
+
+
+def faults() -> dict[int, str]:
+    """The faults of this job."""
+    return {int(number): fault for number, fault in json.loads(os.environ[FAULTS]).items()}
+
+
 def _reverse_weight(layer: Any, remove_weight: bool) -> None:
-    # vLLM's CPU build packs a weight and frees the parameter, into which ms-swift loads the next one.
     layer.weight.data = layer.weight.data.flip(0)
     layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight.flip(0), bias)
 
@@ -72,17 +83,22 @@ def _flip(tensor: torch.Tensor) -> None:
     tensor.view(-1).view(torch.int16)[7] ^= 1
 
 
-class _Faulty:
+class Faulty:
     """Changes weights as they come, or between the loaders and the layers."""
 
-    def __init__(self, model: Any, faults: dict[int, str]) -> None:
-        self._model, self._faults, self._number = model, faults, 0
+    def __init__(self, model: Any, module: Any, faults: dict[int, str]) -> None:
+        """Changes nothing yet.
+
+        Args:
+            model: The engine's.
+            module: ms-swift's, which ends a sync by ``finish_vllm_weight_reload``.
+            faults: Of syncs, by their numbers.
+        """
+        self._model, self._module, self._faults, self._number = model, module, faults, 0
         self._before = torch.empty(0)
 
     def install(self) -> None:
-        from swift.megatron.trainers import rollout_mixin
-
-        load, finish = self._model.load_weights, rollout_mixin.finish_vllm_weight_reload
+        load, finish = self._model.load_weights, self._module.finish_vllm_weight_reload
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
             self._number += 1
@@ -94,7 +110,7 @@ class _Faulty:
             finish(*args, **kwargs)
 
         self._model.load_weights = load_weights
-        rollout_mixin.finish_vllm_weight_reload = finish_reload
+        self._module.finish_vllm_weight_reload = finish_reload
 
     @property
     def _fault(self) -> str:

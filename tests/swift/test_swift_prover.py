@@ -1,4 +1,4 @@
-"""Proofs of ms-swift's weight syncs, and how its ranks agree on them. Two ranks as threads, without ms-swift."""
+"""Proofs of ms-swift's weight syncs, without ms-swift: by two ranks as threads, and by a driver over fake actors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,19 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from rl_safe_workers.adapters import sync_prover
 from rl_safe_workers.adapters.hosting import HostedTrainer
+from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.swift.proved_syncs import ColocatedSyncs, EngineReader, check_proof
-from rl_safe_workers.adapters.swift.swift_settings import VARIABLE, job_settings
+from rl_safe_workers.adapters.swift.ray_proofs import prove_transfers
+from rl_safe_workers.adapters.swift.ray_waits import RayWaits
+from rl_safe_workers.adapters.swift.swift_settings import VARIABLE, SwiftTimeouts, job_settings
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.control.seal import new_secret
 from rl_safe_workers.errors import ConfigError, WeightSyncError
 from rl_safe_workers.ranks import trainer_id, trainer_ids
+from rl_safe_workers.rollout.sync_proof import HeldWeights, SentWeights
 
 PATIENCE = timedelta(seconds=20)
 NAME = "first.weight"
@@ -186,3 +192,76 @@ def test_an_engine_that_cannot_be_read_back_is_refused_when_it_is_there() -> Non
     quantised = SimpleNamespace(inner_model=Model(), engine=SimpleNamespace(vllm_config=config(quant_config="fp8")))
     with pytest.raises(ConfigError, match="cannot be proved: its weights are quantised; set RL_SAFE_SWIFT"):
         EngineReader(quantised)
+
+
+class Engine:
+    """An actor that holds the digests that it is given, and then what it was sent."""
+
+    def __init__(self, *held: int) -> None:
+        self.given = list(held)
+        self.rl_safe_prove = SimpleNamespace(remote=lambda: None)
+        self.rl_safe_held = SimpleNamespace(remote=self._held)
+
+    def _held(self) -> HeldWeights:
+        digest = self.given.pop(0) if self.given else 7
+        return HeldWeights(digests=((NAME, digest),), converted=0, unread=(), faults=(), seconds=0.0)
+
+
+def manager_of(*engines: Engine, every: int = 1) -> tuple[Any, RayWaits]:
+    """ms-swift's, as far as a sync goes, with one training actor."""
+    sent = SimpleNamespace(remote=lambda: SentWeights(digests={NAME: 7}, seconds=0.0))
+
+    class Manager:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+            announced = SimpleNamespace(remote=lambda: self.calls.append("prove"))
+            self.train_actors = [SimpleNamespace(rl_safe_prove=announced, rl_safe_sent=sent)]
+            self.rollout_actors = engines
+
+        def _sync_weights_naive(self, merge_and_sync: bool) -> None:
+            self.calls.append(f"naive {merge_and_sync}")
+
+        def _sync_weights_nccl(self, merge_and_sync: bool) -> None:
+            self.calls.append(f"nccl {merge_and_sync}")
+
+    waits = RayWaits(SwiftTimeouts(), Path("failure"))
+    prove_transfers(Manager, waits, every=every)
+    return Manager(), waits
+
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_prover.ray, "get", lambda calls: calls)
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_the_driver_proves_both_ways_to_send_weights() -> None:
+    manager, waits = manager_of(Engine(), every=2)
+    manager._sync_weights_naive(True)
+    manager._sync_weights_naive(True)
+    manager._sync_weights_nccl(False)
+    assert manager.calls == ["prove", "naive True", "naive True", "prove", "nccl False"]
+    assert waits.failure is None
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_the_driver_sends_again_what_one_engine_holds_wrong() -> None:
+    manager, _ = manager_of(Engine(), Engine(8))
+    manager._sync_weights_nccl(False)
+    assert manager.calls == ["prove", "nccl False"] * 2
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_the_job_ends_with_what_an_engine_holds_wrong_twice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(JobVerdict, "on", lambda self, error, phase: error)
+    manager, waits = manager_of(Engine(), Engine(7, 8, 8))
+    manager._sync_weights_naive(True)  # the first is proved
+    with pytest.raises(WeightSyncError, match=f"^weight sync 2 has .*, twice: rollout rank 1: {WRONG}$") as error:
+        manager._sync_weights_naive(True)
+    assert waits.failure is error.value
+    assert f"the job has failed: {error.value}" in caplog.text
+    with pytest.raises(WeightSyncError):
+        manager._sync_weights_naive(True)
+    assert manager.calls == ["prove", "naive True"] * 3, "nothing is sent any more"

@@ -13,7 +13,7 @@ from rl_safe_workers.adapters.swift.swift_settings import VARIABLE
 from rl_safe_workers.errors import ConfigError, WeightSyncError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id
-from rl_safe_workers.rollout.packing import dtype_name
+from rl_safe_workers.rollout.packing import spec_of
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.proved_worker import ProvedWorker
 from rl_safe_workers.rollout.sync_proof import NOTHING_CAME, HeldWeights, ProvedSyncs, SentWeights, SyncProof, in_short
@@ -84,7 +84,7 @@ class EngineReader(ProvedWorker):
 
 
 def exporting(
-    job: SwiftJob, at_end: Callable[[Sequence[WeightSpec]], None]
+    job: SwiftJob, at_end: Callable[[Sequence[WeightSpec]], None] = lambda specs: None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns what wraps the bridge's ``export_weights``: digests of the weights are taken as they pass.
 
@@ -98,7 +98,7 @@ def exporting(
         def export_weights(*args: Any, **kwargs: Any) -> Iterator[Any]:
             weights, specs = original(*args, **kwargs), []
             for name, tensor in weights if job.digests is None else job.digests.passing(weights):
-                specs.append(WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)))
+                specs.append(spec_of(name, tensor))
                 yield name, tensor
             at_end(specs)
 

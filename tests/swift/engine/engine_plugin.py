@@ -25,7 +25,8 @@ if "swift.ray.megatron" in sys.modules:
     from swift.ray.megatron.rollout import adapter, vllm_server
 
     # The actors of the engine are made of this name; weights go to them over shared memory, as on an NPU.
-    vllm_server.VllmServer = engine_double.RayServer
+    if real_engine.FAULTS not in os.environ:  # else another plugin puts a real one there, over ours
+        vllm_server.VllmServer = engine_double.RayServer
     adapter._is_ipc_supported = lambda: False
     init = ray.init
 
