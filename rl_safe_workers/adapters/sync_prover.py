@@ -10,14 +10,11 @@ import ray
 from rl_safe_workers.adapters.driver_waits import DriverWaits
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.rollout.sync_proof import HeldWeights, ProvedSyncs, SentWeights, SyncProof
+from rl_safe_workers.rollout.sync_proof import NOTHING_CAME, ProvedSyncs, SentWeights, SyncProof
 
 T = TypeVar("T")
 
 _PROOF = "the proof of the weight sync"
-_NOTHING_CAME = HeldWeights(
-    digests=(), converted=0, unread=(), faults=("no weights have come in this sync",), seconds=0.0
-)
 
 
 class SyncProver:
@@ -76,12 +73,7 @@ class SyncProver:
         with self._waits.waiting(Phase.SYNC):
             proved = self._syncs.do(once, what=what, before_redoing=before_redoing)
         if proved is not None:
-            self.metrics = {
-                "rl_safe/sync_proved": float(proved.proof.proved),
-                "rl_safe/sync_not_proved": float(proved.proof.not_proved),
-                "rl_safe/sync_redone": float(proved.redone),
-                "timing_s/rl_safe_sync_proof": proved.seconds,
-            }
+            self.metrics = proved.metrics
         return answers[-1]
 
     def take_metrics(self) -> dict[str, float]:
@@ -99,4 +91,4 @@ class SyncProver:
     def _compare(self) -> SyncProof:
         calls = [engine.rl_safe_held.remote() for engine in self._engines()]
         sent = self._sent()
-        return SyncProof(sent=[sent], held=[held or _NOTHING_CAME for held in ray.get(calls)])
+        return SyncProof(sent=[sent], held=[held or NOTHING_CAME for held in ray.get(calls)])

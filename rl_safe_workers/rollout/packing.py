@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rl_safe_workers.rollout.protocol import ITEM_BYTES, Bucket
+from rl_safe_workers.rollout.protocol import ITEM_BYTES, Bucket, WeightSpec
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """dtypes by their names in a `WeightSpec`."""
@@ -15,6 +15,11 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BY
 def dtype_name(dtype: torch.dtype) -> str:
     """Torch's name of a dtype without the prefix, e.g. ``"float32"``."""
     return str(dtype).removeprefix("torch.")
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> WeightSpec:
+    """Returns a weight's name, dtype and shape."""
+    return WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
 
 
 def places(bucket: Bucket, buffer: torch.Tensor) -> Iterator[torch.Tensor]:

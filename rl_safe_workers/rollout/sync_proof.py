@@ -55,7 +55,7 @@ class HeldWeights:
     Example: ``HeldWeights(digests=(("lm_head.weight", -7),), converted=0, unread=(), faults=(), seconds=0.01)``
     """
 
-    digests: tuple[tuple[str, int], ...]
+    digests: tuple[tuple[str, int], ...] = ()
     """HF name and digest of each whole weight, at each of its places in the model."""
     cuts: tuple[HeldCut, ...] = ()
     """The other weights of a rank of a tensor-parallel engine, likewise."""
@@ -110,6 +110,11 @@ class HeldWeights:
                 found.append(f"{name}: sent {_hex(sent[name])}, held {_hex(digest)}")
         answered = {name for name, _ in self.digests} | set(self.unread)
         return found + [f"{name}: sent, and not held" for name in sent if name not in answered]
+
+
+NOTHING_CAME = HeldWeights(
+    digests=(), converted=0, unread=(), faults=("no weights have come in this sync",), seconds=0.0
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +175,16 @@ class ProvedSync:
     seconds: float
     """Seconds that the digests took, with those of the sync that was wrong."""
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that a host logs."""
+        return {
+            "rl_safe/sync_proved": float(self.proof.proved),
+            "rl_safe/sync_not_proved": float(self.proof.not_proved),
+            "rl_safe/sync_redone": float(self.redone),
+            "timing_s/rl_safe_sync_proof": self.seconds,
+        }
+
 
 class ProvedSyncs:
     """Chooses the syncs of a run that are proved. Redoes a sync that is found wrong, once."""
@@ -188,6 +203,7 @@ class ProvedSyncs:
         *,
         what: str = "the weight sync",
         before_redoing: Callable[[], object] = lambda: None,
+        agree: Callable[[str], str] = lambda wrong: wrong,
     ) -> ProvedSync | None:
         """Does the next sync.
 
@@ -195,6 +211,8 @@ class ProvedSyncs:
             sync: Syncs once; takes whether to prove it, and returns the digests if so.
             what: The sync, for messages.
             before_redoing: Called between a sync that was wrong and the same sync once more.
+            agree: Takes what is wrong here, empty if nothing is. Returns what is wrong on any rank, if several do the
+                sync together.
 
         Returns:
             None if the sync was not proved.
@@ -208,19 +226,20 @@ class ProvedSyncs:
         if proof is None:
             return None
         seconds, redone = proof.seconds, 0
-        if wrong := proof.differences():
-            logger.warning("%s is redone: %s", what, _some(wrong))
+        if wrong := agree(in_short(proof.differences())):
+            logger.warning("%s is redone: %s", what, wrong)
             before_redoing()
             redone, proof = 1, sync(True)
             assert proof is not None, "it was asked for"
             seconds += proof.seconds
-            if wrong := proof.differences():
-                raise WeightSyncError(f"{what} has put wrong weights into an engine, twice: {_some(wrong)}")
+            if wrong := agree(in_short(proof.differences())):
+                raise WeightSyncError(f"{what} has put wrong weights into an engine, twice: {wrong}")
         logger.log(logging.INFO if number == 0 else logging.DEBUG, "%s: %s", what, proof)
         return ProvedSync(proof=proof, redone=redone, seconds=seconds)
 
 
-def _some(sentences: Sequence[str]) -> str:
+def in_short(sentences: Sequence[str]) -> str:
+    """Joins the first sentences, and counts the others."""
     shown = "; ".join(sentences[:_SHOWN])
     return shown if len(sentences) <= _SHOWN else f"{shown}; and {len(sentences) - _SHOWN} more"
 

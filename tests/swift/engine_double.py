@@ -75,6 +75,13 @@ def responses(requests: Sequence[Any]) -> list[Any]:
     ]
 
 
+def infer(infer_requests: Sequence[Any], request_config: Any = None, use_tqdm: bool = False) -> list[Any]:
+    """ms-swift's own output of a rollout."""
+    from swift.infer_engine.protocol import RolloutOutput
+
+    return [RolloutOutput(response=response) for response in responses(infer_requests)]
+
+
 class Weights:
     """Digests of the weights that the engine was given last."""
 
@@ -124,11 +131,9 @@ class ColocatedEngine:
         self.calls.append(f"wake {tags}")
 
     def infer(self, infer_requests: Sequence[Any], request_config: Any = None, use_tqdm: bool = False) -> list[Any]:
-        from swift.infer_engine.protocol import RolloutOutput
-
         self.calls.append("infer")
         strike("generate")
-        return [RolloutOutput(response=response) for response in responses(infer_requests)]
+        return infer(infer_requests)
 
 
 class RayServer:

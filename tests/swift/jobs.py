@@ -72,8 +72,18 @@ class Job:
     @property
     def losses(self) -> list[float]:
         """The loss of each step, as ms-swift logs it."""
-        lines = (json.loads(line) for line in (self.output / "logging.jsonl").read_text().splitlines())
-        return [line["loss"] for line in lines if "loss" in line]
+        return [line["loss"] for line in self._logged]
+
+    @property
+    def proofs(self) -> list[tuple[float, float, float]]:
+        """Weights of each step that a sync has proved, weights that it has not, and 1 if it was redone."""
+        names = [f"rl_safe/sync_{name}" for name in ("proved", "not_proved", "redone")]
+        return [(line[names[0]], line[names[1]], line[names[2]]) for line in self._logged]
+
+    @property
+    def _logged(self) -> list[dict[str, Any]]:
+        lines = map(json.loads, (self.output / "logging.jsonl").read_text().splitlines())
+        return [line for line in lines if "loss" in line]
 
     def log(self, rank: int) -> str:
         """The output of a rank."""

@@ -30,6 +30,9 @@ def run_ray(
     ours: bool,
     settings: dict[str, Any] | None = None,
     tuner: dict[str, Any] | None = None,
+    ranks: int = 2,
+    more: dict[str, Any] | None = None,
+    plugins: Sequence[Path] = (),
     limit_s: float = CUT_S,
     **env: str,
 ) -> End:
@@ -41,24 +44,28 @@ def run_ray(
         ours: Whether our plugin is among the job's.
         settings: Ours.
         tuner: What is trained; `LORA` unless given.
+        ranks: How many training actors there are, each with an engine.
+        more: More keys of the YAML.
+        plugins: More plugins, after ours.
         limit_s: As for `run`.
         **env: More variables. With ``BREAK`` or ``BREAK_ENGINE``, something breaks.
     """
     folder.mkdir(parents=True)
     breaks = {"BREAK", "BREAK_ENGINE"} & env.keys()
-    plugins = [CPU, ENGINE, *([PLUGIN] if ours else []), BREAK if breaks else WATCH]
+    plugins = [CPU, ENGINE, *([PLUGIN] if ours else []), BREAK if breaks else WATCH, *plugins]
     job = {
         **options([*ON_CPU, *PLAIN, *TRAINING, *GRPO]),
         **(LORA if tuner is None else tuner),
         "reward_funcs": ["sum"],
-        "expert_model_parallel_size": 2,
+        "expert_model_parallel_size": ranks,
         "model": str(inputs / "model"),
         "dataset": [str(inputs / "data.jsonl")],
         "output_dir": str(folder / "out"),
         "external_plugins": list(map(str, plugins)),
         "colocate_groups": [["train", "rollout"]],
-        "train": {"gpus": 2},
-        "rollout": {"gpus": 2, "vllm_tensor_parallel_size": 1},
+        "train": {"gpus": ranks},
+        "rollout": {"gpus": ranks, "vllm_tensor_parallel_size": 1},
+        **(more or {}),
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     with tempfile.TemporaryDirectory(prefix="ray") as session:  # sockets need a short path

@@ -15,10 +15,13 @@ from rl_safe_workers.adapters.swift.swift_contract import (
     GRPO_NAMES,
     GRPO_TEXTS,
     NAMES,
+    PROOF_NAMES,
+    PROOF_TEXTS,
     RAY_NAMES,
     RAY_TEXTS,
     TEXTS,
     check_grpo,
+    check_proved,
     check_ray_mode,
     check_swift,
 )
@@ -28,7 +31,10 @@ HOSTS = Path(sys.prefix) / "hosts"
 """A folder with the source of each other version, which scripts/setup makes."""
 SUPPORTED = ("4.3.2", "4.4.2", "4.5.2")
 """Besides the one that is installed."""
-EVERY_NAME, EVERY_TEXT = (*NAMES, *GRPO_NAMES, *RAY_NAMES), (*TEXTS, *GRPO_TEXTS, *RAY_TEXTS)
+EVERY_NAME, EVERY_TEXT = (
+    (*NAMES, *GRPO_NAMES, *PROOF_NAMES, *RAY_NAMES),
+    (*TEXTS, *GRPO_TEXTS, *PROOF_TEXTS, *RAY_TEXTS),
+)
 TOO_OLD = ("4.1.0", "4.2.0")
 CHECKOUTS = [path for path in os.environ.get("SWIFT_SRC", "").split(os.pathsep) if path]
 """More sources, such as that of 4.4.3, which the package index lacks."""
@@ -50,6 +56,7 @@ def test_a_supported_version_does_what_we_rely_on(supported: Path) -> None:
 def test_the_installed_hosts_are_taken() -> None:
     check_swift(package_root("swift"), package_root("mcore_bridge"))
     check_grpo(package_root("swift"))
+    check_proved(package_root("swift"))
     check_ray_mode(package_root("swift"))
 
 

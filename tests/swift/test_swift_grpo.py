@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rl_safe_workers.ports import port_to_listen_on
+from tests.swift import real_engine
 from tests.swift.jobs import BREAK, Forge, Job, environment
 
 pytestmark = pytest.mark.timeout(600)
@@ -56,19 +57,34 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def jobs(layout: str, forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """Stock's job, ours that gives communicators' memory away, and ours resumed from step 2."""
+    """Stock's job, ours that gives communicators' memory away, and ours with a real engine and proved weight syncs."""
     ranks, sizes = LAYOUTS[layout]
     root = tmp_path_factory.mktemp(layout)
     settings = {"release_comms": True}
     stock = forge.grpo(root / "stock", inputs, *sizes, ranks=ranks, ours=False).check()
     own = forge.grpo(root / "own", inputs, *sizes, ranks=ranks, settings=settings).check()
-    return {"stock": stock, "own": own}
+    found = {"stock": stock, "own": own}
+    if real_engine.HAS_VLLM:
+        more = (*sizes, *real_engine.ARGUMENTS)
+        proving = {"settings": {"prove_sync_freq": 1}, "env": {real_engine.FAULTS: "{}"}}
+        found["proved"] = forge.grpo(root / "proved", inputs, *more, ranks=ranks, **proving).check()
+    return found
 
 
 def test_the_losses_are_those_of_stock_to_the_last_bit(jobs: dict[str, Job]) -> None:
     assert len(jobs["own"].losses) == 4
     assert len(set(jobs["own"].losses)) == 4
     assert jobs["own"].losses == jobs["stock"].losses
+
+
+@real_engine.needed
+def test_every_weight_sync_is_proved_and_changes_no_loss(jobs: dict[str, Job]) -> None:
+    job = jobs["proved"]
+    weights = job.proofs[0][0]
+    assert weights > 0
+    assert job.proofs == [(weights, 0, 0)] * 4
+    assert job.losses == jobs["stock"].losses
+    assert "redone" not in job.log(0)
 
 
 def test_each_part_of_a_step_is_a_phase(jobs: dict[str, Job]) -> None:

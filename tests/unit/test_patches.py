@@ -32,6 +32,17 @@ def test_a_name_that_is_there_goes_before_the_one_for_its_absence() -> None:
     assert owner.name == 5
 
 
+def test_a_name_of_the_class_is_replaced_for_one_object_alone() -> None:
+    class Owner:
+        def name(self) -> int:
+            return 1
+
+    owner = Owner()
+    with replaced(owner, "name", lambda value: lambda: value() + 1):
+        assert (owner.name(), Owner().name()) == (2, 1)
+    assert vars(owner) == {}
+
+
 def test_a_name_that_is_absent_without_notice_is_an_error() -> None:
     with pytest.raises(AttributeError), replaced(SimpleNamespace(), "name", lambda value: value):
         pass

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from rl_safe_workers.adapters.host_contract import package_root
-from rl_safe_workers.adapters.swift.swift_contract import check_ray_mode, check_swift
+from rl_safe_workers.adapters.swift.swift_contract import check_proved, check_ray_mode, check_swift
 from rl_safe_workers.adapters.swift.swift_settings import job_settings
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ def install() -> None:
     check_swift(package_root("swift"), package_root("mcore_bridge"))
     if is_ray and not _is_actor:
         check_ray_mode(package_root("swift"))
+        if settings.prove_sync_freq >= 0:
+            check_proved(package_root("swift"))
         from rl_safe_workers.adapters.swift.ray_driver import install_driver
 
         _job = install_driver(settings)

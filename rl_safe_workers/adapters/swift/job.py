@@ -27,7 +27,7 @@ from rl_safe_workers.adapters.shards import PendingShards, ShardWriter
 from rl_safe_workers.adapters.swift.args_features import features_of
 from rl_safe_workers.adapters.swift.bridge_groups import create_ep_pp_groups, create_rollout_groups
 from rl_safe_workers.adapters.swift.export import exported
-from rl_safe_workers.adapters.swift.swift_contract import check_grpo
+from rl_safe_workers.adapters.swift.swift_contract import check_grpo, check_proved
 from rl_safe_workers.adapters.swift.swift_settings import SwiftSettings
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER, write_tracker
 from rl_safe_workers.comms.bootstrap import HostGroups
@@ -170,9 +170,13 @@ class SwiftJob(HostedTrainer):
                 raise ConfigError(f"--rlhf_type {args.rlhf_type} is not supported yet: leave our plugin out")
             self._comms.generates = getattr(args, "rlhf_type", None) == "grpo" and not self._is_actor
             if self._comms.generates:
+                from rl_safe_workers.adapters.swift.proved_syncs import check_proof
                 from rl_safe_workers.adapters.swift.rollout_phases import install_rollout
 
                 check_grpo(package_root("swift"))
+                if self.settings.prove_sync_freq >= 0:
+                    check_proved(package_root("swift"))
+                    check_proof(args, every=self.settings.prove_sync_freq)
                 install_rollout(self)
             if reason := why_no_async_save(args):
                 raise ConfigError(reason)

@@ -64,6 +64,10 @@ def install_driver(settings: SwiftSettings) -> RayWaits:
     _module("megatron_worker").MegatronWorker = importlib.import_module(
         "rl_safe_workers.adapters.swift.ray_worker"
     ).SafeMegatronWorker
+    if settings.prove_sync_freq >= 0:
+        importlib.import_module("rl_safe_workers.adapters.swift.ray_proofs").prove_syncs(
+            waits, every=settings.prove_sync_freq
+        )
     return waits
 
 

@@ -19,7 +19,7 @@ import ray
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Party
 from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.swift.swift_settings import SwiftTimeouts
-from rl_safe_workers.errors import OUTSIDE, RunError
+from rl_safe_workers.errors import OUTSIDE, RunError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class RayWaits:
         failure: The failure that the job ends with; None while all is well.
         parties: The job's actors that exist by now.
         evidence: The folder for the evidence of a failure.
+        driver: Bounds the waits.
     """
 
     def __init__(self, timeouts: SwiftTimeouts, evidence: Path) -> None:
@@ -66,7 +67,7 @@ class RayWaits:
         self.parties: list[Party] = []
         self.evidence = evidence
         self._timeouts = timeouts
-        self._waits = DriverWaits(timeouts, lambda: self.parties)
+        self.driver = DriverWaits(timeouts, lambda: self.parties)
         self._waiting: tuple[str, tuple[str, ...]] | None = None
 
     @contextmanager
@@ -99,21 +100,34 @@ class RayWaits:
         Raises:
             JobError: If an actor fails or does not answer in time; names it. Every actor is ended then.
         """
-        if self.failure is not None:
-            raise self.failure
-        what, phases = self._waiting or (what, phases)
-        try:
-            return self._waits.bounded(
+        with self.judged():
+            what, phases = self._waiting or (what, phases)
+            return self.driver.bounded(
                 phases[0],
                 what,
                 lambda: ray.get(references),
-                limit_s=sum(map(self._waits.timeout_s, phases)),
+                limit_s=sum(map(self.driver.timeout_s, phases)),
                 calls=references if isinstance(references, list) else [references],
             )
+
+    @contextmanager
+    def judged(self) -> Iterator[None]:
+        """Gives the verdict on a failure of the body, and ends every actor.
+
+        Raises:
+            RunError: The failure that the job ends with, also if there has been one.
+        """
+        if self.failure is not None:
+            raise self.failure
+        try:
+            yield
         except (RunError, ray.exceptions.RayError) as error:
-            self.failure = JobVerdict(lambda: self.parties, self.evidence).on(error, self._waits.failed_in)
+            if error is self.failure:
+                raise
+            self.failure = JobVerdict(lambda: self.parties, self.evidence).on(error, self.driver.failed_in)
             self._end()
             if self.failure is error:
+                logger.error("the job has failed: %s", in_one_line(error))
                 raise
             raise self.failure from error
 

@@ -6,15 +6,17 @@ import functools
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import ray
 from swift.ray.megatron.megatron_worker import MegatronWorker
 from swift.ray.megatron.worker_group import dispatch_collect
 
+from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.adapters.swift import install
+from rl_safe_workers.adapters.swift.proved_syncs import exporting
 from rl_safe_workers.adapters.swift.ray_waits import RayStandIn
 from rl_safe_workers.adapters.swift.silent_engine import silent_engine
 from rl_safe_workers.adapters.swift.swift_settings import VARIABLE
@@ -22,6 +24,7 @@ from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.errors import RolloutError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role
+from rl_safe_workers.rollout.sync_proof import SentWeights
 
 WORK: dict[str, Phase | None] = {
     "setup": None,
@@ -75,6 +78,15 @@ class SafeMegatronWorker(MegatronWorker):
         with _told():
             install.job().give_comms()
 
+    def rl_safe_prove(self) -> None:
+        """Has this rank take digests of the weights of the next sync."""
+        install.job().prove_sync()
+
+    def rl_safe_sent(self) -> SentWeights:
+        """Returns the digests since `rl_safe_prove`, and takes no more."""
+        found: SentWeights = install.job().sent_weights()
+        return found
+
     @dispatch_collect(dispatch="broadcast", collect="first")
     def finalize(self) -> Any:
         """Ends the training as ms-swift does, and then the groups, as all ranks agree."""
@@ -104,7 +116,7 @@ def _safe(name: str, phase: Phase | None) -> Callable[..., Any]:
                 job.trainer.comms.require("offload")
             elif name == "reload_to_gpu":
                 job.take_back_comms()
-            with nullcontext() if phase is None else job.trainer.phase(phase), _parameters(worker, name):
+            with nullcontext() if phase is None else job.trainer.phase(phase), _parameters(worker, name), _sent(worker):
                 return original(worker, *args, **kwargs)
 
     # With ms-swift's mark of how to call it, and with a name of its own, by which an actor finds it.
@@ -135,6 +147,14 @@ def _parameters(worker: Any, method: str) -> Iterator[None]:
     complete_param_gathers(models)
     yield
     utils.offload_megatron_model_to_cpu(models)
+
+
+def _sent(worker: Any) -> AbstractContextManager[None]:
+    """Has digests taken of the weights that are exported in the body, if a proof of them has been announced."""
+    job = install.job()
+    if job.digests is None:
+        return nullcontext()
+    return replaced(worker._megatron.bridge, "export_weights", exporting(job))
 
 
 def _parameter_buffers(models: list[Any]) -> Iterator[Any]:

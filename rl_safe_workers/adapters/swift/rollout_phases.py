@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rl_safe_workers.adapters.swift.job import SwiftJob
+from rl_safe_workers.adapters.swift.proved_syncs import ColocatedSyncs
 from rl_safe_workers.adapters.swift.silent_engine import silent_engine
 from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.control.bounded import in_background
@@ -62,7 +63,7 @@ class RolloutPhases:
 
     def __init__(self, job: SwiftJob) -> None:
         """Holds this rank's job."""
-        self._job = job
+        self._job, self._syncs = job, ColocatedSyncs(job)
 
     def choosing_group(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wraps ``create_rollout_group``, which creates groups in the first generation if context is parallel."""
@@ -94,6 +95,7 @@ class RolloutPhases:
         def prepare_vllm_engine(trainer: Any) -> Any:
             with EngineWatch(self._job, "starting", is_shared=True):
                 engine = original(trainer)
+            self._syncs.add_engine(engine)
             infer, is_shared = engine.infer, trainer.vllm_tensor_parallel_size > 1
 
             @functools.wraps(infer)
@@ -127,13 +129,13 @@ class RolloutPhases:
         return generate_and_score_completions
 
     def sending(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Wraps ``_move_model_to_vllm``: phase ``sync``."""
+        """Wraps ``_move_model_to_vllm``: phase ``sync``; proved if it is due."""
 
         @functools.wraps(original)
         def move_model_to_vllm(trainer: Any) -> None:
             with self._job.aside(Phase.SYNC):
                 complete_param_gathers(trainer.wrapped_models)
-                original(trainer)
+                self._syncs.sync(trainer, lambda: original(trainer))
 
         return move_model_to_vllm
 

@@ -27,6 +27,9 @@ _GROUP = "swift/ray/megatron/worker_group.py"
 _WORKER = "swift/ray/megatron/megatron_worker.py"
 _PIPELINE = "swift/ray/megatron/pipeline.py"
 _REPLICA = "swift/ray/megatron/rollout/replica.py"
+_ENGINE = "swift/ray/megatron/rollout/ray_vllm_engine.py"
+_SERVER = "swift/ray/megatron/rollout/vllm_server.py"
+_EXTENSION = "swift/pipelines/infer/rollout.py"
 _ADAPTER = "swift/ray/megatron/rollout/adapter.py"
 _SENDER = "swift/ray/megatron/rollout/weight_transfer.py"
 _MANAGER = "swift/ray/megatron/checkpoint_engine/manager.py"
@@ -224,6 +227,102 @@ GRPO_TEXTS: tuple[HostText, ...] = (
         within="MegatronRolloutMixin._colocate_rollout",
         text="self.engine.infer(",
         why="replaced: its waits end",
+    ),
+)
+
+PROOF_NAMES: tuple[HostName, ...] = (
+    HostName(
+        file=_MANAGER,
+        name="CheckpointEngineManager._sync_weights_naive",
+        parameters=("self", "merge_and_sync"),
+        why="in Ray mode: proved, and redone",
+    ),
+    HostName(
+        file=_MANAGER,
+        name="CheckpointEngineManager._sync_weights_nccl",
+        parameters=("self", "merge_and_sync"),
+        why="in Ray mode: likewise",
+    ),
+    HostName(
+        file=_ENGINE,
+        name="RayVllmEngine._create_engine_async",
+        parameters=("model_id",),
+        why="in Ray mode: given our part of vLLM's worker",
+    ),
+    HostName(
+        file=_EXTENSION,
+        name="WeightSyncWorkerExtension.update_weights_from_ipc",
+        parameters=("self",),
+        why="in Ray mode: weights are read back after it",
+    ),
+)
+
+PROOF_TEXTS: tuple[HostText, ...] = (
+    HostText(
+        file=_ROLLOUT,
+        within="MegatronRolloutMixin._export_and_load_weights",
+        text="self.bridge.export_weights(",
+        why="digests are taken of what it yields",
+    ),
+    HostText(
+        file=_ROLLOUT,
+        within="MegatronRolloutMixin._export_and_load_weights",
+        text="self.engine.inner_model",
+        why="weights are read back from it",
+    ),
+    HostText(
+        file=_GRPO,
+        within="MegatronGRPOTrainer",
+        text="self._metrics = {'train'",
+        why="takes our metrics, too",
+    ),
+    HostText(
+        file=_WORKER,
+        within="MegatronWorker.update_weights",
+        text="megatron.bridge.export_weights(",
+        why="in Ray mode: digests are taken of what it yields",
+    ),
+    HostText(
+        file=_WORKER,
+        within="MegatronWorker.send_checkpoint_weights",
+        text="megatron.bridge.export_weights(",
+        why="in Ray mode: likewise",
+    ),
+    HostText(
+        file=_MANAGER,
+        within="CheckpointEngineManager.__init__",
+        text="self.rollout_actors = ",
+        why="in Ray mode: asked what they hold",
+    ),
+    HostText(
+        file=_REPLICA,
+        within="RolloutReplica._spawn_actors",
+        text="from .vllm_server import VllmServer",
+        why="in Ray mode: replaced, looked up in the module",
+    ),
+    HostText(
+        file=_SERVER,
+        within="VllmServer.launch_server",
+        text="from .ray_vllm_engine import RayVllmEngine",
+        why="in Ray mode: replaced, looked up in the module",
+    ),
+    HostText(
+        file=_ENGINE,
+        within="RayVllmEngine.__init__",
+        text="engine_kwargs=extra_engine_kwargs",
+        why="in Ray mode: takes the name of our part of vLLM's worker",
+    ),
+    HostText(
+        file=_EXTENSION,
+        within="WeightSyncWorkerExtension.update_weights_from_ipc",
+        text="self.model_runner.model.load_weights(weights=weights)",
+        why="in Ray mode: the weights that have come",
+    ),
+    HostText(
+        file=_EXTENSION,
+        within="WeightSyncWorkerExtension.update_weights_from_ipc",
+        text="finish_vllm_weight_reload(self.model_runner.model",
+        why="in Ray mode: layers convert weights in it",
     ),
 )
 
@@ -497,6 +596,11 @@ def check_swift(swift: Path, bridge: Path) -> None:
 def check_grpo(swift: Path) -> None:
     """As `check_swift`, for GRPO in ms-swift's own trainer."""
     _check("ms-swift", swift, GRPO_NAMES, GRPO_TEXTS)
+
+
+def check_proved(swift: Path) -> None:
+    """As `check_swift`, for proved weight syncs."""
+    _check("ms-swift", swift, PROOF_NAMES, PROOF_TEXTS)
 
 
 def check_ray_mode(swift: Path) -> None:

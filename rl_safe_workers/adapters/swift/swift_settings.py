@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
-from rl_safe_workers.adapters.host_settings import HostSettings
+from rl_safe_workers.adapters.host_settings import ProvableSettings
 from rl_safe_workers.config import PhaseTimeouts, RlSafeConfig, Seconds, TimeoutsConfig
 
 VARIABLE = "RL_SAFE_SWIFT"
@@ -31,7 +31,7 @@ class SwiftTimeouts(PhaseTimeouts):
     """To bring weights to vLLM."""
 
 
-class SwiftSettings(HostSettings):
+class SwiftSettings(ProvableSettings):
     """The variable's keys. With ``enabled`` false the plugin does nothing."""
 
     timeouts: SwiftTimeouts = Field(default_factory=SwiftTimeouts)

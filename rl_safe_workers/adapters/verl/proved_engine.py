@@ -15,7 +15,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from rl_safe_workers.rollout.packing import dtype_name
+from rl_safe_workers.rollout.packing import spec_of
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.proved_worker import ProvedWorker
 from rl_safe_workers.rollout.sync_proof import HeldWeights
@@ -35,10 +35,7 @@ class ProvedWorkerExtension(ProvedWorker, vLLMColocateWorkerExtension):
 
     def _update_weights(self, weights: Sequence[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> None:
         if self._rl_safe_is_due:
-            self._rl_safe_specs += tuple(
-                WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
-                for name, tensor in weights
-            )
+            self._rl_safe_specs += tuple(spec_of(name, tensor) for name, tensor in weights)
         super()._update_weights(weights, *args, **kwargs)
 
     def _iter_all_models_with_config(self) -> Iterator[tuple[Any, Any]]:

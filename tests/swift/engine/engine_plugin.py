@@ -1,4 +1,4 @@
-"""Puts the engine double where ms-swift calls vLLM, and a reward: a plugin for --external_plugins, before ours."""
+"""Puts an engine for CPUs where ms-swift calls vLLM, and a reward: a plugin for --external_plugins, before ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from swift.rewards import ORM, orms
 
-from tests.swift import engine_double
+from tests.swift import engine_double, real_engine
 
 
 class Sum(ORM):
@@ -25,7 +25,8 @@ if "swift.ray.megatron" in sys.modules:
     from swift.ray.megatron.rollout import adapter, vllm_server
 
     # The actors of the engine are made of this name; weights go to them over shared memory, as on an NPU.
-    vllm_server.VllmServer = engine_double.RayServer
+    if real_engine.FAULTS not in os.environ:  # else another plugin puts a real one there, over ours
+        vllm_server.VllmServer = engine_double.RayServer
     adapter._is_ipc_supported = lambda: False
     init = ray.init
 
@@ -50,7 +51,11 @@ else:
     # A CPU has no cache of memory to empty.
     utils.aggressive_empty_cache = rollout_mixin.aggressive_empty_cache = lambda: None
     rollout_mixin.is_vllm_available = lambda: True
-    rollout_mixin.MegatronRolloutMixin._prepare_vllm_engine = lambda self: engine_double.ColocatedEngine()
+    mixin = rollout_mixin.MegatronRolloutMixin
+    if real_engine.FAULTS in os.environ:
+        mixin._prepare_vllm_engine = real_engine.preparing(mixin._prepare_vllm_engine)
+    else:
+        mixin._prepare_vllm_engine = lambda self: engine_double.ColocatedEngine()
 
     class NoGroup:
         """Stands in for vLLM's group of a trainer and a server, over which weights go: none go."""

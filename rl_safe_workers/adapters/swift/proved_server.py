@@ -1,0 +1,46 @@
+"""ms-swift's vLLM server of Ray mode, with our part of a vLLM worker. Importing it imports ms-swift, and not vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swift.ray.megatron.rollout import ray_vllm_engine
+from swift.ray.megatron.rollout.ray_vllm_engine import RayVllmEngine
+from swift.ray.megatron.rollout.vllm_server import VllmServer
+
+from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.rollout.sync_proof import HeldWeights
+
+EXTENSION = "rl_safe_workers.adapters.swift.proved_extension.ProvedSwiftExtension"
+
+
+class ProvedVllmEngine(RayVllmEngine):
+    """ms-swift's engine, over our part of its worker."""
+
+    @staticmethod
+    async def _create_engine_async(*args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> Any:
+        proving = {**engine_kwargs, "worker_extension_cls": EXTENSION}
+        return await RayVllmEngine._create_engine_async(*args, engine_kwargs=proving, **kwargs)
+
+
+class ProvedServer(VllmServer):
+    """ms-swift's server, an actor of Ray's, over our engine."""
+
+    def launch_server(self, **settings: Any) -> Any:
+        """Starts the engine as ms-swift does."""
+        with replaced(ray_vllm_engine, "RayVllmEngine", lambda stock: ProvedVllmEngine):
+            return super().launch_server(**settings)
+
+    def rl_safe_prove(self) -> str | None:
+        """As `ProvedWorker.rl_safe_prove`."""
+        reason: str | None = self._asked("rl_safe_prove")
+        return reason
+
+    def rl_safe_held(self) -> HeldWeights | None:
+        """Returns the weights that the last sync has left; None if none has come."""
+        held = self._asked("rl_safe_held")
+        return None if held is None else HeldWeights(**held)
+
+    def _asked(self, method: str) -> Any:
+        """Returns the answer of the engine's first worker."""
+        return self._engine._run_in_loop(self._engine.engine.collective_rpc(method))[0]

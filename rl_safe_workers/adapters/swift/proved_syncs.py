@@ -1,0 +1,188 @@
+"""ms-swift's weight syncs to vLLM engines in the trainers' processes, each proved if the settings say so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.adapters.swift.job import SwiftJob
+from rl_safe_workers.adapters.swift.swift_settings import VARIABLE
+from rl_safe_workers.errors import ConfigError, WeightSyncError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import trainer_id
+from rl_safe_workers.rollout.packing import spec_of
+from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.rollout.proved_worker import ProvedWorker
+from rl_safe_workers.rollout.sync_proof import NOTHING_CAME, HeldWeights, ProvedSyncs, SentWeights, SyncProof, in_short
+
+_FIRST = 0
+"""The training rank that takes digests of what is sent. Every rank exports the same weights."""
+_PROVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "vllm_mode",
+        lambda value: value == "colocate",
+        "a server is another process, and has no call that reads weights back",
+    ),
+    ("vllm_tensor_parallel_size", lambda value: value == 1, "only engines of one GPU are read back"),
+    ("vllm_enable_lora", lambda value: not value, "only whole weights are read back"),
+)
+"""Arguments of ms-swift's, their values with which syncs can be proved, and the reason."""
+
+
+def check_proof(args: Any, *, every: int) -> None:
+    """Refuses a job whose weight syncs cannot be proved.
+
+    Args:
+        args: ms-swift's ``MegatronArguments``.
+        every: The setting ``prove_sync_freq``.
+
+    Raises:
+        ConfigError: Names the argument that stands in the way.
+    """
+    for name, fits, reason in _PROVED:
+        value = getattr(args, name)
+        if not fits(value):
+            raise _refused(f"{VARIABLE}.prove_sync_freq={every} with --{name} {value}: {reason}")
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError(f"{why}; set {VARIABLE}.prove_sync_freq to -1")
+
+
+class EngineReader(ProvedWorker):
+    """Reads weights back from an engine in this process."""
+
+    def __init__(self, engine: Any) -> None:
+        """Reads nothing yet.
+
+        Args:
+            engine: ms-swift's ``GRPOVllmEngine``.
+
+        Raises:
+            ConfigError: If its weights cannot be read back; says why.
+        """
+        self.model_runner = SimpleNamespace(model=engine.inner_model, vllm_config=engine.engine.vllm_config)
+        if (obstacle := self.rl_safe_prove()) is not None:
+            raise _refused(f"weight syncs cannot be proved: {obstacle}")
+
+    def received(self, bridge: Any, job: SwiftJob, send: Callable[[], object]) -> HeldWeights:
+        """Sends weights as ms-swift does, and returns those that the engine holds then.
+
+        Args:
+            bridge: The trainer's bridge, whose export is what is sent.
+            job: This rank's. Its digests of what is sent are taken meanwhile.
+            send: ms-swift's own sync.
+        """
+        self.rl_safe_prove()
+        with self._rl_safe_proving(), replaced(bridge, "export_weights", exporting(job, self._rl_safe_watch)):
+            send()
+        held = self.rl_safe_held()
+        return NOTHING_CAME if held is None else HeldWeights(**held)
+
+
+def exporting(
+    job: SwiftJob, at_end: Callable[[Sequence[WeightSpec]], None] = lambda specs: None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns what wraps the bridge's ``export_weights``: digests of the weights are taken as they pass.
+
+    Args:
+        job: This rank's. It has ``digests`` if this rank takes them.
+        at_end: Called with all weights, once their receiver has asked for more. It has loaded them then.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def export_weights(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            weights, specs = original(*args, **kwargs), []
+            for name, tensor in weights if job.digests is None else job.digests.passing(weights):
+                specs.append(spec_of(name, tensor))
+                yield name, tensor
+            at_end(specs)
+
+        return export_weights
+
+    return wrap
+
+
+class ColocatedSyncs:
+    """The weight syncs of one rank to the engine in its process. All ranks prove theirs together."""
+
+    def __init__(self, job: SwiftJob) -> None:
+        """Counts syncs from here on.
+
+        Args:
+            job: This rank's.
+        """
+        self._job = job
+        self._syncs = ProvedSyncs(every=job.settings.prove_sync_freq)
+        self._reader: EngineReader | None = None
+        self._wrong: list[int] = []
+        """Training ranks whose engines held wrong weights after the last sync."""
+
+    def add_engine(self, engine: Any) -> None:
+        """Takes the engine of this rank, if syncs are to be proved.
+
+        Raises:
+            ConfigError: As `EngineReader`.
+        """
+        if self._job.settings.prove_sync_freq >= 0:
+            self._reader = EngineReader(engine)
+
+    def sync(self, trainer: Any, send: Callable[[], object]) -> None:
+        """Sends weights as ms-swift does, and once more if an engine holds others than were sent.
+
+        Collective over: the training world, within phase ``sync``.
+
+        Args:
+            trainer: ms-swift's. It logs the metrics.
+            send: Its own sync.
+
+        Raises:
+            WeightSyncError: If an engine holds other weights than were sent, twice in a row; names its rank.
+        """
+        try:
+            proved = self._syncs.do(
+                functools.partial(self._once, trainer.bridge, send),
+                what=f"the weight sync of step {trainer.state.iteration + 1}",
+                agree=self._agree,
+            )
+        except WeightSyncError as error:
+            error.culprit = trainer_id(self._wrong[0])
+            raise
+        if proved is not None:
+            mode = "train" if trainer.unwrapped_models[0].training else "eval"
+            for name, value in proved.metrics.items():
+                trainer._metrics[mode][name].append(value)
+
+    def _once(self, bridge: Any, send: Callable[[], object], prove: bool) -> SyncProof | None:
+        if not prove:
+            send()
+            return None
+        assert self._reader is not None, "the engine comes before its weights"
+        rank = self._job.trainer.training_rank
+        if rank == _FIRST:
+            self._job.prove_sync()
+        held = self._reader.received(bridge, self._job, send)
+        return SyncProof(sent=[self._sent()], held=[held], engines=[rank])
+
+    def _sent(self) -> SentWeights:
+        """Returns the digests that the first rank has taken. Collective over: the training world, through the store."""
+        if self._job.digests is None:
+            return SentWeights(digests=self._settle("sent weights", None, lambda reports: reports[_FIRST]), seconds=0.0)
+        sent = self._job.sent_weights()
+        self._settle("sent weights", dict(sent.digests), lambda reports: reports[_FIRST])
+        return sent
+
+    def _agree(self, wrong: str) -> str:
+        """Returns what is wrong in any engine. Collective over: the training world, through the store."""
+        told = self._settle("sync proof", wrong, lambda reports: [one for one in enumerate(reports) if one[1]])
+        self._wrong = [rank for rank, _ in told]
+        return in_short([one for _, one in told])
+
+    def _settle(self, name: str, report: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+        trainer = self._job.trainer
+        gathering = trainer.control.gathering(name, phase=Phase.SYNC)
+        return gathering.settle(trainer.deadline, report=report, decide=decide)

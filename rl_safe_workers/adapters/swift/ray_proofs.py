@@ -1,0 +1,75 @@
+"""The weight syncs of ms-swift's driver in Ray mode, each proved if the settings say so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from rl_safe_workers.adapters.swift.ray_waits import RayWaits
+from rl_safe_workers.adapters.sync_prover import SyncProver
+
+TRANSFERS = ("_sync_weights_naive", "_sync_weights_nccl")
+"""ms-swift's two ways to send weights. The engines are awake before, and stay so."""
+
+
+def prove_syncs(waits: RayWaits, *, every: int) -> None:
+    """Has the job's engines read weights back, and its driver compare. Before any engine exists.
+
+    Args:
+        waits: The driver's.
+        every: The setting ``prove_sync_freq``.
+    """
+    from swift.ray.megatron.checkpoint_engine.manager import CheckpointEngineManager
+    from swift.ray.megatron.rollout import vllm_server
+
+    from rl_safe_workers.adapters.swift.proved_server import ProvedServer
+
+    vllm_server.VllmServer = ProvedServer
+    prove_transfers(CheckpointEngineManager, waits, every=every)
+
+
+def prove_transfers(manager: Any, waits: RayWaits, *, every: int) -> None:
+    """Has ms-swift's ``CheckpointEngineManager`` compare what it has sent. Before it is made.
+
+    Args:
+        manager: The class.
+        waits: The driver's.
+        every: The setting ``prove_sync_freq``.
+    """
+    manager.__init__ = _with_prover(manager.__init__, waits, every)
+    for name in TRANSFERS:
+        setattr(manager, name, _proving(getattr(manager, name), waits))
+
+
+def _with_prover(original: Callable[..., None], waits: RayWaits, every: int) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(manager: Any, *args: Any, **kwargs: Any) -> None:
+        original(manager, *args, **kwargs)
+        first = manager.train_actors[0]  # every rank sends the same weights
+        manager.rl_safe_prover = SyncProver(
+            waits.driver,
+            every=every,
+            announce=lambda: ray.get(first.rl_safe_prove.remote()),
+            sent=lambda: ray.get(first.rl_safe_sent.remote()),
+            engines=lambda: manager.rollout_actors,
+        )
+        manager.rl_safe_syncs = 0
+
+    return init
+
+
+def _proving(original: Callable[[Any, bool], None], waits: RayWaits) -> Callable[[Any, bool], None]:
+    @functools.wraps(original)
+    def sync_weights(manager: Any, merge_and_sync: bool) -> None:
+        manager.rl_safe_syncs += 1
+        with waits.judged():
+            manager.rl_safe_prover.sync(
+                lambda: original(manager, merge_and_sync),
+                what=f"weight sync {manager.rl_safe_syncs}",
+                before_redoing=lambda: None,
+            )
+
+    return sync_weights
