@@ -37,7 +37,9 @@ _STAT_BYTES = 4096
 
 
 def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
-    """Returns the living processes of this user that carry the run's mark, without this process.
+    """Returns the living processes of this user that carry the run's mark.
+
+    Without this process, and without its resource tracker, which ends with it.
 
     Args:
         run_id: Id of the run, its mark.
@@ -51,6 +53,7 @@ def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
                 process.pid != os.getpid()
                 and process.uids().effective == user
                 and env.belongs_to_run(process.environ(), run_id, node)
+                and not (process.ppid() == os.getpid() and _is_resource_tracker(process))
             ):
                 found.append(process)
         except psutil.Error:

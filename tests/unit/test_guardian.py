@@ -212,6 +212,19 @@ def test_a_killed_process_leaves_no_named_semaphore(run_id: str, ends: str) -> N
         assert not semaphore.exists()
 
 
+def test_the_end_of_a_run_leaves_the_semaphores_of_this_process_to_its_own_resource_tracker(run_id: str) -> None:
+    code = (
+        "import multiprocessing; from rl_safe_workers.reaping.processes import reap\n"
+        "lock = multiprocessing.get_context('spawn').Lock(); print(lock._semlock.name)\n"
+        f"reap('{run_id}', kill_after_s=0.2); another = multiprocessing.get_context('spawn').Lock()"
+    )
+    marks = {RUN_ID: run_id, ROLE: Role.ROLLOUT, RANK: "1"}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, env=os.environ | marks, capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stderr == ""
+    assert not Path(f"/dev/shm/sem.{ended.stdout.strip().removeprefix('/')}").exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to start a process of another user")
 def test_another_users_process_with_a_forged_mark_is_left_alone(run_id: str) -> None:
     command = ["/bin/sleep", "60"]
