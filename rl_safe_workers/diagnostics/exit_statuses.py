@@ -45,7 +45,7 @@ class EndWatch:
         found = {}
         for descriptor, _ in self._poll.poll(1000 * timeout_s):
             pid = self._pids.pop(descriptor)
-            # The number is this process's own until its parent has waited, and no zombie's after that.
+            # The number is this process's until its parent has waited. After that no zombie has it.
             stat = stat_of(pid)
             self._poll.unregister(descriptor)
             os.close(descriptor)

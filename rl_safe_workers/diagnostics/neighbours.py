@@ -128,7 +128,7 @@ class Neighbours:
     def _note_ends(self) -> None:
         """Notes with which exit code the other ranks here end. Each rank does that: it may be the only one in time."""
         watch, listed_ns = EndWatch(), 0
-        with suppress(FileNotFoundError):  # the job is over, or somebody has cleaned the folder for temporary files
+        with suppress(OSError):  # the folder is gone, or this process can open no more files
             while not self._has_left:
                 if (changed_ns := self.folder.stat().st_mtime_ns) != listed_ns:
                     watch.watch(one.pid for one in _ranks_of(self.folder) if one.pid != os.getpid())
