@@ -316,7 +316,7 @@ def _cause_of_end(one: RankProcess, answers: Answers) -> Cause:
     A rank that loses a peer often ends with an exit code or by SIGABRT. That says as little as an exception. torch
     writes the record of NCCL's collectives before it ends a rank by SIGABRT whose collective has timed out.
     """
-    if one.exit_code is None and one.never_ends:
+    if one.never_ends:
         record = answers.records.get(one.rank_id.rank) if one.rank_id.role is Role.TRAINER else None
         return Died() if record is None or record.under_way is None else Victim()
     return Died() if one.exit_code is not None and one.exit_code < 0 and one.exit_code != -SIGABRT else Raised()

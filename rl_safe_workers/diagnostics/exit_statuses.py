@@ -12,7 +12,7 @@ import select
 from collections.abc import Iterable
 from contextlib import suppress
 
-from rl_safe_workers.reaping.processes import stat_of
+from rl_safe_workers.diagnostics.proc_facts import look_at
 
 
 class EndWatch:
@@ -46,11 +46,11 @@ class EndWatch:
         for descriptor, _ in self._poll.poll(1000 * timeout_s):
             pid = self._pids.pop(descriptor)
             # The number is this process's until its parent has waited. After that no zombie has it.
-            stat = stat_of(pid)
+            facts = look_at(pid)
             self._poll.unregister(descriptor)
             os.close(descriptor)
-            if stat is not None and stat.is_zombie and stat.exit_code:
-                found[pid] = stat.exit_code
+            if facts.exit_code:
+                found[pid] = facts.exit_code
         return found
 
     def close(self) -> None:

@@ -140,9 +140,9 @@ def process_namespace() -> str:
 
 
 class ProcessStat(NamedTuple):
-    """The state, the parent, the start and the end of a process, as the kernel tells them.
+    """The state, the parent and the start of a process, as the kernel tells them.
 
-    Example: ``ProcessStat(state="S", parent=1, started=98765, exit_code=0)``
+    Example: ``ProcessStat(state="S", parent=1, started=98765)``
     """
 
     state: str
@@ -150,13 +150,6 @@ class ProcessStat(NamedTuple):
     parent: int
     started: int
     """Clock ticks from the machine's boot to the start of the process."""
-    exit_code: int
-    """Negative for a signal. 0 also if it runs, or if this process may not know."""
-
-    @property
-    def is_zombie(self) -> bool:
-        """True if it has ended, and its parent has not waited for it yet."""
-        return self.state == "Z"
 
 
 def stat_of(pid: int) -> ProcessStat | None:
@@ -172,10 +165,7 @@ def stat_of(pid: int) -> ProcessStat | None:
         return None
     finally:
         os.close(descriptor)
-    status = os.waitstatus_to_exitcode(int(fields[49]))
-    return ProcessStat(
-        state=fields[0].decode("ascii"), parent=int(fields[1]), started=int(fields[19]), exit_code=status
-    )
+    return ProcessStat(state=fields[0].decode("ascii"), parent=int(fields[1]), started=int(fields[19]))
 
 
 def started_ticks(pid: int) -> int | None:

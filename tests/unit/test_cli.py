@@ -45,7 +45,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
 
     def _install(run: Run) -> None:
         module = ModuleType("rl_safe_workers.driver.run")
-        module.run = run  # type: ignore[attr-defined]
+        module.run = lambda config, when_failed: run(config)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     return _install
