@@ -7,7 +7,9 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from rl_safe_workers import env
@@ -78,11 +80,13 @@ def machines() -> Iterator[LocalCluster]:
 
 
 def _strike(machines: LocalCluster, signum: signal.Signals, run_id: str) -> None:
-    (victim,) = [
-        process
-        for process in machines.processes()
-        if process.environ().get(env.RUN_ID) == run_id and process.environ().get(env.GLOBAL_RANK) == "1"
-    ]
+    victims = []
+    for process in machines.processes():
+        with suppress(psutil.Error):  # it has ended
+            variables = process.environ()
+            if variables.get(env.RUN_ID) == run_id and variables.get(env.GLOBAL_RANK) == "1":
+                victims.append(process)
+    (victim,) = victims
     victim.send_signal(signum)
 
 
