@@ -31,11 +31,11 @@ def module_path() -> list[str]:
 
 
 def end_within(seconds: float) -> None:
-    """Ends this process, with exit code 1, if it has not ended by itself in time. Call it on the main thread.
+    """Gives this process some time to end, then ends it with exit code 1. Call it on the main thread.
 
-    Code of others may hold up the end of a Python process: a pool of processes whose worker was killed, or a stdout
-    that nobody reads. stderr gets the line of code of each thread then. If stderr takes nothing either, the kernel ends
-    the process by SIGALRM.
+    A library may hold up the end of a Python process, such as a pool whose worker was killed. So may a stdout that
+    nobody reads. After the given time, stderr gets the line of code of each thread. If nobody reads stderr either, the
+    kernel ends the process by SIGALRM five seconds later.
 
     Args:
         seconds: Longest time until the end.

@@ -63,11 +63,10 @@ class Engines:
         self.fleet = EngineFleet(engines, most_lost=most_lost, losses=losses)
         self._replaces = most_lost > 0
         self._syncs = ProvedSyncs(every=config.rollout.prove_sync_freq)
-        self._is_local = cluster.is_local
         self._starting: dict[int, PendingCalls] = {}
         """The start of each engine that starts in the place of another."""
         self._unaddressed: set[int] = set()
-        """The ones of them whose ranks wait for the address of their store."""
+        """Starting engines whose ranks do not have the address of the engine's store yet."""
         self._generation = -1
         self._told = len(losses)
         session.rescue = self._rescue
@@ -180,7 +179,7 @@ class Engines:
             self._starting[engine] = self._call([engine], Phase.START, "start", unix_now())
             return
         node = self._actors(engine)[0].node
-        host = LOOPBACK if self._is_local or node is None else node.address
+        host = LOOPBACK if self._cluster.is_local or node is None else node.address
         self._unaddressed.add(engine)
         self._starting[engine] = self._call([engine], Phase.START, "serve_store", host)
 

@@ -226,10 +226,10 @@ def rank_processes(run_id: str, rank_id: RankId) -> list[psutil.Process]:
 
 
 def _kill(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Kills processes, and waits for their end. Call it again with those that have not ended, which it returns.
+    """Kills processes, and waits for their end. Returns those that have not ended, for another call.
 
-    Python's resource trackers are killed only if nothing else is left. A tracker ends by itself after the processes
-    that it serves, and removes their named semaphores from ``/dev/shm``.
+    It kills Python's resource trackers only if no other process is left. A tracker serves other processes. Once these
+    have ended, it removes their named semaphores from ``/dev/shm`` and ends by itself.
     """
     served = [process for process in processes if not _is_resource_tracker(process)]
     for process in served or processes:

@@ -69,6 +69,19 @@ QUICK = [(Kind.KILL, IN_SYNC)]
 """Runs without ``--chaos``."""
 
 
+def fault_at(when: When, *, kind: Kind, rank: int, folder: Path) -> Fault:
+    """The loss of a rollout rank at a place in a run."""
+    return Fault(
+        kind=kind,
+        role=Role.ROLLOUT,
+        rank=rank,
+        phase=when.phase,
+        point=when.point,
+        occurrence=when.occurrence,
+        folder=str(folder),
+    )
+
+
 def go_on(
     engines: int,
     faults: Sequence[Fault],
@@ -121,15 +134,7 @@ def go_on(
 def test_a_run_goes_on_with_the_other_engine(
     kind: Kind, when: When, undisturbed: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault = Fault(
-        kind=kind,
-        role=Role.ROLLOUT,
-        rank=LAST_ENGINE,
-        phase=when.phase,
-        point=when.point,
-        occurrence=when.occurrence,
-        folder=str(tmp_path),
-    )
+    fault = fault_at(when, kind=kind, rank=LAST_ENGINE, folder=tmp_path)
     go_on(LAST_ENGINE + 1, [fault], undisturbed, tmp_path, monkeypatch)
 
 
@@ -165,15 +170,7 @@ def test_a_run_waits_for_the_new_engine_when_none_is_left(
 def test_an_engine_of_two_ranks_is_replaced_as_a_whole(
     kind: Kind, when: When, rank: int, undisturbed: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault = Fault(
-        kind=kind,
-        role=Role.ROLLOUT,
-        rank=rank,
-        phase=when.phase,
-        point=when.point,
-        occurrence=when.occurrence,
-        folder=str(tmp_path),
-    )
+    fault = fault_at(when, kind=kind, rank=rank, folder=tmp_path)
     go_on(LAST_ENGINE + 1, [fault], undisturbed, tmp_path, monkeypatch, ranks=2)
 
 

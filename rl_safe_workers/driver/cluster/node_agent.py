@@ -149,7 +149,7 @@ def end_rank_here(run_id: str, rank_id: RankId, *, since: Moment, hang_dir: Path
         run_id: Id of the run.
         rank_id: The rank. Another process may take its place then, so its stops are forgotten.
         since: A moment before its processes began.
-        hang_dir: Folder of the run's stops; None: there is none.
+        hang_dir: The folder with the records of stopped processes; None if the run has no such folder.
         timeout_s: Longest wait for the end of the processes.
 
     Returns:
