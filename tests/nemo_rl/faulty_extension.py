@@ -8,26 +8,13 @@ import torch
 from vllm.model_executor.layers import utils
 
 from rl_safe_workers.adapters.nemo_rl.vllm_extension import ProvedVllmExtension
+from tests.faulty_weights import NORM, FaultyParameters, flip_a_bit, reverse_weight
 
-OUT = "model.layers.0.self_attn.o_proj.weight"
-GATE = "model.layers.1.mlp.gate.weight"
-NORM = "model.norm.weight"
-EXPERTS = "model.layers.1.mlp.experts.routed_experts.w2_weight"
 faults: list[str] = []
 """Faults of the next refits, in their order; none is left: they go well."""
 
 
-def _reverse_weight(layer: Any, remove_weight: bool) -> None:
-    # vLLM's CPU build packs a weight and frees the parameter, into which NeMo RL loads the next one.
-    layer.weight.data = layer.weight.data.flip(0)
-    layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight.flip(0), bias)
-
-
-utils.dispatch_cpu_unquantized_gemm = _reverse_weight
-
-
-def _flip(tensor: torch.Tensor) -> None:
-    tensor.view(-1).view(torch.int16)[7] ^= 1
+utils.dispatch_cpu_unquantized_gemm = reverse_weight
 
 
 class FaultyExtension(ProvedVllmExtension):
@@ -35,7 +22,7 @@ class FaultyExtension(ProvedVllmExtension):
 
     _loaded = 0
     _fault = ""
-    _before: torch.Tensor
+    _parameters: FaultyParameters | None = None
 
     def _rl_safe_received(self, *args: Any) -> bool:
         self._loaded, self._fault = 0, faults.pop(0) if faults else ""
@@ -47,22 +34,12 @@ class FaultyExtension(ProvedVllmExtension):
             weights = [(name, tensor.clone()) for name, tensor in weights]
             for name, tensor in weights:
                 if name == NORM:
-                    _flip(tensor)
+                    flip_a_bit(tensor)
         super()._load_weights(weights)
         self._loaded += len(weights)
         if self._loaded == len(self.state_dict_info):
-            self._corrupt(dict(self.model_runner.model.named_parameters()))
-
-    def _corrupt(self, held: dict[str, torch.Tensor]) -> None:
-        now = held[GATE].clone()
-        if self._fault == "a bit":
-            _flip(held[OUT])
-        elif self._fault == "experts":
-            held[EXPERTS][[0, 1]] = held[EXPERTS][[1, 0]]
-        elif self._fault == "stale":
-            assert not torch.equal(now, self._before), "the step has changed it"
-            held[GATE].copy_(self._before)
-        self._before = now
+            self._parameters = self._parameters or FaultyParameters()
+            self._parameters.change(self._fault, dict(self.model_runner.model.named_parameters()))
 
     def _synchronize_before_ipc_data_ack(self) -> None:
         """There is no stream on a CPU."""

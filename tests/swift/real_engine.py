@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.faulty_weights import GATE, NORM, FaultyParameters, flip_a_bit, reverse_weight
 from tests.swift import engine_double
 
 FAULTS = "ENGINE_FAULTS"
@@ -30,10 +31,6 @@ ARGUMENTS = (
     *("--vllm_mode", "colocate", "--sleep_level", "0", "--vllm_enforce_eager", "true"),
     *("--vllm_max_model_len", "64", "--vllm_gpu_memory_utilization", "0.05"),
 )
-OUT = "model.layers.0.self_attn.o_proj.weight"
-GATE = "model.layers.1.mlp.gate.weight"
-NORM = "model.norm.weight"
-EXPERTS = "model.layers.1.mlp.experts.routed_experts.w2_weight"
 
 
 def preparing(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -65,22 +62,13 @@ def keep_parameters() -> None:
     """Has vLLM's layers convert weights as on a GPU: its CPU build frees parameters, into which ms-swift loads."""
     from vllm.model_executor.layers import utils
 
-    utils.dispatch_cpu_unquantized_gemm = _reverse_weight
+    utils.dispatch_cpu_unquantized_gemm = reverse_weight
     torch.compiler.set_stance("force_eager")
 
 
 def faults() -> dict[int, str]:
     """The faults of this job."""
     return {int(number): fault for number, fault in json.loads(os.environ[FAULTS]).items()}
-
-
-def _reverse_weight(layer: Any, remove_weight: bool) -> None:
-    layer.weight.data = layer.weight.data.flip(0)
-    layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight.flip(0), bias)
-
-
-def _flip(tensor: torch.Tensor) -> None:
-    tensor.view(-1).view(torch.int16)[7] ^= 1
 
 
 class Faulty:
@@ -95,7 +83,7 @@ class Faulty:
             faults: Of syncs, by their numbers.
         """
         self._model, self._module, self._faults, self._number = model, module, faults, 0
-        self._before = torch.empty(0)
+        self._parameters = FaultyParameters()
 
     def install(self) -> None:
         load, finish = self._model.load_weights, self._module.finish_vllm_weight_reload
@@ -106,7 +94,7 @@ class Faulty:
 
         @functools.wraps(finish)
         def finish_reload(*args: Any, **kwargs: Any) -> None:
-            self._corrupt(dict(self._model.named_parameters()))
+            self._parameters.change(self._fault, dict(self._model.named_parameters()))
             finish(*args, **kwargs)
 
         self._model.load_weights = load_weights
@@ -120,19 +108,6 @@ class Faulty:
         for name, tensor in weights:
             arrived = tensor.clone()
             if self._fault == "wire" and name == NORM:
-                _flip(arrived)
+                flip_a_bit(arrived)
             if not (self._fault == "lost" and name == GATE):
                 yield name, arrived
-
-    @torch.no_grad()
-    def _corrupt(self, held: dict[str, torch.Tensor]) -> None:
-        gate = held[GATE]
-        now = gate.clone()
-        if self._fault == "a bit":
-            _flip(held[OUT])
-        elif self._fault == "experts":
-            held[EXPERTS][[0, 1]] = held[EXPERTS][[1, 0]]
-        elif self._fault == "stale":
-            assert not torch.equal(now, self._before), "the step has changed it"
-            gate.copy_(self._before)
-        self._before = now

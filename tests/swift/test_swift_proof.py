@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import faulty_weights
 from tests.swift import real_engine
 from tests.swift.jobs import ENGINE, Forge, Job
 from tests.swift.ray_jobs import run_ray
 
 pytestmark = [pytest.mark.timeout(300), real_engine.needed]
 
-OUT, GATE, NORM = ([name] for name in (real_engine.OUT, real_engine.GATE, real_engine.NORM))
+OUT, GATE, NORM = ([name] for name in (faulty_weights.OUT, faulty_weights.GATE, faulty_weights.NORM))
 EXPERTS = [f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in (0, 1)]
 FAULTS = {2: "a bit", 4: "experts", 6: "stale", 8: "wire", 10: "lost", 12: "a bit", 13: "a bit"}
 """By the number of the sync of rank 1. Each that is wrong is redone, so that one job shows them all."""
