@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_safe_workers.adapters.nemo_rl.import_groups import end_groups_since
 from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS, model_fingerprint, read_manifest
 from rl_safe_workers.checkpoint.save import hf_writer
 from rl_safe_workers.config import SeededModelConfig
@@ -134,7 +135,9 @@ def rebuilt(made: Worker, layout: Layout, model: Path, dtype: str) -> Worker:
 
 
 def regroup(made: Worker) -> None:
+    """Takes the groups of another layout; the threads of gloo groups that nobody destroys take up all cores."""
     parallel_state.destroy_model_parallel()
+    end_groups_since([dist.group.WORLD], timeout=timedelta(seconds=60))
     made.init_groups(seed=0)
     made.bootstrap()
 
