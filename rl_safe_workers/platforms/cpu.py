@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from rl_safe_workers.errors import ResourceError
 
@@ -157,6 +161,32 @@ def _shim_token_dispatcher() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
 
 
+def _shim_gloo_devices() -> None:
+    """Makes the gloo groups of this process share the network device of the first one.
+
+    torch gives each group a device of its own. A device has a thread that wakes up every 10 ms, whether or not anything
+    happens (gloo/transport/tcp/loop.cc), and a rank has some fifty groups.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # the stubs leave much of it out
+    make, devices = gloo.__init__, dict[int, Any]()
+
+    @functools.wraps(make)
+    def init(self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: Any = None) -> None:
+        if isinstance(options, timedelta):  # torch's other signature
+            options, timeout = None, options
+        here = os.getpid()  # a fork does not have the thread
+        if options is None and here in devices:
+            options = gloo._Options()
+            options._devices, options._timeout = devices[here], timeout or default_pg_timeout
+        if options is not None:
+            make(self, store, rank, size, options)
+            return
+        make(self, store, rank, size, timeout=timeout or default_pg_timeout)
+        devices[here] = self.options._devices
+
+    gloo.__init__ = init
+
+
 def apply() -> None:
     """Applies every shim to this process. Idempotent.
 
@@ -175,6 +205,7 @@ def apply() -> None:
     _shim_rng()
     _shim_tensor_type_names()
     _shim_token_dispatcher()
+    _shim_gloo_devices()
     _applied = True
     logger.info("CPU platform: Megatron runs on gloo with the shims of %s", __name__)
 

@@ -53,6 +53,33 @@ made = {
 seen["devices"] = {name: str(tensor.device) for name, tensor in made.items()}
 seen["values"] = [made["full"].tolist(), made["arange"].tolist(), torch.zeros(2, device="meta").device.type]
 
+import os
+import torch.distributed as dist
+from datetime import timedelta
+
+def loops():
+    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    return names.count("gloo_tcp_loop")
+
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+ways = [{}, {"timeout": timedelta(seconds=7)}, timedelta(seconds=8)]
+groups = [
+    dist.ProcessGroupGloo(dist.HashStore(), 0, 1, *([way] if isinstance(way, timedelta) else []),
+                          **(way if isinstance(way, dict) else {}))
+    for way in ways
+]
+seen["gloo_timeouts"] = [group.options._timeout.total_seconds() for group in groups]
+seen["gloo_threads"] = [loops()]
+own = dist.ProcessGroupGloo._Options()
+own._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+groups.append(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, own))
+seen["gloo_threads"].append(loops())
+seen["gloo_sum"] = []
+for group in groups:
+    ones = torch.ones(2)
+    group.allreduce([ones]).wait()
+    seen["gloo_sum"] += ones.tolist()
+
 stream, event = torch.cuda.Stream(device=0), torch.cuda.Event()
 stream.wait_stream(torch.cuda.current_stream())
 stream.wait_event(stream.record_event())
@@ -130,6 +157,12 @@ def test_what_is_made_for_cuda_is_made_on_the_cpu(seen: dict[str, Any]) -> None:
 
 def test_everything_else_about_a_tensor_stays(seen: dict[str, Any]) -> None:
     assert seen["values"] == [[7.0, 7.0], [0.0, 1.0], "meta"]
+
+
+def test_gloo_groups_share_one_device_unless_they_bring_their_own(seen: dict[str, Any]) -> None:
+    assert seen["gloo_timeouts"] == [1800.0, 7.0, 8.0]
+    assert seen["gloo_threads"] == [1, 2]
+    assert seen["gloo_sum"] == [1.0] * 8
 
 
 def test_there_is_one_stream(seen: dict[str, Any]) -> None:
