@@ -134,79 +134,152 @@ def diagnose_answers(
         lambda: reported.update(reports() if callable(reports) else reports or {}),
         timeout_s=patience_s,
     )
-    answers = ask(patience_s)
-    reported |= answers.reports
-    whys = _whys(endings(), answers, reported)
-    known = {**_failures_of_processes(answers, phase), **reported}
-    waiting = waiting_for_others(answers)
-    busy = {one.rank_id for one in answers.ranks if _is_busy(one)} - known.keys() - waiting
-    root = _root(known, busy, host_error, phase)
+    facts = _Facts.of(ask(patience_s), reported, endings, phase)
+    root = _root(facts.known, facts.busy, host_error, phase)
     error = None if root is None else root.error
-    states = {one.rank_id: _state(one, reported.get(one.rank_id), phase) for one in answers.ranks}
-    wait = _seen_wait(answers, waiting, busy) if error is None else wait_of(error)
-    found: dict[str, Any] = {"verdict": "no rank has failed, and no rank waits for others"}
-    culprits = frozenset[RankId]()
-    of_hang = ""
-    mismatch = None if root is None else _mismatch(root, answers, whys)
-    if mismatch is not None:
-        culprits = frozenset(trainer_ids(mismatch.culprits))
-        places = [(one, _place(one, answers, known)) for one in sorted(culprits)]
-        at = [f"{one}{home_of(one, answers)} was at {place}" for one, place in places if place is not None]
-        found["verdict"] = "; ".join([f"{Fault.SHAPES} in {mismatch.work or 'a collective'}: {mismatch.said}", *at])
-        found["error"] = f"{type(error).__name__}: {error}"
+    wait = _seen_wait(facts) if error is None else wait_of(error)
+    if root is not None and (mismatch := _mismatch(root, facts.answers, facts.whys)) is not None:
+        found = _found_in_mismatch(mismatch, root, wait, facts)
     elif wait is not None:
-        if root is not None and wait.missing is not None:
-            # Of the ranks that the error names, some wait themselves.
-            missing = (root.culprits - waiting) or root.culprits or wait.missing or _busy_helpers(busy, wait.phase)
-            wait = replace(wait, missing=missing, arrived=(wait.arrived | wait.missing) - missing)
-        hang, found = judge(error, wait, replace(answers, reports=reported), None, is_whole=is_whole)
-        of_hang = hang.advice
-        culprits = wait.missing or frozenset(busy - wait.arrived) if hang.culprits is None else hang.culprits
-        ended = [f"{one}{why}" for one in sorted(culprits) if (why := _because(whys.get(one)))]
-        found["verdict"] = "; ".join([hang.verdict, *_other_phases(reported, culprits, wait.phase), *ended[:_NAMED]])
-        if root is not None and not root.is_told and not hang.advice:
-            culprits -= known.keys()  # who has only waited is not to blame
+        found = _found_in_hang(root, wait, facts, is_whole=is_whole)
     elif root is not None:
-        culprits = root.culprits
-        # Where no culprit has said anything itself, another rank repeats what it has heard.
-        said = [] if any(one in known for one in culprits) else [first_line(root.error)]
-        names = [
-            f"{one}{home_of(one, answers)} {states.get(one) or _unseen(known.get(one), phase)}{_because(whys.get(one))}"
-            for one in sorted(culprits)
-        ]
-        # A rank that has failed says the phase itself.
-        when = ""
-        if phase is not None and culprits and not culprits & known.keys():
-            when = during(phase).removeprefix("in ") + ": "
-        found = {"verdict": when + "; ".join([*names, *_others(answers, culprits, known), *said])}
-        found["error"] = f"{type(error).__name__}: {error}"
-    waits = {one.rank_id: one.spot(phase) for one in answers.ranks if one.rank_id in waiting - reported.keys()}
-    if wait is not None:
-        waits |= at_the_end(wait, replace(answers, reports=reported))
-    fault = _fault(error, culprits, answers, whys) if mismatch is None else Fault.SHAPES
-    advice = of_hang or _advice(error, wait, culprits, answers, whys, fault, on_ray=on_ray)
-    if evidence is not None:
-        told = {} if host_error is None else {"driver": str(host_error)}
-        contents = {
-            **found,
-            "culprits": sorted(culprits),
-            "advice": advice,
-            "fault": fault,
-            **told,
-            "ranks": {str(one): state for one, state in states.items()},
-            "waiting": [[*one, *astuple(spot)] for one, spot in waits.items()],
-            "endings": {str(one): str(ending) for one, ending in whys.items() if ending is not None},
-        }
-        attempt("keeping the evidence", lambda: keep(answers, contents, evidence, first=culprits), timeout_s=patience_s)
-    return Diagnosis(
-        verdict=found["verdict"],
-        advice=advice,
-        culprits=culprits,
+        found = _found_in_failure(root, facts)
+    else:
+        found = _Found({"verdict": "no rank has failed, and no rank waits for others"})
+    fault = found.fault or _fault(error, found.culprits, facts)
+    diagnosis = Diagnosis(
+        verdict=found.contents["verdict"],
+        advice=found.advice or _advice(error, found.wait, found.culprits, facts, fault, on_ray=on_ray),
+        culprits=found.culprits,
         error=error,
         fault=fault,
-        ranks=states,
-        waiting=waits,
+        ranks=facts.states,
+        waiting=facts.spots_of_waiting() | ({} if found.wait is None else at_the_end(found.wait, facts.answers)),
     )
+    if evidence is not None:
+        contents = {
+            **found.contents,
+            "culprits": sorted(diagnosis.culprits),
+            "advice": diagnosis.advice,
+            "fault": fault,
+            **({} if host_error is None else {"driver": str(host_error)}),
+            "ranks": {str(one): state for one, state in diagnosis.ranks.items()},
+            "waiting": [[*one, *astuple(spot)] for one, spot in diagnosis.waiting.items()],
+            "endings": {str(one): str(ending) for one, ending in facts.whys.items() if ending is not None},
+        }
+        attempt(
+            "keeping the evidence",
+            lambda: keep(facts.answers, contents, evidence, first=diagnosis.culprits),
+            timeout_s=patience_s,
+        )
+    return diagnosis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What the ranks, their processes and the host tell."""
+
+    answers: Answers
+    """With the failures that ranks have reported, by whichever way."""
+    known: Reports
+    """The failure of each rank that has reported one, has ended badly or is stopped."""
+    waiting: frozenset[RankId]
+    """Ranks that wait for others."""
+    busy: frozenset[RankId]
+    """Ranks that others may wait for."""
+    whys: Mapping[RankId, Ending | None]
+    """Why processes have ended."""
+    phase: str | None
+    """The phase that the host waits in."""
+    states: Mapping[RankId, str]
+    """See `Diagnosis.ranks`."""
+
+    @classmethod
+    def of(
+        cls, answers: Answers, reported: Reports, endings: Callable[[], Mapping[RankId, Ending]], phase: str | None
+    ) -> _Facts:
+        """Joins what ranks have reported to the host with their answers."""
+        answers = replace(answers, reports={**reported, **answers.reports})
+        whys = _whys(endings(), answers, answers.reports)
+        known = {**_failures_of_processes(answers, phase), **answers.reports}
+        waiting = waiting_for_others(answers)
+        return cls(
+            answers=answers,
+            known=known,
+            waiting=waiting,
+            busy=frozenset(one.rank_id for one in answers.ranks if _is_busy(one)) - known.keys() - waiting,
+            whys=whys,
+            phase=phase,
+            states={one.rank_id: _state(one, answers.reports.get(one.rank_id), phase) for one in answers.ranks},
+        )
+
+    def spots_of_waiting(self) -> dict[RankId, Spot]:
+        """Returns the places of the ranks that wait for others and have reported no failure."""
+        silent = self.waiting - self.answers.reports.keys()
+        return {one.rank_id: one.spot(self.phase) for one in self.answers.ranks if one.rank_id in silent}
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one way to look at the facts has found."""
+
+    contents: Mapping[str, Any]
+    """The verdict, and what it comes from, for ``verdict.json``."""
+    culprits: frozenset[RankId] = frozenset()
+    wait: Wait | None = None
+    """The wait that has been judged."""
+    fault: Fault | None = None
+    """None: the end of the first culprit, or its error, tells."""
+    advice: str = ""
+    """Empty: the fault tells."""
+
+
+def _found_in_mismatch(mismatch: Mismatch, root: RootCause, wait: Wait | None, facts: _Facts) -> _Found:
+    """Names the ranks that brought a shape of their own to a collective."""
+    culprits = frozenset(trainer_ids(mismatch.culprits))
+    places = [(one, _place(one, facts.answers, facts.known)) for one in sorted(culprits)]
+    at = [f"{one}{home_of(one, facts.answers)} was at {place}" for one, place in places if place is not None]
+    verdict = "; ".join([f"{Fault.SHAPES} in {mismatch.work or 'a collective'}: {mismatch.said}", *at])
+    return _Found({"verdict": verdict, "error": _with_kind(root.error)}, culprits, wait, Fault.SHAPES)
+
+
+def _found_in_hang(root: RootCause | None, wait: Wait, facts: _Facts, *, is_whole: bool) -> _Found:
+    """Names the ranks that the others wait for."""
+    waiting, busy = facts.waiting, facts.busy
+    if root is not None and wait.missing is not None:
+        # Of the ranks that the error names, some wait themselves.
+        missing = (root.culprits - waiting) or root.culprits or wait.missing or _busy_helpers(busy, wait.phase)
+        wait = replace(wait, missing=missing, arrived=(wait.arrived | wait.missing) - missing)
+    hang, contents = judge(None if root is None else root.error, wait, facts.answers, None, is_whole=is_whole)
+    culprits = wait.missing or busy - wait.arrived if hang.culprits is None else hang.culprits
+    ended = [f"{one}{why}" for one in sorted(culprits) if (why := _because(facts.whys.get(one)))]
+    phases = _other_phases(facts.answers.reports, culprits, wait.phase)
+    verdict = "; ".join([hang.verdict, *phases, *ended[:_NAMED]])
+    if root is not None and not root.is_told and not hang.advice:
+        culprits -= facts.known.keys()  # who has only waited is not to blame
+    return _Found({**contents, "verdict": verdict}, frozenset(culprits), wait, advice=hang.advice)
+
+
+def _found_in_failure(root: RootCause, facts: _Facts) -> _Found:
+    """Names the ranks that a failure began with, where nobody waits for them."""
+    known, phase = facts.known, facts.phase
+    # Where no culprit has said anything itself, another rank repeats what it has heard.
+    said = [] if any(one in known for one in root.culprits) else [first_line(root.error)]
+    names = [
+        f"{one}{home_of(one, facts.answers)} {facts.states.get(one) or _unseen(known.get(one), phase)}"
+        f"{_because(facts.whys.get(one))}"
+        for one in sorted(root.culprits)
+    ]
+    # A rank that has failed says the phase itself.
+    when = ""
+    if phase is not None and root.culprits and not root.culprits & known.keys():
+        when = during(phase).removeprefix("in ") + ": "
+    verdict = when + "; ".join([*names, *_others(facts.answers, root.culprits, known), *said])
+    return _Found({"verdict": verdict, "error": _with_kind(root.error)}, frozenset(root.culprits))
+
+
+def _with_kind(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _root(known: Reports, busy: Collection[RankId], host_error: RunError | None, phase: str | None) -> RootCause | None:
@@ -335,17 +408,17 @@ def _failure(one: RankProcess, cause: Cause, phase: str | None) -> RankError:
     )
 
 
-def _seen_wait(answers: Answers, waiting: Collection[RankId], busy: Collection[RankId]) -> Wait | None:
+def _seen_wait(facts: _Facts) -> Wait | None:
     """Returns the waiting ranks and the missing ones, as far as the processes show; None if no rank waits."""
-    if not waiting:
+    if not facts.waiting:
         return None
-    ended = {one.rank_id for one in answers.ranks if one.is_gone}
-    roles = sorted({f"the {one.role}s" for one in (*waiting, *busy, *ended)}, reverse=True)
+    ended = frozenset(one.rank_id for one in facts.answers.ranks if one.is_gone)
+    roles = sorted({f"the {one.role}s" for one in (*facts.waiting, *facts.busy, *ended)}, reverse=True)
     return Wait(
         phase=None,
         group=" and ".join(roles),
-        arrived=frozenset(waiting),
-        missing=frozenset(busy) or frozenset(ended),
+        arrived=facts.waiting,
+        missing=facts.busy or ended,
         waited_s=None,
     )
 
@@ -398,16 +471,11 @@ def _whys(of_host: Mapping[RankId, Ending], answers: Answers, reported: Reports)
     return {one: joined(of_host.get(one), of_machine.get(one)) for one in sorted(silent)}
 
 
-def _fault(
-    error: RunError | None,
-    culprits: Collection[RankId],
-    answers: Answers,
-    whys: Mapping[RankId, Ending | None],
-) -> Fault | None:
+def _fault(error: RunError | None, culprits: Collection[RankId], facts: _Facts) -> Fault | None:
     """Returns the kind of the first culprit's failure: how its process has ended, else what it has raised."""
-    if any(one.kernel_wait for one in answers.ranks if one.rank_id in culprits):
+    if any(one.kernel_wait for one in facts.answers.ranks if one.rank_id in culprits):
         return Fault.ASLEEP
-    endings = [ending for one in sorted(culprits) if (ending := whys.get(one)) is not None and ending.is_known]
+    endings = [ending for one in sorted(culprits) if (ending := facts.whys.get(one)) is not None and ending.is_known]
     if endings:
         return endings[0].fault
     if isinstance(error, RankError) and isinstance(error.cause, Raised) and error.rank_id in culprits:
@@ -424,8 +492,7 @@ def _advice(
     error: RunError | None,
     wait: Wait | None,
     culprits: Collection[RankId],
-    answers: Answers,
-    whys: Mapping[RankId, Ending | None],
+    facts: _Facts,
     fault: Fault | None,
     *,
     on_ray: bool,
@@ -433,8 +500,8 @@ def _advice(
     """Returns what to do, in one line."""
     if fault is not None:
         return ADVICE[fault]
-    endings = [ending for one in sorted(culprits) if (ending := whys.get(one)) is not None]
-    node = home_of(min(culprits), answers).removeprefix(" on ") if culprits else ""
+    endings = [ending for one in sorted(culprits) if (ending := facts.whys.get(one)) is not None]
+    node = home_of(min(culprits), facts.answers).removeprefix(" on ") if culprits else ""
     cause = error.cause if isinstance(error, RankError) else None
     if isinstance(cause, Died) or endings:
         why = endings[0] if endings else "nothing of the rank's own says why"
@@ -444,7 +511,7 @@ def _advice(
             f"killer, in {logs} for the end of its output, and for a call of os._exit or somebody who kills processes"
         )
     if isinstance(cause, Stopped):
-        pids = [str(one.pid) for one in answers.ranks if one.rank_id in culprits and not one.is_gone]
+        pids = [str(one.pid) for one in facts.answers.ranks if one.rank_id in culprits and not one.is_gone]
         goes_on = f"kill -CONT {' '.join(pids)} goes on" if pids else "it was ended: see the setting timeouts.stopped"
         return f"find out what has sent SIGSTOP, such as a debugger or a scheduler; {goes_on}"
     if isinstance(error, PhaseTimeoutError):

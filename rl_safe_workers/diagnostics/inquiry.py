@@ -298,16 +298,47 @@ class _Inquiry:
         """Gets the answers. Half of the time is for waiting, the rest for looking at processes that give none."""
         deadline = Deadline.after(patience_s)
         self.ranks = list(find())
-        before: dict[RankId, int] = {}
         for rank in self.ranks:
             self._look_at(rank)
+        before = self._sizes_of_stacks()
+        asked_in = {rank.folder for rank in self.ranks if rank.folder is not None}
+        known = asked_in | ({self._folder} if self._folder is not None else set())
+        self._read_last_places(known)
+        self._have_ranks_answer(asked_in, before, deadline)
+        self._read_flights(asked_in)
+        for rank in self.ranks:
+            if not rank.is_gone:
+                self._read_stack(rank, max(0, before.get(rank.rank_id, 0)), deadline)
+        for rank in self.ranks:
+            self._look_at_wait(rank, deadline)
+        # Late: ranks that wait for each other give up at about the same time, and the host hears of the first.
+        self._read_reports(known)
+        self._look_into_endings()
+        for rank in self.ranks:
+            if rank.status == psutil.STATUS_DISK_SLEEP:
+                # Bounded: some of the files there keep the reader until the process wakes up.
+                look = partial(self._look_into_kernel, rank)
+                attempt(f"looking at process {rank.pid}", look, timeout_s=_KERNEL_LOOK_S)
+
+    def _sizes_of_stacks(self) -> dict[RankId, int]:
+        """Finds the folder of each rank that has a process; returns the bytes of its file of stacks, -1 for no file."""
+        sizes: dict[RankId, int] = {}
         for rank in self.ranks:
             with suppress(psutil.Error, OSError):
                 if not rank.is_gone:
                     rank.folder = rank.folder or env.hang_dir(self._processes[rank.pid].environ())
                 if not rank.is_gone and rank.folder is not None:
-                    before[rank.rank_id] = _size(rank.folder / stack_file(rank.rank_id))
-        folders = {rank.folder for rank in self.ranks if rank.folder is not None}
+                    sizes[rank.rank_id] = _size(rank.folder / stack_file(rank.rank_id))
+        return sizes
+
+    def _have_ranks_answer(self, folders: Iterable[Path], before: Mapping[RankId, int], deadline: Deadline) -> None:
+        """Asks every rank that listens, through its pipes and then by a signal; waits until their files are written.
+
+        Args:
+            folders: Where ranks listen.
+            before: From `_sizes_of_stacks`.
+            deadline: When the whole inquiry has to end.
+        """
         stopped = {rank.rank_id for rank in self.ranks if rank.is_stopped}
         answering: set[RankId] = set()
         awaited: dict[Path, int] = {}
@@ -324,8 +355,6 @@ class _Inquiry:
             if rank.folder is not None and rank.rank_id in answering & before.keys()
         }
         awaited |= {file: before[rank.rank_id] for file, rank in asked.items()}
-        known = folders | ({self._folder} if self._folder is not None else set())
-        self._read_last_places(known)
         _settle(awaited, deadline.share(0.3))
         silent = {file: size for file, size in awaited.items() if file in asked and _size(file) <= size}
         for file in silent:
@@ -333,41 +362,36 @@ class _Inquiry:
                 if _listens(asked[file].pid):
                     os.kill(asked[file].pid, STACK_SIGNAL)
         _settle(silent, deadline.share(0.3))
+
+    def _read_flights(self, folders: Iterable[Path]) -> None:
         for folder in folders:
             for file in (file for prefix in (GLOO_FLIGHTS, env.NCCL_FLIGHTS) for file in folder.glob(f"{prefix}*")):
                 with suppress(OSError):
                     contents = read_foreign(file, limit_bytes=_FLIGHT_BYTES, within=folder, uid=os.getuid())
                     self.flights |= {file.name: contents} if contents else {}
-        for rank in self.ranks:
-            if not rank.is_gone:
-                self._read_stack(rank, max(0, before.get(rank.rank_id, 0)), deadline)
-        for rank in self.ranks:
-            stack = None if rank.is_gone or rank.is_stopped else rank.stack
-            if stack is None or stack.waits_for_others:
-                continue
-            if waits_for_a_child(stack.frames):
-                rank.children = children_of(rank.pid, deadline, ask=partial(self._ask_child, rank, deadline))
-            if stack.is_in_a_call:
-                look = partial(self._look_at_threads, rank, stack)
-                attempt(f"looking at the threads of process {rank.pid}", look, timeout_s=_KERNEL_LOOK_S)
-        # Last: ranks that wait for each other give up at about the same time, and the host hears of the first.
+
+    def _look_at_wait(self, rank: RankProcess, deadline: Deadline) -> None:
+        """Finds out what a rank waits for that is no other rank: a child, or something of the system's."""
+        stack = None if rank.is_gone or rank.is_stopped else rank.stack
+        if stack is None or stack.waits_for_others:
+            return
+        if waits_for_a_child(stack.frames):
+            rank.children = children_of(rank.pid, deadline, ask=partial(self._ask_child, rank, deadline))
+        if stack.is_in_a_call:
+            look = partial(self._look_at_threads, rank, stack)
+            attempt(f"looking at the threads of process {rank.pid}", look, timeout_s=_KERNEL_LOOK_S)
+
+    def _read_reports(self, folders: Iterable[Path]) -> None:
+        """Reads the failures that ranks have left, and the stops of ranks that were ended for them."""
         for rank in self.ranks:
             if rank.folder is not None and (report := read_failure(rank.folder, rank.rank_id)) is not None:
                 self.reports[rank.rank_id] = report
         ids_by_pid = {rank.pid: rank.rank_id for rank in self.ranks}
-        for stop in (stop for folder in sorted(known) for stop in read_stops(folder)):
-            if (stopped_id := stop.rank_of(ids_by_pid)) is not None:
-                if not stop.may_explain(unix_now()):
-                    continue
-                pid = next((rank.pid for rank in self.ranks if rank.rank_id == stopped_id), None)
-                self.reports.setdefault(stopped_id, stop.failure(stopped_id, pid))
-        self._look_into_endings()
-        for rank in self.ranks:
-            if rank.status == psutil.STATUS_DISK_SLEEP:
-                # Bounded: some of the files there keep the reader until the process wakes up.
-                attempt(
-                    f"looking at process {rank.pid}", partial(self._look_into_kernel, rank), timeout_s=_KERNEL_LOOK_S
-                )
+        pids = {rank.rank_id: rank.pid for rank in reversed(self.ranks)}
+        for stop in (stop for folder in sorted(folders) for stop in read_stops(folder)):
+            rank_id = stop.rank_of(ids_by_pid)
+            if rank_id is not None and stop.may_explain(unix_now()):
+                self.reports.setdefault(rank_id, stop.failure(rank_id, pids.get(rank_id)))
 
     def _ask_child(self, rank: RankProcess, deadline: Deadline, pid: int) -> str:
         """Returns the stacks of a child that was forked, and so writes to the rank's own file; empty for another."""
