@@ -177,7 +177,7 @@ def diagnose_answers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """What the ranks, their processes and the host tell."""
+    """The facts that ranks, their processes and the host tell."""
 
     answers: Answers
     """With the failures that ranks have reported, by whichever way."""
@@ -221,7 +221,7 @@ class _Facts:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What one way to look at the facts has found."""
+    """A verdict, as one of the `_found_in_*` functions reaches it."""
 
     contents: Mapping[str, Any]
     """The verdict, and what it comes from, for ``verdict.json``."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_safe_workers.diagnostics.explanation import Explanation
-from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.foreign_files import printable
+from rl_safe_workers.output_files import render, write_output
 
 _LINE_CHARACTERS = 2000
 
@@ -36,7 +36,7 @@ def write_json(explanation: Explanation, path: Path) -> None:
     Raises:
         ConfigError: If the file cannot be written.
     """
-    _write(path, "--json", json.dumps(explanation.as_dict(), indent=1) + "\n")
+    write_output(path, json.dumps(explanation.as_dict(), indent=1) + "\n", option="--json")
 
 
 def write_trace(explanation: Explanation, path: Path) -> None:
@@ -65,7 +65,8 @@ def write_trace(explanation: Explanation, path: Path) -> None:
                 "args": dict(one.details),
             }
         )
-    _write(path, "--trace", json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+    trace = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    write_output(path, trace + "\n", option="--trace")
 
 
 def write_html(explanation: Explanation, path: Path) -> None:
@@ -74,20 +75,5 @@ def write_html(explanation: Explanation, path: Path) -> None:
     Raises:
         ConfigError: If the file cannot be written.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("rl_safe_workers.diagnostics", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    _write(path, "--html", environment.get_template("explanation.html.j2").render(explanation=explanation))
-
-
-def _write(path: Path, option: str, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise ConfigError(f"{option}={path} cannot be written ({error.strerror}): it takes a file to write") from error
+    page = render("rl_safe_workers.diagnostics", "explanation.html.j2", explanation=explanation)
+    write_output(path, page, option="--html")

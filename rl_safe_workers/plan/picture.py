@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.findings import Finding, counted, lines, verdict
+from rl_safe_workers.output_files import render, write_output
 from rl_safe_workers.plan import tables
 from rl_safe_workers.plan.plan import Plan, is_spare
 from rl_safe_workers.ranks import Role
@@ -156,10 +157,10 @@ def write_svg(plan: Plan, path: Path) -> None:
     """
     grid, listed = lay_out(plan), choices(plan)
     height = max(grid.height + 90, len(listed) * _LINE + 90)
-    _write(
+    write_output(
         path,
-        "--svg",
-        _render(
+        render(
+            "rl_safe_workers.plan",
             "picture.svg.j2",
             plan=plan,
             grid=grid,
@@ -172,6 +173,7 @@ def write_svg(plan: Plan, path: Path) -> None:
             margin=_MARGIN,
             line=_LINE,
         ),
+        option="--svg",
     )
 
 
@@ -181,10 +183,10 @@ def write_html(plan: Plan, findings: Sequence[Finding], path: Path) -> None:
     Raises:
         ConfigError: If it cannot be written.
     """
-    _write(
+    write_output(
         path,
-        "--html",
-        _render(
+        render(
+            "rl_safe_workers.plan",
             "picture.html.j2",
             plan=plan,
             grid=lay_out(plan),
@@ -202,29 +204,10 @@ def write_html(plan: Plan, findings: Sequence[Finding], path: Path) -> None:
             save_headings=tables.SAVE_HEADINGS,
             saves=list(tables.save_rows(plan)),
         ),
+        option="--html",
     )
 
 
 def _title(plan: Plan) -> str:
     trainers, rollouts = plan.request.trainers, plan.request.rollouts
     return f"{counted(trainers, 'trainer')}, {counted(rollouts, 'rollout rank')}"
-
-
-def _render(template: str, **values: Any) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("rl_safe_workers.plan", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(template).render(**values)
-
-
-def _write(path: Path, option: str, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option}={path} cannot be written ({error.strerror}): it takes a file to write") from error

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from rl_safe_workers.driver.outputs import metrics as names
 from rl_safe_workers.driver.outputs.console import GIB
 from rl_safe_workers.lifecycle import FREE_BYTES, Phase, PhaseEvent
+from rl_safe_workers.output_files import render
 from rl_safe_workers.ranks import Role, format_ranks
 
 TEMPLATE = "report.html.j2"
@@ -122,14 +121,9 @@ def write_report(
     """
     records = sorted((record for record in metrics if "step" in record), key=lambda record: int(record["step"]))
     headings, rows = _step_table(records, logprob_bound)
-    environment = Environment(
-        loader=PackageLoader("rl_safe_workers.driver", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template(TEMPLATE).render(
+    page = render(
+        "rl_safe_workers.driver",
+        TEMPLATE,
         title=title,
         failures=failure_lines(events),
         summary=summary,
