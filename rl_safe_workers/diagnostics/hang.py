@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.diagnostics.answering import stack_file
 from rl_safe_workers.diagnostics.flight_recorder import Work, works_waited_in
-from rl_safe_workers.diagnostics.inquiry import Answers
+from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess
 from rl_safe_workers.errors import THE_DRIVER, PhaseTimeoutError, RankError, RunError, StoreLostError, Victim, during
 from rl_safe_workers.frames import own_stacks
 from rl_safe_workers.lifecycle import Phase
@@ -179,35 +179,24 @@ def judge(
     Returns:
         The verdict, and what it comes from, fit for JSON.
     """
-    ranks, records = answers.ranks, answers.records
-    busy = frozenset(one.rank_id for one in ranks if one.stack is None or one.stack.is_in_a_call)
-    # A host's engine that answers nobody's signal is not known to do anything.
-    sure = frozenset(one.rank_id for one in ranks if one.stack is not None or one.rank_id.role is Role.TRAINER)
-    busy = busy & sure if busy & sure - wait.arrived else busy
-    busy |= {rank_id for rank_id, home in answers.homes.items() if home in answers.silent}
-    missing, unknown = busy - wait.arrived if wait.missing is None else wait.missing, frozenset[RankId]()
-    works = works_waited_in(records, _training_ranks(missing))
+    missing = _in_calls(wait, answers) - wait.arrived if wait.missing is None else wait.missing
     waiting = missing & waiting_for_others(answers)
     culprits = _culprits(missing - waiting, answers) if waiting else frozenset[RankId]()
     spots = {one.rank_id: one.spot(wait.phase) for one in answers.ranks if one.rank_id in missing | wait.arrived}
     all_wait = None
     if wait.missing is None and isinstance(error, RankError) and not answers.silent:
-        reports = {one: report for one, report in answers.reports.items() if only_waited(one, report)}
-        reports[error.rank_id] = error
-        held = {one: spots[one] for one in waiting if one in spots} | at_the_end(wait, answers)
-        to_come = {one for one in missing if one.role not in HELPERS or wait.phase == Phase.ROLLOUT}
-        to_come |= {one.rank_id for one in answers.ranks if one.rank_id.role is error.rank_id.role}
-        if to_come <= held.keys() | reports.keys():
-            all_wait = where_all_wait(reports, held, is_whole=is_whole)
+        held = {one: spots[one] for one in waiting if one in spots}
+        all_wait = _if_all_wait(error, wait, missing, held, answers, is_whole=is_whole)
     elif missing <= waiting and wait.arrived <= spots.keys() and (odd := odd_ones(spots)):
         rest = frozenset(spots) - odd
         culprits, waiting = odd, rest
         others = f"{name_ranks(rest)} {'is' if len(rest) == 1 else 'are'} {spots[min(rest)]}"
         wait = replace(wait, detail="; ".join([*([wait.detail] if wait.detail else []), others]))
+    unknown = frozenset[RankId]()
     if culprits:
         missing, unknown = culprits, missing - waiting - culprits
-        works = works_waited_in(records, _training_ranks(missing))
         wait = replace(wait, missing=missing, arrived=wait.arrived | waiting)
+    works = works_waited_in(answers.records, _training_ranks(missing))
     if all_wait is None:
         said = verdict(wait, missing, answers, works, target=target, unknown=unknown)
         hang = Hang(verdict=said, culprits=culprits or None)
@@ -226,22 +215,61 @@ def judge(
             "unknown": sorted(unknown),
         },
         "works": {rank: asdict(work) for rank, work in works.items()},
-        "actors": [
-            {
-                "role": one.rank_id.role,
-                "rank": one.rank_id.rank,
-                "node": answers.homes.get(one.rank_id),
-                "pid": one.pid,
-                "status": one.status,
-                "exit_code": one.exit_code,
-                "cpu_s": one.cpu_s,
-                "stack_from": one.source,
-                "stack": None if one.stack is None else asdict(one.stack),
-                "last_place": one.last_place,
-            }
-            for one in ranks
-        ],
+        "actors": [_as_json(one, answers) for one in answers.ranks],
         "silent_nodes": list(answers.silent),
+    }
+
+
+def _in_calls(wait: Wait, answers: Answers) -> frozenset[RankId]:
+    """Returns the ranks that are in a call of the host's, or may be: nobody can ask those of a silent node."""
+    busy = frozenset(one.rank_id for one in answers.ranks if one.stack is None or one.stack.is_in_a_call)
+    # A host's engine that answers nobody's signal is not known to do anything.
+    sure = {one.rank_id for one in answers.ranks if one.stack is not None or one.rank_id.role is Role.TRAINER}
+    busy = busy & sure if busy & sure - wait.arrived else busy
+    return busy.union(rank_id for rank_id, home in answers.homes.items() if home in answers.silent)
+
+
+def _if_all_wait(
+    error: RankError,
+    wait: Wait,
+    missing: Collection[RankId],
+    held: Mapping[RankId, Spot],
+    answers: Answers,
+    *,
+    is_whole: bool,
+) -> AllWait | None:
+    """Returns where all ranks wait for each other; None if one of those that must come is known to do something else.
+
+    Args:
+        error: The failure of a rank that has waited in vain.
+        wait: What it tells.
+        missing: Ranks that have not come.
+        held: The places of those among them that wait for others.
+        answers: What the ranks have answered.
+        is_whole: As for `judge`.
+    """
+    reports = {one: report for one, report in answers.reports.items() if only_waited(one, report)}
+    reports[error.rank_id] = error
+    held = {**held, **at_the_end(wait, answers)}
+    to_come = {one for one in missing if one.role not in HELPERS or wait.phase == Phase.ROLLOUT}
+    to_come |= {one.rank_id for one in answers.ranks if one.rank_id.role is error.rank_id.role}
+    if not to_come <= held.keys() | reports.keys():
+        return None
+    return where_all_wait(reports, held, is_whole=is_whole)
+
+
+def _as_json(one: RankProcess, answers: Answers) -> dict[str, Any]:
+    return {
+        "role": one.rank_id.role,
+        "rank": one.rank_id.rank,
+        "node": answers.homes.get(one.rank_id),
+        "pid": one.pid,
+        "status": one.status,
+        "exit_code": one.exit_code,
+        "cpu_s": one.cpu_s,
+        "stack_from": one.source,
+        "stack": None if one.stack is None else asdict(one.stack),
+        "last_place": one.last_place,
     }
 
 
