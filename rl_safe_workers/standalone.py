@@ -29,7 +29,8 @@ from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import NO_VERDICT
 from rl_safe_workers.diagnostics.answering import note_event
-from rl_safe_workers.diagnostics.neighbours import Neighbours, blame, blame_for_the_end, say_who_is_late
+from rl_safe_workers.diagnostics.blame import blame, blame_for_the_end, say_who_is_late
+from rl_safe_workers.diagnostics.neighbours import Neighbours
 from rl_safe_workers.errors import (
     OUTSIDE,
     CommunicatorError,

@@ -11,7 +11,7 @@ import ray
 from rl_safe_workers.adapters.driver_waits import last_line
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import NO_VERDICT
-from rl_safe_workers.diagnostics.neighbours import late_for_the_end
+from rl_safe_workers.diagnostics.blame import late_for_the_end
 from rl_safe_workers.errors import RunError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import format_ranks

@@ -17,7 +17,8 @@ from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.control.plane import NO_VERDICT
-from rl_safe_workers.diagnostics.neighbours import Neighbours, blame
+from rl_safe_workers.diagnostics.blame import blame
+from rl_safe_workers.diagnostics.neighbours import Neighbours
 from rl_safe_workers.errors import (
     CheckpointError,
     LifecycleError,

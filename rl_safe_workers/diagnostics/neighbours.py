@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from rl_safe_workers.control.deadline import Background, Deadline, attempt
+from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.diagnostics.answering import (
     ALIVE_EVERY_S,
     answer_when_asked,
@@ -40,30 +40,22 @@ from rl_safe_workers.diagnostics.answering import (
     read_place,
     read_stays,
 )
-from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose, told_of_stop
+from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
 from rl_safe_workers.diagnostics.exit_statuses import EndWatch
-from rl_safe_workers.diagnostics.hang import AllWait, where_all_wait
 from rl_safe_workers.diagnostics.inquiry import RankProcess
 from rl_safe_workers.diagnostics.log_lines import Fault
-from rl_safe_workers.diagnostics.onlooker import find_ranks
-from rl_safe_workers.diagnostics.proc_facts import look_at
 from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
 from rl_safe_workers.errors import (
     OUTSIDE,
-    Awaited,
-    PhaseTimeoutError,
     RankError,
     ResourceError,
-    Stopped,
     during,
-    first_line,
 )
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.frames import frames_of_thread, telling_frame
-from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import TRAINING_WORLD, RankId, Role, name_ranks, trainer_id, trainer_ids
+from rl_safe_workers.ranks import RankId, Role, name_ranks, trainer_id
 from rl_safe_workers.reaping.processes import stat_of
-from rl_safe_workers.root_cause import Spot, root_cause
+from rl_safe_workers.root_cause import Spot
 
 logger = logging.getLogger(__name__)
 
@@ -170,11 +162,14 @@ class Neighbours:
         return diagnosis
 
     def last_words(self) -> tuple[Collection[RankId], str] | None:
-        """As `blame`, when the launcher ends this rank; None if no rank here has failed, or another one judges."""
+        """Returns what `blame.blame` does, when the launcher ends this rank.
+
+        None if no rank here has failed, or another one judges.
+        """
         if not any(map(self._has_failed, _ranks_of(self.folder))):
             return None  # somebody ends the job
         found = self.judge({})
-        return None if found is None or not found.is_told else (found.culprits, self._in_lines(found))
+        return None if found is None or not found.is_told else (found.culprits, self.in_lines(found))
 
     def _has_failed(self, one: RankProcess) -> bool:
         if (self.folder / failure_file(one.rank_id)).exists():
@@ -183,7 +178,10 @@ class Neighbours:
         return _is_gone(one.pid) and (self.folder / f"process_{one.rank_id.rank}").exists()
 
     def heard(self) -> tuple[Collection[RankId], str] | None:
-        """Returns what another rank here has judged, as `blame`; None if it does not say where the failure began."""
+        """Returns what another rank here has judged, as `blame.blame` does.
+
+        None if it does not say where the failure began.
+        """
         told = self._read_verdict()
         if told is None or not (told.culprits or told.fault == Fault.SHAPES):
             return None
@@ -200,7 +198,7 @@ class Neighbours:
         return "" if place is None else f"was last seen {during(phase or OUTSIDE)} at {place}"
 
     def came_late(self, reports: Reports) -> tuple[Collection[RankId], str] | None:
-        """Says which ranks came to their wait only when the first of them had given up; as `blame`, None if none did.
+        """Says which ranks came to their wait only when the first of them had given up; as `blame.blame`, or None.
 
         Its end may have let them come: a rank that holds a file lock while it waits is to blame then.
         """
@@ -246,8 +244,9 @@ class Neighbours:
             logger.debug("the verdict of another rank cannot be read: %s", error)
             return None
 
-    def _in_lines(self, found: Diagnosis) -> str:
-        return _in_lines(found, self.evidence)
+    def in_lines(self, found: Diagnosis) -> str:
+        """Returns a diagnosis in lines, with the folder of its evidence."""
+        return in_lines(found, self.evidence)
 
     def note(self, phase: str | None) -> None:
         """Notes the phase that this rank has come to; None: it is outside of phases."""
@@ -258,8 +257,8 @@ class Neighbours:
         leave_failure(self.folder, error, trainer_id(self._rank), phase)
 
     def say(self, culprits: Collection[RankId], why: str) -> None:
-        """Logs with which ranks the job's failure began: what `blame` returns."""
-        _say(self._rank, culprits, why)
+        """Logs with which ranks the job's failure began: what `blame.blame` returns."""
+        say(self._rank, culprits, why)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -357,7 +356,7 @@ class Neighbours:
         assert rank_id is not None, "a rank of this folder"
         diagnosis = self.judge({rank_id: stop.failure(rank_id)})
         if diagnosis is not None:
-            self.say({rank_id}, self._in_lines(diagnosis))
+            self.say({rank_id}, self.in_lines(diagnosis))
 
     def _take_back(self) -> None:
         """Removes the verdict on a rank that goes on after all, so that nobody repeats it."""
@@ -394,129 +393,28 @@ class Neighbours:
             shutil.rmtree(self.folder, ignore_errors=True)  # another rank may be about to do the same
 
 
-def blame(
-    reports: Reports, *, silent: Collection[int], among: Neighbours | None = None
-) -> tuple[Collection[RankId], str]:
-    """Says with which ranks a job's failure began, and what they did.
+def say(rank: int, culprits: Collection[RankId], why: str) -> None:
+    """Logs with which ranks the job's failure began.
 
     Args:
-        reports: The failures that ranks have reported, at least one.
-        silent: The training ranks that have said nothing.
-        among: Where to ask if the culprits have not told what they did; None: nowhere.
-
-    Returns:
-        The ranks, none if nobody knows; and a line, which a second one about what to do may follow.
-    """
-    if among is not None:
-        # A rank may have given up in the same second as this one.
-        reports = {**among.failures(), **reports, **among.stops()}
-    cause = root_cause(reports, pending=set(trainer_ids(silent)) - reports.keys())
-    if among is not None and not (cause.is_told and cause.culprits <= reports.keys()):
-        diagnosis = among.judge(reports)
-        if diagnosis is not None and diagnosis.is_told:
-            return diagnosis.culprits, among._in_lines(diagnosis)
-        if diagnosis is None and (heard := among.heard()) is not None:
-            return heard
-        if not cause.culprits and (on_late := among.came_late(reports)) is not None:
-            return on_late
-        waiting = among.waiting()
-        if cause.culprits <= waiting.keys():
-            return _in_two_lines(where_all_wait(reports, waiting))
-    if isinstance(cause.error, RankError) and isinstance(cause.error.cause, Stopped):
-        if among is not None:
-            among.end_stopped()
-        late = next((error for error in reports.values() if isinstance(error, PhaseTimeoutError)), None)
-        told = told_of_stop(cause.error, "" if late is None else f" {during(late.phase)}")
-        return cause.culprits, f"{name_ranks(cause.culprits)} {told}"
-    if cause.is_told:
-        asked = [] if among is None else sorted(cause.culprits - reports.keys())
-        seen = [f"{one} {told}" for one in asked if among is not None and (told := among.last_seen(one))]
-        return cause.culprits, "; ".join([first_line(cause.error), *seen])
-    if cause.culprits:
-        return cause.culprits, "hangs, or is gone: it has said nothing"
-    return _in_two_lines(where_all_wait(reports, {}))
-
-
-def _in_two_lines(told: AllWait) -> tuple[Collection[RankId], str]:
-    return told.odd, f"{told.said}\n{told.advice}"
-
-
-def blame_for_the_end(
-    silent: Collection[int], *, rank: int, size: int, waited_s: float, setting: str, among: Neighbours | None
-) -> tuple[PhaseTimeoutError, Collection[RankId], str]:
-    """Says which ranks have not ended with the others.
-
-    Args:
-        silent: The training ranks that have said nothing, at least one.
-        rank: This training rank, which is well.
-        size: Number of training ranks.
-        waited_s: How long this rank has waited, in seconds.
-        setting: What moves the deadline.
-        among: As for `blame`.
-
-    Returns:
-        The error, and what `blame` returns.
-    """
-    late = late_for_the_end(silent, size=size, waited_s=waited_s, setting=setting)
-    return late, *blame({trainer_id(rank): late}, silent=silent, among=among)
-
-
-def say_who_is_late(late: PhaseTimeoutError, *, rank: int) -> None:
-    """Logs which ranks have not come to where a job's ranks first meet, and at which line of code they are.
-
-    They have not called this package yet, and answer nobody. So those on this machine are looked at from outside, by
-    py-spy. It takes three times twice `PATIENCE_S` at most. The lowest rank that has come keeps the evidence.
-
-    Args:
-        late: The error about them.
         rank: This training rank.
+        culprits: As `blame.blame` returns them.
+        why: The same.
     """
-    assert late.awaited.members is not None, "a wait for ranks"
-    processes: list[RankProcess] = []
-
-    def find() -> None:
-        for pid in find_ranks([os.getpid()]):
-            if (number := look_at(pid).number("RANK")) is not None and trainer_id(number) in late.missing:
-                processes.append(RankProcess(rank_id=trainer_id(number), pid=pid))
-
-    attempt("looking for the late ranks", find, timeout_s=2 * PATIENCE_S)
-    if not processes:
-        said = "no process of this machine has their rank in its environment, so nobody knows where they are"
-        _say(rank, late.missing, f"{first_line(late)}\n{said}")
-        return
-    keeps = trainer_id(rank) == min(late.awaited.members - late.missing, default=None)
-    evidence = Path(tempfile.mkdtemp(prefix=_PREFIX)) / _VERDICT if keeps else None
-    found = diagnose(processes, patience_s=2 * PATIENCE_S, reports={trainer_id(rank): late}, evidence=evidence)
-    _say(rank, found.culprits, _in_lines(found, evidence))
-
-
-def _say(rank: int, culprits: Collection[RankId], why: str) -> None:
     names = ", ".join(str(one.rank) for one in sorted(culprits))
     on = f" on training rank {names}" if names else ""
     logger.error("training rank %d: the job has failed%s: %s", rank, on, why)
 
 
-def _in_lines(found: Diagnosis, evidence: Path | None) -> str:
+def in_lines(found: Diagnosis, evidence: Path | None) -> str:
+    """Returns a diagnosis in lines, with the folder of its evidence if there is one."""
     where = "" if evidence is None else f"\nevidence in {evidence}"
     return f"{found.verdict}\n{found.advice}{where}"
 
 
-def late_for_the_end(late: Collection[int], *, size: int, waited_s: float, setting: str) -> PhaseTimeoutError:
-    """Returns the error of training ranks that have not ended with the others.
-
-    Args:
-        late: These ranks.
-        size: Number of training ranks.
-        waited_s: How long the others have waited, in seconds.
-        setting: What moves the deadline.
-    """
-    return PhaseTimeoutError(
-        phase=Phase.TEARDOWN,
-        awaited=Awaited(TRAINING_WORLD, frozenset(trainer_ids(range(size)))),
-        missing=trainer_ids(late),
-        waited_s=waited_s,
-        setting=setting,
-    )
+def new_evidence() -> Path:
+    """Returns where a rank that has no neighbours yet may keep evidence: in a folder of its own, which it makes."""
+    return Path(tempfile.mkdtemp(prefix=_PREFIX)) / _VERDICT
 
 
 def _ranks_of(folder: Path) -> list[RankProcess]:

@@ -188,8 +188,11 @@ def _owner_is_slow_and_then_in_a_hurry(rank: int, worker: Worker) -> dict[int, s
 
 
 def _owner_is_gone(rank: int, worker: Worker) -> dict[str, Any]:
+    store = worker.safe.store
     if rank == 0:
+        store.wait([f"has groups {other}" for other in range(1, SIZE)])
         os._exit(1)
+    store.set(f"has groups {rank}", "")
     time.sleep(0.5)
     return _end(worker)
 

@@ -12,12 +12,12 @@ import pytest
 
 from rl_safe_workers.adapters.job_inquiry import CALL_FRAME, HELPER_FRAME
 from rl_safe_workers.diagnostics import diagnosis
+from rl_safe_workers.diagnostics.blame import blame
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, diagnose, diagnose_answers
 from rl_safe_workers.diagnostics.endings import Ending
 from rl_safe_workers.diagnostics.flight_recorder import Record, Work
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess
 from rl_safe_workers.diagnostics.log_lines import Fault
-from rl_safe_workers.diagnostics.neighbours import blame
 from rl_safe_workers.diagnostics.stacks import Stack
 from rl_safe_workers.errors import (
     Awaited,

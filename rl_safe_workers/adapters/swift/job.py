@@ -34,7 +34,7 @@ from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import NO_VERDICT
-from rl_safe_workers.diagnostics.neighbours import blame_for_the_end
+from rl_safe_workers.diagnostics.blame import blame_for_the_end
 from rl_safe_workers.errors import (
     OUTSIDE,
     CommunicatorError,
