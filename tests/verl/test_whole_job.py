@@ -105,7 +105,7 @@ FAULTS = {
 
 UNBOUND = ("trainer_stopped_for_too_long", "agent_loop_killed")
 """Faults that are seen long before a deadline."""
-SAMPLE = ("trainer_stopped_for_too_long", "reward_hangs", "agent_loop_killed")
+SAMPLE = ("reward_hangs", "agent_loop_killed")
 """Beside them, the sample of the diagnosis has an engine that hangs in a sync, and a rank stopped in a save."""
 CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.every_failure) for name in FAULTS]
 
