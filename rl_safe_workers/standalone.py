@@ -250,7 +250,7 @@ def bootstrap(
 
 @contextmanager
 def _waiting_in(function: str, phase: Phase) -> Iterator[None]:
-    """Has an error about late ranks name the function of this module that waits, by its phase and its argument."""
+    """Makes a PhaseTimeoutError name this function's phase, and its ``timeout`` argument as the setting to raise."""
     try:
         yield
     except PhaseTimeoutError as late:

@@ -1,4 +1,4 @@
-"""The waits of a host's driver for trainers and rollout engines, each with a deadline and somebody to blame.
+"""Gives each wait of a host's driver a deadline, and names the trainers or rollout engines that do not answer.
 
 The hosts' drivers wait without end: they call ``ray.get`` without a timeout, or poll. An adapter has those waits go
 through `DriverWaits`.
@@ -35,7 +35,7 @@ _WORKERS_FIRST_S = 4.0
 _ANSWER_S = 3.0
 """Seconds in which a process that is well answers a question."""
 ANSWERING = frozenset({Role.ROLLOUT, Role.REWARD})
-"""Roles that only answer in a rollout: what one of them raises is nobody else's failure."""
+"""Roles that only serve calls in a rollout. An error that one of them raises is its own failure, not another rank's."""
 HEARD = "rl_safe_heard"
 """Method of a helper that has others answer: returns a list of `call_errors.CallError`."""
 _HEARD_S = 1.0
@@ -72,7 +72,7 @@ class Standstill:
         self._since_s = 0.0
 
     def seconds(self, found: object) -> float:
-        """Returns for how many seconds it has looked as it does now.
+        """Returns the seconds for which ``found`` has not changed.
 
         Args:
             found: Something that is equal as long as nothing changes.
@@ -147,8 +147,8 @@ class DriverWaits:
             progress: Returns something that changes as the work gets on. The timeout begins anew with each change.
             workers_first: Whether to wait longer than training ranks, which take part and tell more.
             limit_s: Seconds instead of the phase's timeout, for a call that goes through several phases.
-            calls: The calls of actors that the work waits for, if it waits for nothing else. Then those without an
-                answer are named, and nobody is asked.
+            calls: Ray references that the work waits for, if it waits for nothing else. The error then names the
+                actors whose calls have not ended, and no process is asked.
 
         Raises:
             PhaseTimeoutError: If nothing changes for the timeout; names the processes that do not answer.
@@ -261,9 +261,9 @@ class DriverWaits:
             raise RunError(f"{what}: {_told(dead)}", culprit=_culprit(dead))
 
     def heard(self) -> list[RankError]:
-        """Returns the errors that helpers have had in the place of an answer, the newest one first.
+        """Returns the errors that helpers got from calls of ranks, the newest first.
 
-        They are those of `ANSWERING`.
+        Only ranks with a role in `ANSWERING` count.
         """
         parties = self._parties()
         asked = {

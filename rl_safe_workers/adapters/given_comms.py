@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 def world_backend(*, is_cpu: bool, sends_unbatched: bool) -> str | None:
     """Returns the backend of a default group whose communicators can give their memory away; None for the host's own.
 
-    The host's own can where NCCL suspends communicators. Every later group, Megatron's or the host's, inherits the
-    backend.
+    The host's own backend can do that if NCCL can suspend communicators. Every later group, Megatron's or the host's,
+    inherits the backend.
 
     Args:
         is_cpu: Whether the trainers are on CPUs.
@@ -95,7 +95,7 @@ class GivenComms(Part):
             return
         started_s = time.monotonic()
         self.freed_bytes = self._offloader.release_comms(phase=phase, missing_call=self._taken_back_by)
-        # A release that NCCL refuses turns itself off.
+        # `release_comms` sets `releases_comms` to False if NCCL cannot suspend communicators.
         self.are_away = self._offloader.releases_comms
         self.seconds += time.monotonic() - started_s
 

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _HEARD = timedelta(seconds=5)
 """How long a rank that has failed alone waits for the others to hear of it."""
 _TOLD = timedelta(seconds=2)
-"""How long a rank whose job has failed takes at most, for each of: telling the others, their answers, the reports."""
+"""Timeout of each step after a failure: reporting it, exchanging verdicts, and reading the other ranks' reports."""
 
 
 class HostedTrainer:
@@ -197,7 +197,7 @@ class HostedTrainer:
 
     @contextmanager
     def told(self, phase: Phase) -> Iterator[None]:
-        """Tells the others of a failure of the body on this rank alone, which has an agreement with them ahead."""
+        """Calls `fail` if the body fails on this rank alone. Passes on an `RlSafeError`, which every rank raises."""
         try:
             yield
         except RlSafeError:
@@ -206,7 +206,7 @@ class HostedTrainer:
             self.fail(phase, error)
 
     def fail(self, phase: Phase, error: Exception) -> NoReturn:
-        """Tells the others of a failure of this rank alone, which has an agreement with them ahead; raises it.
+        """Reports this rank's failure in the agreement that the other ranks still wait for, and raises it.
 
         Raises:
             CheckpointError: If the others have not heard of it in a few seconds.
@@ -221,7 +221,7 @@ class HostedTrainer:
         raise AssertionError("an agreement with a failure raises")
 
     def tell_failure(self, error: Exception) -> None:
-        """Tells those who wait for this rank before the phase's next agreement: those who save. May raise.
+        """Fails the save in which other ranks wait for this rank, if there is one; see `ShardWriter.fail`.
 
         Args:
             error: What this rank alone has failed with.

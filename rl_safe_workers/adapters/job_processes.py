@@ -1,6 +1,6 @@
-"""The processes of a host's job, which end with it on every node, however it ends.
+"""Ends the processes of a host's job on every node when the job ends, however it ends.
 
-They also leave there, in a folder that ends with the job, what the driver asks for after a failure.
+On each node they write, to a folder that is removed with the job, the facts that the driver asks for after a failure.
 
 The processes of a job carry its mark. Ray ends its actors with the job, but not what these have started, e.g. the 32
 workers with which a trainer compiles. On the driver's machine the driver ends them, and on every other node an actor.
@@ -198,10 +198,10 @@ def taking_all_along(run_id: str) -> Iterator[JobProcesses]:
 
 @contextmanager
 def failing_at_once() -> Iterator[None]:
-    """Ends this process when the body exits with a status other than 0: what is registered for the exit still runs.
+    """Ends this process by ``os._exit`` when the body exits with a status other than 0. Runs atexit handlers first.
 
-    The interpreter would take every module apart, of which torch and the host have thousands. That takes seconds, on a
-    busy machine many, and a thread that never ends would hold the process up.
+    A normal exit clears the thousands of modules of torch and the host, which takes seconds. It also waits for threads
+    that may never end.
     """
     try:
         yield
@@ -224,7 +224,7 @@ def answer_sigterm() -> None:
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    """Takes the path of Ctrl-C: of what a handler raises, a wait of Ray's passes on nothing else."""
+    """Raises KeyboardInterrupt: a wait in Ray passes on no other exception of a signal handler."""
     _signals.append(signal.Signals(signum))
     raise KeyboardInterrupt
 

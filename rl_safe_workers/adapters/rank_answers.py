@@ -18,7 +18,7 @@ from rl_safe_workers.worlds.training_rank import Part
 logger = logging.getLogger(__name__)
 
 _folder: Path | None = None
-"""Where this process answers; None: nobody asks."""
+"""The folder in which this process answers; None: it cannot be asked."""
 
 
 def listen() -> None:

@@ -46,7 +46,7 @@ class BackgroundSave:
         self._then.append(then)
 
     def finalise(self) -> None:
-        """Does it."""
+        """Calls the functions that `add_finalize_fn` was given."""
         for then in self._then:
             then()
 
@@ -114,7 +114,7 @@ class PendingShards(Part):
 
 
 class ShardWriter:
-    """Writes what the host would have written, one saver for each kind of save: they plan once."""
+    """Writes the host's shards. It keeps one saver for each kind of save, so that each kind is planned once."""
 
     def __init__(self, control: ControlPlane, *, folders: int, pending: PendingShards | None = None) -> None:
         """Writes nothing yet.
@@ -153,7 +153,7 @@ class ShardWriter:
                 self._awaits = None
 
     def fail(self, error: Exception, timeout: timedelta) -> None:
-        """Tells ranks that wait for this one in a save that it has failed; returns if none can.
+        """Fails the save on the ranks that wait for this one in it. Returns if no rank can wait in one.
 
         Raises:
             CheckpointError: On every rank, if they were told.

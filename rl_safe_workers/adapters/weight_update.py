@@ -23,7 +23,7 @@ from rl_safe_workers.worlds.training_rank import TrainingRank
 from rl_safe_workers.worlds.training_world import set_group_timeouts
 
 ROLLOUT = "the rollout"
-"""Begins the name of a rollout of which the rank does not know which engine it waits for."""
+"""Prefix of the words for the rollout, where this rank does not know which engine it waits for."""
 _SYNC = "the weight sync"
 _HEARD = timedelta(seconds=2)
 """How long the ranks listen to each other once the deadline has passed, or one of them has failed."""
@@ -92,7 +92,7 @@ class WeightUpdate:
         if isinstance(rollout, RankId):
             awaited = Awaited(_SYNC, frozenset({trainer_id(here), rollout}))
             return None, self._late(awaited, f"trainer rank {here} waits in {place}", missing=(rollout,))
-        return None, self._late(Awaited(f"{rollout}, awaited by training rank {here},"), f"it waits in {place}")
+        return None, self._late(Awaited(f"{rollout}, awaited by training rank {here},"), f"the rank waits in {place}")
 
     def _late(self, awaited: Awaited, detail: str, missing: Sequence[RankId] = ()) -> PhaseTimeoutError:
         return PhaseTimeoutError(

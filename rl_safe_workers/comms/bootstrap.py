@@ -212,8 +212,8 @@ class Bootstrap:
             PhaseTimeoutError: On every rank, if a rank does not come to a group in time; names group and rank.
         """
         started_s = time.monotonic()
-        # First, so that a rank that fails below has counted, too. After groups were rebuilt, the keys of the bootstrap
-        # before may still be in the store.
+        # Before anything that can fail: every rank must count this bootstrap. The store may still hold the keys of an
+        # earlier one.
         work = Supervision(self._control, "bootstrap", phase=phase, timeout=timeout)
         groups, steps = work.alone("the plan of the bootstrap", lambda: self._plan(elsewhere))
         unknown = tuple(str(group) for group in groups if not group.is_known)

@@ -64,7 +64,7 @@ PATIENCE_S = 2.0
 _PREFIX = "rl_safe_ranks_"
 _VERDICT, _DONE = "verdict", "done"
 _ENDED = "ended_"
-"""Begins the name of the link whose target is the exit code of a process: a link is whole as soon as it is there."""
+"""Prefix of the name of a symbolic link. Its target is the exit code of a process. A link is created atomically."""
 _ENTRY_BYTES = 64
 _VERDICT_BYTES = 2**24
 _ZOMBIE, _STOPPED, _ASLEEP = "Z", "T", "D"
@@ -107,7 +107,7 @@ class Neighbours:
             raise ResourceError(f"{self.folder} is not a private folder of this user; remove it")
         self._others: list[RankProcess] = []
         self._listed_ns = 0
-        """When the folder was changed that the others were listed in."""
+        """Modification time of the folder in ns when `_others` was listed."""
         self._has_left = self._watches_exit = False
         self._is_ending, self._has_spoken = threading.Event(), threading.Event()
         watch = StopWatch(

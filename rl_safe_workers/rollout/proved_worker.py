@@ -13,7 +13,7 @@ from rl_safe_workers.rollout.sync_proof import HeldWeights
 
 
 class ProvedWorker:
-    """Mix over the host's extension of a vLLM worker, before it."""
+    """Mixin for a host's extension of a vLLM worker. List it before that class among the bases."""
 
     model_runner: Any
     _rl_safe_is_due = False

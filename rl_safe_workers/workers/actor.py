@@ -47,9 +47,9 @@ class _NotSetUp:
 
 
 class MegatronActorMixin:
-    """Mix over a class that has ``chunks``, ``optimizer`` and ``export_hf_weights`` (see `MegatronHost`).
+    """Mixin for a class that has ``chunks``, ``optimizer`` and ``export_hf_weights`` (see `MegatronHost`).
 
-    To convert it needs ``load_hf_weights`` too (see `ConvertHost`). The mixin keeps one attribute on the actor:
+    Conversions also need ``load_hf_weights`` (see `ConvertHost`). The mixin keeps one attribute on the actor:
     ``safe``.
 
     The order of calls::
@@ -82,7 +82,7 @@ class MegatronActorMixin:
             rl_safe: Our settings.
             megatron: The parallel sizes and offload settings.
             device: Where tensors are.
-            features: What decides about collectives; None: taken from ``megatron``.
+            features: Features that decide which collectives the groups carry; None: taken from ``megatron``.
             releases_comms: Whether an offload gives up the communicators' memory, too.
         """
         self.safe = SafeTrainer(

@@ -44,7 +44,7 @@ class HostComms:
         return ()
 
     def models(self, own: Features) -> Collection[Features]:
-        """Returns what decides about the collectives of every model that shares the groups, this one's among them."""
+        """Returns the features of every model that shares the groups, including ``own``."""
         return (own,)
 
     def unlimited(self, megatron: MegatronConfig) -> Collection[str]:
@@ -56,7 +56,7 @@ class Communicators(Part):
     """Makes and connects the communicators of one rank.
 
     Attributes:
-        limits: NCCL's channels at most, by Megatron's key of a group, that a host's groups were made with.
+        limits: Largest number of NCCL channels (CTAs) of each of a host's groups, by Megatron's group key.
         report: What all bootstraps of these groups have cost; None until one has run.
     """
 
@@ -79,7 +79,7 @@ class Communicators(Part):
         """Returns what the communicators will be, from the configuration alone. Not collective.
 
         Raises:
-            ConfigError: If ``rl_safe.bootstrap.max_ctas`` limits a group that there is not, or to no number of CTAs.
+            ConfigError: If ``rl_safe.bootstrap.max_ctas`` names an unknown group, or a value is not a number of CTAs.
         """
         layout, features, settings = self._layout(), self._features(), self.rank.rl_safe.bootstrap
         own = settings.max_ctas.limits()
@@ -95,7 +95,7 @@ class Communicators(Part):
         return self.rank.features or Features.of(self.rank.megatron)
 
     def wanted_limits(self) -> dict[str, int]:
-        """Returns limits that suit all models over a host's groups. The default group is the host's: it has none.
+        """Returns channel limits that fit all models that share a host's groups. The default group has no limit.
 
         Raises:
             ConfigError: As `plan`.
@@ -219,13 +219,13 @@ class Communicators(Part):
         return [] if self._late is None else list(self._late.found)
 
     def require(self, what: str) -> None:
-        """Holds something of the host's back until the bootstrap has run.
+        """Checks that the bootstrap has run. With ``bootstrap.on_missing=bootstrap`` it runs the bootstrap now.
 
         Args:
             what: For the error, e.g. ``"offload"``.
 
         Raises:
-            LifecycleError: If it has not, and ``bootstrap.on_missing`` does not say to run it now.
+            LifecycleError: If the bootstrap has not run and is not run now.
         """
         lifecycle = self.rank.lifecycle
         if lifecycle.has_completed(Phase.BOOTSTRAP):
@@ -270,8 +270,8 @@ class Communicators(Part):
 
         Args:
             name: A name of the body, for errors.
-            steps: In how many bodies of the name to look.
-            refuse: Whether to raise what is found; else it is in the warnings.
+            steps: Number of bodies with this name to watch.
+            refuse: True to raise an error for what is found; False to log a warning.
 
         Raises:
             CommunicatorError: If ``refuse``, and the bootstrap has missed something.

@@ -75,7 +75,7 @@ class SafeTrainer(TrainingRank):
             megatron: The parallel sizes and offload settings.
             device: Where tensors are.
             host: The trainer's class, see `MegatronHost`; None if only groups and the exit are guarded.
-            features: What decides about collectives; None: taken from ``megatron``.
+            features: Features that decide which collectives the groups carry; None: taken from ``megatron``.
             host_comms: What a host framework adds to Megatron's communication; None: nothing.
             releases_comms: Whether an offload gives up the communicators' memory, too.
             outside_timeout: Longest wait of a collective outside of phases; None: as in the phase before.
@@ -109,9 +109,8 @@ class SafeTrainer(TrainingRank):
     def teardown(self, failure: str | None = None) -> dict[int, str]:
         """Exchanges verdicts, then destroys every group if all is well. Idempotent; also after a partial set-up.
 
-        Collective over: the training world. If some rank failed or gave no verdict, or does not come after it has given
-        one, groups are not destroyed, which would wait for that rank, but aborted, so that this process can end by
-        itself.
+        Collective over: the training world. If a rank failed, gave no verdict, or does not arrive after its
+        verdict, the groups are aborted. Destroying them would wait for that rank. This process can then exit by itself.
 
         Args:
             failure: None if this rank is well, else one line of what failed.
@@ -158,7 +157,7 @@ class SafeTrainer(TrainingRank):
         return None
 
     def _leave_joint_group(self, failure: str | None) -> str | None:
-        """Leaves it without waiting where something has failed; NCCL waits for rollout ranks else, here not too long.
+        """Leaves the joint group. It does not wait after a failure. Else NCCL waits for rollout ranks, up to a limit.
 
         Returns what has failed, or None.
         """

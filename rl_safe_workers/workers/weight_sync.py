@@ -27,8 +27,9 @@ from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
 _NOT_PROVED = SentWeights(digests={}, seconds=0.0)
 _PAIR_SHARE, _FLUSH_SHARE = 0.5, 0.8
-"""Shares of a sync's remaining time, for rollout ranks that do not read. They end before the other trainers give up,
-who wait in the world's broadcasts meanwhile. The rest is for the agreement on the outcome."""
+"""Shares of a sync's remaining time: for the sends, and then for the flush. They bound the wait for a rollout rank that
+does not read, so that it ends before the other trainers time out in the world's broadcasts. The rest of the time is for
+the agreement on the outcome."""
 
 
 @runtime_checkable
@@ -73,9 +74,9 @@ class WeightSync(Part):
 
         Args:
             size: Number of trainers and rollout ranks.
-            generation: Counts rebuilds of the group. A rebuild gives the group before it up: a member of that may be
-                gone.
-            colocated: Whether each trainer shares its GPU with a rollout rank, to which alone it sends then.
+            generation: Number of rebuilds so far. Above 0, the previous group is aborted without waiting, because a
+                member of it may be dead.
+            colocated: True if each trainer shares its GPU with a rollout rank. It then sends to that rank only.
             rollout_ranks: Rollout ranks in the group, ascending; None: all, from 0.
             timeout: Longest wait for the others; None: ``rl_safe.timeouts.joint``.
 
@@ -106,7 +107,7 @@ class WeightSync(Part):
         """Leaves the joint group. Not collective; idempotent.
 
         Args:
-            failed: Whether something in it may never end; it is given up then, without waiting.
+            failed: True if a collective in the group may never end. The group is then aborted without waiting.
         """
         group = self.detach()
         if group is not None:
@@ -162,7 +163,7 @@ class WeightSync(Part):
             buckets = self._buckets[bucket_bytes]
             failure, buffers = self._bucket_buffers(max((bucket.size_bytes for bucket in buckets), default=0))
             if self._colocated or self._outgoing.is_collective:
-                # Collectives of the training world follow, which a rank without room would leave the others in.
+                # Collectives follow. A rank without memory would skip them, and the others would hang.
                 self._agree(failure)
             failure = self._send(buckets, self._outgoing, buffers, failure)
             self._agree(failure)
@@ -194,7 +195,7 @@ class WeightSync(Part):
         weights = outgoing.weights()
         on_its_way: Callable[[], None] | None = None
         for number, bucket in enumerate(buckets):
-            # Without room there is nothing to pack, and an agreement before this where others need its weights.
+            # Without memory this rank packs nothing. If others need its weights, `_agree` has raised before.
             buffer = buffers[number % len(buffers)][: bucket.size_bytes] if buffers else None
             if buffer is None:
                 break

@@ -100,7 +100,8 @@ def test_a_rollout_that_does_not_answer_is_blamed_on_every_rank(send, tiny_moe, 
     config = config_of(tiny_moe, tmp_path, refit={VICTIM: "silent"})
     late = re.compile(
         r"phase sync: the rollout, awaited by training rank 1, did not finish within 4\.\d s "
-        r"\(it waits in tests/nemo_rl/sending\.py:\d+ \(misbehave\)\); to wait longer raise rl_safe\.timeouts\.sync"
+        r"\(the rank waits in tests/nemo_rl/sending\.py:\d+ \(misbehave\)\); to wait longer raise "
+        r"rl_safe\.timeouts\.sync"
     )
     for text in _texts(run_ranks(_refit, SIZE, port, config, send)):
         assert late.search(text)

@@ -65,7 +65,7 @@ def convert(
         force: Whether to convert although it is there.
 
     Raises:
-        CheckpointError: On every rank, if one has failed; what had the name before has it still.
+        CheckpointError: On every rank, if one has failed. A directory that was at ``path`` is unchanged.
         PhaseTimeoutError: If a rank does not come in time; names it.
     """
     final = Path(path).absolute()
@@ -111,9 +111,10 @@ def _check_is_import(final: Path) -> None:
     """
     shown = printable(str(final))
     if final.is_symlink() or not final.is_dir():
-        raise CheckpointError(f"{shown} is no directory of its own: it is left alone; move it away")
+        raise CheckpointError(f"{shown} is a link or not a directory: it is left alone; move it away")
     if strangers := sorted({path.name for path in final.iterdir()} - _OF_AN_IMPORT):
-        raise CheckpointError(f"{shown} holds {printable(strangers[0])}: it is left alone; move it away")
+        stranger = printable(strangers[0])
+        raise CheckpointError(f"{shown} holds {stranger}, which is not an import's: it is left alone; move it away")
 
 
 def _publish(pending: Path, final: Path) -> None:

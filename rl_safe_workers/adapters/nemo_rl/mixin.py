@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class SafePolicyMixin:
-    """Mix over ``MegatronPolicyWorkerImpl``, before it."""
+    """Mixin for ``MegatronPolicyWorkerImpl``. List it before that class among the bases."""
 
     host_module: ClassVar[str] = "nemo_rl.models.policy.workers.megatron_policy_worker"
     """The module whose names the host's constructor looks up; the class that mixes it in imports it."""

@@ -79,7 +79,7 @@ class PolicyProcess(HostedTrainer):
         self.import_groups = 0
         self._importing = False
         self._stage = Phase.START
-        """Where the constructor is, for errors that no phase of the lifecycle has told of."""
+        """The phase to report for an error of the constructor that is outside the lifecycle's phases."""
         self.distributed_optimizer = True
         self.saves: BridgeSaves | None = None
 
@@ -136,8 +136,8 @@ class PolicyProcess(HostedTrainer):
         size = dist.get_world_size()
         if workers is not None and size != workers:
             raise CommunicatorError(
-                f"the default group has {size} ranks and the policy {workers} workers: others are in it, for whom "
-                "saves and Megatron's groups would wait; this adapter supports NeMo RL's separate worlds alone"
+                f"the default group has {size} ranks, but the policy has {workers} workers: saves and Megatron's "
+                "groups would wait for the other ranks; this adapter needs a default group of policy workers only"
             )
         self.take_world(self.settings.rl_safe(), comms=NemoRlComms(), outside_timeout=self._outside_timeout)
         self.saves = BridgeSaves(self.trainer)
@@ -188,7 +188,7 @@ class PolicyProcess(HostedTrainer):
             if self.trainer.features is None:
                 self.trainer.features = features_of(megatron_cfg)
                 self.distributed_optimizer = self.trainer.features.distributed_optimizer
-            # So that its logs say what is done; what is done, `ShardWriter` decides.
+            # Only so that NeMo RL's logs are right: `ShardWriter` decides how the save is done.
             megatron_cfg.checkpoint.fully_parallel_save = False
             state = getattr(sys.modules[original.__module__], "GlobalState", None)
             with nullcontext() if state is None else replaced(state, _STARTS_QUEUE, self._starting_queue):
@@ -265,7 +265,7 @@ class PolicyProcess(HostedTrainer):
             return update.finish()
 
     def join_host(self, join: Callable[[], object]) -> None:
-        """Joins the host's communicator with the rollout ranks, which waits for them without end, in time.
+        """Joins the host's communicator with the rollout ranks within ``timeouts.joint``. The host sets no timeout.
 
         A group that torch lists since then stays the host's: to end it in the teardown would wait for rollout ranks.
 

@@ -198,7 +198,7 @@ class SwiftJob(HostedTrainer):
         return _initialize_mpu
 
     def create_own_groups(self) -> None:
-        """As `HostedTrainer.create_own_groups`: mcore-bridge's with the first model, ms-swift's in a generation."""
+        """Creates groups now that mcore-bridge would create with the first model, and ms-swift during generation."""
         from mcore_bridge.bridge import gpt_bridge
 
         create_ep_pp_groups(gpt_bridge, timeout=self.trainer.remaining())
@@ -225,10 +225,10 @@ class SwiftJob(HostedTrainer):
         self._step.close()
 
     def turn(self, phase: Phase) -> None:
-        """Goes from one phase of a step to another; nothing if it is in it. Collective over: the training world.
+        """Leaves the current phase of a step and enters another one. Collective over: the training world.
 
-        A rank generates alone, and one alone may wait for an engine that takes weights. So those that have ended such a
-        phase wait for the others within its deadline.
+        Does nothing if the rank is already in ``phase``. In phases ``rollout`` and ``sync`` a rank may work or wait
+        alone. So at their end it first waits for all ranks, within the deadline of that phase.
         """
         current = self.trainer.lifecycle.current
         if current is phase:
@@ -260,14 +260,14 @@ class SwiftJob(HostedTrainer):
         return str(self.trainer.lifecycle.current or OUTSIDE)
 
     def patience(self) -> Deadline:
-        """Returns how long this rank waits for an engine: a little less than the others wait for this rank."""
+        """Returns the deadline for an engine: shortly before the other ranks give up waiting for this one."""
         if self.trainer.lifecycle.current is None:
             return Deadline.after(timedelta(seconds=self.settings.timeouts.outside))
         return Deadline(time.monotonic(), self.trainer.deadline.plus(-_HEARD).at_s)
 
     @contextmanager
     def engines_groups(self) -> Iterator[None]:
-        """Tells the groups that the body creates apart from the trainers': a vLLM engine in this process has its own.
+        """Marks the process groups that the body creates as those of a vLLM engine in this process.
 
         No bootstrap connects them, and no release touches them.
         """
@@ -417,10 +417,10 @@ class SwiftJob(HostedTrainer):
             self.neighbours.leave()
 
     def _blame_for_the_end(self, failed: Mapping[int, str], waited_s: float) -> NoReturn:
-        """Says which rank the others have waited for in the end, if it has said nothing; raises.
+        """Names the ranks that gave no verdict at the teardown, if there are any. Always raises.
 
         Args:
-            failed: Why each of them has failed.
+            failed: Why each rank has failed, by training rank.
             waited_s: How long this rank has waited.
         """
         trainer = self.trainer
@@ -436,7 +436,7 @@ class SwiftJob(HostedTrainer):
             self.notes.failed(Phase.TEARDOWN, late)
             self.say(culprits, why)
         reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in failed.items())
-        raise CommunicatorError(f"this rank is well, and the job has failed: {reasons}")
+        raise CommunicatorError(f"this rank succeeded, but the job has failed: {reasons}")
 
     def fail_with(self, error: BaseException) -> None:
         """Ends this rank's part of the job after a failure: tells the others, and says where the failure began.

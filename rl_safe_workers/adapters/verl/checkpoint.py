@@ -70,8 +70,8 @@ class SafeCheckpointManager(MegatronCheckpointManager):
     def _in_background(self) -> bool:
         """True if saves go on while verl trains.
 
-        Not where verl's driver names the step right after the actor's, and not with an upload: nothing would bound it
-        later, and the other ranks would wait for rank 0 in the next phase.
+        False if verl's driver names the step right after the actor's save. False with an upload: it would have no
+        deadline, and the other ranks would wait for rank 0 in the next phase.
         """
         return bool(self.checkpoint_config.async_save) and self.process.tracker.is_ours and not self._ends_at_once
 
@@ -150,7 +150,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             )
 
     def _uncommit(self, local_path: str) -> None:
-        """Makes half of a new checkpoint no whole one: a run that resumed may save a step again."""
+        """Removes the manifest of an older save of this step, so that a partial new save does not look complete."""
         manifest = Path(local_path).absolute() / MANIFEST
         if self.rank == 0:
             check_no_links(manifest.parent, below=self._step_folder.parent)

@@ -70,12 +70,12 @@ class SafeEngineMixin:
         self.checkpoint_mananager = SafeCheckpointManager.take_over(self.checkpoint_mananager, self.process, name)
 
     def train_mode(self, **settings: Any) -> Any:
-        """As verl's, with the communicators' memory back: verl gathers token counts before it calls `train_batch`."""
+        """As verl's, but takes the communicators' memory back first: verl gathers token counts before `train_batch`."""
         self.process.given.take_back()
         return super().train_mode(**settings)  # type: ignore[misc]
 
     def eval_mode(self, **settings: Any) -> Any:
-        """As verl's, with the communicators' memory back: what the engine moves to the device now leaves no room."""
+        """As verl's, but takes the communicators' memory back first: the engine's state then fills the device."""
         self.process.given.take_back()
         return super().eval_mode(**settings)  # type: ignore[misc]
 

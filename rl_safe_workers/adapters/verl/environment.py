@@ -74,7 +74,7 @@ def job_variables(wanted: VerlSettings, environ: Mapping[str, str] | None = None
     if SETTINGS in environ and VerlSettings.from_json(environ[SETTINGS], source=SETTINGS) != wanted:
         raise ConfigError(f"{SETTINGS} says other than {NODE}: with this entry set the latter alone")
     needed = {EXTERNAL_MODULES: given or PLUGIN, ENGINE_VENDOR: VENDOR, SETTINGS: text}
-    # Ray refuses to be told twice. What only this process has, workers of a Ray that runs already do not.
+    # Ray refuses variables that the job was submitted with. Workers of a running Ray do not inherit this environment.
     submitted = json.loads(environ.get(JOB_CONFIG) or "{}").get("runtime_env", {}).get("env_vars", {})
     return {name: value for name, value in needed.items() if name not in submitted}
 

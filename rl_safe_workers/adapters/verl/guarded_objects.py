@@ -31,7 +31,7 @@ SYNC_CALLS = ("update_weights", *_OF_ENGINES)
 
 
 class GuardedCalls:
-    """One of verl's objects, some of whose methods end in time. Everything else is the object's own."""
+    """Wraps one of verl's objects. Gives some of its methods a deadline, and passes everything else through."""
 
     def __init__(self, stock: Any, waits: DriverWaits, phases: Mapping[str, Phase], *, what: str) -> None:
         """Guards the object.
@@ -60,7 +60,7 @@ class GuardedCalls:
 
 
 class GuardedRows:
-    """One of verl's data loaders, whose batches come in time. Everything else is the loader's own."""
+    """Wraps one of verl's data loaders. Gives each batch a deadline, and passes everything else through."""
 
     def __init__(self, loader: Any, waits: DriverWaits) -> None:
         """Guards the loader.
@@ -111,7 +111,7 @@ def guarded_samples(buffer: Any, waits: DriverWaits) -> Any:
 
 
 class _Polls:
-    """verl's polls for finished prompts, as long as something changes from time to time."""
+    """Wraps verl's polls for finished prompts. Raises once nothing has changed for the timeout of generation."""
 
     def __init__(self, buffer: Any, waits: DriverWaits) -> None:
         self._buffer, self._waits, self._stock = buffer, waits, buffer._wait_for_next_poll

@@ -38,7 +38,7 @@ _CONFIG_PATH = ("--config-path", "-cp")
 
 
 class _StartedLast:
-    """A class of Ray actors of which verl makes one, right after it has started Ray."""
+    """Stands in for the actor class of verl's task runner. verl creates that actor right after it has started Ray."""
 
     def __init__(self, actor_class: Any, processes: JobProcesses, settings: VerlSettings) -> None:
         self._actor_class, self._processes, self._settings = actor_class, processes, settings

@@ -169,7 +169,7 @@ class TrainerProcess(HostedTrainer):
         self.given.check()
 
     def _check_limits(self) -> None:
-        """Warns of groups with fewer channels than this engine would give them: an engine before it has made them."""
+        """Warns if an earlier engine has made groups with fewer channels than this engine would give them."""
         wanted = self.trainer.comms.wanted_limits()
         if narrow := [key for key, limit in self.trainer.comms.limits.items() if wanted.get(key, NCCL_MAXIMUM) > limit]:
             logger.warning(
@@ -218,7 +218,7 @@ _process: TrainerProcess | None = None
 
 
 def trainer_process() -> TrainerProcess:
-    """The one of this process, made at the first call, when the default group exists."""
+    """Returns this process's `TrainerProcess`. The first call makes it; the default group must exist."""
     global _process
     if _process is None:
         _process = TrainerProcess(environment.settings())
@@ -226,5 +226,5 @@ def trainer_process() -> TrainerProcess:
 
 
 def existing_process() -> TrainerProcess | None:
-    """The one of this process, if an engine has made it."""
+    """Returns this process's `TrainerProcess`; None if no engine has made it."""
     return _process

@@ -25,7 +25,7 @@ TAKEN = {
     "delta_weights": "actor_rollout_ref.rollout.checkpoint_engine.backend",
     "dispatchers": "moe_token_dispatcher_type in each engine's override_transformer_config",
 }
-"""Keys of the settings that are no keys of the node, and where in verl's configuration they come from."""
+"""Settings that a user cannot set in the node: each is read from this place in verl's configuration."""
 
 
 class VerlTimeouts(RolloutTimeouts):

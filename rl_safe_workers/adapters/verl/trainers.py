@@ -37,7 +37,7 @@ _TRANSFERS = ("checkpoint_manager", "standalone_checkpoint_manager")
 
 
 class _Guarded:
-    """An attribute of a trainer in which verl waits. What verl sets is guarded, and handed out so."""
+    """Descriptor of a trainer attribute whose calls block. It wraps the object that verl assigns, and returns that."""
 
     def __init__(self, guard: Callable[[Any, Any], Any]) -> None:
         self._guard = guard

@@ -140,5 +140,5 @@ def safe_worker(stock: type) -> type:
         return stock
     if stock not in _SAFE:
         known = ", ".join(sorted(cls.__name__ for cls in _SAFE))
-        raise ConfigError(f"worker class {stock.__name__} has no safe twin; known are {known}")
+        raise ConfigError(f"worker class {stock.__name__} is not supported; supported are {known}")
     return _SAFE[stock]

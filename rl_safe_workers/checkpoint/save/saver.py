@@ -78,7 +78,7 @@ Commit = Callable[[Mapping[str, WrittenFile], Sequence[str]], Any]
 
 
 class Saver:
-    """Saves of one rank, one at a time. Every method is called by all ranks of the training world alike."""
+    """Saves of one rank, one at a time. Methods are collective over the training world unless they say otherwise."""
 
     def __init__(self, control: ControlPlane, *, replicas: Replicas) -> None:
         self._control, self._rank, self._replicas = control, control.rank, replicas
