@@ -179,7 +179,7 @@ class HostedTrainer:
         with (
             self.trainer.phase(Phase.SAVE),
             self.written("training", optimizer_replicated=optimizer_replicated),
-            self.told(Phase.SAVE),
+            self.failing_together(Phase.SAVE),
         ):
             yield
 
@@ -196,7 +196,7 @@ class HostedTrainer:
             yield
 
     @contextmanager
-    def told(self, phase: Phase) -> Iterator[None]:
+    def failing_together(self, phase: Phase) -> Iterator[None]:
         """Calls `fail` if the body fails on this rank alone. Passes on an `RlSafeError`, which every rank raises."""
         try:
             yield
@@ -214,13 +214,13 @@ class HostedTrainer:
         trainer = self.trainer
         trainer.deadline = trainer.deadline.at_most(_HEARD)
         try:
-            self.tell_failure(error)
+            self.fail_pending_save(error)
             trainer.together(phase, lambda: None, failure=error)
         except PhaseTimeoutError:
             raise CheckpointError(f"training rank {trainer.training_rank}: {type(error).__name__}: {error}") from error
         raise AssertionError("an agreement with a failure raises")
 
-    def tell_failure(self, error: Exception) -> None:
+    def fail_pending_save(self, error: Exception) -> None:
         """Fails the save in which other ranks wait for this rank, if there is one; see `ShardWriter.fail`.
 
         Args:

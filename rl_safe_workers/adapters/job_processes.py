@@ -179,7 +179,7 @@ def _failures(calls: dict[Any, Any], patience_s: float) -> list[tuple[Any, str]]
 
 
 @contextmanager
-def taking_all_along(run_id: str) -> Iterator[JobProcesses]:
+def ending_all_processes(run_id: str) -> Iterator[JobProcesses]:
     """Ends every process of a job when the body is left or this process dies.
 
     Args:
@@ -197,7 +197,7 @@ def taking_all_along(run_id: str) -> Iterator[JobProcesses]:
 
 
 @contextmanager
-def failing_at_once() -> Iterator[None]:
+def exiting_at_once() -> Iterator[None]:
     """Ends this process by ``os._exit`` when the body exits with a status other than 0. Runs atexit handlers first.
 
     A normal exit clears the thousands of modules of torch and the host, which takes seconds. It also waits for threads

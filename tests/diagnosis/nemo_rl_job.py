@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from rl_safe_workers import env
-from rl_safe_workers.adapters.job_processes import folder_of, taking_all_along
+from rl_safe_workers.adapters.job_processes import ending_all_processes, folder_of
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.models.seeded import create_seeded_model
 from tests.nemo_rl.source import SOURCE
@@ -31,7 +31,7 @@ def main(folder: Path, phase: str, timeout_s: float) -> None:
     run_id = uuid.uuid4().hex[:12]
     env.mark_run(run_id, hang_dir=folder_of(run_id))
     timeouts = {each: timeout_s if each in (phase, "teardown") else GENEROUS_S for each in PHASES}
-    with taking_all_along(run_id) as processes, ExitStack() as ends:
+    with ending_all_processes(run_id) as processes, ExitStack() as ends:
         ray.init(address="local", num_cpus=SIZE + 6, include_dashboard=False, _node_ip_address="127.0.0.1")
         processes.watch_nodes(timeout_s)
         made = ends.enter_context(job(_clusters(), folder / "model", folder, timeouts=timeouts))

@@ -14,7 +14,7 @@ import ray
 
 from rl_safe_workers import env
 from rl_safe_workers.adapters.driver_waits import Party
-from rl_safe_workers.adapters.job_processes import folder_of, taking_all_along
+from rl_safe_workers.adapters.job_processes import ending_all_processes, folder_of
 from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.errors import JobError
@@ -60,7 +60,7 @@ def main(folder: str, *ways: str) -> None:
         "PYTHONPATH": os.environ["PYTHONPATH"],
     }
     ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, runtime_env={"env_vars": variables})
-    with taking_all_along(run_id):
+    with ending_all_processes(run_id):
         for way in ways:
             actor = ray.remote(Rank).options(num_cpus=0).remote(way)
             party = Party("rank 1", trainer_id(1), actor, actor.step.remote)

@@ -23,7 +23,7 @@ from pathlib import Path
 import ray
 from rl_safe_workers import env
 from rl_safe_workers.adapters.driver_waits import Party
-from rl_safe_workers.adapters.job_processes import folder_of, taking_all_along
+from rl_safe_workers.adapters.job_processes import folder_of, ending_all_processes
 from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.lifecycle import Phase
@@ -47,7 +47,7 @@ folder = folder_of(run_id)
 env.mark_run(run_id, hang_dir=folder)
 variables = {env.RUN_ID: run_id, env.HANG_DIR: str(folder), "PYTHONPATH": os.environ["PYTHONPATH"]}
 ray.init(runtime_env={"env_vars": variables})
-with taking_all_along(run_id) as processes:
+with ending_all_processes(run_id) as processes:
     processes.watch_nodes(float(stop_limit_s))
     here = ray.get_runtime_context().get_node_id()
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)

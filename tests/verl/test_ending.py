@@ -44,11 +44,11 @@ def test_a_job_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_a_failed_job_does_not_wait_for_its_threads_and_shows_its_last_words() -> None:
     source = """
 import atexit, sys, threading, time
-from rl_safe_workers.adapters.job_processes import failing_at_once
+from rl_safe_workers.adapters.job_processes import exiting_at_once
 if __name__ == "__main__":
     atexit.register(print, "what is registered for the exit has run")
     threading.Thread(target=time.sleep, args=(120,)).start()
-    with failing_at_once():
+    with exiting_at_once():
         sys.stderr.write("rl_safe: phase sync: nobody came")
         sys.exit(3)
 """

@@ -21,9 +21,9 @@ from rl_safe_workers import env
 from rl_safe_workers.adapters.job_processes import (
     JobProcesses,
     answer_sigterm,
+    ending_all_processes,
     folder_of,
     stopped_by,
-    taking_all_along,
 )
 from rl_safe_workers.adapters.nemo_rl.contract import NAMES, PROOF_NAMES, PROOF_TEXTS, TEXTS, check_host
 from rl_safe_workers.adapters.nemo_rl.guarded_driver import GuardedDriver
@@ -268,7 +268,7 @@ def main() -> None:
     )  # NeMo RL hands its workers this environment, and so a Ray that it starts
     answer_sigterm()
     try:
-        with taking_all_along(run_id) as processes, ExitStack() as ends:
+        with ending_all_processes(run_id) as processes, ExitStack() as ends:
             _run(script, ends, processes)
     except KeyboardInterrupt:
         signum = stopped_by()

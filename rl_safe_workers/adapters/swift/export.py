@@ -50,12 +50,12 @@ def exported(process: HostedTrainer, args: Any) -> Iterator[None]:
             return True
 
         if not process.trainer.together(Phase.CONVERT, start):
-            with process.told(Phase.CONVERT):
+            with process.failing_together(Phase.CONVERT):
                 yield
             return
         args.output_dir = str(pending)
         try:
-            with process.told(Phase.CONVERT):
+            with process.failing_together(Phase.CONVERT):
                 yield
         finally:
             args.output_dir = str(final)

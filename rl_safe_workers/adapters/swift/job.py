@@ -51,7 +51,7 @@ _FOLDERS = 1
 """How many folders ms-swift makes above the shards: ``checkpoint-4/iter_0000004``."""
 _HEARD = timedelta(seconds=2)
 """How long a rank that fails listens for the failures of others."""
-_NOT_YET = "gkd"
+_UNSUPPORTED_RLHF_TYPE = "gkd"
 _WITH_ENGINE = (Phase.ROLLOUT, Phase.SYNC)
 
 
@@ -166,7 +166,7 @@ class SwiftJob(HostedTrainer):
 
         @functools.wraps(original)
         def _initialize_mpu(args: Any) -> None:
-            if getattr(args, "rlhf_type", None) == _NOT_YET:
+            if getattr(args, "rlhf_type", None) == _UNSUPPORTED_RLHF_TYPE:
                 raise ConfigError(f"--rlhf_type {args.rlhf_type} is not supported yet: leave our plugin out")
             self._comms.generates = getattr(args, "rlhf_type", None) == "grpo" and not self._is_actor
             if self._comms.generates:
@@ -212,7 +212,7 @@ class SwiftJob(HostedTrainer):
         def build(trainer: Any, *args: Any, **kwargs: Any) -> None:
             with self.outermost(Phase.CONVERT):
                 original(trainer, *args, **kwargs)
-                self.meet_again()
+                self.wait_for_all()
 
         return build
 
@@ -234,7 +234,7 @@ class SwiftJob(HostedTrainer):
         if current is phase:
             return
         if current in _WITH_ENGINE:
-            self.meet_again()
+            self.wait_for_all()
         self.finish_phase()
         self.begin(phase)
 
@@ -250,7 +250,7 @@ class SwiftJob(HostedTrainer):
         if before is not None:
             self.turn(before)
 
-    def meet_again(self) -> None:
+    def wait_for_all(self) -> None:
         """Waits for all ranks within the phase's deadline, and names who is missing. Collective over: the world."""
         trainer = self.trainer
         trainer.control.barrier(trainer.lifecycle.current or OUTSIDE, trainer.deadline)
@@ -259,7 +259,7 @@ class SwiftJob(HostedTrainer):
         """Returns the name of the phase that this rank is in."""
         return str(self.trainer.lifecycle.current or OUTSIDE)
 
-    def patience(self) -> Deadline:
+    def engine_deadline(self) -> Deadline:
         """Returns the deadline for an engine: shortly before the other ranks give up waiting for this one."""
         if self.trainer.lifecycle.current is None:
             return Deadline.after(timedelta(seconds=self.settings.timeouts.outside))

@@ -89,7 +89,7 @@ class RayJob(RayStandIn):
         atexit.register(self._end)
 
     def _end(self) -> None:
-        """Ends the job with this process: after a failure at once, as `job_processes.failing_at_once` does elsewhere.
+        """Ends the job with this process: after a failure at once, as `job_processes.exiting_at_once` does elsewhere.
 
         Functions that were registered for the exit before the plugin came do not run then, such as Ray's, which is shut
         down.

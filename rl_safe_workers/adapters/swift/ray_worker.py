@@ -187,7 +187,9 @@ def _mend_transfers() -> None:
     @functools.wraps(original)
     def init(sender: Any, *args: Any, **kwargs: Any) -> None:
         original(sender, *args, **kwargs)
-        sender.timeout_ms = min(sender.timeout_ms, int(1e3 * install.job().patience().remaining().total_seconds()))
+        sender.timeout_ms = min(
+            sender.timeout_ms, int(1e3 * install.job().engine_deadline().remaining().total_seconds())
+        )
 
     update = adapter.RolloutAdapter.update_weights
 
@@ -195,7 +197,7 @@ def _mend_transfers() -> None:
     def update_weights(one: Any, *args: Any, **kwargs: Any) -> None:
         import zmq
 
-        patience = install.job().patience()
+        patience = install.job().engine_deadline()
         try:
             update(one, *args, **kwargs)
         except zmq.Again:
@@ -214,7 +216,7 @@ class _PatientRay(RayStandIn):
 
     def get(self, reference: Any) -> Any:
         """As ``ray.get``, within what is left of the phase. An engine's own error is told on the first line."""
-        patience = install.job().patience()
+        patience = install.job().engine_deadline()
         try:
             return ray.get(reference, timeout=patience.remaining().total_seconds())
         except ray.exceptions.GetTimeoutError:

@@ -84,7 +84,7 @@ class RolloutPhases:
             self._job.trainer.comms.require("rollout")
             with self._job.trainer.phase(Phase.START), self._job.engines_groups():
                 original(trainer)
-                self._job.meet_again()
+                self._job.wait_for_all()
 
         return init_rollout_engine
 
@@ -187,7 +187,7 @@ class EngineWatch:
     def __enter__(self) -> None:
         """Watches from now on."""
         self._is_over, self._thread = threading.Event(), threading.get_ident()
-        deadline, phase = self._job.patience(), self._job.phase_name()
+        deadline, phase = self._job.engine_deadline(), self._job.phase_name()
         in_background(lambda: self._wait(deadline, phase))
 
     def __exit__(self, *error: object) -> None:
@@ -231,7 +231,7 @@ class PatientClient:
 
         @functools.wraps(value)
         def call(*args: Any, **kwargs: Any) -> Any:
-            deadline = self._job.patience()
+            deadline = self._job.engine_deadline()
             try:
                 return in_background(lambda: value(*args, **kwargs)).wait(deadline)
             except DeadlineExceededError:

@@ -23,10 +23,10 @@ from rl_safe_workers import env
 from rl_safe_workers.adapters.job_processes import (
     JobProcesses,
     answer_sigterm,
-    failing_at_once,
+    ending_all_processes,
+    exiting_at_once,
     folder_of,
     stopped_by,
-    taking_all_along,
 )
 from rl_safe_workers.adapters.verl.entry import check_run, prepare_job
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
@@ -101,7 +101,7 @@ def run(config: DictConfig) -> None:
     run_id = uuid.uuid4().hex[:12]
     prepare_job(config, settings, run_id)
     env.mark_run(run_id, hang_dir=folder_of(run_id))  # for a Ray that this process starts
-    with claimed(_folders_of(config)), taking_all_along(run_id) as processes:
+    with claimed(_folders_of(config)), ending_all_processes(run_id) as processes:
         stock.run_ppo(config, task_runner_class=safe_task_runner(processes, settings))
 
 
@@ -152,7 +152,7 @@ def main() -> None:
     """The command."""
     Plugins.instance().register(SafeSearchPath)
     sys.argv[1:] = beside_verls(sys.argv[1:])
-    with failing_at_once():
+    with exiting_at_once():
         _main()
 
 
