@@ -7,6 +7,7 @@ for exceptions, what is registered for the exit, and the status.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import runpy
@@ -29,6 +30,19 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def map_without_pools() -> None:
+    """Lets a rank map its dataset itself: it is a fork of a process with threads, and a pool of its forks may hang."""
+    from datasets import Dataset
+
+    original = Dataset.map
+
+    @functools.wraps(original)
+    def map_here(dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
+        return original(dataset, *args, **{**kwargs, "num_proc": None})
+
+    Dataset.map = map_here  # type: ignore[method-assign]
 
 
 def script(command: str) -> str:
@@ -55,6 +69,7 @@ def rank(job: dict[str, Any], number: int) -> NoReturn:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job["port"]),
     )
+    map_without_pools()
     path = script(job["command"])
     sys.argv = [path, *job["args"]]
     status = 0
