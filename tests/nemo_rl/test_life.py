@@ -383,7 +383,7 @@ def test_the_group_with_megatrons_rollout_is_joined_in_time_and_the_teardown_lea
 
 def test_a_world_with_others_in_it_is_refused(tiny_moe, tmp_path, port) -> None:
     (text,) = values(run_ranks(_crowded, 1, port, config_of(tiny_moe, tmp_path)))
-    assert "the default group has 1 ranks and the policy 3 workers" in text
+    assert "the default group has 1 ranks, but the policy has 3 workers" in text
 
 
 def _crowded(rank: int, port: int, config: dict[str, Any]) -> str:
