@@ -1,6 +1,8 @@
 """Says with which ranks a job's failure began, on each rank that fails: from the others' reports, and from neighbours.
 
-culprits, why = blame(control.reported_failures(), silent=[1], among=neighbours)
+    culprits, why = blame(control.reported_failures(), silent=[1], among=neighbours)
+
+It needs no driver.
 """
 
 from __future__ import annotations

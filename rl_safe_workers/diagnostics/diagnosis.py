@@ -139,7 +139,7 @@ def diagnose_answers(
     error = None if root is None else root.error
     wait = _seen_wait(facts) if error is None else wait_of(error)
     if root is not None and (mismatch := _mismatch(root, facts.answers, facts.whys)) is not None:
-        found = _found_in_mismatch(mismatch, root, wait, facts)
+        found = _found_in_mismatch(mismatch, root, facts)
     elif wait is not None:
         found = _found_in_hang(root, wait, facts, is_whole=is_whole)
     elif root is not None:
@@ -234,13 +234,13 @@ class _Found:
     """Empty: the fault tells."""
 
 
-def _found_in_mismatch(mismatch: Mismatch, root: RootCause, wait: Wait | None, facts: _Facts) -> _Found:
+def _found_in_mismatch(mismatch: Mismatch, root: RootCause, facts: _Facts) -> _Found:
     """Names the ranks that brought a shape of their own to a collective."""
     culprits = frozenset(trainer_ids(mismatch.culprits))
     places = [(one, _place(one, facts.answers, facts.known)) for one in sorted(culprits)]
     at = [f"{one}{home_of(one, facts.answers)} was at {place}" for one, place in places if place is not None]
     verdict = "; ".join([f"{Fault.SHAPES} in {mismatch.work or 'a collective'}: {mismatch.said}", *at])
-    return _Found({"verdict": verdict, "error": _with_kind(root.error)}, culprits, wait, Fault.SHAPES)
+    return _Found({"verdict": verdict, "error": _with_kind(root.error)}, culprits, fault=Fault.SHAPES)
 
 
 def _found_in_hang(root: RootCause | None, wait: Wait, facts: _Facts, *, is_whole: bool) -> _Found:

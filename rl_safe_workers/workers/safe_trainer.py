@@ -109,8 +109,8 @@ class SafeTrainer(TrainingRank):
     def teardown(self, failure: str | None = None) -> dict[int, str]:
         """Exchanges verdicts, then destroys every group if all is well. Idempotent; also after a partial set-up.
 
-        Collective over: the training world. If a rank failed, gave no verdict, or does not arrive after its
-        verdict, the groups are aborted. Destroying them would wait for that rank. This process can then exit by itself.
+        Collective over: the training world. If a rank failed, gave no verdict, or does not arrive after its verdict,
+        this rank aborts its groups: to destroy them, NCCL would wait for that rank. The process can exit after that.
 
         Args:
             failure: None if this rank is well, else one line of what failed.
