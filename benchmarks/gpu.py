@@ -105,7 +105,8 @@ def gpu_variables(rank: int, ranks: int) -> dict[str, str]:
     """
     gpus = count_gpus() or ranks
     ranks_of_host = 1 if HOSTS == "apart" else gpus
-    variables = {env.CUDA_VISIBLE_DEVICES: str(rank % gpus)}
+    visible = os.environ.get(env.CUDA_VISIBLE_DEVICES) or ",".join(map(str, range(gpus)))
+    variables = {env.CUDA_VISIBLE_DEVICES: visible.split(",")[rank % gpus]}
     if ranks_of_host < ranks:
         variables |= {"NCCL_HOSTID": f"host{rank // ranks_of_host}", "NCCL_SOCKET_IFNAME": "lo"}
     return variables

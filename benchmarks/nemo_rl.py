@@ -2,7 +2,8 @@
 
     NEMO_RL_SRC=CHECKOUT python -m benchmarks.nemo_rl OUT_DIR PART...
 
-`PARTS` are the parts. The logs are packed into OUT_DIR.
+`PARTS` are the parts. The logs are packed into OUT_DIR. At Ctrl-C all jobs are cut, and the table has what was measured
+until then.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,13 +27,15 @@ from statistics import mean, median
 from rich.console import Console
 
 from benchmarks.gpus import count_gpus, gpu_row
-from benchmarks.nemo_rl_jobs import RECIPES, Job, Run, keep_logs, module_search_path, run_jobs
+from benchmarks.host_meter import FAULT_NAME
+from benchmarks.nemo_rl_jobs import IS_CUT, RECIPES, Job, Run, keep_logs, module_search_path, run_jobs
 from benchmarks.nemo_rl_meter import (
     DIGESTS,
     GENERATE,
     LOGPROB,
     OURS,
     PATHS,
+    RECEIVE,
     REFIT,
     SAVE,
     SEND,
@@ -56,7 +60,7 @@ _RESUMED = (
     # The scheduler's length follows from the number of steps, and Megatron refuses a saved one of another length.
     "++policy.megatron_cfg.scheduler.override_opt_param_scheduler=true",
 )
-MEASURED_STEPS, FIRST_STEPS = 20, 3
+MEASURED_STEPS, FIRST_STEPS = 17, 3
 STEP_MODEL = SeededModelConfig(
     num_hidden_layers=8,
     hidden_size=1024,
@@ -77,10 +81,20 @@ FAULTS = {
     "save": f"{SAVE}:0:1:kill",
     "refit": f"{SEND}:2:1:kill",
     "engine": f"{GENERATE}:2:1:kill",
+    "receive": f"{RECEIVE}:2:1:kill",
     "late": f"{PATHS}:0:1:stop",
     "convert": f"{STATE}:0:1:kill",
 }
 """The fault of rank 1 of the trainers or engines, by the part. In ``late``, it never comes to the conversion."""
+STANDING_STILL = {
+    "o1": f"{TRAIN}:2:1:hang",
+    "o2": f"{SAVE}:0:1:hang",
+    "o3": f"{SEND}:2:1:stop",
+    "o4": f"{GENERATE}:2:1:stop",
+    "o5": f"{STATE}:0:1:hang",
+}
+"""Faults of stock jobs that are looked at from outside, by the name of the job."""
+EXPLAINS_S = 90.0
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
@@ -123,9 +137,15 @@ def _make_model(folder: Path, model: SeededModelConfig | None = None) -> None:
     subprocess.run(command, check=True, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": module_search_path()})
 
 
-def _run(jobs: Sequence[Job], out: Path, report: Callable[[str], None], limit_s: float = LIMIT_S) -> list[Run]:
+def _run(
+    jobs: Sequence[Job],
+    out: Path,
+    report: Callable[[str], None],
+    limit_s: float = LIMIT_S,
+    look: Callable[[Run], None] | None = None,
+) -> list[Run]:
     began = time.monotonic()
-    runs = run_jobs(jobs, limit_s=limit_s, cut_s=CUT_S)
+    runs = run_jobs(jobs, limit_s=limit_s, cut_s=CUT_S, look=look)
     keep_logs(runs, out / f"{'-'.join(job.name for job in jobs)}-{runs[0].number}.tar.gz")
     for run in runs:
         took = (run.gone_s or time.time()) - run.running.started_s
@@ -326,7 +346,7 @@ def _digests_of(checkpoint: Path) -> frozenset[str]:
 
 
 def _not_in(number: int, run: Run, saved: frozenset[str]) -> list[str]:
-    """Returns the parameters that a save does not hold as they were when it began."""
+    """Returns the parameters that a save does not hold as they were."""
     found: dict[str, str] = {}
     for path in run.meter.glob(f"{DIGESTS}-{number}-*.json"):
         found |= json.loads(path.read_text())
@@ -365,6 +385,8 @@ def run_faults(kinds: Sequence[str], folder: Path, out: Path, report: Callable[[
         if run.job.side == STOCK:
             seconds = CUT_S if run.gone_s is None else ended
             rows.append(gpu_row(f"{name}: ended after, {CUT_S:.0f}: cut", "s", seconds, at_least(0)))
+            if run.gone_s is not None:
+                rows.append(_explained_row(run, _explain(run, str(run.job.own)), report))
             continue
         rows += [
             gpu_row(f"{name}: ended after", "s", ended, at_most(DEADLINE_S + GRACE_S)),
@@ -373,6 +395,57 @@ def run_faults(kinds: Sequence[str], folder: Path, out: Path, report: Callable[[
             gpu_row(f"{name}: processes left", "", len(run.left) + (run.gone_s is None), at_most(0)),
         ]
     return rows
+
+
+def _explain(run: Run, *how: str) -> list[str]:
+    """Returns the processes that ``rl-safe explain`` names, without a word of ours in the job."""
+    answer = run.running.folder / "explained.json"
+    command = [sys.executable, "-m", "rl_safe_workers", "explain", *how, "--json", str(answer)]
+    environment = {**os.environ, "PYTHONPATH": module_search_path()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=EXPLAINS_S, check=False)
+    (run.running.folder / "explained.log").write_text(done.stdout + done.stderr)
+    found: list[str] = json.loads(answer.read_text())["culprits"]
+    return found
+
+
+def _explained_row(run: Run, culprits: Sequence[str], report: Callable[[str], None]) -> Row:
+    (pid,) = {call.pid for call in run.calls if call.name == FAULT_NAME}
+    told = (run.running.folder / "explained.log").read_text().splitlines()[:2]
+    name = f"stock, {run.job.fault}: explained from outside"
+    report(f"{name}: process {pid}: {culprits}; {told}")
+    is_it = [bool(re.search(rf"\bprocess {pid}\b", culprit)) for culprit in culprits]
+    return gpu_row(f"{name}, 1: right, 0: names nobody, -1: wrong", "", all(is_it) * 2 - 1 if is_it else 0, at_least(1))
+
+
+def _outside(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
+    """Jobs of stock that stand still; `rl-safe explain --ray` looks at each from outside."""
+    jobs = [
+        Job(
+            name=name,
+            side=STOCK,
+            recipe=COLOCATED,
+            folder=folder,
+            overrides=[
+                f"checkpointing.enabled={str(SAVE in fault).lower()}",
+                "checkpointing.save_period=2",
+                "policy.generation.vllm_cfg.gpu_memory_utilization=0.05",
+            ],
+            fault=fault,
+        )
+        for name, fault in STANDING_STILL.items()
+    ]
+    culprits: dict[str, list[str]] = {}
+
+    def look(run: Run) -> None:
+        culprits[run.job.name] = _explain(run, "--ray", run.ray_address())
+
+    runs = _run(jobs, out, report, look=look)
+    return [
+        _explained_row(run, culprits[run.job.name], report)
+        if run.job.name in culprits
+        else gpu_row(f"stock, {run.job.fault}: looked at from outside", "", 0, at_least(1))
+        for run in runs
+    ]
 
 
 def _after_half_conversion(jobs: Sequence[Job], out: Path, report: Callable[[str], None]) -> list[Row]:
@@ -414,6 +487,7 @@ PARTS: Mapping[str, Callable[[Path, Path, Callable[[str], None]], list[Row]]] = 
     "saves-colocated": _async_saves(COLOCATED),
     "steps-apart": _steps(APART),
     "steps-colocated": _steps(COLOCATED),
+    "outside": _outside,
 }
 """The parts besides `FAULTS`."""
 COMMANDS = (
@@ -425,7 +499,8 @@ COMMANDS = (
     ("saves-colocated",),
     ("saves-apart",),
     ("step", "save", "refit"),
-    ("engine", "late", "convert"),
+    ("engine", "receive", "late", "convert"),
+    ("outside",),
 )
 """The parts that run together; each takes less than five minutes."""
 
@@ -437,6 +512,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="+", choices=[*PARTS, *FAULTS], metavar="PART")
     arguments = parser.parse_args()
     console = Console(width=200, highlight=False)
+    signal.signal(signal.SIGINT, lambda *_: IS_CUT.set())
     with tempfile.TemporaryDirectory(prefix="n", dir="/tmp") as name:
         rows = run_parts(
             arguments.parts,

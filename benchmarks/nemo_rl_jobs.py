@@ -8,8 +8,10 @@ import os
 import re
 import sys
 import tarfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -28,7 +30,10 @@ _FIRST_VLLM_PORT, _VLLM_PORTS = 25_000, 200
 _PLACES = itertools.count()
 KEPT_BYTES = 300_000
 """Most bytes of one log that are kept."""
+IS_CUT = threading.Event()
+"""Set once all jobs are to be cut."""
 _POLL_S, _LEFT_AFTER_S = 0.2, 5.0
+STANDS_STILL_S = 20.0
 _VARIABLES = {
     "RAY_DEDUP_LOGS": "0",
     "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
@@ -118,6 +123,11 @@ class Run:
         found = [match[1] for line in self.running.output().splitlines() if (match := _ERROR.match(line))]
         return found[-1] if found else ""
 
+    def ray_address(self) -> str:
+        """Returns the address of the job's own Ray."""
+        lines = [" ".join(process.cmdline()) for process in self.running.processes()]
+        return next(match[1] for line in lines if (match := re.search(r"--gcs-address=(\S+)", line)))
+
     def late_mib(self) -> int:
         """Returns what our watch has noticed after the bootstrap."""
         lines = [match[1] for match in _MISSED.finditer(self.running.output())]
@@ -135,26 +145,48 @@ def module_search_path(*first: Path) -> str:
     return os.pathsep.join(dict.fromkeys([*map(str, first), str(ROOT), *filter(None, given)]))
 
 
-def run_jobs(jobs: Sequence[Job], *, limit_s: float, cut_s: float = 120.0) -> list[Run]:
+def run_jobs(
+    jobs: Sequence[Job], *, limit_s: float, cut_s: float = 120.0, look: Callable[[Run], None] | None = None
+) -> list[Run]:
     """Runs jobs at the same time; waits until none of their processes is left, and ends those that stay.
 
     Args:
         jobs: At most one of a name.
         limit_s: Seconds for all.
         cut_s: Seconds after its fault in which a job has to end.
+        look: Called with each run `STANDS_STILL_S` after its fault, on a thread of its own.
+
+    Raises:
+        Exception: What ``look`` has raised, once all jobs have ended.
     """
     runs = [_start(job, next(_PLACES) % PLACES) for job in jobs]
     began = time.time()
+    with ThreadPoolExecutor(len(runs)) as pool:
+        looks = [pool.submit(_look_when_still, run, look) for run in runs if look is not None]
+        _await_ends(runs, began=began, limit_s=limit_s, cut_s=cut_s)
+    for each in looks:
+        each.result()
+    return runs
+
+
+def _look_when_still(run: Run, look: Callable[[Run], None]) -> None:
+    while run.gone_s is None and not run.was_cut:
+        if run.fault_s is not None and time.time() - run.fault_s > STANDS_STILL_S:
+            look(run)
+            return
+        time.sleep(_POLL_S)
+
+
+def _await_ends(runs: Sequence[Run], *, began: float, limit_s: float, cut_s: float) -> None:
     try:
         while any(run.gone_s is None and not run.was_cut for run in runs):
             time.sleep(_POLL_S)
             for run in runs:
                 if run.gone_s is None and not run.was_cut:
-                    _look_at(run, cut=time.time() - began > limit_s, cut_s=cut_s)
+                    _look_at(run, cut=IS_CUT.is_set() or time.time() - began > limit_s, cut_s=cut_s)
     finally:
         for run in runs:
             run.running.end()
-    return runs
 
 
 def keep_logs(runs: Sequence[Run], archive: Path) -> None:
@@ -163,7 +195,13 @@ def keep_logs(runs: Sequence[Run], archive: Path) -> None:
     with tarfile.open(archive, "w:gz") as packed:
         for run in runs:
             ray_logs = sorted(run.ray.glob("ray/session_2*/logs/*"))
-            for path in [run.log, *run.meter.glob("*"), *ray_logs, *run.job.own.glob("logs/**/*.jsonl")]:
+            for path in [
+                run.log,
+                *run.running.folder.glob("explained*"),
+                *run.meter.glob("*"),
+                *ray_logs,
+                *run.job.own.glob("logs/**/*.jsonl"),
+            ]:
                 if path.is_file() and path.stat().st_size:
                     _add(packed, path, f"{run.job.name}/{run.number}/{path.name}")
 

@@ -27,11 +27,13 @@ STOCK, OURS = "stock", "ours"
 JOB = "RL_SAFE_METER_JOB"
 """Environment variable: the name of the job, among those that run at the same time on the same machine."""
 WORLD, TRAIN, LOGPROB, SAVE, SEND, GENERATE, REFIT = "world", "train", "logprob", "save", "send", "generate", "refit"
+RECEIVE = "receive"
 PATHS, IMPORT, STATE = "paths", "import", "state"
 """Names of the calls: the default group is made, an update, ..., a trainer sends weights, ..., a whole refit as the
-driver sees it; in the conversion of HF weights, the call before it, the conversion, and the middle of its save."""
+driver sees it, an engine receives weights; in the conversion of HF weights, the call before it, the conversion, and the
+middle of its save."""
 DIGESTS = "digests"
-"""Start of the names of files beside the records: a digest of each parameter as a save begins, by its name."""
+"""Start of the names of files beside the records: a digest of each parameter after a save, by its name."""
 HOST_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _POLICY = {
     "train": TRAIN,
@@ -118,7 +120,7 @@ def _watch_policy(worker: type) -> None:
 
 
 def _write_digests(worker: Any) -> None:
-    """Writes what a save is to hold, as it begins."""
+    """Writes what a save holds, once it has copied that: before, a rank may have old values of others' shards."""
     save = worker.save_checkpoint
     number = iter(range(10**9))
 
@@ -126,10 +128,11 @@ def _write_digests(worker: Any) -> None:
     def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         from benchmarks.host_meter import FOLDER
 
+        done = save(self, *args, **kwargs)
         found = {name: digest(parameter) for name, parameter in self.model.named_parameters()}
         path = Path(os.environ[FOLDER]) / f"{DIGESTS}-{next(number)}-{os.environ['RANK']}.json"
         path.write_text(json.dumps(found))
-        return save(self, *args, **kwargs)
+        return done
 
     worker.save_checkpoint = save_checkpoint
 
@@ -146,6 +149,8 @@ def _watch_generation(worker: type) -> None:
     from benchmarks.host_meter import watch
 
     watch(worker, "generate", GENERATE)
+    for method in ("update_weights_via_ipc_zmq", "update_weights_from_collective"):
+        watch(worker, method, RECEIVE)
 
 
 _ACTORS: dict[str, Callable[[type], None]] = {

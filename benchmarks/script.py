@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from math import comb
@@ -32,13 +33,16 @@ from rl_safe_workers.worlds.store import serve_store
 GPUS = 2
 MODULE = "benchmarks.script_ranks"
 UNLIMITED = "ours, without channel_limits"
+WATCHED = "nothing but the watch"
+"""The script left to itself, but for the threads that watch its ranks."""
 WAYS = (NOTHING, EVERY, UNLIMITED, OURS)
 IN_TURNS = (NOTHING, OURS)
 """Ways whose steps are compared."""
-BLOCKS = 10
+BLOCKS, BLOCK_STEPS = 10, 10
 LAYERS = os.environ.get("RL_SAFE_BENCH_LAYERS", "local")
 HIDDEN, TOKENS = 1024, 4096
 JOB_S, TURNS_S = 90.0, 300.0
+_STORE_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ class Job:
     """Its place among the two."""
     blocks: int = 0
     """Timed blocks of each."""
+    block_steps: int = BLOCK_STEPS
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
@@ -148,41 +153,81 @@ def run_layout(
         tokens: Tokens of each sequence.
         blocks: Timed blocks of each of `IN_TURNS`.
     """
-    what = f"bench script: {layout.name}"
+    with _served(layout, ways, device=device, hidden=hidden, tokens=tokens) as alone:
+        found = _results_of(layout, alone, JOB_S)
+    figures = {job.way: _worst(of_ranks) for job, of_ranks in zip(alone, found, strict=True)}
+    if HOSTS != "one":
+        return figures
+    theirs, ours = run_in_turns(layout, IN_TURNS, device=device, hidden=hidden, tokens=tokens, blocks=blocks)
+    figures[OURS] |= block_ratios(ours, theirs)
+    return figures
 
-    def results_of(jobs: Sequence[Job], seconds: float) -> list[list[dict[str, Any]]]:
-        with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as name:
-            return run_jobs(
-                MODULE, [asdict(job) for job in jobs], Path(name), ranks=layout.ranks, what=what, job_s=seconds
-            )
 
-    stores = [serve_store("127.0.0.1", timeout=timedelta(minutes=10)) for _ in [*ways, *IN_TURNS, "turns"]]
-    *ports, turns_port = (address.port for _, address, _ in stores)
-    jobs = [
+def run_in_turns(
+    layout: Layout,
+    ways: tuple[str, str],
+    *,
+    device: str,
+    hidden: int,
+    tokens: int,
+    blocks: int = BLOCKS,
+    block_steps: int = BLOCK_STEPS,
+) -> list[list[dict[str, Any]]]:
+    """Runs two ways side by side, whose blocks of steps take turns; returns the figures of each by rank.
+
+    Args:
+        layout: The layout.
+        ways: Two of `WAYS` and `WATCHED`.
+        device: ``cuda`` or ``cpu``.
+        hidden: Hidden size of the model.
+        tokens: Tokens of each sequence.
+        blocks: Timed blocks of each.
+        block_steps: Steps of a block.
+    """
+    turns, address, _ = serve_store("127.0.0.1", timeout=_STORE_TIMEOUT)
+    with _served(layout, ways, device=device, hidden=hidden, tokens=tokens) as jobs:
+        jobs = [
+            replace(job, turns_port=address.port, place=place, blocks=blocks, block_steps=block_steps)
+            for place, job in enumerate(jobs)
+        ]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            found = [*pool.map(lambda job: _results_of(layout, [job], TURNS_S)[0], jobs)]
+    del turns  # it serves until here
+    return found
+
+
+def block_ratios(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns what `median_with_bounds` does, of the seconds of the slowest rank in each block."""
+    seconds = [list(map(max, *(of_rank["block_s"] for of_rank in of_ranks))) for of_ranks in (ours, theirs)]
+    return median_with_bounds([a / b for a, b in zip(*seconds, strict=True)])
+
+
+@contextmanager
+def _served(layout: Layout, ways: Sequence[str], *, device: str, hidden: int, tokens: int) -> Iterator[list[Job]]:
+    """Yields a job of each way, and serves the store of its default group meanwhile."""
+    stores = [serve_store("127.0.0.1", timeout=_STORE_TIMEOUT) for _ in ways]
+    yield [
         Job(
             way=way,
             sizes=dict(layout.sizes),
             features={"moe": True, "aux_loss": True, **layout.features},
             layers=LAYERS,
             fp8=layout.fp8,
-            port=port,
+            port=address.port,
             ranks=layout.ranks,
             device=device,
             hidden=hidden,
             tokens=tokens,
         )
-        for way, port in zip([*ways, *IN_TURNS], ports, strict=True)
+        for way, (_, address, _) in zip(ways, stores, strict=True)
     ]
-    alone, in_turns = jobs[: len(ways)], jobs[len(ways) :]
-    figures = {job.way: _worst(of_ranks) for job, of_ranks in zip(alone, results_of(alone, JOB_S), strict=True)}
-    if HOSTS != "one":
-        return figures
-    in_turns = [replace(job, turns_port=turns_port, place=place, blocks=blocks) for place, job in enumerate(in_turns)]
-    with ThreadPoolExecutor(len(in_turns)) as pool:
-        found = [*pool.map(lambda job: results_of([job], TURNS_S)[0], in_turns)]
-    theirs, ours = (list(map(max, *(of_rank["block_s"] for of_rank in of_ranks))) for of_ranks in found)
-    figures[OURS] |= median_with_bounds([a / b for a, b in zip(ours, theirs, strict=True)])
-    return figures
+
+
+def _results_of(layout: Layout, jobs: Sequence[Job], seconds: float) -> list[list[dict[str, Any]]]:
+    with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as name:
+        fields = [asdict(job) for job in jobs]
+        what = f"bench script: {layout.name}"
+        return run_jobs(MODULE, fields, Path(name), ranks=layout.ranks, what=what, job_s=seconds)
 
 
 def median_with_bounds(values: Sequence[float]) -> dict[str, float]:

@@ -6,11 +6,14 @@ A plain Megatron training script, with no class of ours: groups, model, optimize
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -25,15 +28,17 @@ from benchmarks.comms import OURS
 from benchmarks.comms_peers import WARMUPS
 from benchmarks.comms_ranks import synchronize, timed
 from benchmarks.forks import run_jobs_of_rank
-from benchmarks.script import UNLIMITED, Job
+from benchmarks.script import UNLIMITED, WATCHED, Job
 from benchmarks.taken import Taken
 from rl_safe_workers import bootstrap, channel_limits, guard, teardown
 from rl_safe_workers.comms import late
+from rl_safe_workers.diagnostics.neighbours import Neighbours
 from rl_safe_workers.models.local_spec import decoder_block_spec
 from rl_safe_workers.platforms import cpu
 from rl_safe_workers.topology.groups import Features
 
-STEPS, BLOCK_STEPS, MICRO_BATCHES = 4, 10, 4
+STEPS, MICRO_BATCHES = 4, 4
+STOP_LIMIT_S, _SETTLES_S = 10.0, 1.0
 
 
 def init(job: Job, rank: int) -> None:
@@ -168,7 +173,7 @@ def take_turns(job: Job, step: Callable[[], None], device: torch.device) -> list
     store = dist.TCPStore("127.0.0.1", job.turns_port, is_master=False)
 
     def block() -> None:
-        for _ in range(BLOCK_STEPS):
+        for _ in range(job.block_steps):
             step()
 
     def wait_for(name: str, ranks: int) -> None:
@@ -186,6 +191,32 @@ def take_turns(job: Job, step: Callable[[], None], device: torch.device) -> list
     return seconds
 
 
+class Watch:
+    """The watch of a plain script's ranks, as `bootstrap` starts it, and what it costs this process."""
+
+    def __init__(self, key: str, rank: int) -> None:
+        threads, process = set(threading.enumerate()), psutil.Process()
+        before = process.memory_full_info().uss
+        self._neighbours = Neighbours(key, rank=rank, stop_limit_s=STOP_LIMIT_S)
+        self._threads = [thread for thread in threading.enumerate() if thread not in threads]
+        time.sleep(_SETTLES_S)
+        self._bytes = process.memory_full_info().uss - before
+
+    @contextmanager
+    def measured(self, found: dict[str, Any]) -> Iterator[None]:
+        """Adds its threads' share of a core in the body, and its memory in bytes; then ends it."""
+        started_s, cpu_s = time.monotonic(), self._cpu_seconds()
+        yield
+        found["watch_share"] = (self._cpu_seconds() - cpu_s) / (time.monotonic() - started_s)
+        found["watch_bytes"] = self._bytes
+        self._neighbours.leave()
+
+    def _cpu_seconds(self) -> float:
+        """Seconds on a core of all threads of the watch (sched_stat's first field, in ns)."""
+        files = [Path(f"/proc/self/task/{thread.native_id}/schedstat") for thread in self._threads]
+        return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
 def measure(job: Job, rank: int) -> dict[str, Any]:
     """Warms up, builds, trains `STEPS` steps; returns bytes and seconds of this rank."""
     if job.device == "cuda":
@@ -197,8 +228,11 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
     torch.zeros(1, device=device)
     synchronize(device)
     taken, started_s, report = Taken(device), time.perf_counter(), None
+    watch = None
     if job.way in (OURS, UNLIMITED):
         report = bootstrap(features=Features(**job.features))
+    elif job.way == WATCHED:
+        watch = Watch(f"bench_{job.port}", rank)
     else:
         WARMUPS[job.way](device)
     synchronize(device)
@@ -220,8 +254,10 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
         "named_late": len(warnings),
     }
     if job.turns_port:
-        found["block_s"] = take_turns(job, lambda: train(job, chunk, optimizer), device)
-    teardown()
+        with nullcontext() if watch is None else watch.measured(found):
+            found["block_s"] = take_turns(job, lambda: train(job, chunk, optimizer), device)
+    if watch is None:
+        teardown()
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import ray
 
-from rl_safe_workers.adapters.call_errors import keep_origins
+from rl_safe_workers.adapters.call_errors import call_error_of, keep_origins
 from rl_safe_workers.adapters.weight_update import ROLLOUT
 from rl_safe_workers.compat.ray_tables import DEAD, actor_id, actor_id_of_call, actor_table
 from rl_safe_workers.config import PhaseTimeouts
@@ -152,14 +152,20 @@ class DriverWaits:
 
         Raises:
             PhaseTimeoutError: If nothing changes for the timeout; names the processes that do not answer.
-            RunError: If it fails, and a process does not answer.
+            RunError: If it fails and a process does not answer; or an engine has raised and no training rank took part.
         """
         if self.is_bounding:
             return work()  # the outermost bound counts
         with self.waiting(phase):
             limit_s = self.timeout_s(phase) if limit_s is None else limit_s
             limit_s += _WORKERS_FIRST_S if workers_first else 0.0
-            return self._bounded(phase, what, work, progress, limit_s, calls)
+            try:
+                return self._bounded(phase, what, work, progress, limit_s, calls)
+            except ray.exceptions.RayError as error:
+                # With training ranks in the call, an engine's error may follow from one of theirs.
+                if workers_first or (raised := self._raised_by_engine(phase, error)) is None:
+                    raise
+                raise raised from error
 
     def of_driver(self, phase: str, what: str, work: Callable[[], T]) -> T:
         """Does work of the driver's own, for which no other process is to blame; returns its value.
@@ -214,6 +220,13 @@ class DriverWaits:
             if (blaming := self.blaming(what, error, calls)) is None:
                 raise
             raise blaming from error
+
+    def _raised_by_engine(self, phase: str, error: ray.exceptions.RayError) -> RankError | None:
+        called = call_error_of(error)
+        if called is None or called.foreign.is_about_others:
+            return None
+        ranks = {actor_id(party.actor): party.rank for party in self._parties() if party.rank.role is Role.ROLLOUT}
+        return called.report(ranks[called.actor_id], phase) if called.actor_id in ranks else None
 
     def blaming(self, what: str, error: ray.exceptions.RayError, calls: Sequence[Any] = ()) -> RunError | None:
         """Returns the error of a wait that has failed, with the processes that do not answer; None if all answer.

@@ -32,6 +32,7 @@ BENCHMARKS: Mapping[str, str] = {
     "weight_sync": "weight syncs into vLLM on 2 GPUs, of many names and of many bytes, against a broadcast and a copy",
     "sync_delta": "the weights that a GRPO step changes in bf16, and what a sync of these alone would save",
     "sync_proof": "500 clean proved weight syncs: false alarms and seconds; the speed of digests, against a copy's",
+    "watch": "what the watch of ranks costs a plain Megatron script: its threads, its memory, and steps in turns",
     "verdict": "the verdict on a failed job of 1,024 and of 4,096 ranks: seconds, memory, and how they grow",
     "save": "saves, loads and audits of a checkpoint of 6,144 experts, against megatron-core's own",
 }

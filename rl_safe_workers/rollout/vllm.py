@@ -314,4 +314,7 @@ class VllmRollout:
                 # vLLM 0.25 has no such method; the engine's own shutdown below does the same there.
                 if hasattr(llm, "shutdown_weight_transfer_engine"):
                     llm.shutdown_weight_transfer_engine()
-                llm.llm_engine.engine_core.shutdown()
+                # A sleeping engine of several ranks has communicators whose memory is unmapped. Freeing them ends the
+                # process by SIGSEGV (vLLM 0.25.1, pynccl.py:162), so that they are left to the process's end.
+                if not (self._asleep and self.config.rollout.tensor_model_parallel_size > 1):
+                    llm.llm_engine.engine_core.shutdown()

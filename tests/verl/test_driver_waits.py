@@ -47,10 +47,10 @@ def _cluster() -> Iterator[None]:
 
 @ray.remote(num_cpus=0)
 class _Server:
-    """A rollout server, some of whose calls may have no answer."""
+    """A rollout server; one of its calls may have no answer, and another one may fail."""
 
-    def __init__(self, silent: str = "") -> None:
-        self._silent = silent
+    def __init__(self, silent: str = "", fails: str = "") -> None:
+        self._silent, self._fails = silent, fails
 
     async def sleep(self) -> None:
         self._answer("sleep")
@@ -61,6 +61,8 @@ class _Server:
     def _answer(self, call: str) -> None:
         if self._silent == call:
             time.sleep(60)
+        if self._fails == call:
+            raise AssertionError("Memory usage increased after sleeping.")
 
     async def pid(self) -> int:
         return os.getpid()
@@ -131,6 +133,16 @@ def test_a_replica_that_does_not_fall_asleep_is_named() -> None:
     # No training rank takes part, who would know better: none is waited for.
     assert TIMEOUTS.sync <= error.waited_s < TIMEOUTS.sync + driver_waits._WORKERS_FIRST_S
     assert waited_s < TIMEOUTS.sync + LIMIT_S
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_a_replica_that_fails_to_fall_asleep_is_named() -> None:
+    trainer = _trainer(_Server.remote(), _Server.remote(fails="sleep"))
+    with pytest.raises(RankError) as caught:
+        trainer.checkpoint_manager.sleep_replicas()
+    assert (caught.value.rank_id, caught.value.cause) == (RankId(Role.ROLLOUT, 1), Raised())
+    where = r" failed in phase sync at \S*test_driver_waits.py:\d+ \(_answer\): "
+    assert re.match(f"rollout rank 1{where}AssertionError: Memory usage", str(caught.value))
 
 
 @pytest.mark.usefixtures("_cluster")
