@@ -97,7 +97,7 @@ def read_place(folder: Path, rank_id: RankId) -> str | None:
     """Returns the line of code that a rank was last seen at, e.g. ``"train.py:12 (step)"``; None if nobody knows.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     with suppress(OSError):
@@ -130,7 +130,7 @@ def read_stays(folder: Path, rank_id: RankId) -> list[Stay]:
     """Returns the last lines of code at which a rank stood for long, oldest first.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     found = []
@@ -151,7 +151,7 @@ def note_phase(folder: Path, rank_id: RankId, phase: str | None) -> None:
     """Notes the phase that this rank has entered. The note outlives the process. A failure to write it is logged.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: This process.
         phase: The phase; None: it is outside of phases.
     """
@@ -169,7 +169,7 @@ def read_phase(folder: Path, rank_id: RankId) -> str | None:
     """Returns the phase that a rank has noted; None if it was outside of phases, or nobody knows.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     with suppress(OSError):
@@ -182,7 +182,7 @@ def ranks_by_process(folder: Path) -> dict[int, RankId]:
     """Returns the ranks that have noted where they are, by the ids of their processes, dead or alive.
 
     Args:
-        folder: What the ranks gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
     """
     found = {}
     for file in folder.glob("place_*.txt"):
@@ -231,7 +231,7 @@ def read_exit(folder: Path, rank_id: RankId) -> tuple[int, str] | None:
     """Returns the status that a rank passed to `os._exit`, and the line of code of the call; None without a call.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank.
     """
     with suppress(OSError, ValueError):
@@ -265,7 +265,7 @@ def read_fatal(folder: Path, rank_id: RankId) -> str:
     """Returns the stacks that a rank wrote when a signal ended it. Returns an empty text if it wrote none.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     with suppress(OSError):
@@ -300,7 +300,7 @@ def leave_failure(folder: Path, error: Exception, rank_id: RankId, phase: str) -
     """Writes this rank's failure to a file for later readers. A failure to write it is logged.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         error: The error that the rank has caught.
         rank_id: This process.
         phase: The phase that the rank was in.
@@ -322,7 +322,7 @@ def read_failure(folder: Path, rank_id: RankId) -> RunError | None:
     """Returns the failure that a rank wrote by `leave_failure`; None if there is no readable one.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     with suppress(FileNotFoundError):
@@ -474,7 +474,7 @@ def _place_now(call_frame: CallFrame | None) -> str | None:
 
 def _answer_requests(requests: int, stacks: int, folder: Path, rank_id: RankId) -> None:
     while os.read(requests, 1):
-        with suppress(OSError):  # the disk is full: the one who asks finds no answer
+        with suppress(OSError):  # the disk is full: whoever asks finds no answer
             text = own_stacks() + "".join(f"{_NOTED}{one}\n" for one in list(_events.values()))
             os.write(stacks, text.encode(errors="replace"))
             if rank_id.role is Role.TRAINER:

@@ -49,7 +49,7 @@ class Child:
 
     @property
     def as_awaited(self) -> str:
-        """Ends a sentence about the process that waits for this child; empty if nobody can tell what the child does."""
+        """The end of a sentence about the process that waits for this child; empty if its action is not known."""
         return f"waits for its process {self.pid}, which {self.said}" if self.said else ""
 
 

@@ -31,7 +31,7 @@ def blame(
     Args:
         reports: The failures that ranks have reported, at least one.
         silent: The training ranks that have reported nothing.
-        among: The ranks on this machine. They are asked if the culprits' own reports are missing; None: nobody is.
+        among: The ranks on this machine, to ask if the culprits' own reports are missing. None: no rank is asked.
 
     Returns:
         The ranks, empty if unknown, and one line about them. A second line may follow that says what to do.

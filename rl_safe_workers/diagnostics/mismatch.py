@@ -1,4 +1,4 @@
-"""Finds the rank that came to a collective of gloo with a tensor of another shape, from the Flight Recorder's records.
+"""Finds the rank that came to a collective of gloo with an odd tensor shape, from the Flight Recorder's records.
 
 gloo aborts a process that receives more bytes than it expects. Either this process or the sender may have the wrong
 tensor, so the abort does not tell which rank is wrong. The shapes decide: the majority of ranks counts as right.
