@@ -123,7 +123,7 @@ def call_bounded(
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: Limits) -> bytes | None:
-    """Sends the request and returns the answer; None if the child died before the answer was complete."""
+    """Sends the request and returns the answer; None if the child dies before the answer is complete."""
     assert process.stdin is not None
     assert process.stdout is not None
     deadline_s = math.inf if limits.wall_s is None else time.monotonic() + limits.wall_s
@@ -166,7 +166,7 @@ def _cause_of_death(returncode: int, limits: Limits, complaints: BinaryIO) -> st
 def lift_time_limit() -> None:
     """Lifts the limit of processor time.
 
-    For the part of a call whose time is proportional to the bytes that the file really has.
+    Call it before work whose time is proportional to the bytes that the file really has.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (resource.getrlimit(resource.RLIMIT_CPU)[1],) * 2)
 
@@ -215,7 +215,7 @@ def _tie_to_parent(parent: int) -> None:
 
 
 def landlock_version() -> int:
-    """Returns the Landlock version of the kernel; a number below 1 if there is none or we may not use it."""
+    """Returns the kernel's Landlock version; a number below 1 if it has no Landlock, or forbids its use."""
     import ctypes
 
     size, flags = ctypes.c_size_t(0), ctypes.c_uint(_LANDLOCK_VERSION)

@@ -1,8 +1,8 @@
-"""The configuration of a run: every key with its type, its range and its default, and the rules between keys.
+"""Defines the configuration of a run: every key with its type, range and default, and the rules between keys.
 
-Keys follow the names that verl's users know. Every host framework takes the nodes ``rl_safe.bootstrap`` and
-``rl_safe.timeouts``; the rest of ``rl_safe`` is the built-in trainer's. A rule stands in the smallest section that
-holds all of its keys. Rules that need the model, the data or the machine are the preflight's.
+Keys have verl's names where verl has the same setting. All host frameworks use the nodes ``rl_safe.bootstrap`` and
+``rl_safe.timeouts``. Only the built-in trainer uses the rest of ``rl_safe``. A rule belongs to the smallest section
+that holds all of its keys. The preflight checks rules that need the model, the data or the machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rl_safe_workers.section import Contradiction, Section
 from rl_safe_workers.topology.budget import NCCL_MAXIMUM
 
 _LONGEST_RUN_NAME = 200
-"""Bytes; leaves room for what is added to the name."""
+"""Bytes. Leaves room for suffixes that are added to the name."""
 _MOST_SEQUENCES = 2**20
 _MOST_SEEDED = 10**9
 """Largest product of layers and widths of a recipe's seeded model, which has two or three times as many parameters."""
@@ -27,7 +27,7 @@ _ROWS_OF_8_BITS = 16
 """Rows of an 8-bit matrix come in multiples of this."""
 _HOST_AND_PORT = re.compile(r"(?!\w+://)\S+:\d+")
 HEARING_S = 1.0
-"""Least timeout of the bootstrap: twice the time in which a waiting rank looks for the failures of others."""
+"""Smallest timeout of the bootstrap, in seconds: twice the time in which a waiting rank hears of others' failures."""
 
 
 def _checked_path(path: str) -> str:
@@ -76,7 +76,7 @@ FilePath = Annotated[str, AfterValidator(_checked_path)]
 
 
 class ResumeMode(StrEnum):
-    """Where a run starts from; the names are verl's."""
+    """The starting point of a run. The names are verl's."""
 
     disable = "disable"
     """From the HF weights."""
@@ -87,7 +87,7 @@ class ResumeMode(StrEnum):
 
 
 class AdvEstimator(StrEnum):
-    """How rewards become advantages."""
+    """The estimator that turns rewards into advantages."""
 
     grpo = "grpo"
     """Reward minus the mean of its group, over its standard deviation (arXiv:2402.03300, section 4.1.2)."""
@@ -96,7 +96,7 @@ class AdvEstimator(StrEnum):
 
 
 class Logger(StrEnum):
-    """Where a run's metrics go."""
+    """A destination of a run's metrics."""
 
     console = "console"
     tensorboard = "tensorboard"
@@ -115,7 +115,7 @@ class SeededModelConfig(Section):
     head_dim: Annotated[int, Field(ge=2, le=2**20, multiple_of=2)] = 32
     """Even: RoPE turns pairs."""
     num_experts: int = Field(8, ge=0, le=2**20)
-    """0 makes a dense Qwen3."""
+    """0 makes a dense Qwen3 model."""
     num_experts_per_tok: Width = 2
 
     @model_validator(mode="after")
@@ -132,7 +132,7 @@ class SeededModelConfig(Section):
         return self
 
     def check_small(self) -> None:
-        """Raises ConfigError for a model that a recipe should not make by accident; benchmarks make larger ones."""
+        """Raises ConfigError if the model is too large for a recipe. Benchmarks, which make larger ones, skip this."""
         width = max(self.intermediate_size, max(1, self.num_experts) * self.moe_intermediate_size)
         heads = (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
         if self.num_hidden_layers * self.hidden_size * (width + heads) > _MOST_SEEDED:
@@ -149,7 +149,7 @@ class ModelConfig(Section):
     """Required. A local directory of a supported model type, with ``config.json``, safetensors and a tokenizer. Its own
     code never runs."""
     create: SeededModelConfig | None = None
-    """Set: make a seeded model at ``path`` if nothing is there."""
+    """If set, a seeded model is made at ``path`` when nothing is there."""
     dtype: Dtype = "float32"
     """The parameters' type, for trainer and rollout. ``bfloat16`` trains on GPUs only, with optimizer state in
     float32."""
@@ -166,14 +166,14 @@ class DataConfig(Section):
     train_batch_size: Count = 8
     """Prompts per step; each is sampled ``rollout.n`` times."""
     max_prompt_length: Tokens = 64
-    """Tokens; a longer prompt is an error, as with verl's ``truncation=error``. None is dropped or truncated."""
+    """Tokens. A longer prompt is an error, as with verl's ``truncation=error``. No prompt is dropped or truncated."""
     max_response_length: Tokens = 32
-    """Tokens generated at most."""
+    """Largest number of tokens in a response."""
     shuffle: bool = True
 
 
 class AlgorithmConfig(Section):
-    """From rewards to advantages."""
+    """The computation of advantages from rewards."""
 
     adv_estimator: AdvEstimator = AdvEstimator.grpo
     norm_adv_by_std_in_grpo: bool = True
@@ -218,12 +218,12 @@ class MegatronConfig(Section):
     expert_tensor_parallel_size: Ranks = 1
     context_parallel_size: Ranks = 1
     num_distributed_optimizer_instances: Ranks = 1
-    """Data-parallel ranks are split into so many sets, each with an optimizer state of its own."""
+    """Number of sets into which data-parallel ranks are split. Each set has its own optimizer state."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
-    """The layers: those of Transformer Engine or Megatron's local ones; ``auto``: the former on GPUs if they import."""
+    """Transformer Engine's layers or Megatron's local ones; ``auto``: Transformer Engine's on GPUs, if it imports."""
     moe_grouped_gemm: bool | None = None
-    """Multiply with the weights of all experts of a rank at once; None: with Transformer Engine's layers."""
+    """Multiply with the weights of all experts of a rank at once; None: only with Transformer Engine's layers."""
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Multiply in 8 bits, with Transformer Engine's layers; weights stay in ``model.dtype``. None: never."""
     fp8_recipe: Literal["delayed", "tensorwise"] = "delayed"
@@ -237,12 +237,12 @@ class MegatronConfig(Section):
 
     @property
     def needs_transformer_engine(self) -> bool:
-        """True if these settings cannot do with Megatron's local layers."""
+        """True if Megatron's local layers do not support these settings."""
         return bool(self.transformer_impl == "transformer_engine" or self.fp8 or self.moe_grouped_gemm)
 
     @property
     def sequence_multiple(self) -> int:
-        """Number of tokens of which the length of a batch is a multiple.
+        """The length of a batch must be a multiple of this number of tokens.
 
         Sequence parallelism divides the sequence by the tensor-parallel size. Transformer Engine wants rows of 8-bit
         matrices in multiples of 16 (transformer_engine/pytorch/utils.py:439 for the product, cuBLAS for gradients).
@@ -270,7 +270,7 @@ class MegatronConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Generation."""
+    """Generation by the rollout engines."""
 
     name: Literal["vllm"] = "vllm"
     tensor_model_parallel_size: Ranks = 1
@@ -288,15 +288,15 @@ class RolloutConfig(Section):
     """Give the memory of the trainers' communicators to the rollout, and connect them again after it: ``never``,
     ``auto`` (where both share GPUs) or ``always``."""
     enable_rollout_routing_replay: bool = False
-    """Let the trainers send each token to the experts that the rollout has sent it to; for MoE models on GPUs."""
+    """Make the trainers send each token to the experts that the rollout chose; for MoE models on GPUs."""
     update_weights_bucket_megabytes: int = Field(256, ge=1, le=2**20)
-    """MiB per broadcast of a weight sync at most; a larger weight travels alone. Every rank needs room for two."""
+    """Largest size in MiB of a broadcast in a weight sync. A larger weight is sent alone. A rank needs room for two."""
 
     prove_sync_freq: Annotated[int, Field(ge=-1, le=10**9)] = -1
-    """Read weights back after the first weight sync and every so many after it, and compare them with what was sent;
-    1: after all, 0: after the first, -1: never. On GPUs only run for four steps."""
+    """Read weights back after the first weight sync and after every Nth one, and compare them with the sent weights.
+    1: after all, 0: after the first, -1: never. On GPUs tested for four steps only."""
     replace_lost_engines: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Most engines that a run replaces when they die or do not answer; 0: a lost engine ends the run."""
+    """Largest number of lost engines (dead or silent) that a run replaces; 0: a lost engine ends the run."""
 
     @property
     def bucket_bytes(self) -> int:
@@ -319,7 +319,7 @@ class TrainerConfig(Section):
     output_dir: FilePath = "outputs"
     total_training_steps: Annotated[int, Field(ge=1, le=10**9)] = 20
     save_freq: Annotated[int, Field(ge=-1, le=10**9), AfterValidator(_checked_save_freq)] = -1
-    """Save every so many steps and after the last one; -1: never."""
+    """Save after every N steps and after the last one; -1: never."""
     default_local_dir: FilePath | None = None
     """Where checkpoints go; None: ``checkpoints/<recipe>``, so that ``resume_mode=auto`` finds them again."""
     resume_mode: ResumeMode = ResumeMode.disable
@@ -342,15 +342,15 @@ class TrainerConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Processes and what each may use."""
+    """The numbers of processes, and the resources of each."""
 
     device: Device = "cpu"
     """With ``cuda`` each trainer and each rollout rank has one GPU."""
     colocated: bool = False
-    """True if rollout rank i shares the GPU of training rank i, in turn: one sleeps while the other works."""
+    """True if rollout rank i shares the GPU of training rank i. They take turns: one sleeps while the other works."""
     num_trainers: Ranks = 4
     num_rollouts: Annotated[int, Field(ge=0, le=2**20)] = 1
-    """0 where nothing is generated, as in a conversion; training needs at least 1."""
+    """0 if nothing is generated, as in a conversion. Training needs at least 1."""
     cpus_per_trainer: Cpus = 0.25
     cpus_per_rollout: Cpus = 0.5
     ray_address: Annotated[str, AfterValidator(_checked_address)] | None = None
@@ -368,7 +368,7 @@ class PhaseTimeouts(Section):
     save: Seconds = 1800.0
     teardown: Seconds = 60.0
     stopped: Annotated[float, Field(ge=0, le=30 * 24 * 3600)] = 10.0
-    """Longest time for which a process of the run may be stopped (SIGSTOP). It is ended then. 0: for ever."""
+    """Longest time for which a process of the run may stay stopped (SIGSTOP) before it is ended; 0: no limit."""
 
 
 class TimeoutsConfig(PhaseTimeouts):
@@ -388,9 +388,9 @@ class TimeoutsConfig(PhaseTimeouts):
 
 
 class MaxCtasConfig(Section):
-    """NCCL's channels at most, by Megatron's name of a group in ``nccl_communicator_config_path``.
+    """Largest number of NCCL channels of each group, by Megatron's name in ``nccl_communicator_config_path``.
 
-    Null: 1 where a group carries only scalars, NCCL's own number elsewhere. ``world`` is the default group.
+    Null: 1 if a group carries only scalars, else NCCL's own number. ``world`` is the default group.
     """
 
     world: Ctas | None = None
@@ -424,15 +424,15 @@ class BootstrapConfig(Section):
     """Connecting communicators before memory fills."""
 
     on_missing: Literal["raise", "bootstrap"] = "raise"
-    """Reaction of an offload, a rollout or a weight sync before the bootstrap: raise an error, or bootstrap first."""
+    """Reaction if an offload, a rollout or a weight sync comes before the bootstrap: raise, or bootstrap first."""
     budget: bool = True
-    """Give groups that carry only scalars, or have one rank, a single channel, and those between pipeline stages 12;
-    false: NCCL's own number for all."""
+    """Limit NCCL's channels: 1 for groups that carry only scalars or have one rank, 12 for groups between pipeline
+    stages. False: NCCL's own number for all."""
     max_ctas: MaxCtasConfig = Field(default_factory=MaxCtasConfig)
     watch_steps: Steps = 3
-    """Number of first training steps that are watched for device memory that collectives take late; 0: none."""
+    """Number of first training steps in which late allocations by collectives are detected; 0: none."""
     on_late: Literal["warn", "raise"] = "warn"
-    """Reaction to such memory."""
+    """Reaction to a late allocation."""
 
 
 class CheckpointConfig(Section):
@@ -445,10 +445,10 @@ class CheckpointConfig(Section):
     digest: bool = False
     """Store a digest of each rank's state and compare it after a load; costs one pass over the state."""
     async_save: bool = False
-    """Write while training goes on; the trainers wait for a copy to host memory only, and for the rest before they
-    offload, save again or end."""
+    """Write while training goes on. The trainers wait only for a copy to host memory. They wait for the rest before
+    they offload, save again or end."""
     keep_last: Steps = 2
-    """Complete checkpoints kept; older ones are removed after a new one is committed. 0 keeps all."""
+    """Number of complete checkpoints to keep. Older ones are removed after a new one is committed. 0 keeps all."""
 
     @model_validator(mode="after")
     def _check_async(self) -> CheckpointConfig:
@@ -469,14 +469,14 @@ class TeardownConfig(Section):
 
 
 class RlSafeConfig(Section):
-    """Settings of a training rank. An adapter makes them of its host's own settings."""
+    """Settings of a training rank. An adapter builds them from its host's settings."""
 
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     bootstrap: BootstrapConfig = Field(default_factory=BootstrapConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     teardown: TeardownConfig = Field(default_factory=TeardownConfig)
     restarts: Steps = 0
-    """How often a run whose ranks fail is started again, from its newest complete checkpoint."""
+    """Number of restarts after ranks fail, each from the run's newest complete checkpoint."""
 
 
 class RunConfig(Section):
@@ -494,10 +494,10 @@ class RunConfig(Section):
     rl_safe: RlSafeConfig = Field(default_factory=RlSafeConfig)
 
     def check_training(self) -> None:
-        """Checks the rules of a run that trains; a conversion or a live check need not keep them.
+        """Checks the rules that only a training run must keep, not a conversion or a live check.
 
         Raises:
-            ConfigError: A required key that is empty, or the first rule that is broken.
+            ConfigError: If a required key is empty, or for the first broken rule.
         """
         required = {"data.train_files": self.data.train_files, "model.path": self.model.path}
         if missing := [key for key, value in required.items() if not value]:
@@ -522,7 +522,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_support(self) -> RunConfig:
-        """Refuses what the built-in trainer cannot do; hosts use some of these sections without such a limit."""
+        """Refuses settings that the built-in trainer does not support. Hosts build only single sections."""
         megatron, rollout, cluster = self.megatron, self.rollout, self.cluster
         if cluster.colocated and cluster.device == "cpu":
             raise Contradiction("cluster.colocated=true needs cluster.device=cuda: there is no GPU to share")

@@ -182,12 +182,12 @@ def _nccl_flights(folder: Path) -> dict[str, str]:
 
 
 def record_collectives(folder: Path) -> None:
-    """Has torch's Flight Recorder answer in a folder, in a trainer that a host has started. What is set stays.
+    """Makes torch's Flight Recorder write to a folder, in a trainer that a host has started.
 
-    Call it before there is a process group.
+    Call it before there is a process group. It keeps variables that are set already.
 
     Args:
-        folder: As ``HANG_DIR``.
+        folder: The same as ``HANG_DIR``.
     """
     for name, value in {**TRAINER_ACTORS, **_nccl_flights(folder)}.items():
         os.environ.setdefault(name, value)
@@ -305,7 +305,7 @@ def hang_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     """Returns the folder of ``HANG_DIR``, if it is set and exists on this machine; else None.
 
     Args:
-        environ: The environment to read; None: that of this process.
+        environ: The environment to read; None: this process's.
     """
     value = (os.environ if environ is None else environ).get(HANG_DIR)
     return Path(value) if value and Path(value).is_dir() else None

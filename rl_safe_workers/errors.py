@@ -53,8 +53,8 @@ class RlSafeError(Exception):
     """Root of the hierarchy. ``str(error)`` is one line that says what to do.
 
     Attributes:
-        culprit: The rank that has failed, if every rank raises this error because of that rank; else None.
-        foreign: The kind of failure of torch, Ray or the system that the error reports, if no cause is chained to it.
+        culprit: The rank that has failed, if all ranks raise this error because of it; else None.
+        foreign: The kind of the failure in torch, Ray or the system that the error reports, if no cause is chained.
     """
 
     exit_code = 1
@@ -169,11 +169,11 @@ def error_named(class_name: str, text: str) -> RlSafeError:
 
 
 OUTSIDE = "outside"
-"""The name of no phase, where a host has no other name for what a rank does."""
+"""Stands in place of a phase, if a host has no name for the rank's work."""
 
 
 def during(phase: str) -> str:
-    """Returns when something happened, by its phase.
+    """Returns the time of an event in words, from its phase.
 
     >>> during("train"), during("outside")
     ('in phase train', 'between phases')
@@ -195,7 +195,7 @@ class Awaited:
 
 
 THE_DRIVER = Awaited("the driver")
-"""The process that calls the ranks, where it waits for work of its own, such as the rewards."""
+"""The driver, as the object of a wait: it waits for its own work, such as the rewards."""
 
 
 class PhaseTimeoutError(RunError):
@@ -262,7 +262,7 @@ class PhaseTimeoutError(RunError):
 
 
 def _by_role(ranks: Iterable[RankId]) -> dict[str, str]:
-    """Returns ranks as ranges: each of thousands of ranks may send the names of thousands."""
+    """Returns ranks as ranges by role. Short, because each of thousands of ranks may send thousands of names."""
     found: dict[str, list[int]] = {}
     for role, rank in ranks:
         found.setdefault(role, []).append(rank)
@@ -275,7 +275,7 @@ def _of_roles(by_role: Mapping[str, str]) -> frozenset[RankId]:
 
 @lru_cache(maxsize=64)
 def _ranks_named(*by_role: tuple[str, str]) -> frozenset[RankId]:
-    """Returns one set for the same ranks: thousands of reports name the same."""
+    """Returns the set of ranks in such ranges. Cached, because thousands of reports name the same ranks."""
     return frozenset(RankId(Role(role), rank) for role, text in by_role for rank in ranks_of(text))
 
 

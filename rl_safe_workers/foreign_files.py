@@ -51,7 +51,7 @@ MALFORMED = (
     ValueError,
     struct.error,
 )
-"""Errors that a pickle raises that is not well-formed: its opcodes work on any value on its stack."""
+"""Errors from reading a malformed pickle. Its opcodes may meet a value of any type on its stack."""
 
 
 def open_foreign(path: Path, *, within: Path | None = None, uid: int | None = None) -> BinaryIO:
@@ -94,7 +94,7 @@ def look(path: str | Path) -> os.stat_result:
 
 
 def complaint_about_path(path: str) -> str | None:
-    """Returns why a path cannot be used and how to correct it; None if it can be used."""
+    """Returns the reason why a path cannot be used, and how to correct it; None if it can be used."""
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in path):
         return "has a control character, or bytes that are not UTF-8: rename it"
     if any(len(name.encode()) > _LONGEST_NAME for name in path.split("/")):
@@ -108,7 +108,7 @@ def kind_of(path: str | Path) -> Kind | None:
     """Returns the kind of a path's target, following links; None if the target does not exist.
 
     Raises:
-        OSError: If the kind cannot be found out: the name is too long, a folder is not readable, or links form a cycle.
+        OSError: If the name is too long, a folder is not readable, or links form a cycle.
     """
     try:
         status = look(path)
@@ -253,7 +253,7 @@ def _check(status: os.stat_result, path: Path, uid: int | None) -> None:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Returns text in which every character is escaped that a terminal cannot show or could take as a command.
+    r"""Escapes every character that a terminal cannot show, or could take as a command.
 
     Args:
         text: The text.

@@ -18,7 +18,7 @@ from typing import Any
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _SITE = re.compile(r"^.*/(site|dist)-packages/")
 _ANY_STDLIB = re.compile(r"^/.*/lib/python3\.\d+/(?!(site|dist)-packages/)")
-"""The standard library of another interpreter: a process that is looked at may run in another environment."""
+"""The standard library of any interpreter, because an inspected process may run in another environment."""
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 """The end of the path of torch's collectives."""
 _MACHINERY = (
@@ -37,7 +37,7 @@ _MACHINERY = (
 _OURS = "rl_safe_workers/"
 _OWN_FOLDER = str(Path(__file__).parents[1])
 _LIFECYCLE = ("rl_safe_workers/standalone.py", "rl_safe_workers/workers/safe_trainer.py", "rl_safe_workers/comms/")
-"""Path prefixes of frames of ours that show less than the line that has called us, if that is a user's."""
+"""Path prefixes of our frames that tell less than the user's line that has called them."""
 _PARTS_OF_ASYNCIO = re.compile(r"/(asyncio/\w+|selectors)\.py$")
 
 
@@ -63,7 +63,7 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """True if the line tells, and is not of this package."""
+        """True if the line shows where a rank is, and is not in this package."""
         return self.is_telling and not self.file.startswith(_OURS)
 
 
@@ -81,7 +81,7 @@ def relative(file: str) -> str:
 
 
 def telling_frame(frames: Iterable[Frame]) -> Frame | None:
-    """Returns the innermost frame that shows where a rank is; the innermost of all if none does; None without frames.
+    """Returns the innermost frame that shows where a rank is, else the innermost frame; None without frames.
 
     Args:
         frames: Frames of a stack, innermost first.
@@ -94,19 +94,19 @@ def telling_frame(frames: Iterable[Frame]) -> Frame | None:
 
 
 def frames_inside(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """Returns the frames, innermost first, that the line which shows where a rank is has called."""
+    """Returns the frames inside the line that shows where a rank is, innermost first."""
     place = telling_frame(frames)
     return frames if place is None else frames[: list(frames).index(place)]
 
 
 def is_installed(file: str) -> bool:
-    """Returns True if a file, by its full path, is of an installed package."""
+    """Returns True if a file, given by its full path, belongs to an installed package."""
     return _SITE.match(file) is not None
 
 
 def collective_of(frames: Sequence[Frame]) -> str | None:
     """Returns the torch collective that frames, innermost first, are in; None if they are in none."""
-    # The outermost: all_gather_object gathers sizes first. Those in between are decorators of torch.
+    # The outermost, because all_gather_object first gathers sizes. The frames in between are torch's decorators.
     names = [frame.function for frame in frames if frame.file.endswith(COLLECTIVES)]
     return names[-1] if names else None
 
@@ -122,11 +122,11 @@ def frames_of(stack: TracebackType | None) -> list[Frame]:
 def frames_of_threads() -> dict[int, list[Frame]]:
     """Returns the frames of all threads of this process, innermost first, by `threading.Thread.ident`.
 
-    The main thread comes last. Paths are as Python has them, not `relative`. Where a thread's event loop waits, the
-    coroutine that it waits for comes first, as if the loop had called it.
+    The main thread comes last. Paths are Python's own, not `relative`. If a thread's event loop waits for a coroutine,
+    the coroutine's frames come first, as if the loop had called it.
 
-    ``sys._current_frames`` holds the lock of the list of threads. ``faulthandler.dump_traceback`` does not: with Python
-    3.11 it ends the process by SIGSEGV if a thread of a C++ library enters Python at that moment.
+    This uses ``sys._current_frames``, which holds the lock of the list of threads. ``faulthandler.dump_traceback`` does
+    not hold it: with Python 3.11 the process dies of SIGSEGV if a C++ library's thread enters Python at that moment.
     """
     found: dict[int, list[Frame]] = {}
     for thread, frame in sys._current_frames().items():
@@ -147,7 +147,7 @@ def _frame(frame: FrameType) -> Frame:
 def _frames_of_awaited(frame: FrameType) -> list[Frame]:
     """Returns the frames of the coroutine that a thread's event loop waits for, innermost first.
 
-    Returns none if the thread runs something else, or if nobody has told the loop what to complete.
+    Returns an empty list if the thread runs something else, or if the loop does not run until a coroutine completes.
 
     Args:
         frame: The innermost frame of the thread.
@@ -167,7 +167,7 @@ def _frames_of_awaited(frame: FrameType) -> list[Frame]:
             awaited = awaited.cr_await if isinstance(awaited, CoroutineType) else awaited.gi_yieldfrom
         waiter = task._fut_waiter
         inside = found[-1].f_locals.values() if found and _PARTS_OF_ASYNCIO.search(found[-1].f_code.co_filename) else ()
-        # Of `gather`, of a task that is awaited, of `wait` and `wait_for`, and of a group of tasks.
+        # The tasks of `gather`, of an awaited task, of `wait` and `wait_for`, and of a task group.
         waits_for = _tasks(
             [getattr(waiter, "_children", waiter), *inside, *(getattr(one, "_tasks", ()) for one in inside)]
         )
@@ -176,7 +176,7 @@ def _frames_of_awaited(frame: FrameType) -> list[Frame]:
 
 
 def _tasks(values: Iterable[Any]) -> list[Any]:
-    """Returns the tasks of asyncio among values and in collections among them, of those that have not ended."""
+    """Returns the asyncio tasks that have not ended, among values and inside collections of values."""
     flat = [one for value in list(values) for one in (list(value) if type(value) in (set, list, tuple) else [value])]
     asyncio = sys.modules["asyncio"]
     return [one for one in flat if issubclass(type(one), asyncio.Task) and not one.done()]
@@ -191,7 +191,7 @@ def _frame_of_coroutine(awaited: object) -> FrameType | None:
 def own_stacks() -> str:
     """Returns the stacks of all threads of this process in faulthandler's format.
 
-    A head has the kernel's id of the thread, too, and its name.
+    The head of each stack also has the thread's name and the kernel's id of it.
     """
     names = {thread.ident: (thread.name, thread.native_id) for thread in threading.enumerate()}
     texts = []
@@ -213,14 +213,14 @@ def frames_of_thread(thread: threading.Thread) -> list[Frame]:
 def place_of(error: BaseException) -> str | None:
     """Returns the line that raised an error, e.g. ``"train.py:12 (step)"``; None if the error was never raised.
 
-    Of an error that was raised from another one, it is the other one's.
+    For a chain of errors, each raised from the one before, this is the line that raised the first.
     """
     frame = telling_frame(frames_of(_first_cause(error).__traceback__))
     return None if frame is None else str(frame)
 
 
 def collective_that_raised(error: BaseException) -> str | None:
-    """Returns the torch collective that raised an error, or the first one of its causes; None if none did."""
+    """Returns the torch collective that raised an error, or the first error of its chain; None if none did."""
     return collective_of(frames_of(_first_cause(error).__traceback__))
 
 

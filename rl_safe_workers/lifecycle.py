@@ -192,8 +192,8 @@ class Lifecycle:
 
         Args:
             phase: The phase to enter.
-            since_s: Unix time in seconds at which the phase began, if before this call: the start phase includes
-                imports.
+            since_s: Unix time in seconds at which the phase began, if it began before this call. The start phase, for
+                example, includes imports.
 
         Raises:
             LifecycleError: If the phase may not be entered now.

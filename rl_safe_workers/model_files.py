@@ -94,7 +94,7 @@ def read_model_json(path: Path, *, limit_bytes: int = _SETTINGS_BYTES) -> dict[s
 
 
 def read_weight_map(folder: Path) -> dict[str, str] | None:
-    """Returns the file name of each weight from the folder's index; None without an index.
+    """Returns the name of the file that holds each weight, from the folder's index; None without an index.
 
     Raises:
         ModelError: If the index is malformed, or names a file that is not directly in the folder.
@@ -115,7 +115,7 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Reads the tensor entries in the header of a safetensors file. Is as strict as the safetensors library.
+    """Returns the tensor entries in the header of a safetensors file. It is as strict as the safetensors library.
 
     Raises:
         ModelError: If the file cannot be read, or if the tensors do not fill it without gaps or overlaps.

@@ -12,12 +12,12 @@ from rl_safe_workers.errors import ConfigError
 
 
 def render(package: str, template: str, **values: Any) -> str:
-    """Returns a page of HTML or SVG. Text among the values is escaped; a name that has no value fails.
+    """Returns a page of HTML or SVG from a template. Escapes text in the values. A name without a value is an error.
 
     Args:
         package: The package in whose folder the template lies, e.g. ``"rl_safe_workers.plan"``.
         template: The name of the file.
-        values: What the template shows, by name.
+        values: The template's values, by name.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

@@ -40,7 +40,7 @@ def end_within(seconds: float) -> None:
     Args:
         seconds: Longest time until the end.
     """
-    # Both work while the interpreter is finalized, when no thread of Python runs any more.
+    # Both still work while the interpreter shuts down, when no Python thread runs any more.
     faulthandler.dump_traceback_later(seconds, exit=True)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds + 5.0)

@@ -1,4 +1,4 @@
-"""The port of a listener that starts later, such as the store of a process group."""
+"""Chooses a TCP port for a listener that starts later, such as the store of a process group."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _TRIES = 100
 
 
 def port_to_listen_on(address: str = "") -> int:
-    """Returns a TCP port that is free, and that no outgoing connection takes before the listener starts.
+    """Returns a free TCP port that no outgoing connection can take before the listener starts.
 
     The kernel has a range of ports for outgoing connections. Binding port 0 gives a port of the same range. A worker
-    takes half a minute to start. By then another connection may have that port (``EADDRINUSE``).
+    takes half a minute to start. By then an outgoing connection may have that port (``EADDRINUSE``).
 
     Args:
-        address: The local address to listen on; every one of them unless given.
+        address: The local address to listen on; empty for all of them.
 
     Raises:
-        OSError: The address is not of this machine, or there is no port left.
+        OSError: If the address is not of this machine, or no port is free.
     """
     first_outgoing = int(_OUTGOING.read_text(encoding="ascii").split()[0]) if _OUTGOING.exists() else LOWEST
     for _ in range(_TRIES if first_outgoing > LOWEST else 0):
@@ -36,7 +36,7 @@ def port_to_listen_on(address: str = "") -> int:
 
 
 def _bound(address: str, port: int) -> int:
-    """Returns the port once it could be bound. Port 0 stands for any of the kernel's choice."""
+    """Binds a port and returns its number. Port 0 lets the kernel choose."""
     with socket.socket() as listener:
         listener.bind((address, port))
         return int(listener.getsockname()[1])

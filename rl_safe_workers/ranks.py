@@ -24,7 +24,7 @@ class Role(StrEnum):
 
     @property
     def noun(self) -> str:
-        """The process in a sentence, without its number.
+        """The noun for such a process in a sentence, without its number.
 
         >>> Role.TRAINER.noun, Role.AGENT_LOOP.noun
         ('trainer rank', 'agent loop worker')
@@ -93,7 +93,7 @@ def joint_ids(*, trainers: int, size: int, rollout_ranks: Sequence[int] | None =
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Shortens ranks to ranges.
+    """Returns ranks as text, with consecutive ones as ranges.
 
     >>> format_ranks([0, 1, 2, 5, 7, 8])
     '0-2, 5, 7-8'
@@ -114,7 +114,7 @@ def ranks_of(text: str) -> Iterator[int]:
     [0, 1, 2, 5]
 
     Raises:
-        ValueError: If the text is anything else, or names more than `MOST_RANKS`.
+        ValueError: If the text has another format, or names more than `MOST_RANKS` ranks.
     """
     left = MOST_RANKS
     for span in text.split(", ") if text else ():
@@ -126,7 +126,7 @@ def ranks_of(text: str) -> Iterator[int]:
 
 
 def name_ranks(ranks: Iterable[RankId]) -> str:
-    """Names ranks of any roles, trainers first.
+    """Returns the names of ranks as text, by role, trainers first.
 
     >>> name_ranks([RankId(Role.ROLLOUT, 1), RankId(Role.TRAINER, 3), RankId(Role.TRAINER, 2)])
     'trainer rank 2-3, rollout rank 1'

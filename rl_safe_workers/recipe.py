@@ -1,4 +1,4 @@
-"""From a recipe and dotted overrides to a RunConfig.
+"""Builds a RunConfig from a recipe and dotted overrides.
 
 A recipe is a YAML file with some of RunConfig's keys; ``defaults:`` names the recipes that it starts from.
 """
@@ -37,7 +37,7 @@ OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Keys from one file or one override, to be merged over the layers before it.
+    """The keys of one file or one override. They are merged over the layers before it.
 
     Example: ``Layer(source="command line", values={"trainer": {"seed": 1}})``
     """
@@ -47,18 +47,18 @@ class Layer:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a recipe, the recipes it starts from, and the overrides, later ones winning.
+    """Returns the configuration of a recipe, the recipes it starts from, and the overrides. Later values win.
 
-    ``trainer.run_name`` and ``trainer.default_local_dir`` are filled if null. A relative entry of
-    ``data.train_files`` that is not in the current directory is looked for two levels above each recipe, so that a
-    recipe runs from anywhere. An override of ``model.path`` alone turns ``model.create`` off. Nothing is written.
+    Fills ``trainer.run_name`` and ``trainer.default_local_dir`` if they are null. Looks for a relative entry of
+    ``data.train_files`` in the current directory, then two levels above each recipe, so that a recipe runs from
+    anywhere. An override of ``model.path`` alone turns ``model.create`` off. Writes nothing.
 
     Args:
         path: The YAML file.
         overrides: ``key=value`` with a dotted key and a YAML value, e.g. ``trainer.logger=[console,tensorboard]``.
 
     Raises:
-        ConfigError: A file that cannot be read, a key or value that does not fit, or settings that contradict.
+        ConfigError: If a file cannot be read, a key or value does not fit, or settings contradict each other.
     """
     files = _read_files(Path(path))
     config = _to_config([*files.values(), *_parse_overrides(overrides)], recipe=Path(path).stem)
@@ -74,12 +74,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def ray_address(cluster: ClusterConfig) -> str:
-    """Returns what ``cluster.ray_address`` says, or means when null: ``LOCAL_RAY``, ``auto`` or ``host:port``."""
+    """Returns the address of the cluster to use: ``LOCAL_RAY``, ``auto`` or ``host:port``. Resolves a null setting."""
     return cluster.ray_address or env.submitted_to() or LOCAL_RAY
 
 
 def _rebase(config: RunConfig) -> None:
-    """Lets relative paths of what a run writes start at `env.base_dir`; a model in the working directory stays."""
+    """Makes the paths of a run's outputs relative to `env.base_dir`. Leaves the path of an existing model as it is."""
     trainer, base = config.trainer, env.base_dir()
     assert trainer.default_local_dir is not None, "filled by _to_config"
     if not env.has_base_dir():
@@ -103,15 +103,15 @@ def _rebase(config: RunConfig) -> None:
 
 
 def load_settings(recipe: str | Path | None, overrides: Sequence[str], *, name: str) -> RunConfig:
-    """Reads the settings of a command that trains nothing: a recipe's if there is one, and the overrides.
+    """Returns the settings of a command that does not train, from an optional recipe and the overrides.
 
     Args:
         recipe: A YAML file; None: the defaults, with one trainer for each place in the layout.
         overrides: As for `load_recipe`.
-        name: The command, for the name of its folder of logs.
+        name: The command's name. The folder for its logs gets this name.
 
     Raises:
-        ConfigError: A file that cannot be read, or a key or value that does not fit.
+        ConfigError: If a file cannot be read, or a key or value does not fit.
     """
     files = {} if recipe is None else _read_files(Path(recipe))
     config = _to_config([*files.values(), *_parse_overrides(overrides)], recipe=name)
@@ -128,14 +128,14 @@ def _fewest_trainers(megatron: MegatronConfig) -> int:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Returns the whole configuration as YAML, interpolations resolved; ``load_recipe`` reads it back equal."""
+    """Returns the whole configuration as YAML, interpolations resolved. ``load_recipe`` reads an equal one back."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
 def _read_files(path: Path) -> dict[Path, Layer]:
-    """Reads a recipe and those that it starts from, each once, parents before children, depth first.
+    """Reads a recipe and the recipes that it starts from, each once, parents before children, depth first.
 
-    A parent reached twice keeps its first place, so that no recipe is overruled by its own parent.
+    A parent that is reached twice keeps its first place, so that a parent never overrules its own child.
     """
     layers: dict[Path, Layer] = {}
     for file, values in with_defaults(path):
@@ -169,14 +169,14 @@ def _parse_override(text: str) -> Layer:
 
 
 def _wrap_single_file(values: dict[Any, Any]) -> None:
-    """Makes a list of a single file name: verl's users write ``data.train_files`` either way."""
+    """Replaces a single file name by a list, because verl's users write ``data.train_files`` either way."""
     data = values.get("data")
     if isinstance(data, dict) and isinstance(files := data.get("train_files"), str) and not files.startswith("${"):
         data["train_files"] = [files]
 
 
 def _to_config(layers: Sequence[Layer], *, recipe: str) -> RunConfig:
-    """Merges the layers over the defaults, resolves interpolations, checks, and fills the run's names."""
+    """Merges the layers over the defaults, resolves interpolations, fills the run's names, and checks the result."""
     values: dict[Any, Any] = {}
     for layer in layers:
         values = overlaid(values, layer.values)
@@ -201,7 +201,7 @@ def _to_config(layers: Sequence[Layer], *, recipe: str) -> RunConfig:
 
 
 def _source(key: str, layers: Sequence[Layer]) -> str:
-    """Returns the beginning of an error about a key: the last layer that has it, or "" if none has."""
+    """Returns the prefix of an error about a key: the name of the last layer with that key, or "" if there is none."""
     for layer in reversed(layers):
         value: Any = layer.values
         for name in key.partition("[")[0].split(".") if key else ():
@@ -212,16 +212,16 @@ def _source(key: str, layers: Sequence[Layer]) -> str:
 
 
 def _locate(name: str, roots: Sequence[Path]) -> str:
-    """Returns the first of ``name`` and ``root / name`` that exists, else ``name`` for the error to show."""
+    """Returns the first existing path of ``name`` and each ``root / name``; ``name`` if none exists, for the error."""
     candidates = [name, *(str(root / name) for root in roots)]
     return next((candidate for candidate in candidates if kind_at("data.train_files", candidate) is not None), name)
 
 
 def kind_at(key: str, path: str | Path) -> Kind | None:
-    """Returns what is at the path that a key holds; None if nothing is.
+    """Returns the kind of file at a key's path; None if there is none.
 
     Raises:
-        ConfigError: If that cannot be told, e.g. of a folder that may not be read.
+        ConfigError: If the path cannot be looked at, e.g. because a folder may not be read.
     """
     try:
         return kind_of(path)

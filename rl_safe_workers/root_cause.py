@@ -48,7 +48,7 @@ class RootCause:
 _BETWEEN_TWO = frozenset(
     {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
 )
-"""Operations of torch whose two sides are different lines as a rule."""
+"""Operations of torch whose two sides are usually at different lines."""
 STORE_BARRIER = "a barrier over the store"
 """The collective of a rank that waits for others in our control plane."""
 ITS_END = "its end"
@@ -78,7 +78,7 @@ class Spot:
 
 
 def spot_of(report: RunError) -> Spot | None:
-    """Returns where a rank was that has given up; None if its report does not tell."""
+    """Returns the place of a rank that has given up, from its report; None if the report does not tell."""
     match report:
         case RankError():
             return Spot(report.phase, report.op, report.place)
@@ -90,8 +90,9 @@ def spot_of(report: RunError) -> Spot | None:
 def odd_ones(spots: Mapping[RankId, Spot]) -> frozenset[RankId]:
     """Returns the ranks that wait in another collective than most, or at another line of code.
 
-    Returns none where that is no fault for certain: a collective is not known, there are more than two places, or both
-    sides of one operation are different lines as a rule. Ranks in teardown are in one place for the ranks before it.
+    Returns an empty set if the difference may be harmless: a collective is not known, there are more than two places,
+    or the two sides of the operation are usually at different lines. If only some ranks are in teardown, these count
+    as one place.
 
     Args:
         spots: Where each rank of a group waits. No rank is missing.
@@ -166,7 +167,7 @@ def report_from_text(text: str | bytes) -> PhaseTimeoutError | RankError:
     """Reads the report of another rank.
 
     Raises:
-        ValueError: If it is something else.
+        ValueError: If the text is not a report.
     """
     try:
         ((kind, fields),) = json.loads(text).items()
@@ -176,15 +177,15 @@ def report_from_text(text: str | bytes) -> PhaseTimeoutError | RankError:
 
 
 def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId] = ()) -> RootCause:
-    """Finds the failure that the failures of all ranks follow from.
+    """Finds the failure that all other failures follow from.
 
-    The first kind in this list that is there wins; among several of one kind, the earliest:
+    The kind that comes first in this list wins. Among several failures of one kind, the earliest wins:
 
     1. A rank died.
     2. A rank raised an error of its own.
     3. A rank was stopped.
-    4. A rank repeats the failure of another rank that has not itself reported a wait.
-    5. A phase passed its deadline, and the report names missing ranks that have not themselves reported a wait.
+    4. A rank repeats the failure of another rank, and that rank has reported no wait.
+    5. A phase passed its deadline, and the report names missing ranks that have reported no wait.
     6. A rank waited in vain. The culprits are the ranks that are still pending.
 
     Args:
@@ -196,7 +197,7 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
     victims = frozenset(rank_id for rank_id, error in reports.items() if only_waited(rank_id, error))
 
     def likelihood(item: tuple[RankId, RunError]) -> tuple[int, int, float, RankId]:
-        """Sorts the root before its consequences."""
+        """Returns the sort key, which puts the root before its consequences."""
         rank_id, error = item
         at_s = error.raised_at if isinstance(error, RankError) else 0.0
         match error:
@@ -229,7 +230,7 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
 
 
 def only_waited(rank_id: RankId, error: RunError) -> bool:
-    """Returns True if a rank has failed with nothing but a wait for others."""
+    """Returns True if a rank failed only because it waited for others."""
     if isinstance(error, PhaseTimeoutError):
-        return rank_id not in error.missing  # else it passes on what all say of it
+        return rank_id not in error.missing  # a rank that names itself only repeats the others' report
     return isinstance(error, RankError) and isinstance(error.cause, Victim)

@@ -1,4 +1,4 @@
-"""The base class of every section of the configuration, and the one line that a wrong setting gets.
+"""Owns `Section`, the base class of all configuration sections, and reports a wrong setting in one line.
 
 Imports pydantic, which takes a tenth of a second.
 """
@@ -19,7 +19,7 @@ from rl_safe_workers.errors import ConfigError, first_line
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass as _ModelType
 else:
-    _ModelType = type(BaseModel)  # has no public name
+    _ModelType = type(BaseModel)  # pydantic has no public name for it
 
 T = TypeVar("T", bound="Section")
 _LONGEST_COMPARED = 100
@@ -27,7 +27,7 @@ _UNKNOWN = ("extra_forbidden", "invalid_key")
 
 
 class Contradiction(ValueError):
-    """Two settings of one section that exclude each other; raised by a section's own validator."""
+    """Two settings of one section exclude each other. A section's own validator raises this."""
 
 
 class _SectionType(_ModelType):
@@ -43,11 +43,11 @@ class _SectionType(_ModelType):
 class Section(BaseModel, metaclass=_SectionType):
     """One section of settings: its keys, their types, ranges and defaults.
 
-    Text becomes a number where a number belongs, as after ``${oc.env:NAME}``. Unknown keys, NaN and infinity are
-    refused. Assigning to a field checks nothing; `checked` checks a whole section again.
+    Converts text to a number where the key needs a number, e.g. the value of ``${oc.env:NAME}``. Refuses unknown keys,
+    NaN and infinity. An assignment to a field checks nothing; `checked` checks a whole section again.
 
-    A rule of one field raises ValueError with a text that completes "it ...", such as ``"should be even"``. A rule
-    between fields raises `Contradiction` with a sentence. Both become a `ConfigError`.
+    The rule of one field raises ValueError with a text that completes "it ...", such as ``"should be even"``. A rule
+    between fields raises `Contradiction` with a sentence. Both errors become a `ConfigError`.
     """
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
@@ -55,17 +55,17 @@ class Section(BaseModel, metaclass=_SectionType):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic takes true for 1.
+        # pydantic converts true to 1.
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and section_of(kind) is None and bool not in (kind, *typing.get_args(kind)):
             raise PydanticCustomError("not_bool", "Input should not be true or false")
         return value
 
     def checked(self) -> Self:
-        """Returns a checked copy, for a section whose fields were assigned.
+        """Returns a checked copy. Use it after fields were assigned.
 
         Raises:
-            ConfigError: The first value that does not fit.
+            ConfigError: For the first value that does not fit.
         """
         return read(type(self), self.model_dump(warnings=False))
 
@@ -73,13 +73,13 @@ class Section(BaseModel, metaclass=_SectionType):
 def read(
     kind: type[T], values: Mapping[Any, Any], *, node: str = "", source_of: Callable[[str], str] = lambda key: ""
 ) -> T:
-    """Makes a section of nested mappings, interpolations resolved.
+    """Builds a section from nested mappings. Interpolations must be resolved already.
 
     Args:
         kind: The section's class.
-        values: Its keys; those that are absent get their defaults.
-        node: The dotted name of the node that holds the keys, for errors; "" if it is the root.
-        source_of: Returns where the value of a dotted key comes from, such as ``"recipe.yaml: "``, or "".
+        values: The section's keys and values. Missing keys get their defaults.
+        node: The dotted name of the node that holds the keys, for errors; "" for the root.
+        source_of: Returns the source of a dotted key's value, such as ``"recipe.yaml: "``; "" if unknown.
 
     Raises:
         ConfigError: On one line, for the first key that is unknown or whose value does not fit.
@@ -97,8 +97,8 @@ def known_keys(kind: type[Section]) -> Sequence[str]:
 
 
 def nearest_key(kind: type[Section], key: str) -> str:
-    """Returns the known key most like ``key``; the same name in another section is nearer than any other name."""
-    # Comparing takes time with the square of the length.
+    """Returns the known key that is most similar to ``key``. Prefers the same name in another section."""
+    # The time of a comparison grows with the square of the length.
     key = key[:_LONGEST_COMPARED]
     known, last = known_keys(kind), key.rpartition(".")[2]
     same_depth = [one for one in known if ("." in one) == ("." in key)] or known
@@ -107,7 +107,7 @@ def nearest_key(kind: type[Section], key: str) -> str:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """Returns the section in a field's annotation, such as ``OptimConfig`` or ``OptimConfig | None``, if it has one."""
+    """Returns the section class in an annotation, e.g. ``OptimConfig`` or ``OptimConfig | None``; None without one."""
     for one in (annotation, *typing.get_args(annotation)):
         if isinstance(one, type) and issubclass(one, Section):
             return one
@@ -146,7 +146,7 @@ def _dotted(place: Sequence[str | int]) -> str:
 def _unknown(kind: type[Section], finding: ErrorDetails, prefix: str) -> str:
     *above, name = finding["loc"]
     key = _dotted(finding["loc"])
-    # Of an unknown section its first leaf says more than its name.
+    # If a whole section is unknown, its first leaf tells more than the section's name.
     value = finding["input"]
     while isinstance(value, Mapping) and value and all(isinstance(one, str) for one in value):
         leaf, value = next(iter(value.items()))
@@ -158,7 +158,7 @@ def _unknown(kind: type[Section], finding: ErrorDetails, prefix: str) -> str:
 
 
 def _demand(finding: ErrorDetails) -> str:
-    """Says what the value must be; pydantic's text with its subject replaced, or that of a rule of ours."""
+    """Returns the demand on a value, as "it ...": pydantic's text with another subject, or the text of our own rule."""
     if finding["type"] == "model_type":
         return "it should be a section of keys"
     if finding["type"] == "value_error":

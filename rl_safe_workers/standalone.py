@@ -99,13 +99,13 @@ class _Script:
     """The reason why a teardown could not destroy the groups in order; None if there was no such teardown."""
 
     def come_to(self, phase: str | None) -> None:
-        """Notes the phase that this rank is in, also for the others; None: it is outside of phases."""
+        """Notes the phase that this rank is in, and lets the other ranks read it. None: it is outside of phases."""
         self.phase = phase
         if self.neighbours is not None:
             self.neighbours.note(phase)
 
     def bound(self, timeout: timedelta) -> None:
-        """Sets one deadline for all waits of a call."""
+        """Sets one common deadline for all waits of a call."""
         seconds = timeout.total_seconds()
         trainer = self.trainer
         every = {"world": seconds, "bootstrap": seconds, "teardown": seconds}
@@ -152,7 +152,7 @@ def channel_limits(
     Args:
         features: As for `bootstrap`.
         max_ctas: Limits of your own, by the keys of Megatron's ``nccl_communicator_config_path`` file and ``world``.
-        world_size: Number of ranks. None: of the default group, or else ``WORLD_SIZE``, which torchrun sets.
+        world_size: Number of ranks. None: the size of the default group, else ``WORLD_SIZE``, which torchrun sets.
         sizes: Sizes for ``initialize_model_parallel``, such as ``expert_model_parallel_size=2``.
 
     Raises:
@@ -197,19 +197,19 @@ def bootstrap(
     Collective over: the default group. Idempotent.
 
     Call it after ``initialize_model_parallel`` and before the model is built. Call it again after groups were rebuilt.
-    It reads from Megatron's groups: the parallel sizes, the number of optimizer instances, and if there are virtual
-    pipeline stages.
+    It reads three things from Megatron's groups: the parallel sizes, the number of optimizer instances, and the
+    presence of virtual pipeline stages.
 
     Args:
         features: The other features of the model and the training that decide which collectives the groups carry.
             None: for each feature the value that connects more, for example experts with the all-to-all dispatcher.
             For a dense model ``Features(moe=False)`` leaves the expert groups out; all other features then have the
             defaults of `Features`.
-        max_ctas: The limits that the groups were made with, by group name. They are used to predict the memory. None:
-            those that NCCL's groups say themselves.
+        max_ctas: The limits that the groups were made with, by group name. They serve to predict the memory. None: the
+            limits are read from NCCL's groups.
         timeout: Timeout of the whole call.
-        stopped: Longest time for which a rank may be stopped (SIGSTOP) from the first call on. The next rank on its
-            machine ends it then. 0: for ever.
+        stopped: Longest time for which a rank may stay stopped (SIGSTOP), from the first call on. Then the next rank
+            on its machine ends it. 0: no limit.
 
     Returns:
         The cost of each op class of each group on this rank.
@@ -260,10 +260,10 @@ def _waiting_in(function: str, phase: Phase) -> Iterator[None]:
 
 @contextmanager
 def guard(phase: str = "train", *, watch_steps: int = 3, refuse: bool = False) -> Iterator[None]:
-    """Raises if the bootstrap has not run; watches the first bodies for late allocations by collectives.
+    """Raises if the bootstrap has not run. Watches the first bodies for late allocations by collectives.
 
-    After each body of the phase ``train``, it looks at this process's memory. It warns of an owner that grows in each.
-    Not collective.
+    After each body of the phase ``train``, it measures this process's memory, and warns of any owner that grows in each
+    body. Not collective.
 
     Args:
         phase: Name of the phase, for errors.
@@ -288,9 +288,9 @@ def guard(phase: str = "train", *, watch_steps: int = 3, refuse: bool = False) -
 
 
 def teardown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
-    """Destroys the script's groups: together if all ranks succeeded, else without a collective. For a ``finally``.
+    """Destroys the script's groups: together if all ranks succeeded, else without a collective. Use it in ``finally``.
 
-    It takes the place of ``torch.distributed.destroy_process_group``, which fails after it.
+    It replaces ``torch.distributed.destroy_process_group``, which fails if it is called afterwards.
 
     Collective over: the default group, through its store. If a rank is leaving on an exception, it tells the other
     ranks, so that they do not wait for it; its exception propagates. A ``SystemExit`` without an error code counts as
@@ -349,7 +349,7 @@ def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
             if neighbours is not None:
                 neighbours.leave_failure(error, phase)
         elif neighbours is not None:
-            neighbours.leave()  # its user ends it: nobody is to say that it has died
+            neighbours.leave()  # the user ends the job, so no rank may report this one as dead
         with _waiting_in(teardown.__name__, Phase.TEARDOWN):
             failed = trainer.teardown(leaving_on)
         if failed:
@@ -361,7 +361,7 @@ def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
 
 
 def _blame(script: _Script, failed: Mapping[int, str], *, is_well: bool) -> None:
-    """Says with which rank the failure began, and where it is. Not collective."""
+    """Logs which rank the failure began with, and where it is. Not collective."""
     trainer, neighbours = script.trainer, script.neighbours
     if neighbours is None:
         return
@@ -428,7 +428,7 @@ def _require(phase: str) -> SafeTrainer:
 def _agree_on_plan(
     trainer: SafeTrainer, features: Features | None, max_ctas: Mapping[str, int] | None, *, check_memory: bool
 ) -> None:
-    """Plans the groups; raises on every rank if one cannot. Collective over: the default group, through its store."""
+    """Plans the groups. If one rank fails to, raises on every rank. Collective over: the default group's store."""
     failure: Exception | None = None
     try:
         _plan(trainer, features, max_ctas, check_memory=check_memory)
@@ -469,7 +469,7 @@ def _plan(
 
 
 def _warn_of_missing_limits(plan: CommsPlan) -> None:
-    """Says on rank 0 what `channel_limits` would save."""
+    """Logs on rank 0 how much memory `channel_limits` would save."""
     if dist.get_rank() != 0:
         return
     limited = CommsPlan.of(plan.layout, plan.features, plan.limits).bytes

@@ -163,7 +163,7 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 
 def overlaid(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Returns the settings ``under``, updated by the settings ``over``. Merges sections, replaces other values.
+    """Returns the settings ``under``, updated with the settings ``over``. Merges sections, and replaces other values.
 
     A value of ``???``, which marks a value that must be given elsewhere, does not replace an existing value.
     """
@@ -200,7 +200,7 @@ def _parse(text: str, *, is_file: bool) -> Any:
 
 
 class _Scale:
-    """Weighs YAML by its events, before any object is built from it. An alias weighs as much as its target."""
+    """Computes the weight of YAML from its events, before any object is built. An alias has its target's weight."""
 
     def __init__(self) -> None:
         self._weight, self._nodes = 0, 0

@@ -1,4 +1,4 @@
-"""``rl-safe audit DIR``: is a checkpoint whole? With a later step: did everything move between the two?"""
+"""Implements ``rl-safe audit DIR``: checks that a checkpoint is complete, or that two steps differ as they should."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_safe_workers.foreign_files import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what the command takes."""
+    """Adds the arguments of the command."""
     parser.description = (
         "Checks a torch_dist checkpoint: ours, or one of verl, NeMo RL or Megatron-LM. "
         "With a later step of the same run, it finds weights and optimizer states that did not move between the two. "
@@ -40,7 +40,7 @@ def run_audit(arguments: argparse.Namespace) -> int:
     if arguments.later is not None:
         if arguments.deep:
             raise UsageError("--deep reads one checkpoint through; leave it out to compare two steps")
-        from rl_safe_workers.checkpoint.audit_steps import audit_steps  # it imports numpy
+        from rl_safe_workers.checkpoint.audit_steps import audit_steps  # imported here, because it imports numpy
 
         compared = audit_steps(arguments.directory, arguments.later)
         return _print(compared, _comparison_lines(compared), as_json=arguments.json)

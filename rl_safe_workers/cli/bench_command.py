@@ -1,4 +1,4 @@
-"""``rl-safe bench NAME``: whether a promise holds, measured here and now."""
+"""Implements ``rl-safe bench NAME``: measures on this machine if a performance goal is met."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ BENCHMARKS: Mapping[str, str] = {
     "verdict": "the verdict on a failed job of 1,024 and of 4,096 ranks: seconds, memory, and how they grow",
     "save": "saves, loads and audits of a checkpoint of 6,144 experts, against megatron-core's own",
 }
-"""A line on each benchmark, by its name, which is also that of its module in ``benchmarks``."""
+"""Help line of each benchmark, by its name. Its module in ``benchmarks`` has the same name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what the command takes."""
+    """Adds the arguments of the command."""
     about = "; ".join(f"{name}: {text}" for name, text in sorted(BENCHMARKS.items()))
     parser.description = f"{about}. Exit code 0: every goal is met; 3: one is not."
     parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help=f"one of {', '.join(BENCHMARKS)}")
@@ -53,7 +53,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     """Runs a benchmark, prints its table and returns the exit code.
 
     Raises:
-        ConfigError: If this is no checkout, or the JSON file cannot be written; both before anything is measured.
+        ConfigError: If this is not a checkout, or the JSON file cannot be written. Raised before anything is measured.
     """
     json_file: Path | None = arguments.json
     if json_file is not None and not json_file.absolute().parent.is_dir():
@@ -61,7 +61,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     _find_benchmarks()
     from benchmarks.table import Row, exit_code, print_table, write_json
 
-    # Only the benchmark that runs is imported: some need what others do without.
+    # Only the named benchmark is imported, because some need packages that others do not.
     module = importlib.import_module(f"benchmarks.{arguments.name}")
     progress = Console(file=sys.stderr, highlight=False)
     rows: list[Row] = module.measure(lambda line: progress.print(line, soft_wrap=True, markup=False))
@@ -72,7 +72,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _find_benchmarks() -> None:
-    """Lets ``benchmarks`` be imported; the wheel does not hold it."""
+    """Puts the folder of ``benchmarks`` on the module path, because the wheel does not contain it."""
     checkout = Path(rl_safe_workers.__file__).parents[1]
     if not (checkout / "benchmarks" / "table.py").is_file():
         raise ConfigError("rl-safe bench runs in a checkout of the repository: clone it and run scripts/setup there")

@@ -1,4 +1,4 @@
-"""``rl-safe convert``: HF weights to Megatron's shards, and back."""
+"""Implements ``rl-safe convert``: converts HF weights to Megatron's shards, or shards to HF weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Default of cluster.num_trainers: the smallest number that fits the layout. Defau
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what the command takes."""
+    """Adds the arguments of the command."""
     parser.description = DESCRIPTION
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--hf", metavar="DIR", type=to_path, help="HF directory to read; needs --out")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
-    """Converts, and prints one line that says what was done.
+    """Converts, prints one line about the result, and returns the exit code.
 
     Raises:
         ConfigError: If the options do not belong together.

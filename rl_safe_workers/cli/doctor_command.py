@@ -1,4 +1,4 @@
-"""``rl-safe doctor``: whether a machine will do, before a run finds out."""
+"""Implements ``rl-safe doctor``: checks before a run if a machine is fit for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ rl-safe doctor recipes/quickstart_gpu.yaml cluster.ray_address=auto --live
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what the command takes."""
+    """Adds the arguments of the command."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("overrides", metavar="RECIPE key=value", nargs="*", help="a recipe, and overrides")
     parser.add_argument("--live", action="store_true", help="bootstrap the recipe's layout, without a model")
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Examines, shows what it has found, and returns the exit code.
+    """Examines the machine, prints the findings, and returns the exit code.
 
     Raises:
         UsageError: If the input is wrong.

@@ -1,4 +1,4 @@
-"""``rl-safe explain``: why a run stands still or has died, whichever framework started it."""
+"""Implements ``rl-safe explain``: says why a run hangs or has died. Any framework may have started it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ rl-safe explain /tmp/ray/session_latest --html why.html
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what the command takes."""
+    """Adds the arguments of the command."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("folder", metavar="FOLDER", type=to_path, nargs="?", help="what is left of a dead run")
     parser.add_argument("--pid", metavar="PID", type=int, nargs="+", help="processes of ranks, or their launcher")
@@ -41,10 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
-    """Explains, prints, and returns the exit code.
+    """Explains a run, prints the explanation, and returns the exit code.
 
     Raises:
-        UsageError: If not exactly one of a folder, processes and a cluster is given, or one of them is not there.
+        UsageError: If the arguments do not give exactly one of a folder, processes and a cluster, or if that does not
+            exist.
     """
     if sum(one is not None for one in (arguments.folder, arguments.pid, arguments.ray)) != 1:
         raise UsageError("explain takes one of FOLDER, --pid PID ... and --ray ADDRESS")

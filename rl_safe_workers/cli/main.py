@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal's number if interrupted, or if nobody reads the output any more.
 
     Raises:
-        SystemExit: After ``--help`` and ``--version``, and with code 2 for arguments that are not understood.
+        SystemExit: After ``--help`` and ``--version``. With code 2 if an argument is unknown or malformed.
     """
     try:
         arguments = _parse(argv)
@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_no_reader() -> bool:
-    """Returns True if the reader of stdout is gone, as ``head`` goes; the rest of the output is then dropped."""
+    """Returns True if the reader of stdout has ended, e.g. ``head``. Then it drops the rest of the output."""
     (poll := select.poll()).register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False
-    # Else Python complains when it closes stdout at the end.
+    # Otherwise Python reports an error when it closes stdout at the end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
@@ -76,13 +76,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = terminal.Parser(prog="rl-safe", description="Megatron trainers that are safe beside vLLM.")
     parser.add_argument("--version", action="version", version=f"rl-safe {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    # No option before the command takes a value. Only the command that is named is imported.
+    # No option before the command takes a value. Only the named command is imported.
     named = next((argument for argument in argv if not argument.startswith("-")), None)
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about)
         if name == named:
             importlib.import_module(f"rl_safe_workers.cli.{name}_command").add_arguments(command)
-    # argparse takes no positional after an option that follows one (`run RECIPE -v key=value`): they come back as rest.
+    # argparse stops taking positionals after an option (`run RECIPE -v key=value`). It returns them in ``rest``.
     arguments, rest = parser.parse_known_args(argv)
     takes_rest = hasattr(arguments, "overrides")
     if unknown := [text for text in rest if text.startswith("-") or not takes_rest]:

@@ -1,4 +1,4 @@
-"""``rl-safe plan``: a run as it will be, before it costs anything."""
+"""Implements ``rl-safe plan``: shows the layout, communicators, memory and hazards of a run before it starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ rl-safe plan --from nemo-rl grpo.yaml cluster.num_nodes=4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what the command takes."""
+    """Adds the arguments of the command."""
     from rl_safe_workers.plan.fields import FIELDS
 
     parser.description, parser.epilog = DESCRIPTION, EPILOG
@@ -68,7 +68,7 @@ def _help(field: Field) -> str:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Plans, shows it, and returns the exit code.
+    """Plans a run, prints the plan, and returns the exit code.
 
     Raises:
         UsageError: If the input is wrong.

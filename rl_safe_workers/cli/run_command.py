@@ -1,4 +1,4 @@
-"""``rl-safe run``: trains, as a recipe says."""
+"""Implements ``rl-safe run``: trains with the settings of a recipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXIT_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what the command takes."""
+    """Adds the arguments of the command."""
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="dotted key, YAML value: trainer.seed=1")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what the run does, not only warnings")
@@ -28,7 +28,7 @@ def run_recipe(arguments: argparse.Namespace) -> int:
     """Checks the recipe against this machine, trains and returns the exit code."""
     config = load_recipe(arguments.recipe, arguments.overrides)
     preflight(config, cpus=_usable_cpus(config.cluster))
-    # Ray and torch are imported once nothing is left to refuse.
+    # Ray and torch are imported only after all checks of the input.
     from rl_safe_workers.driver.run import run
 
     run(config, when_failed=partial(end_within, EXIT_S))

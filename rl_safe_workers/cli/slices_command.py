@@ -1,4 +1,4 @@
-"""``rl-safe slices``: which bytes of a checkpoint one host needs, and a copy of those alone."""
+"""Implements ``rl-safe slices``: finds the bytes of a checkpoint that one host needs, and copies only these."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ as a hole: --copy-to makes them. A copy serves host K under this layout only.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what the command takes."""
+    """Adds the arguments of the command."""
     parser.description = DESCRIPTION
     parser.add_argument("directory", metavar="DIR", type=to_path, help="global_step_N")
     parser.add_argument(
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_slices(arguments: argparse.Namespace) -> int:
-    """Prints what a host needs, as a table or JSON; with ``--copy-to`` also copies it.
+    """Prints the byte ranges that a host needs, as a table or JSON. With ``--copy-to``, also copies them.
 
     Raises:
         UsageError: If there is no such directory or host, or the layout does not divide the trainers or the model.
@@ -95,7 +95,7 @@ def run_slices(arguments: argparse.Namespace) -> int:
 
 
 def ranks_of(node: int, *, trainers: int, per_node: int) -> range:
-    """The training ranks of a host.
+    """Returns the training ranks of a host.
 
     >>> ranks_of(1, trainers=6, per_node=4)
     range(4, 6)
@@ -115,7 +115,7 @@ def ranks_of(node: int, *, trainers: int, per_node: int) -> range:
 
 
 def _check_model(config: RunConfig, manifest: Manifest, checkpoint: Path) -> None:
-    """Refuses a layout that does not divide, and a model that is not the checkpoint's where its weights are there."""
+    """Refuses a layout that does not divide, and a model other than the checkpoint's if the model's weights exist."""
     if not config.model.path:
         raise ConfigError("slices: give model.path=DIR, the model that the checkpoint was trained from")
     layout, model = layout_of(config), Path(config.model.path)
@@ -126,7 +126,7 @@ def _check_model(config: RunConfig, manifest: Manifest, checkpoint: Path) -> Non
 
 
 def _find_ranges(config: RunConfig, checkpoint: Path, ranks: Sequence[int], *, rng: bool) -> Ranges:
-    """Asks a process of its own: this one has no torch, and building a model under fake groups cannot be undone."""
+    """Returns the ranges from a child process, because it imports torch and builds a model under fake groups."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_enter_child) as pool:
         try:
             return pool.submit(_find_ranges_in_child, config, checkpoint, list(ranks), rng).result()
@@ -138,8 +138,8 @@ def _find_ranges(config: RunConfig, checkpoint: Path, ranks: Sequence[int], *, r
 
 def _enter_child() -> None:
     env.become_gpuless()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not part of the output
-    warnings.simplefilter("ignore")  # their advice is for who trains
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not mix with ours
+    warnings.simplefilter("ignore")  # warnings of libraries matter only for training
 
 
 def _find_ranges_in_child(config: RunConfig, checkpoint: Path, ranks: Sequence[int], rng: bool) -> Ranges:
@@ -157,7 +157,7 @@ def _find_ranges_in_child(config: RunConfig, checkpoint: Path, ranks: Sequence[i
 
 
 def _print_table(ranges: Ranges, sizes: Mapping[str, int]) -> None:
-    """Prints a line for each file and the totals; bytes are exact, to plan a copy by."""
+    """Prints a line for each file, and the totals. Bytes are exact, so that a copy can be planned from them."""
     needed = {name: sum(stop - start for start, stop in parts) for name, parts in ranges.items()}
     table = Table(show_footer=True)
     table.add_column("file", "total", overflow="fold")

@@ -1,6 +1,6 @@
 """Writes a command's errors, logs and usage to a terminal; its results are the command's own.
 
-Any of it may quote a file or an argument that somebody else has made, so all of it goes through `printable`.
+Any of this text may quote a file or an argument that is not trusted. So all of it goes through `printable`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _LAYOUT = "\n\t"
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses arguments on lines that a terminal takes as text."""
+    """An argument parser whose error messages contain no control characters."""
 
     def error(self, message: str) -> NoReturn:
-        """Exits with code 2 and the usage."""
+        """Prints the usage and the message, and exits with code 2."""
         super().error(printable(shortened(message, _MOST_CHARACTERS)))
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats records as text that a terminal shows as it is, each line after the first indented.
+    """Formats records as printable text, with every line after the first indented.
 
-    So no record can pass for two.
+    So one record cannot look like two.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -40,7 +40,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 def to_path(text: str) -> Path:
-    """Returns the path that an argument names; whether something is there is not looked at yet.
+    """Returns the path that an argument names. The path need not exist.
 
     Raises:
         ConfigError: If no file can have the name, or the folders of the path cannot be searched.
@@ -55,7 +55,7 @@ def to_path(text: str) -> Path:
 
 
 def set_up(*, verbose: bool) -> None:
-    """Makes stdout take every text, whatever its encoding, and sends logs to stderr."""
+    """Makes stdout accept every text in any encoding, and sends logs to stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler(sys.stderr)
@@ -65,17 +65,17 @@ def set_up(*, verbose: bool) -> None:
 
 
 def report(error: RlSafeError) -> None:
-    """Ends stderr with the error's one line; the traceback of the rank that raised it comes before."""
+    """Writes an error to stderr: first the traceback of the rank that raised it, if any, then one line."""
     if isinstance(error, RankError):
         trace = shortened(error.trace.rstrip("\n"), _MOST_OF_TRACE)
         print(printable(trace, keep=_LAYOUT), file=sys.stderr)
-    # A message may quote another library's, which may be of several lines.
+    # A message may quote another library's message, which may have several lines.
     line = " ".join(shortened(str(error), _MOST_CHARACTERS).split())
     print(printable(f"rl-safe: error: {line}"), file=sys.stderr)
 
 
 def shortened(text: str, most: int) -> str:
-    """Leaves out the middle of a long text: what is wrong stands at its beginning, and what to do at its end.
+    """Cuts the middle out of a long text, because a message has the error at its beginning and the advice at its end.
 
     >>> shortened("0123456789", 6)
     '012 ... 789'

@@ -1,16 +1,16 @@
-"""A rank's side of the diagnostics: it tells where it is, whatever its main thread is doing.
+"""Lets a rank tell others where it is, whatever its main thread is doing.
 
 Up to nine files end up in a folder of the run on the rank's own machine:
 
-    request_<role>_<rank>.pipe each byte that somebody writes asks for the next two files
+    request_<role>_<rank>.pipe a reader writes one byte here to ask for the next two files
     stack_<role>_<rank>.txt    the stacks of all threads, added each time that somebody asks, or at `STACK_SIGNAL`
     flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups
     place_<role>_<rank>.txt    the last line of code that the rank noted, its process id, and the last lines at which it
                                stood for long; outlives the process
-    phase_<role>_<rank>.txt    the phase that the rank is in, if its host calls `note_phase`; likewise
-    kills_<role>_<rank>.json   the OOM kills of its control group when it began
+    phase_<role>_<rank>.txt    the phase that the rank is in, if its host calls `note_phase`; outlives the process
+    kills_<role>_<rank>.json   the number of OOM kills in its control group when it began
     failure_<role>_<rank>.json what the rank has failed with, if its host calls `leave_failure`
-    exit_<role>_<rank>.txt     the status of a call of `os._exit` that ends the process, and its line of code
+    exit_<role>_<rank>.txt     the status that the process passed to `os._exit`, and the line of code of that call
     fatal_<role>_<rank>.txt    the stacks at a signal such as SIGSEGV that ends the process, if faulthandler was off
 
 Nothing here needs torch, Ray or a driver. torch itself writes the Flight Recorder's file for NCCL.
@@ -48,7 +48,7 @@ from rl_safe_workers.root_cause import report_from_text, report_of, report_to_te
 logger = logging.getLogger(__name__)
 
 STACK_SIGNAL = signal.SIGUSR2
-"""Makes a rank write its stacks. Ray's workers leave it alone; SIGUSR1 is taken by Ray Tune.
+"""Makes a rank write its stacks. Ray's workers do not use this signal; Ray Tune uses SIGUSR1.
 
 The last resort, for a rank that answers no request because a call in C keeps Python's lock. faulthandler writes without
 that lock. If a thread runs Python meanwhile, it may read a frame that changes, and end the process by SIGSEGV.
@@ -58,7 +58,7 @@ GLOO_FLIGHTS = "flight_gloo_"
 ALIVE_EVERY_S = 0.5
 """Seconds between two signs of life of a rank, and at least between two notes of where it is."""
 STAY_S = 2.0
-"""Seconds at one line of code from which on a rank notes that it stood there."""
+"""A rank notes a line of code if it stands there for at least so many seconds."""
 _STAYS = 3
 _PLACE_CHARACTERS = 800
 NOTE_SHARE = 0.004
@@ -97,7 +97,7 @@ def read_place(folder: Path, rank_id: RankId) -> str | None:
     """Returns the line of code that a rank was last seen at, e.g. ``"train.py:12 (step)"``; None if nobody knows.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     with suppress(OSError):
@@ -108,7 +108,7 @@ def read_place(folder: Path, rank_id: RankId) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A line of code at which a rank stood for `STAY_S` at least, as far as it has noted."""
+    """A line of code at which a rank stood for at least `STAY_S`, as its notes show."""
 
     since_s: float
     """Unix time in seconds, as the next one."""
@@ -130,7 +130,7 @@ def read_stays(folder: Path, rank_id: RankId) -> list[Stay]:
     """Returns the last lines of code at which a rank stood for long, oldest first.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     found = []
@@ -148,10 +148,10 @@ def phase_file(rank_id: RankId) -> str:
 
 
 def note_phase(folder: Path, rank_id: RankId, phase: str | None) -> None:
-    """Notes the phase that this rank has come to, which outlives the process. Where that is impossible, it is logged.
+    """Notes the phase that this rank has entered. The note outlives the process. A failure to write it is logged.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: This process.
         phase: The phase; None: it is outside of phases.
     """
@@ -169,7 +169,7 @@ def read_phase(folder: Path, rank_id: RankId) -> str | None:
     """Returns the phase that a rank has noted; None if it was outside of phases, or nobody knows.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     with suppress(OSError):
@@ -182,7 +182,7 @@ def ranks_by_process(folder: Path) -> dict[int, RankId]:
     """Returns the ranks that have noted where they are, by the ids of their processes, dead or alive.
 
     Args:
-        folder: What the ranks gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
     """
     found = {}
     for file in folder.glob("place_*.txt"):
@@ -228,10 +228,10 @@ def exit_file(rank_id: RankId) -> str:
 
 
 def read_exit(folder: Path, rank_id: RankId) -> tuple[int, str] | None:
-    """Returns the status of the call of `os._exit` that has ended a rank, and its line of code; None if none has.
+    """Returns the status that a rank passed to `os._exit`, and the line of code of the call; None without a call.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank.
     """
     with suppress(OSError, ValueError):
@@ -242,11 +242,11 @@ def read_exit(folder: Path, rank_id: RankId) -> tuple[int, str] | None:
 
 
 def _note_exit(file: Path) -> None:
-    """Has `os._exit` leave a note: no handler runs after it, and a launcher takes status 0 for success."""
+    """Makes `os._exit` write a note first: it runs no handlers, and a launcher takes status 0 for success."""
     leave, pid = os._exit, os.getpid()
 
     def leave_with_a_note(status: int) -> NoReturn:
-        if os.getpid() == pid:  # not a child's that was forked
+        if os.getpid() == pid:  # a forked child does not note its own exit
             with suppress(OSError):
                 descriptor = open_anew(file)
                 place = telling_frame(frames_of_thread(threading.current_thread()))
@@ -265,7 +265,7 @@ def read_fatal(folder: Path, rank_id: RankId) -> str:
     """Returns the stacks that a rank wrote when a signal ended it. Returns an empty text if it wrote none.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     with suppress(OSError):
@@ -275,7 +275,7 @@ def read_fatal(folder: Path, rank_id: RankId) -> str:
 
 
 def _tell_fatal_signals(file: Path) -> None:
-    """Has faulthandler write to a file when a signal ends this process. Where it is on already, it stays as it is."""
+    """Makes faulthandler write to a file when a signal ends this process. Changes nothing if it is on already."""
     if faulthandler.is_enabled():
         return
     descriptor = open_anew(file)
@@ -291,19 +291,19 @@ def _tell_fatal_signals(file: Path) -> None:
 
 
 def note_kills(folder: Path, rank_id: RankId) -> None:
-    """Notes the OOM kills that this process's control group counts now, for the one who asks why it has ended."""
+    """Notes how many OOM kills this process's control group has now, to compare after the process has ended."""
     with os.fdopen(open_anew(folder / kills_file(rank_id)), "w", encoding="utf-8") as file:
         json.dump({str(path): kills for path, kills in oom_kills().items()}, file)
 
 
 def leave_failure(folder: Path, error: Exception, rank_id: RankId, phase: str) -> None:
-    """Leaves what this rank has failed with for those who ask later. Where that is impossible, it is logged.
+    """Writes this rank's failure to a file for later readers. A failure to write it is logged.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
-        error: What it has caught.
+        folder: The folder that was passed to `answer_when_asked`.
+        error: The error that the rank has caught.
         rank_id: This process.
-        phase: The phase that it was in.
+        phase: The phase that the rank was in.
     """
     text = report_to_text(report_of(error, rank_id, phase))
     unfinished = folder / f"unfinished_{failure_file(rank_id)}"
@@ -319,10 +319,10 @@ def leave_failure(folder: Path, error: Exception, rank_id: RankId, phase: str) -
 
 
 def read_failure(folder: Path, rank_id: RankId) -> RunError | None:
-    """Returns what a rank has left by `leave_failure`; None if there is nothing that can be read.
+    """Returns the failure that a rank wrote by `leave_failure`; None if there is no readable one.
 
     Args:
-        folder: What the rank gave to `answer_when_asked`.
+        folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     with suppress(FileNotFoundError):
@@ -337,8 +337,8 @@ def read_failure(folder: Path, rank_id: RankId) -> RunError | None:
 def last_alive_s(folder: Path, rank_id: RankId) -> float | None:
     """Returns the Unix time, in seconds, of a rank's last sign of life; None if there was none.
 
-    A process that has ended did so less than `ALIVE_EVERY_S` later, unless it was stopped before. Its last note of
-    where it was may be older: a note of many threads is paced by its cost.
+    If the process has ended, it ended less than `ALIVE_EVERY_S` after this time, unless it was stopped before. Its
+    last note of where it was may be older: a process with many threads makes notes less often, because they cost more.
     """
     with suppress(OSError):
         return (folder / place_file(rank_id)).lstat().st_mtime
@@ -360,7 +360,7 @@ def answer_when_asked(
         folder: A folder of the run that only its user may write. The process keeps open what it makes there.
         rank_id: This process.
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
-        look: Called every `ALIVE_EVERY_S` on the thread of the notes, e.g. to look after another rank.
+        look: Called every `ALIVE_EVERY_S` on the thread that makes the notes, e.g. to watch another rank.
     """
     for name in (failure_file(rank_id), phase_file(rank_id), fatal_file(rank_id), exit_file(rank_id)):
         (folder / name).unlink(missing_ok=True)  # of an earlier process
@@ -386,7 +386,7 @@ def note_event(kind: str, error: BaseException, said: str) -> None:
     Args:
         kind: A later event of the same kind takes its place.
         error: The error.
-        said: The end of a sentence about the rank, e.g. ``"its thread prefetch has ended"``.
+        said: The event in words, e.g. ``"its thread prefetch has ended"``.
     """
     at = "" if (place := place_of(error)) is None else f" at {place}"
     _events.pop(kind, None)
@@ -399,7 +399,7 @@ def events_of(text: str) -> list[str]:
 
 
 def _note_ended_threads() -> None:
-    """Notes the threads of this process that an exception ends. The hook that was there before is called, too."""
+    """Notes each thread of this process that an exception ends. Calls the earlier hook, too."""
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -431,7 +431,7 @@ def _note_places(file: Path, call_frame: CallFrame | None, look: Callable[[], ob
     now = Stay(unix_now(), unix_now(), 0, "")
     pause = threading.Event()
     while True:
-        with suppress(OSError):  # the disk is full: the next note may find room
+        with suppress(OSError):  # the disk is full: there may be room for the next note
             if time.monotonic() >= due_s:
                 began_s = time.thread_time()
                 place = _place_now(call_frame) or ""
@@ -462,7 +462,7 @@ def stack_of_call(call_frame: CallFrame) -> Stack | None:
 
 
 def _place_now(call_frame: CallFrame | None) -> str | None:
-    """Returns where the host's call is, e.g. ``"train.py:12 (step)"``; without a call frame, where the main thread is.
+    """Returns the line that the host's call is at, e.g. ``"train.py:12 (step)"``; else that of the main thread.
 
     Args:
         call_frame: As for `answer_when_asked`.
@@ -474,7 +474,7 @@ def _place_now(call_frame: CallFrame | None) -> str | None:
 
 def _answer_requests(requests: int, stacks: int, folder: Path, rank_id: RankId) -> None:
     while os.read(requests, 1):
-        with suppress(OSError):  # the disk is full: the one who asks finds no answer
+        with suppress(OSError):  # the disk is full: whoever asks finds no answer
             text = own_stacks() + "".join(f"{_NOTED}{one}\n" for one in list(_events.values()))
             os.write(stacks, text.encode(errors="replace"))
             if rank_id.role is Role.TRAINER:

@@ -1,7 +1,7 @@
 """Looks at the processes that a rank has started and waits for: a data loader's workers, a pool's, a sandbox.
 
-py-spy looks at them, if it is installed and may. Else a child that was forked is asked: it has the rank's handler of
-`STACK_SIGNAL`, and so writes its stacks where the rank does.
+py-spy looks at them, if it is installed and has permission. Otherwise this module signals forked children. A forked
+child inherits the rank's handler of `STACK_SIGNAL`, so it writes its stacks to the rank's file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WAITS = (
 )
 """Ends of the paths of files in which a process waits for a child. ``multiprocess`` is the fork that datasets uses."""
 _BEGINS = ("multiprocessing/process.py", "multiprocess/process.py")
-"""Ends of the paths of files in which a child begins. What is outside of it is its parent's stack, copied by a fork."""
+"""Ends of the paths of files in which a child begins. The frames outside of it are its parent's, copied by a fork."""
 _HELPERS = ("resource_tracker", "forkserver", "SyncManager", "managers.py")
 _RUNS = "R"
 _COMMAND_CHARACTERS = 80
@@ -43,28 +43,28 @@ class Child:
     text: str
     """The stacks of its threads. The text is empty if nobody could read them."""
     said: str
-    """The end of a sentence about it; empty if it is in no line of the user's, or nothing tells what it does."""
+    """Its action, as the end of a sentence; empty if it is in no line of the user's code, or nobody can tell."""
     awaits_message: bool
     """True if it waits for what another process sends, such as work."""
 
     @property
     def as_awaited(self) -> str:
-        """The end of a sentence about the process that waits for it; empty if nothing tells what it does."""
+        """The end of a sentence about the process that waits for this child; empty if its action is not known."""
         return f"waits for its process {self.pid}, which {self.said}" if self.said else ""
 
 
 def waits_for_a_child(frames: Sequence[Frame]) -> bool:
-    """Returns True if frames, innermost first, may wait for a process that this one has started, or for a message."""
+    """Returns True if frames, innermost first, may wait for a child process or for a message from one."""
     return any(frame.file.endswith(_WAITS) for frame in frames_inside(frames))
 
 
 def children_of(pid: int, deadline: Deadline, *, ask: Callable[[int], str]) -> list[Child]:
-    """Looks at the children of a process; those that do something come first. Blocks until the deadline at most.
+    """Returns the children of a process, those that do something first. Blocks until the deadline at most.
 
     Args:
         pid: The process.
         deadline: Longest wait. A child that cannot be looked at by then is left out.
-        ask: Returns the stacks of a child that writes them; empty for any other.
+        ask: Makes a child write its stacks and returns them; empty if the child writes none.
     """
     pids: list[int] = []
     attempt("looking for children", lambda: pids.extend(descendants_of(pid)[:_MOST]), timeout_s=_left_s(deadline))
@@ -100,7 +100,7 @@ def _look(pid: int, ask: Callable[[int], str], deadline: Deadline) -> list[Child
     frames = frames[: begins[0]] if begins else frames
     place = next((frame for frame in frames if frame.is_telling), None)
     wait = facts.describe_wait()
-    # Without a line, a wait for something from a pipe says nothing: a worker without work has it, too.
+    # Without a line of the user's, a wait for a pipe tells nothing: an idle worker waits like that, too.
     said = wait if not frames and not facts.file.startswith("pipe:") else ""
     if facts.waits_to_write:
         said = f"runs {printable(facts.command[:_COMMAND_CHARACTERS])}, and {wait}"

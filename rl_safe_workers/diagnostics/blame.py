@@ -1,8 +1,8 @@
-"""Says with which ranks a job's failure began, on each rank that fails: from the others' reports, and from neighbours.
+"""Names the ranks that a job's failure began with. Runs on each rank that fails, and needs no driver.
 
     culprits, why = blame(control.reported_failures(), silent=[1], among=neighbours)
 
-It needs no driver.
+It uses the reports of the other ranks, and asks the ranks on the same machine.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rl_safe_workers.root_cause import root_cause
 def blame(
     reports: Reports, *, silent: Collection[int], among: Neighbours | None = None
 ) -> tuple[Collection[RankId], str]:
-    """Says with which ranks a job's failure began, and what they did.
+    """Names the ranks that a job's failure began with, and says what they did.
 
     Args:
         reports: The failures that ranks have reported, at least one.
-        silent: The training ranks that have said nothing.
-        among: Where to ask if the culprits have not told what they did; None: nowhere.
+        silent: The training ranks that have reported nothing.
+        among: The ranks on this machine, to ask if the culprits' own reports are missing. None: no rank is asked.
 
     Returns:
-        The ranks, none if nobody knows; and a line, which a second one about what to do may follow.
+        The ranks, empty if unknown, and one line about them. A second line may follow that says what to do.
     """
     if among is not None:
         # A rank may have given up in the same second as this one.
@@ -73,28 +73,28 @@ def _in_two_lines(told: AllWait) -> tuple[Collection[RankId], str]:
 def blame_for_the_end(
     silent: Collection[int], *, rank: int, size: int, waited_s: float, setting: str, among: Neighbours | None
 ) -> tuple[PhaseTimeoutError, Collection[RankId], str]:
-    """Says which ranks have not ended with the others.
+    """Names the ranks that have not ended with the others.
 
     Args:
-        silent: The training ranks that have said nothing, at least one.
+        silent: The training ranks that have reported nothing, at least one.
         rank: This training rank, which is well.
         size: Number of training ranks.
         waited_s: How long this rank has waited, in seconds.
-        setting: What moves the deadline.
+        setting: The setting that moves the deadline.
         among: As for `blame`.
 
     Returns:
-        The error, and what `blame` returns.
+        The error, followed by the two results of `blame`.
     """
     late = late_for_the_end(silent, size=size, waited_s=waited_s, setting=setting)
     return late, *blame({trainer_id(rank): late}, silent=silent, among=among)
 
 
 def say_who_is_late(late: PhaseTimeoutError, *, rank: int) -> None:
-    """Logs which ranks have not come to where a job's ranks first meet, and at which line of code they are.
+    """Logs which ranks have not come to the first meeting of a job's ranks, and their lines of code.
 
-    They have not called this package yet, and answer nobody. So those on this machine are looked at from outside, by
-    py-spy. It takes three times twice `PATIENCE_S` at most. The lowest rank that has come keeps the evidence.
+    The late ranks have not called this package yet, so they answer no request. py-spy looks at those on this machine
+    from outside. This takes at most six times `PATIENCE_S`. The lowest rank that has come keeps the evidence.
 
     Args:
         late: The error about them.
@@ -120,13 +120,13 @@ def say_who_is_late(late: PhaseTimeoutError, *, rank: int) -> None:
 
 
 def late_for_the_end(late: Collection[int], *, size: int, waited_s: float, setting: str) -> PhaseTimeoutError:
-    """Returns the error of training ranks that have not ended with the others.
+    """Returns an error that names training ranks that have not ended with the others.
 
     Args:
         late: These ranks.
         size: Number of training ranks.
         waited_s: How long the others have waited, in seconds.
-        setting: What moves the deadline.
+        setting: The setting that moves the deadline.
     """
     return PhaseTimeoutError(
         phase=Phase.TEARDOWN,

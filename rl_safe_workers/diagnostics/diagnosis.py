@@ -4,9 +4,9 @@
     diagnosis = diagnose(ranks, reports=control.reported_failures, patience_s=10.0)
     print(diagnosis.verdict)
 
-No driver and no Ray take part. Each rank has called `answering.answer_when_asked`, and has left its failure in the
-store by `ControlPlane.report_failure`. Of a rank that does neither, the verdict says only what the operating system
-knows.
+It needs neither a driver nor Ray. Each rank calls `answering.answer_when_asked` early, and reports its failure to the
+store by `ControlPlane.report_failure`. If a rank does neither, the verdict says only what the operating system knows
+about it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rl_safe_workers.root_cause import RootCause, Spot, root_cause
 
 Reports = Mapping[RankId, RunError]
 _NAMED = 4
-"""Most ranks whose ends the verdict on a hang adds."""
+"""A verdict on a hang says of at most so many ranks why their processes ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +62,17 @@ class Diagnosis:
     culprits: frozenset[RankId]
     """Ranks that the failure began with; empty if none is known."""
     fault: Fault | None
-    """The kind of what has ended or stopped the first of these ranks; None if it is not known."""
+    """The kind of failure that has ended or stopped the first of these ranks; None if it is not known."""
     error: RunError | None
-    """The root of what ranks have reported and of what became of their processes; None if nothing has failed."""
+    """The root cause, from the ranks' reports and the state of their processes; None if nothing has failed."""
     ranks: Mapping[RankId, str]
-    """Each rank's action or failure, with its line of code: the end of a sentence about it."""
+    """Each rank's action or failure, and its line of code, as the end of a sentence."""
     waiting: Mapping[RankId, Spot] = field(default_factory=dict)
     """The ranks that have not failed and wait for others."""
 
     @property
     def is_told(self) -> bool:
-        """True if the verdict says where the failure began: with a rank, or in a collective with different shapes."""
+        """True if the verdict names the origin of the failure: a rank, or a collective with different shapes."""
         return bool(self.culprits) or self.fault is Fault.SHAPES
 
 
@@ -84,13 +84,13 @@ def diagnose(
     evidence: Path | None = None,
     call_frame: CallFrame | None = None,
 ) -> Diagnosis:
-    """Finds the ranks that a failure or a hang began with. Call it before the processes are ended. Never raises.
+    """Finds the ranks that a failure or a hang began with. Never raises. Call it while the processes still live.
 
     Args:
         ranks: The run's processes on this machine.
         patience_s: Longest wait, in seconds, for each of: the reports, the processes' answers, the evidence.
-        reports: What ranks have failed with, as they or the host say; or a function that returns it, such as
-            ``control.reported_failures``, which may hang with the store.
+        reports: The failures that ranks or the host have reported; or a function that returns them, such as
+            ``control.reported_failures``. The function may hang if the store does.
         evidence: Folder that gets ``verdict.json``, stacks and Flight Recorder files; None: nothing is written.
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
     """
@@ -115,16 +115,16 @@ def diagnose_answers(
     on_ray: bool = True,
     is_whole: bool = True,
 ) -> Diagnosis:
-    """As `diagnose`, for processes on any machines.
+    """Does the same as `diagnose`, for processes on any machines.
 
     Args:
         ask: Asks the processes, and waits for no longer than the seconds that it is given.
         patience_s: As for `diagnose`.
         reports: As for `diagnose`.
         evidence: As for `diagnose`.
-        phase: The phase that the host waits in; None if it is not known. What a rank has noted itself goes first.
-        host_error: What the host's driver has failed with. It counts where no rank tells whom the failure began with.
-        endings: Returns why processes have ended, as far as the host knows. It is called after the other two.
+        phase: The phase that the host waits in; None if it is not known. A phase that a rank has noted itself wins.
+        host_error: The error of the host's driver. It counts only if no rank's report names the culprits.
+        endings: Returns why processes have ended, as far as the host knows. Called after ``ask`` and ``reports``.
         on_ray: True if Ray keeps the output of the processes, for the advice.
         is_whole: False if the job may have ranks that nobody asks, such as those of other machines.
     """
@@ -177,10 +177,10 @@ def diagnose_answers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """The facts that ranks, their processes and the host tell."""
+    """All facts from the ranks, their processes and the host."""
 
     answers: Answers
-    """With the failures that ranks have reported, by whichever way."""
+    """The ranks' answers. Their ``reports`` also hold the failures that reached the host in another way."""
     known: Reports
     """The failure of each rank that has reported one, has ended badly or is stopped."""
     waiting: frozenset[RankId]
@@ -224,18 +224,18 @@ class _Found:
     """A verdict, as one of the `_found_in_*` functions reaches it."""
 
     contents: Mapping[str, Any]
-    """The verdict, and what it comes from, for ``verdict.json``."""
+    """The verdict and the facts behind it, for ``verdict.json``."""
     culprits: frozenset[RankId] = frozenset()
     wait: Wait | None = None
     """The wait that has been judged."""
     fault: Fault | None = None
-    """None: the end of the first culprit, or its error, tells."""
+    """None: take it from the first culprit's ending, or from its error."""
     advice: str = ""
-    """Empty: the fault tells."""
+    """Empty: take it from the fault."""
 
 
 def _found_in_mismatch(mismatch: Mismatch, root: RootCause, facts: _Facts) -> _Found:
-    """Names the ranks that brought a shape of their own to a collective."""
+    """Names the ranks that came to a collective with a shape unlike the others'."""
     culprits = frozenset(trainer_ids(mismatch.culprits))
     places = [(one, _place(one, facts.answers, facts.known)) for one in sorted(culprits)]
     at = [f"{one}{home_of(one, facts.answers)} was at {place}" for one, place in places if place is not None]
@@ -247,7 +247,7 @@ def _found_in_hang(root: RootCause | None, wait: Wait, facts: _Facts, *, is_whol
     """Names the ranks that the others wait for."""
     waiting, busy = facts.waiting, facts.busy
     if root is not None and wait.missing is not None:
-        # Of the ranks that the error names, some wait themselves.
+        # Some of the ranks that the error names wait themselves.
         missing = (root.culprits - waiting) or root.culprits or wait.missing or _busy_helpers(busy, wait.phase)
         wait = replace(wait, missing=missing, arrived=(wait.arrived | wait.missing) - missing)
     hang, contents = judge(None if root is None else root.error, wait, facts.answers, None, is_whole=is_whole)
@@ -256,21 +256,21 @@ def _found_in_hang(root: RootCause | None, wait: Wait, facts: _Facts, *, is_whol
     phases = _other_phases(facts.answers.reports, culprits, wait.phase)
     verdict = "; ".join([hang.verdict, *phases, *ended[:_NAMED]])
     if root is not None and not root.is_told and not hang.advice:
-        culprits -= facts.known.keys()  # who has only waited is not to blame
+        culprits -= facts.known.keys()  # a rank that has only waited is not to blame
     return _Found({**contents, "verdict": verdict}, frozenset(culprits), wait, advice=hang.advice)
 
 
 def _found_in_failure(root: RootCause, facts: _Facts) -> _Found:
-    """Names the ranks that a failure began with, where nobody waits for them."""
+    """Names the ranks that a failure began with, if no other rank waits for them."""
     known, phase = facts.known, facts.phase
-    # Where no culprit has said anything itself, another rank repeats what it has heard.
+    # If no culprit has reported anything, the error is another rank's, which only repeats what it has heard.
     said = [] if any(one in known for one in root.culprits) else [first_line(root.error)]
     names = [
         f"{one}{home_of(one, facts.answers)} {facts.states.get(one) or _unseen(known.get(one), phase)}"
         f"{_because(facts.whys.get(one))}"
         for one in sorted(root.culprits)
     ]
-    # A rank that has failed says the phase itself.
+    # The sentence about a rank that has failed names the phase already.
     when = ""
     if phase is not None and root.culprits and not root.culprits & known.keys():
         when = during(phase).removeprefix("in ") + ": "
@@ -283,7 +283,7 @@ def _with_kind(error: BaseException) -> str:
 
 
 def _root(known: Reports, busy: Collection[RankId], host_error: RunError | None, phase: str | None) -> RootCause | None:
-    """Returns the failure that all others follow from: of a rank that is known, else the one that the host names."""
+    """Returns the failure that all others follow from: a rank's if it names the culprits, else the host's."""
     root = root_cause(known, pending=busy) if known else None
     if root is not None and root.is_told:
         return root
@@ -294,13 +294,13 @@ def _root(known: Reports, busy: Collection[RankId], host_error: RunError | None,
     if host_error is not None and host_error.culprit is not None:
         return RootCause(host_error, culprits=frozenset({host_error.culprit}), is_told=True)
     if root is not None and isinstance(root.error, PhaseTimeoutError) and root.error.awaited.members is None:
-        # It waits for something that is no rank.
+        # The wait is not for ranks.
         return RootCause(root.error, culprits=frozenset(), is_told=True)
     return root
 
 
 def _mismatch(root: RootCause, answers: Answers, whys: Mapping[RankId, Ending | None]) -> Mismatch | None:
-    """Returns the different shapes that have ended the ranks that a failure began with; None if nothing shows any."""
+    """Returns the mismatch of shapes that has ended the culprits; None if nothing shows one."""
     ended = [one for one in root.culprits if one.role is Role.TRAINER]
     if not ended or not isinstance(root.error, RankError) or not isinstance(root.error.cause, Died):
         return None
@@ -313,7 +313,7 @@ def _mismatch(root: RootCause, answers: Answers, whys: Mapping[RankId, Ending | 
 
 
 def _place(rank_id: RankId, answers: Answers, known: Reports) -> str | None:
-    """Returns the line of code at which a rank has failed, is, or was last seen; None if nobody knows."""
+    """Returns the line of code where a rank has failed, is now, or was last seen; None if unknown."""
     if isinstance(report := known.get(rank_id), RankError) and report.place is not None:
         return report.place
     process = next((one for one in answers.ranks if one.rank_id == rank_id), None)
@@ -323,11 +323,11 @@ def _place(rank_id: RankId, answers: Answers, known: Reports) -> str | None:
 
 
 def _root_of_astray(known: Reports, phase: str | None) -> RootCause | None:
-    """Returns the wait of most ranks for those that wait in another phase; None if that is not what has happened.
+    """Returns the majority's wait, if a minority waits in another phase. Names the minority. Else returns None.
 
     Args:
-        known: What each rank has failed with.
-        phase: The phase that the host waits in. It decides where as many ranks are in one phase as in the other.
+        known: The failure of each rank.
+        phase: The phase that the host waits in. It decides if two phases have the same number of ranks.
     """
     late = {rank_id: error for rank_id, error in known.items() if isinstance(error, PhaseTimeoutError)}
     counts = Counter(error.phase for error in late.values())
@@ -343,20 +343,20 @@ def _root_of_astray(known: Reports, phase: str | None) -> RootCause | None:
 
 
 def _is_busy(one: RankProcess) -> bool:
-    """Returns True if others may wait for a process: it runs a call of the host's, or cannot tell that it does not."""
+    """Returns True if others may wait for a process: it runs a call of the host's, or nobody knows that it does not."""
     if one.is_gone:
         return False
-    # An engine that answers nobody's signal is not known to do anything.
+    # An engine that answers no signal does not count as busy: nobody knows if it does anything.
     return one.rank_id.role is Role.TRAINER if one.stack is None else one.stack.is_in_a_call
 
 
 def _busy_helpers(busy: Collection[RankId], phase: str | None) -> frozenset[RankId]:
-    """Returns the processes that a rollout waits for though they answer: a thread of theirs is in a call."""
+    """Returns the helper processes that a rollout waits for. They answer requests, but one of their threads is busy."""
     return frozenset(one for one in busy if one.role in HELPERS and phase == Phase.ROLLOUT)
 
 
 def _other_phases(reported: Reports, culprits: Collection[RankId], phase: str | None) -> list[str]:
-    """Returns, in words, the other phases that culprits have waited in; empty if none is known."""
+    """Returns, in words, the phases other than ``phase`` that culprits have waited in; empty if none is known."""
     phases: dict[str, list[RankId]] = {}
     for one in culprits:
         if isinstance(report := reported.get(one), PhaseTimeoutError) and report.phase != phase:
@@ -365,11 +365,11 @@ def _other_phases(reported: Reports, culprits: Collection[RankId], phase: str | 
 
 
 def _others(answers: Answers, culprits: Collection[RankId], known: Reports) -> list[str]:
-    """Returns, in words, the collective that another rank was in when a rank failed; empty if none is known."""
+    """Returns, in words, the collective that one other rank was in when the culprits failed; empty if unknown."""
     works = works_waited_in(answers.records, {one.rank for one in culprits if one.role is Role.TRAINER})
     for rank, record in answers.records.items():
         report = known.get(trainer_id(rank))
-        # What has failed because of another rank was the last that it began.
+        # A victim fails in the last collective that it began.
         if isinstance(report, RankError) and isinstance(report.cause, Victim) and record.last is not None:
             works.setdefault(rank, record.last)
     others = sorted(rank for rank in works if trainer_id(rank) not in culprits)
@@ -384,10 +384,10 @@ def _failures_of_processes(answers: Answers, phase: str | None) -> dict[RankId, 
 
 
 def _cause_of_end(one: RankProcess, answers: Answers) -> Cause:
-    """Tells a process that something else has killed from one that gave up by itself.
+    """Distinguishes a process that something else has killed from a process that gave up by itself.
 
-    A rank that loses a peer often ends with an exit code or by SIGABRT. That says as little as an exception. torch
-    writes the record of NCCL's collectives before it ends a rank by SIGABRT whose collective has timed out.
+    A rank that loses a peer often ends with an exit code or by SIGABRT. Neither tells more than an exception does. If
+    a collective of NCCL times out, torch first writes its record of the collectives, and then ends the rank by SIGABRT.
     """
     if one.never_ends:
         record = answers.records.get(one.rank_id.rank) if one.rank_id.role is Role.TRAINER else None
@@ -432,7 +432,7 @@ def _state(one: RankProcess, report: RunError | None, phase: str | None) -> str:
     if not one.is_stopped and isinstance(report, RankError) and isinstance(report.cause, Stopped):
         return told_of_stop(report, when)
     if report is not None and _is_of_host(report) and not one.is_gone:
-        # Its host no longer reaches it: it is about to end.
+        # The host cannot reach it any more: it is about to end.
         return f"died{when}" + ("" if one.last_place is None else f", last seen at {one.last_place}")
     return one.where(when)
 
@@ -452,7 +452,7 @@ def told_of_stop(report: RankError, when: str = "") -> str:
 
 
 def _unseen(report: RunError | None, phase: str | None) -> str:
-    """Returns the same about a rank whose process has not been found."""
+    """Returns the end of a sentence about a rank whose process has not been found."""
     if isinstance(report, RankError) and isinstance(report.cause, Stopped):
         return told_of_stop(report, _when(phase))
     if isinstance(report, RankError) and isinstance(report.cause, Died):
@@ -465,14 +465,14 @@ def _because(ending: Ending | None) -> str:
 
 
 def _whys(of_host: Mapping[RankId, Ending], answers: Answers, reported: Reports) -> dict[RankId, Ending | None]:
-    """Returns why processes have ended, of ranks that have not said themselves what they failed with."""
+    """Returns why processes have ended, for the ranks that have not reported a failure themselves."""
     of_machine = {one.rank_id: one.ending for one in answers.ranks if one.ending is not None}
     silent = {one for one in (*of_host, *of_machine) if one not in reported or _is_of_host(reported[one])}
     return {one: joined(of_host.get(one), of_machine.get(one)) for one in sorted(silent)}
 
 
 def _fault(error: RunError | None, culprits: Collection[RankId], facts: _Facts) -> Fault | None:
-    """Returns the kind of the first culprit's failure: how its process has ended, else what it has raised."""
+    """Returns the kind of the first culprit's failure, by the ending of its process, else by its exception."""
     if any(one.kernel_wait for one in facts.answers.ranks if one.rank_id in culprits):
         return Fault.ASLEEP
     endings = [ending for one in sorted(culprits) if (ending := facts.whys.get(one)) is not None and ending.is_known]
@@ -484,7 +484,7 @@ def _fault(error: RunError | None, culprits: Collection[RankId], facts: _Facts) 
 
 
 def _is_of_host(report: RunError) -> bool:
-    """Returns True if a report is not the rank's own: a dead rank reports nothing."""
+    """Returns True if the host made a report: a dead rank reports nothing itself."""
     return isinstance(report, RankError) and isinstance(report.cause, Died)
 
 

@@ -1,4 +1,4 @@
-"""Why a process has ended, as far as its machine and its host know. Each source gives a `Fault` and its evidence.
+"""Finds out why a process has ended, from its machine and its host. Each source gives a `Fault` and its evidence.
 
     the kernel's log     an OOM kill, a segmentation fault, a GPU's Xid: where this user may read it
     its own log          the end of its standard error, which Ray keeps in a file for each worker
@@ -7,7 +7,7 @@
     its control group    the number of OOM kills in it, compared with the number at the process's start
     its host             what Ray says of a dead actor: given to `joined`
 
-What none of them tells is not guessed: the `Ending` then says what has been looked at.
+Nothing is guessed. If no source tells the reason, the `Ending` lists the sources that were read.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _RECORD_BYTES, _MOST_RECORDS = 8192, 50_000
 _SAID_CHARACTERS = 200
 _KILLS_BYTES = 2**16
 _SLACK_S = 60.0
-"""The kernel's clock and the wall clock may differ by so much; older lines are about an earlier process of that id."""
+"""Largest gap between the kernel's clock and the wall clock. Older lines are about an earlier process of that id."""
 _VICTIM = re.compile(r"Killed process \d+ \((?P<name>[^)]*)\).*anon-rss:(?P<kib>\d+)kB")
 _SHARED_MEMORY, _FULL_BYTES = Path("/dev/shm"), 2**20
-"""A file system with less than so many bytes left counts as full."""
+"""A file system with fewer free bytes than this counts as full."""
 _OF_BUS_ERROR = ("SIGBUS", "Bus error")
 _FATAL = re.compile(r"Fatal Python error: (.+)")
 _FATAL_SIGNALS = {
@@ -70,7 +70,7 @@ class Ending:
     detail: str = ""
     """A signal or a code."""
     place: str | None = None
-    """The line of code at which its last stacks have it; None without these."""
+    """The line of code that its last stacks show; None without stacks."""
     aborted_in: str = ""
     """The torch collective that Python was in when a thread of a library aborted the process; empty if none did."""
 
@@ -103,17 +103,17 @@ class KernelLog(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """Knowledge of a machine about processes that have ended on it."""
+    """The signs that a machine has of processes that have ended on it."""
 
     kernel: KernelLog
     shared_free_bytes: int | None
-    """Bytes that ``/dev/shm`` has left; None: nobody knows."""
+    """Bytes that ``/dev/shm`` has left; None if unknown."""
     logs: Path | None = None
     """The folder of Ray's logs; None without Ray."""
 
 
 def look_around(logs: Path | None = None) -> Signs:
-    """Reads what this machine knows of ended processes. Takes milliseconds.
+    """Reads the signs that this machine has of ended processes. Takes milliseconds.
 
     Args:
         logs: The folder of Ray's logs on this machine; None without Ray.
@@ -126,7 +126,7 @@ def look_around(logs: Path | None = None) -> Signs:
 
 
 def read_kernel_log(path: Path = _KERNEL_LOG) -> KernelLog:
-    """Reads what the kernel's log tells of failures, oldest line first."""
+    """Reads the lines of the kernel's log that tell of a failure, oldest first."""
     lines: list[KernelLine] = []
     started_s = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
     try:
@@ -169,7 +169,7 @@ def ending_of(
 
     Args:
         pid: The process.
-        signs: What the machine knows.
+        signs: From `look_around`.
         exit_code: Its exit code, negative for a signal; None if nobody can tell.
         kills: The file that `answering.note_kills` wrote for it; None if it wrote none.
         noted_s: Unix time, in seconds, when it was last known to live; None if nobody knows.
@@ -210,7 +210,7 @@ def ending_of(
 
 
 def ending_by_ray(text: str) -> Ending | None:
-    """Returns what Ray says of a dead actor's end; None if it has only seen that it is gone."""
+    """Returns the ending that Ray reports for a dead actor; None if Ray only reports that the actor is gone."""
     if (found := fault_of_ray_exit(text)) is None:
         return None
     said = next((line for line in reversed(text.strip().splitlines()) if fault_of_ray_exit(line) is not None), text)
@@ -220,16 +220,16 @@ def ending_by_ray(text: str) -> Ending | None:
 
 
 def joined(of_host: Ending | None, of_machine: Ending | None) -> Ending | None:
-    """Returns the more telling of two endings of a process: what its host says, and what its machine has found."""
+    """Returns the more precise of two endings of a process: the host's or the machine's."""
     if of_host is not None and of_host.fault in (Fault.RAY_MEMORY, Fault.NODE_LOST):
-        return of_host  # on purpose, or with everything that could tell
+        return of_host  # Ray ended it on purpose, or the node's own signs are lost with it
     if of_machine is not None and of_machine.is_known:
         return of_machine
     return of_host if of_host is not None and of_host.is_known else of_machine or of_host
 
 
 def _of_signal(name: str, said: str, signs: Signs) -> Ending:
-    """Returns the ending by a signal. A page of a full ``/dev/shm`` that cannot be had is a bus error, too."""
+    """Returns the ending by a signal. A bus error can also mean that ``/dev/shm`` is full."""
     if name in _OF_BUS_ERROR and signs.shared_free_bytes is not None and signs.shared_free_bytes < _FULL_BYTES:
         left = f"{signs.shared_free_bytes} bytes are left"
         return Ending(fault=Fault.SHARED_MEMORY, said=f"{name} ({said}), and {left}")
@@ -238,7 +238,7 @@ def _of_signal(name: str, said: str, signs: Signs) -> Ending:
 
 
 def _of_last_stacks(text: str, signs: Signs) -> Ending | None:
-    """Returns the ending that faulthandler tells; None if it has written nothing."""
+    """Returns the ending that faulthandler's stacks tell; None if it has written nothing."""
     if (found := _FATAL.match(text)) is None:
         return None
     head, is_of_python, own = text.partition(_OWN_THREAD)
@@ -259,7 +259,7 @@ def _own_log(pid: int, signs: Signs) -> Path | None:
 
 
 def _of_own_log(pid: int, signs: Signs) -> tuple[Ending | None, str]:
-    """Returns what the process's own log ends with; without that, why there is nothing."""
+    """Returns the ending that the process's own log tells; if there is none, also the reason in words."""
     try:
         if (log := _own_log(pid, signs)) is None:
             return None, "no log of its own is here"
@@ -272,14 +272,14 @@ def _of_own_log(pid: int, signs: Signs) -> tuple[Ending | None, str]:
     said = f"{told.text[:_SAID_CHARACTERS]}{f' at {told.place}' if told.place else ''}"
     if told.fault is Fault.SIGNAL:
         return _of_signal(told.detail, said, signs), ""
-    if told.fault is Fault.ABORTED:  # torch aborts a process that has waited in vain: the line before says for what
+    if told.fault is Fault.ABORTED:  # torch aborts a process after a wait in vain; an earlier line names the wait
         waits = [event.text for event in events if event.fault.tier >= 2 or event.fault is Fault.NCCL]
         said = waits[-1][:_SAID_CHARACTERS] if waits else said
     return Ending(fault=told.fault, said=said, detail=told.detail), ""
 
 
 def _others_killed(lines: Iterable[KernelLine]) -> str:
-    """Returns, in words, the last kill that the kernel's log has. A container counts processes otherwise than it."""
+    """Returns, in words, the last OOM kill in the kernel's log. Its process ids differ from a container's."""
     killed = [line.text for line in lines if line.found.fault is Fault.OOM_KILL and _VICTIM.search(line.text)]
     return f"; the last in the kernel's log: {_victim(killed[-1])}" if killed else ""
 
@@ -295,7 +295,7 @@ def _cut(text: str) -> str:
 
 
 def _more_kills(file: Path) -> tuple[int, bool]:
-    """Returns the OOM kills since a process has noted them, and True if somebody counts them."""
+    """Returns the number of OOM kills since a process noted it, and True if its control group counts them."""
     try:
         noted = json.loads(read_foreign(file, limit_bytes=_KILLS_BYTES, within=file.parent, uid=os.getuid()))
     except (OSError, ValueError):

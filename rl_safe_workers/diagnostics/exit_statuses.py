@@ -1,8 +1,8 @@
-"""Learns with which exit status processes end that are not children of this one.
+"""Reads the exit status of processes that are not children of this one.
 
-Only the parent of a process gets its status from a wait. Until the parent has waited, the process is a zombie, and the
-kernel shows the status in ``/proc/<pid>/stat`` to its user (proc_pid_stat(5), ``exit_code``). torchrun waits ten times
-a second. A file descriptor of the process becomes readable at its end (pidfd_open(2)). So there is enough time.
+Only the parent of a process gets its status from a wait. Until the parent has waited, the process is a zombie, and its
+user can read the status in ``/proc/<pid>/stat`` (proc_pid_stat(5), ``exit_code``). torchrun waits only ten times a
+second. A file descriptor of the process (pidfd_open(2)) becomes readable the moment it ends, so there is enough time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EndWatch:
         self._poll = select.poll()
 
     def watch(self, pids: Iterable[int]) -> None:
-        """Watches these processes, too. Those that are gone, or are watched already, change nothing."""
+        """Adds processes to watch. Ignores processes that are gone or watched already."""
         for pid in {*pids} - {*self._pids.values()}:
             with suppress(OSError):  # it is gone, or the kernel is older than 5.3
                 descriptor = os.pidfd_open(pid)
@@ -39,13 +39,13 @@ class EndWatch:
             timeout_s: Longest wait.
 
         Returns:
-            The exit code of each process that has ended, negative for a signal, by process id. One that has ended with
-            0, or whose parent was faster, is not in it.
+            The exit code of each process that has ended, negative for a signal, by process id. It leaves out a process
+            that ended with 0, and one whose parent read the status first.
         """
         found = {}
         for descriptor, _ in self._poll.poll(1000 * timeout_s):
             pid = self._pids.pop(descriptor)
-            # The number is this process's until its parent has waited. After that no zombie has it.
+            # The process id belongs to this process until its parent has waited. After that no zombie has the id.
             facts = look_at(pid)
             self._poll.unregister(descriptor)
             os.close(descriptor)

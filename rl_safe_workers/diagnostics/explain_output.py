@@ -52,7 +52,7 @@ def write_trace(explanation: Explanation, path: Path) -> None:
     ]
     last_s = max((one.end_s or one.start_s for one in explanation.slices), default=0.0)
     for one in explanation.slices:
-        # One that has not ended is drawn up to the last moment that any record tells of.
+        # A collective that has not ended is drawn up to the latest time in any record.
         end_s = last_s if one.end_s is None else one.end_s
         events.append(
             {

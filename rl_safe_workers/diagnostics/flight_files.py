@@ -1,7 +1,7 @@
-"""Reads Flight Recorder files that nobody vouches for, and finds the rank that the others waited for by them.
+"""Reads untrusted Flight Recorder files, and finds from them the rank that the others waited for.
 
-Each file is read as data, in a child with limits of memory and time. torch's own analyser unpickles such a file as it
-is, so it is not used here.
+A child with limits of memory and time reads each file as data. torch's own analyser is not used, because it unpickles
+such a file without a check.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Flight:
     works: Sequence[Work]
     """Oldest first."""
     sizes: Sequence[str]
-    """Shapes of the inputs of each."""
+    """The shapes of each work's inputs."""
     groups: Mapping[str, Sequence[int]]
     """Global ranks of each group, as far as the file tells."""
 
@@ -142,7 +142,7 @@ def _by_rank(flights: Sequence[Flight]) -> dict[int, list[Work]]:
 
 
 def _members(work: Work, flights: Sequence[Flight], records: Mapping[int, Record]) -> set[int]:
-    """Returns the global ranks of a work's group; all that have a file for the default group."""
+    """Returns the global ranks of a work's group. For the default group, these are all ranks that have a file."""
     named = {rank for flight in flights for rank in flight.groups.get(work.group, ())}
     if work.group in ("default_pg", "0", "WORLD", ""):
         named |= records.keys() | {rank for flight in flights for rank in flight.groups.get("", ())}

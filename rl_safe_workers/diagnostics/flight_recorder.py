@@ -53,7 +53,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A rank's collectives, as they tell where it is."""
+    """A rank's collectives: the one that it is in, and the last ones of each group."""
 
     under_way: Work | None
     """The oldest that has not ended."""
@@ -77,7 +77,7 @@ def read_flights(files: Mapping[str, bytes]) -> dict[int, Record]:
     """Reads files of the Flight Recorder, by training rank.
 
     Args:
-        files: Their contents, by names that end in the rank. One that cannot be read is warned about.
+        files: Their contents, by names that end in the rank. An unreadable file causes a warning.
     """
     found: dict[int, list[Work]] = {}
     for name, contents in files.items():
@@ -93,8 +93,10 @@ def works_of(contents: bytes) -> tuple[Mapping[str, Any], list[Work]]:
     """Reads a file of the Flight Recorder, a pickle of plain values or JSON.
 
     Returns:
-        The whole record, and the works of its ``entries``, in their order. A record that is not as torch writes it
-        raises any exception.
+        The whole record, and the works of its ``entries``, in their order.
+
+    Raises:
+        Exception: Of any class, if the record does not have torch's format.
     """
     is_json = contents.lstrip()[:1] == b"{"
     record = json.loads(contents) if is_json else _PlainUnpickler(io.BytesIO(contents)).load()
@@ -102,7 +104,7 @@ def works_of(contents: bytes) -> tuple[Mapping[str, Any], list[Work]]:
 
 
 def _works(entries: Sequence[Mapping[str, Any]]) -> list[Work]:
-    """The works of one file. A group's end in their order, though of a batch NCCL's record ends the last part alone."""
+    """Returns the works of one file. A group ends them in order; NCCL records only the end of a batch's last part."""
     found: list[Work] = []
     ended: set[Any] = set()
     for entry in reversed(entries):
@@ -136,11 +138,12 @@ def works_waited_in(records: Mapping[int, Record], missing: Collection[int]) -> 
     """Finds the collective that each training rank waits in, or waited in until it gave up.
 
     Args:
-        records: What each rank has begun.
+        records: The record of each rank.
         missing: Ranks that the others wait for.
 
     Returns:
-        By rank, where there is one: the oldest that has not ended; else the last, if no missing rank has begun it.
+        The collective by rank, if there is one: the oldest that has not ended. If all have ended, the last one, unless
+        a missing rank has begun it, too.
     """
     found = {}
     behind = [records[rank].begun for rank in missing if rank in records]

@@ -1,7 +1,7 @@
-"""The verdict on a run that hangs: who has arrived, who has not, and where each missing rank is.
+"""Judges a run that hangs: which ranks have arrived, which have not, and where each missing rank is.
 
-Processes are asked while they still live (`diagnostics.inquiry`). Their answers are kept as files, and summed up in one
-line.
+`diagnostics.inquiry` asks the processes while they still live. This module keeps their answers as files, and sums them
+up in one line.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rl_safe_workers.ranks import HELPERS, RankId, Role, format_ranks, name_rank
 from rl_safe_workers.root_cause import ITS_END, STORE_BARRIER, Spot, are_at_the_end, odd_ones, only_waited, spot_of
 
 _EVIDENCE = re.compile(r"verdict\.json|stack_\w+\.txt|flight_\w+")
-"""Names of the files that are kept; whatever else lies beside them is the user's."""
+"""Names of our evidence files. All other files in the folder are the user's."""
 _FACTS_S = 0.5
-"""Seconds that the host gets at least to add its own facts, however late it is."""
+"""The host gets at least so many seconds to add its own facts, even if the deadline has passed."""
 _NAMED_NODES = 4
-"""More than so many are counted."""
+"""Most nodes that a message names. More than these are counted instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """The ranks that waited and the ranks that they waited for, as far as the error tells.
+    """The ranks that waited and the ranks that they waited for, as an error tells.
 
     Example: ``Wait(phase="train", group="the trainers", arrived={trainer_id(0)}, missing={trainer_id(1)}, ...)``
     """
@@ -46,7 +46,7 @@ class Wait:
     group: str
     arrived: frozenset[RankId]
     missing: frozenset[RankId] | None
-    """None if the error names nobody: the ranks that are still in a call then."""
+    """None if the error names nobody. Then the ranks that are still in a call count as missing."""
     waited_s: float | None
     detail: str = ""
     """Further facts of the error, such as the line of code of the driver's own work."""
@@ -59,13 +59,13 @@ class Hang:
     verdict: str
     """One line."""
     culprits: frozenset[RankId] | None
-    """The ranks that the others wait for, where that is known better now than the error has it; else None."""
+    """The ranks that the others wait for, if the evidence shows them better than the error does; else None."""
     advice: str = ""
     """The next thing to do, if the verdict itself suggests one."""
 
 
 class AllWait(NamedTuple):
-    """Ranks that all wait for each other, or have come to their end."""
+    """Ranks that all wait for each other, or have ended."""
 
     odd: frozenset[RankId]
     """The ranks that wait elsewhere than most; empty if nobody is known to be wrong."""
@@ -77,12 +77,12 @@ class AllWait(NamedTuple):
 def where_all_wait(
     reports: Mapping[RankId, RunError], held: Mapping[RankId, Spot], *, is_whole: bool = True
 ) -> AllWait:
-    """Says where ranks have waited in vain of which none is missing, and which of them is the odd one.
+    """Says where each rank waits if no rank is missing, and names the ranks that wait elsewhere than most.
 
     Args:
-        reports: The failures of those that have given up.
-        held: The places of the others.
-        is_whole: False if there may be other ranks. Then nobody is the odd one.
+        reports: The failures of the ranks that have given up.
+        held: The places of the ranks that still wait.
+        is_whole: False if there may be other ranks. Then no rank is named.
     """
     spots = dict(held) | {one: spot for one, report in reports.items() if (spot := spot_of(report)) is not None}
     sides: dict[tuple[Spot, bool], list[RankId]] = {}
@@ -122,28 +122,28 @@ def collect_evidence(
     patience_s: float,
     facts: Mapping[str, Callable[[], Any]] | None = None,
 ) -> Hang | None:
-    """Asks every rank of a run that has failed where it is, if the failure is about a wait for ranks or for the driver.
+    """Asks every rank of a failed run where it is, if the failure is a wait for ranks or for the driver.
 
-    To be called in the driver, before the processes are killed. Never raises.
+    Call it in the driver, before the processes are killed. Never raises.
 
     Args:
-        error: What the run has failed with. Where it names all that are in a call, the Flight Recorder may show that
-            some of them only wait for the others: on a GPU nobody else can tell.
+        error: The failure of the run. If it names all ranks that are in a call, the Flight Recorder may show that some
+            of them only wait for the others. On a GPU nothing else can show that.
         ask: Asks the ranks, and waits for no longer than the seconds it is given; e.g. ``cluster.ask_ranks``.
-        folder: The run's; gets ``hang/`` with ``verdict.json``, ``stack_<role>_<rank>.txt`` for each process, and of
-            trainers ``flight_<backend>_<rank>``, the Flight Recorder's record as torch writes it. If the driver itself
-            is late, also ``stack_driver.txt``.
+        folder: The run's folder. It gets ``hang/`` with ``verdict.json``, ``stack_<role>_<rank>.txt`` for each process,
+            and ``flight_<backend>_<rank>`` for trainers, the Flight Recorder's record as torch writes it. If the driver
+            itself is late, also ``stack_driver.txt``.
         patience_s: Longest wait, in seconds.
-        facts: What else the host knows: functions that return JSON values, by the name to keep them under.
+        facts: Further facts of the host: functions that return JSON values, by name in ``verdict.json``.
 
     Returns:
-        What was found; None if the error is of another kind.
+        The evidence; None if the error is of another kind.
     """
     of_driver = _wait_of_driver(error)
     if (wait := of_driver or wait_of(error)) is None:
         return None
     hangs: list[Hang] = []
-    # Leaves the thread time to write what it has before it is left behind.
+    # The rest of the time is for writing. After that the thread is abandoned.
     deadline = Deadline.after(0.8 * patience_s)
     target = folder / "hang"
 
@@ -153,7 +153,7 @@ def collect_evidence(
         for name, tell in (facts or {}).items():
             _add(found, name, tell, max(_FACTS_S, deadline.remaining().total_seconds() / 2))
         hangs.append(hang)
-        # Last: the folder's storage may be what the run hangs in, and the files of thousands of ranks take a while.
+        # Last, because the run may hang in the folder's own storage, and the files of thousands of ranks take a while.
         keep(answers, found, target, first=hang.culprits or wait.missing or (), with_own_stacks=of_driver is not None)
 
     attempt("collecting the evidence of the hang", collect, timeout_s=patience_s)
@@ -170,14 +170,14 @@ def judge(
     """Finds the ranks that the others wait for.
 
     Args:
-        error: What the run has failed with; None if only the answers tell.
-        wait: The waiting ranks and the missing ones, as far as that error tells.
-        answers: What the ranks have answered.
-        target: Where the evidence will be; None: nowhere.
-        is_whole: True if every rank of the job was to be asked. Else nobody is named where all that were asked wait.
+        error: The failure of the run; None if there are only the answers.
+        wait: The waiting and the missing ranks, as the error tells.
+        answers: The ranks' answers.
+        target: The folder that will hold the evidence; None without one.
+        is_whole: True if every rank of the job was asked. If False, and all asked ranks wait, no rank is named.
 
     Returns:
-        The verdict, and what it comes from, fit for JSON.
+        The verdict, and the facts behind it as JSON values.
     """
     missing = _in_calls(wait, answers) - wait.arrived if wait.missing is None else wait.missing
     waiting = missing & waiting_for_others(answers)
@@ -221,9 +221,9 @@ def judge(
 
 
 def _in_calls(wait: Wait, answers: Answers) -> frozenset[RankId]:
-    """Returns the ranks that are in a call of the host's, or may be: nobody can ask those of a silent node."""
+    """Returns the ranks that are, or may be, in a call of the host's. It includes all ranks of a silent node."""
     busy = frozenset(one.rank_id for one in answers.ranks if one.stack is None or one.stack.is_in_a_call)
-    # A host's engine that answers nobody's signal is not known to do anything.
+    # A host's engine that answers no signal counts only if no other rank does: nobody knows if it does anything.
     sure = {one.rank_id for one in answers.ranks if one.stack is not None or one.rank_id.role is Role.TRAINER}
     busy = busy & sure if busy & sure - wait.arrived else busy
     return busy.union(rank_id for rank_id, home in answers.homes.items() if home in answers.silent)
@@ -238,14 +238,14 @@ def _if_all_wait(
     *,
     is_whole: bool,
 ) -> AllWait | None:
-    """Returns where all ranks wait for each other; None if one of those that must come is known to do something else.
+    """Returns where all ranks wait for each other; None if an awaited rank is neither waiting nor at its end.
 
     Args:
         error: The failure of a rank that has waited in vain.
-        wait: What it tells.
+        wait: The wait that the error tells of.
         missing: Ranks that have not come.
-        held: The places of those among them that wait for others.
-        answers: What the ranks have answered.
+        held: The places of the missing ranks that wait for others themselves.
+        answers: The ranks' answers.
         is_whole: As for `judge`.
     """
     reports = {one: report for one, report in answers.reports.items() if only_waited(one, report)}
@@ -280,7 +280,7 @@ def waiting_for_others(answers: Answers) -> frozenset[RankId]:
 
 
 def at_the_end(wait: Wait, answers: Answers) -> dict[RankId, Spot]:
-    """Returns the trainers that are in teardown or have ended well, if others wait before: they miss no collective."""
+    """Returns the trainers that are in teardown or have ended well, while others wait in an earlier phase."""
     found = {}
     if wait.phase != Phase.TEARDOWN:
         for one in answers.ranks:
@@ -294,7 +294,7 @@ def at_the_end(wait: Wait, answers: Answers) -> dict[RankId, Spot]:
 
 
 def _culprits(missing: Collection[RankId], answers: Answers) -> frozenset[RankId]:
-    """Returns the missing ranks that are known not to wait in a collective. A rank that is silent may wait in one."""
+    """Returns the missing ranks that certainly wait in no collective. Leaves out silent ranks: they may wait in one."""
     there = {one.rank_id: one for one in answers.ranks}
 
     def is_known(rank_id: RankId) -> bool:
@@ -313,13 +313,13 @@ def keep(
     first: Collection[RankId] = (),
     with_own_stacks: bool = False,
 ) -> None:
-    """Writes the evidence, the most telling files first: those of thousands of ranks may not all be written in time.
+    """Writes the evidence, the most useful files first: with thousands of ranks, the time may not suffice for all.
 
     Args:
-        answers: What the ranks have answered.
-        found: For ``verdict.json``.
-        target: A folder of ours, made if need be; what an earlier run has kept there goes, other files stay.
-        first: Ranks whose files are written before those of others.
+        answers: The ranks' answers.
+        found: The contents of ``verdict.json``.
+        target: A folder, made if needed. Evidence of an earlier run in it is removed; other files stay.
+        first: The ranks whose files are written first.
         with_own_stacks: True to add the stacks of all threads of this process, the driver.
     """
     target.mkdir(parents=True, exist_ok=True)
@@ -349,7 +349,7 @@ def _kept_in(target: Path | None) -> list[str]:
 
 
 def _from_here(folder: Path) -> Path:
-    """Returns a folder relative to the working directory if it is in there."""
+    """Returns a folder's path, relative to the working directory if the folder is in it."""
     with suppress(OSError, ValueError):  # the working directory may have been removed
         return folder.relative_to(Path.cwd())
     return folder
@@ -382,7 +382,7 @@ def wait_of(error: BaseException) -> Wait | None:
 
 
 def _wait_of_driver(error: BaseException) -> Wait | None:
-    """Returns the wait of the driver for its own work; None if an error is about something else."""
+    """Returns the driver's wait for its own work, if the error is about it; else None."""
     if not isinstance(error, PhaseTimeoutError) or error.awaited != THE_DRIVER:
         return None
     nobody = frozenset[RankId]()
@@ -410,12 +410,12 @@ def verdict(
     Args:
         wait: The waiting ranks and the missing ones.
         missing: Ranks that have not come.
-        answers: What the ranks have answered.
-        works: The collective that a training rank waits in.
-        target: Where the evidence is; None: nowhere.
-        unknown: Ranks that may have come or not.
+        answers: The ranks' answers.
+        works: The collective that each training rank waits in.
+        target: The folder that holds the evidence; None without one.
+        unknown: Ranks that may or may not have come.
     """
-    # A missing rank may be in nothing: what the others wait in says more.
+    # A missing rank may be in no collective. The collective that the others wait in tells more.
     ranks = sorted(works, key=lambda rank: (trainer_id(rank) in missing, rank))
     ops = [str(works[rank]) for rank in ranks]
     waiting = sorted(answers.ranks, key=lambda one: one.rank_id in missing)

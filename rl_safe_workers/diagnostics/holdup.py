@@ -1,7 +1,7 @@
-"""Finds the ranks that hold the others up, from what an onlooker sees. Pure: names nobody unless the facts allow it.
+"""Finds the ranks that hold the others up, from what an onlooker sees. Pure. Names nobody without certain facts.
 
-A collective of the world needs every rank. So a rank that is seen outside it holds it up, for certain. The members of
-another group cannot be seen from outside. So there a rank is named only if it is the only one that does not wait.
+A collective of the world needs every rank. So a rank outside it certainly holds it up. For any other group, an onlooker
+cannot see the members. So a rank is named there only if it is the only one that does not wait.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _CAUSES = {
     Standing.IDLE: "actor not called",
 }
 _OF_VICTIMS = (SIGABRT, SIGTERM)
-"""Signals by which a process often ends that has lost another, or is asked to end after that."""
+"""Signals that often end the victims of a failure: a process aborts after it lost a peer, or its launcher ends it."""
 _HARD = (Standing.GONE, Standing.STOPPED, Standing.ASLEEP)
 _OUTSIDE = (Standing.ELSEWHERE, Standing.CALLS, Standing.IDLE)
 _NOT_AT_WORK = (Standing.WAITS, Standing.DEVICE, Standing.CALLS, Standing.IDLE)
 
 
 def explain_sightings(sightings: Sequence[Sighting], *, notes: Sequence[str] = ()) -> Explanation:
-    """Says who holds the others up.
+    """Returns an explanation that names the ranks which hold the others up.
 
     Args:
         sightings: The processes of one job.
@@ -104,16 +104,16 @@ def _judge(sightings: Sequence[Sighting], waiting: Sequence[Sighting], *, is_who
 def _called(
     ranks: Sequence[Sighting], bystanders: Sequence[Sighting], waiting: Sequence[Sighting], *, is_whole: bool
 ) -> _Judgement | None:
-    """Judges a job that waits for a call of one of its actors; None if it does not.
+    """Judges a job that waits for a call of one of its actors; returns None for any other job.
 
-    It does if the ranks outside the collective are in ``ray.get``. Without a collective, it does if an actor is in
-    ``ray.get``, or if all actors but one are in no call.
+    If ranks are in a collective, the job waits for a call if all other ranks are in ``ray.get``. If no rank is in a
+    collective, it does if an actor is in ``ray.get``, or if all actors but one are in no call.
 
     Args:
-        ranks: Processes of classes that take part in collectives; all if nobody is in one.
+        ranks: Processes of the classes that take part in collectives; all processes if none is in one.
         bystanders: The other actors.
         waiting: The ranks that are in a collective.
-        is_whole: Whether everybody was looked at. Else nobody is named.
+        is_whole: True if every process was looked at. If False, no rank is named.
     """
     every = [*ranks, *bystanders]
     callers = [one for one in every if one.standing is Standing.CALLS]
@@ -138,10 +138,10 @@ def _called(
 
 
 def _left_alone(sightings: Sequence[Sighting], missing: Collection[int]) -> _Judgement | None:
-    """Judges a job of one machine whose ranks have ended well but for one; None if it is not certain that they have.
+    """Judges a job on one machine if only one rank is left; None unless all others certainly ended well.
 
-    A rank that has no process any more has ended well if the one that is left is alive: torchrun ends that one at the
-    moment it learns that another has failed.
+    torchrun ends all ranks as soon as it learns that one has failed. So if the last rank is still alive, the ranks
+    without a process have ended well.
 
     Args:
         sightings: The ranks.
@@ -163,7 +163,7 @@ def _left_alone(sightings: Sequence[Sighting], missing: Collection[int]) -> _Jud
 
 
 def _several_gone(gone: Sequence[Sighting], waiting: Sequence[Sighting]) -> _Judgement:
-    """Judges a job of which several processes have ended: one that loses a peer often ends itself, by an exit code."""
+    """Judges a job if several processes have ended. Some are victims: they lost a peer and exited by themselves."""
     killed = [one for one in gone if (one.facts.exit_code or 0) < 0 and -(one.facts.exit_code or 0) not in _OF_VICTIMS]
     if killed:
         return _blame(killed, waiting)
@@ -182,7 +182,7 @@ def _outside(
     *,
     is_whole: bool,
 ) -> _Judgement:
-    """Judges ranks that are in no collective, while others are."""
+    """Judges a job if some ranks are in no collective while others are in one."""
     if (ends := _ends_of_receives(waiting, sightings)) and all(one in outside for one in ends):
         return _blame(ends, waiting)
     of_the_world = [one for one in waiting if one.members is Members.WORLD and one.peer is None and one.stays]
@@ -212,7 +212,7 @@ def _outside(
 
 
 def _ends_of_receives(waiting: Sequence[Sighting], sightings: Sequence[Sighting]) -> list[Sighting]:
-    """Follows receives from rank to rank; returns the ranks at the ends, if all waiting ranks receive."""
+    """Follows receives from rank to rank. Returns the ranks at the ends; empty if one of these waits, too."""
     by_rank = {one.global_rank: one for one in sightings if one.global_rank is not None}
     ends: dict[int, Sighting] = {}
     for start in waiting:
@@ -292,7 +292,7 @@ def _unknown(why: str, advice: str) -> _Judgement:
 
 
 def _of_the_job(sightings: Sequence[Sighting]) -> tuple[list[Sighting], list[Sighting]]:
-    """Tells the ranks from actors of classes of which nobody waits in a collective: they take no part in one."""
+    """Splits processes into ranks and bystanders: actors of a class in which no process waits in a collective."""
     if not any(one.actor for one in sightings):
         return list(sightings), []
     classes = {one.actor for one in sightings if one.standing in (Standing.WAITS, Standing.DEVICE)}
@@ -301,7 +301,7 @@ def _of_the_job(sightings: Sequence[Sighting]) -> tuple[list[Sighting], list[Sig
 
 
 def _missing_ranks(sightings: Sequence[Sighting]) -> list[int]:
-    """Returns the ranks of the world that no process here has; unknown sizes give none."""
+    """Returns the ranks of the world that have no process here; empty if the size of the world is unknown."""
     sizes = {one.facts.number("WORLD_SIZE") for one in sightings} - {None}
     there = {one.global_rank for one in sightings}
     size = max((size for size in sizes if size is not None), default=0)

@@ -1,7 +1,7 @@
-"""Where the ranks of a run are: each process is asked while it still lives, on the machine that it is on.
+"""Asks the ranks of a run where they are, while their processes still live. Runs on each rank's own machine.
 
 A thread of each process answers with Python's stacks and torch's Flight Recorder. The operating system tells the rest.
-A process whose thread cannot run gets `STACK_SIGNAL`; then py-spy looks at it, if that is installed.
+If that thread cannot run, the process gets `STACK_SIGNAL`. If there is still no answer, py-spy looks, if installed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _FLIGHT_BYTES, _STACK_BYTES = 2**28, 2**24
 
 @dataclass(slots=True, kw_only=True)
 class RankProcess:
-    """A rank's process: what the host knows of it, and what it has answered.
+    """A rank's process: the host's facts about it, and its answers.
 
     Example: ``RankProcess(rank_id=trainer_id(1), pid=4711, folder=Path("/tmp/my_run"))``
     """
@@ -74,19 +74,19 @@ class RankProcess:
     poll: Callable[[], int | None] | None = None
     """Returns the exit code once the process has ended, as `subprocess.Popen.poll`; None if nobody can tell."""
     call_frame: CallFrame | None = None
-    """Where its calls run; None: where those of all ranks of the inquiry do."""
+    """The frame in which its calls run; None: the frame given for the whole inquiry."""
     never_ends: bool = False
-    """True if its host keeps it whatever it raises, as Ray does an actor: if it has ended, something has killed it."""
+    """True if no exception ends it, as with an actor of Ray. So if it has ended, something has killed it."""
     exit_code: int | None = None
     """Negative for a signal; None if it has not ended, or nobody can tell."""
     exited: int | None = None
     """The status with which it has called `os._exit`; None if it has not."""
     status: str = _UNKNOWN
-    """As psutil says, e.g. ``"sleeping"``, ``"stopped"``; ``"gone"`` if there is no process, ``"unknown"`` if nobody
+    """psutil's word, e.g. ``"sleeping"``, ``"stopped"``; ``"gone"`` if there is no process, ``"unknown"`` if nobody
     has looked."""
     cpu_s: float | None = None
     source: str | None = None
-    """``"rank"`` if the process wrote the stacks itself, ``"py-spy"`` if that did. None: there are no stacks."""
+    """The writer of the stacks: ``"rank"`` for the process itself, or ``"py-spy"``. None if there are no stacks."""
     text: str = ""
     stack: Stack | None = None
     last_place: str | None = None
@@ -100,7 +100,7 @@ class RankProcess:
     waits: Sequence[str] = ()
     """The ends of sentences about what its call waits for within the process."""
     events: Sequence[str] = ()
-    """Events that may hold it up, the ends of sentences about it, oldest first; see `answering.note_event`."""
+    """Events that may hold it up, each as the end of a sentence, oldest first; see `answering.note_event`."""
     kernel_wait: str = ""
     """The end of a sentence about its wait in the kernel, if it sleeps there and nothing can interrupt it."""
 
@@ -111,7 +111,7 @@ class RankProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """True if the process answers nothing before it is continued."""
+        """True if the process is stopped. It answers nothing until it is continued."""
         return self.status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     @property
@@ -123,7 +123,7 @@ class RankProcess:
         """Returns where it waits.
 
         Args:
-            phase: The phase that the host waits in. What the rank has noted itself goes first.
+            phase: The phase that the host waits in. A phase that the rank has noted itself wins.
         """
         frames = [] if self.stack is None else self.stack.frames
         place = telling_frame(frames)
@@ -134,8 +134,8 @@ class RankProcess:
         """Returns the end of a sentence that begins with the rank.
 
         Args:
-            when: When it ended or was stopped, if so, e.g. ``" in phase train"``.
-            phase: The phase that others wait in; None if it is not known. The rank's own is told if it is another one.
+            when: When it ended or was stopped, if it did, e.g. ``" in phase train"``.
+            phase: The phase that others wait in; None if unknown. If the rank's own phase differs, the text names it.
         """
         if self.is_gone:
             if self.exited is not None:
@@ -175,23 +175,23 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """Answers of a run's ranks, wherever they are."""
+    """The answers of a run's ranks on all machines."""
 
     ranks: Sequence[RankProcess] = ()
     records: Mapping[int, Record] = field(default_factory=dict)
     """Records of the Flight Recorder, by training rank."""
     flights: Mapping[str, bytes] = field(default_factory=dict)
-    """Its files by name, ``flight_<backend>_<rank>``: as torch writes them, compressed by zlib for their way."""
+    """The Flight Recorder's files by name, ``flight_<backend>_<rank>``: torch's contents, compressed by zlib."""
     homes: Mapping[RankId, str] = field(default_factory=dict)
     """The node of each rank, by name; empty where all are on this machine."""
     silent: Sequence[str] = ()
     """Nodes that have not answered."""
     more_flights: Sequence[Callable[[], Mapping[str, bytes]]] = ()
-    """Give more of them when called: those of other nodes, which would keep the rest waiting."""
+    """Each returns the files of another node when called. They come later, because they would delay the answers."""
     reports: Mapping[RankId, RunError] = field(default_factory=dict)
     """Failures that ranks have left by `answering.leave_failure`, and stops of ranks that were ended for them."""
     last_places: Mapping[RankId, str] = field(default_factory=dict)
-    """The line of code that each rank was last seen at, of ranks without a process, too."""
+    """The line of code that each rank was last seen at, also for ranks without a process."""
 
     @classmethod
     def of_nodes(cls, told: Sequence[Answers]) -> Answers:
@@ -217,17 +217,17 @@ def ask_ranks(
 
     Args:
         find: Returns the processes, e.g. ``lambda: processes_of_run(run_id)``. It gets a share of the time.
-        patience_s: Longest wait, in seconds. What is known by then is returned.
-        folder: Where ranks that have ended may have left their last places.
+        patience_s: Longest wait, in seconds. The result holds all that is known by then.
+        folder: The folder in which ranks that have ended may have noted their last places.
         call_frame: Where the host's calls run; None: the main thread counts, as in a script.
-        logs: The folder of Ray's logs on this machine, which tell how a process has ended; None without Ray.
+        logs: The folder of Ray's logs on this machine, which may tell why a process has ended; None without Ray.
     """
     inquiry = _Inquiry(call_frame, folder, logs)
-    # Even a look at a process may block, one at its environment, too.
+    # Any look at a process may block, even a read of its environment.
     attempt("asking the ranks", lambda: inquiry.ask(find, 0.9 * patience_s), timeout_s=patience_s)
     flights = dict(inquiry.flights)
     return Answers(
-        # Copies: a thread that was left behind may go on.
+        # Copies, because an abandoned thread may still change the originals.
         ranks=[replace(rank) for rank in inquiry.ranks],
         records=read_flights(flights),
         flights={name: zlib.compress(contents, level=1) for name, contents in flights.items()},
@@ -237,11 +237,11 @@ def ask_ranks(
 
 
 def processes_of_run(run_id: str, node: str | None = None) -> list[RankProcess]:
-    """Finds the ranks of a run on this machine by the marks in their environment; not what these have started.
+    """Finds the ranks of a run on this machine by the marks in their environment. Leaves out their child processes.
 
     Args:
         run_id: Marks the run's processes.
-        node: Only those that bear the mark of this node, too.
+        node: Keeps only processes that also carry the mark of this node; None keeps all.
     """
     candidates: dict[RankId, dict[int, psutil.Process]] = {}
     for process in run_processes(run_id, node):
@@ -277,10 +277,10 @@ def ending_here(rank: RankProcess, signs: Signs) -> Ending:
 
 
 class _Inquiry:
-    """Facts about the ranks, as far as they are known; `ask` fills it in.
+    """The facts about the ranks that are known so far; `ask` fills it in.
 
     Attributes:
-        ranks: Those found, trainers first.
+        ranks: The ranks that were found, trainers first.
         flights: Contents of Flight Recorder files, by name.
         reports: See `Answers.reports`.
         last_places: See `Answers.last_places`.
@@ -295,7 +295,7 @@ class _Inquiry:
         self.last_places: dict[RankId, str] = {}
 
     def ask(self, find: Callable[[], Iterable[RankProcess]], patience_s: float) -> None:
-        """Gets the answers. Half of the time is for waiting, the rest for looking at processes that give none."""
+        """Collects the answers. Waits for half of the time; the rest is for a look at processes that do not answer."""
         deadline = Deadline.after(patience_s)
         self.ranks = list(find())
         for rank in self.ranks:
@@ -311,17 +311,17 @@ class _Inquiry:
                 self._read_stack(rank, max(0, before.get(rank.rank_id, 0)), deadline)
         for rank in self.ranks:
             self._look_at_wait(rank, deadline)
-        # Late: ranks that wait for each other give up at about the same time, and the host hears of the first.
+        # Read late: ranks that wait for each other give up at about the same time. The host hears only of the first.
         self._read_reports(known)
         self._look_into_endings()
         for rank in self.ranks:
             if rank.status == psutil.STATUS_DISK_SLEEP:
-                # Bounded: some of the files there keep the reader until the process wakes up.
+                # Bounded, because a read of some files in /proc blocks until the process wakes up.
                 look = partial(self._look_into_kernel, rank)
                 attempt(f"looking at process {rank.pid}", look, timeout_s=_KERNEL_LOOK_S)
 
     def _sizes_of_stacks(self) -> dict[RankId, int]:
-        """Finds the folder of each rank that has a process; returns the bytes of its file of stacks, -1 for no file."""
+        """Finds the folder of each living rank. Returns the size in bytes of its file of stacks; -1 without a file."""
         sizes: dict[RankId, int] = {}
         for rank in self.ranks:
             with suppress(psutil.Error, OSError):
@@ -332,18 +332,18 @@ class _Inquiry:
         return sizes
 
     def _have_ranks_answer(self, folders: Iterable[Path], before: Mapping[RankId, int], deadline: Deadline) -> None:
-        """Asks every rank that listens, through its pipes and then by a signal; waits until their files are written.
+        """Asks every rank that listens, first through its pipes, then by a signal. Waits until their files are written.
 
         Args:
-            folders: Where ranks listen.
-            before: From `_sizes_of_stacks`.
-            deadline: When the whole inquiry has to end.
+            folders: The folders with the ranks' pipes.
+            before: The result of `_sizes_of_stacks`.
+            deadline: End of the whole inquiry.
         """
         stopped = {rank.rank_id for rank in self.ranks if rank.is_stopped}
         answering: set[RankId] = set()
         awaited: dict[Path, int] = {}
         for folder in folders:
-            # All that listen there: the record of a rank that has reported its failure says what it took part in.
+            # Ranks that have reported their failure are asked, too: their records show their collectives.
             answering |= _request_all(folder) - stopped
             nccl = _request_nccl_flights(folder) - stopped
             awaited |= {folder / f"{env.NCCL_FLIGHTS}{one.rank}": -1 for one in nccl}
@@ -371,7 +371,7 @@ class _Inquiry:
                     self.flights |= {file.name: contents} if contents else {}
 
     def _look_at_wait(self, rank: RankProcess, deadline: Deadline) -> None:
-        """Finds out what a rank waits for that is no other rank: a child, or something of the system's."""
+        """Finds out if a rank waits for something other than a rank: a child process, or the operating system."""
         stack = None if rank.is_gone or rank.is_stopped else rank.stack
         if stack is None or stack.waits_for_others:
             return
@@ -382,7 +382,7 @@ class _Inquiry:
             attempt(f"looking at the threads of process {rank.pid}", look, timeout_s=_KERNEL_LOOK_S)
 
     def _read_reports(self, folders: Iterable[Path]) -> None:
-        """Reads the failures that ranks have left, and the stops of ranks that were ended for them."""
+        """Reads the failures that ranks have left, and the records of stopped processes that a watch has ended."""
         for rank in self.ranks:
             if rank.folder is not None and (report := read_failure(rank.folder, rank.rank_id)) is not None:
                 self.reports[rank.rank_id] = report
@@ -394,7 +394,7 @@ class _Inquiry:
                 self.reports.setdefault(rank_id, stop.failure(rank_id, pids.get(rank_id)))
 
     def _ask_child(self, rank: RankProcess, deadline: Deadline, pid: int) -> str:
-        """Returns the stacks of a child that was forked, and so writes to the rank's own file; empty for another."""
+        """Returns the stacks of a forked child, which writes to the rank's own file; empty for any other child."""
         if rank.folder is None or not _listens(pid) or _size(file := rank.folder / stack_file(rank.rank_id)) < 0:
             return ""
         before = _size(file)
@@ -416,7 +416,7 @@ class _Inquiry:
             rank.exited = None if left is None else left[0]
             if folder is not None and (text := read_fatal(folder, rank.rank_id)):
                 rank.text, rank.source = text, "rank"
-                rank.last_place = rank.ending.place or rank.last_place  # newer than the last note
+                rank.last_place = rank.ending.place or rank.last_place  # these stacks are newer than the last note
 
     def _look_at_threads(self, rank: RankProcess, stack: Stack) -> None:
         rank.waits = wait_of_thread(stack, rank.pid)
@@ -426,7 +426,7 @@ class _Inquiry:
             rank.kernel_wait = facts.describe_wait()
 
     def _look_at(self, rank: RankProcess) -> None:
-        """Asks the system for a process, and the host for its exit code; opens no file of the run."""
+        """Asks the system about a process, and the host for its exit code. Opens no file of the run."""
         try:
             process = self._processes[rank.pid] = psutil.Process(rank.pid)
             rank.status, rank.cpu_s = process.status(), sum(process.cpu_times()[:2])
@@ -454,7 +454,7 @@ class _Inquiry:
     def _read_stack(self, rank: RankProcess, offset: int, deadline: Deadline) -> None:
         with suppress(psutil.Error, OSError):
             file = None if rank.folder is None else rank.folder / stack_file(rank.rank_id)
-            # What lies before is the answer to an earlier request.
+            # The text before this offset answers an earlier request.
             written = read_foreign(file, limit_bytes=_STACK_BYTES, uid=os.getuid())[offset:] if file else b""
             rank.text, rank.source = written.decode("utf-8", errors="replace"), "rank"
         if not rank.text or is_cut_off(rank.text):
@@ -493,7 +493,7 @@ def _request_all(folder: Path) -> set[RankId]:
 def _request_nccl_flights(folder: Path) -> set[RankId]:
     """Asks torch in each trainer for its record of NCCL's groups; returns the trainers that listen.
 
-    An answer to an earlier request stays where it is: torch writes into the file that it has open.
+    Does not remove the answer to an earlier request, because torch writes into the file that it has open.
     """
     found = set()
     for pipe in folder.glob(f"{env.NCCL_REQUESTS}*.pipe"):
@@ -510,7 +510,7 @@ def _size(file: Path) -> int:
 
 
 def _settle(awaited: Mapping[Path, int], deadline: Deadline) -> None:
-    """Waits until each file has outgrown its former size, and none has grown since the last look."""
+    """Waits until each file is larger than before the request, and no file has grown since the last look."""
     last: list[int] = []
     while not deadline.expired:
         time.sleep(_LOOK_S)

@@ -1,7 +1,7 @@
-"""Classifies lines of foreign logs: the only module that reads their text for causes. Reads, decides nothing.
+"""Classifies lines of foreign logs. No other module reads such lines for causes. It does not decide who is to blame.
 
-A line gives a `Fault` and stays its evidence, word for word. Errors of torch, NCCL and Ray go through
-`foreign_errors`, which knows their messages.
+A line gives a `Fault`, and serves as its evidence, word for word. `foreign_errors` classifies the messages of torch,
+NCCL and Ray.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rl_safe_workers.foreign_errors import ForeignCause, classify
 
 
 class Fault(StrEnum):
-    """The kind of a failure that a log tells of."""
+    """The kind of failure that a log line shows."""
 
     OOM_KILL = "OOM kill"
     RAY_MEMORY = "Ray's memory monitor"
@@ -45,7 +45,7 @@ class Fault(StrEnum):
 
     @property
     def tier(self) -> int:
-        """Returns 0 for a cause, 1 for what a cause may leave, 2 for a wait in vain, 3 for a lost peer."""
+        """Returns 0 for a cause, 1 for a possible consequence of one, 2 for a wait in vain, 3 for a lost peer."""
         if self in (Fault.PEER_LOST, Fault.ASKED):
             return 3
         if self in (Fault.TIMEOUT, Fault.DEADLINE):
@@ -112,7 +112,7 @@ _OF_KERNEL: tuple[tuple[Fault, re.Pattern[str]], ...] = (
     (Fault.SIGNAL, re.compile(r"\[(?P<pid>\d+)\]: (?P<detail>segfault) at ")),
     (Fault.SIGNAL, re.compile(r"\[(?P<pid>\d+)\] (?P<detail>general protection fault|trap invalid opcode) ip:")),
 )
-"""Lines of the kernel's log that name any process of the machine: they tell something about a known process alone."""
+"""Lines of the kernel's log. They may name any process of the machine, so they count only for a known process."""
 _OF_RAY_EXIT: tuple[tuple[Fault, re.Pattern[str]], ...] = (
     (Fault.RAY_MEMORY, re.compile(r"due to the node running low on memory")),
     (Fault.ASKED, re.compile(r"The process receives a (?P<detail>SIGTERM)|exit_actor\(\) is called")),
@@ -120,7 +120,7 @@ _OF_RAY_EXIT: tuple[tuple[Fault, re.Pattern[str]], ...] = (
     (Fault.EXIT, re.compile(r"Worker exits with an exit code (?P<detail>\d+)")),
     (Fault.NODE_LOST, re.compile(r"its node has died|node it was running on is dead")),
 )
-"""Ray's words on a dead actor. Seen in Ray 2.60.0, each by such an end of an actor."""
+"""Ray's messages about a dead actor. Each was seen with Ray 2.60.0 when an actor ended in that way."""
 OF_FOREIGN = {
     ForeignCause.TIMEOUT: Fault.TIMEOUT,
     ForeignCause.PEER_LOST: Fault.PEER_LOST,
@@ -138,7 +138,7 @@ _RELAYED = re.compile(
     r"|ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|EOFError|CancelledError)\b"
     r"|.*Engine core initialization failed"
 )
-"""Exceptions of a process that only passes on what became of another."""
+"""Exceptions of a process that only reports the failure of another one."""
 _TYPES: tuple[tuple[re.Pattern[str], Fault], ...] = (
     (re.compile(r"ray\.exceptions\.OutOfMemoryError\b"), Fault.RAY_MEMORY),
     (re.compile(r"ray\.exceptions\.GetTimeoutError\b"), Fault.TIMEOUT),
@@ -154,7 +154,7 @@ _TYPES: tuple[tuple[re.Pattern[str], Fault], ...] = (
 )
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(\([A-Za-z_][\w.]*\))?)(: (?P<text>.*))?$")
 _UNCAUGHT = re.compile(r"^\s*what\(\): +(.+)")
-"""The message of an exception that has ended a C++ program, such as torch's watchdog of NCCL."""
+"""The message of an exception that has ended a C++ program, e.g. one from torch's NCCL watchdog."""
 _TIMES = (
     re.compile(r"^\W?(?P<ymd>\d{4}-\d\d-\d\d)[ T_](?P<hms>\d\d:\d\d:\d\d)([.,](?P<part>\d{1,6}))?"),
     re.compile(r"^\s*time\s+: (?P<ymd>\d{4}-\d\d-\d\d)_(?P<hms>\d\d:\d\d:\d\d)"),
@@ -222,7 +222,7 @@ def fault_of_line(text: str) -> LineFault | None:
 
 
 def fault_of_kernel_line(text: str) -> LineFault | None:
-    """Returns the failure that a line of the kernel's log tells of, also if the process may be of another run."""
+    """Returns the failure that a line of the kernel's log tells of. The process may belong to another run."""
     for fault, pattern in _OF_KERNEL:
         if (found := pattern.search(text)) is not None:
             return _fault(fault, found.groupdict())
@@ -230,7 +230,7 @@ def fault_of_kernel_line(text: str) -> LineFault | None:
 
 
 def fault_of_ray_exit(text: str) -> LineFault | None:
-    """Returns the end that Ray tells of a dead actor; None if Ray has only seen that it is gone."""
+    """Returns the failure that Ray reports for a dead actor; None if Ray only reports that the actor is gone."""
     for fault, pattern in _OF_RAY_EXIT:
         if (found := pattern.search(text)) is not None:
             return _fault(fault, found.groupdict())
@@ -297,6 +297,6 @@ def time_of(text: str, year: int) -> float | None:
 
 
 def pids_in_name(name: str) -> Iterator[int]:
-    """Yields the process that the name of one of Ray's log files tells, e.g. ``worker-<id>-ffffffff-4711.err``."""
+    """Yields the process id in the name of one of Ray's log files, e.g. 4711 in ``worker-<id>-ffffffff-4711.err``."""
     if (found := re.fullmatch(r"worker-\w+-\w+-(\d{1,9})\.(out|err)", name)) is not None:
         yield int(found[1])

@@ -1,15 +1,16 @@
-"""Finds memory that is lost in every cycle of a run, and says which owner loses how much. Pure: it reads nothing.
+"""Finds memory leaks: an owner that grows in every cycle of a run, and by how much. Pure: it reads nothing.
 
     growth = MemoryGrowth()
     for step in ...:
         for leak in growth.cycle({"host memory": rss_bytes, "tensors on the device": allocated_bytes}):
             logger.warning("%s", leak)
 
-An owner leaks if the newer two thirds of its cycles, 15 at most, rise twice by the same: each third of them has larger
-sizes than all cycles before. The growth must be large against the noise, and against every fall.
+The newer two thirds of an owner's cycles are judged, 15 at most, in three parts. The owner leaks if both rises from
+part to part are about equal, and each part has larger sizes than all cycles before it. The growth must be large
+compared with the noise and with every earlier fall.
 
-That tells it from what is well: growth while a run warms up becomes less, a plateau has one rise, a cache falls back,
-and noise goes both ways.
+Healthy memory does not look like that: growth while a run warms up slows down, a plateau has one rise, a cache falls
+back, and noise goes both ways.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MIB = 2**20
 FLOOR_BYTES = 8 * _MIB
 """Smallest growth in a cycle that counts."""
 FIRST_CYCLES = 9
-"""Cycles before the first judgement: a cache that falls back within them is not taken for a leak."""
+"""Number of cycles before the first judgement. A cache that falls back within them does not look like a leak."""
 _HISTORY = 40
 """Cycles that are remembered of an owner."""
 _NEWEST = 15
@@ -34,7 +35,7 @@ _NEWEST = 15
 _ALIKE = 2 / 3
 """Smallest ratio of the two rises of a leak."""
 _LARGEST_FALL = 0.1
-"""Largest fall that is remembered, as a share of the growth: what has fallen like that falls again."""
+"""Largest fall that still allows a leak, as a share of the growth: memory that fell more is likely to fall again."""
 _NOISES = 10.0
 """How many times the growth must exceed the noise of one cycle."""
 
@@ -65,13 +66,13 @@ class MemoryGrowth:
         self._leaks: dict[str, Leak] = {}
 
     def cycle(self, sizes: Mapping[str, int]) -> list[Leak]:
-        """Takes in the sizes at the end of a cycle, always at the same point of it.
+        """Judges the sizes at the end of a cycle. Call it at the same point of each cycle.
 
         Args:
             sizes: Bytes by owner. A new owner may come at any time.
 
         Returns:
-            Leaks that are new: each owner is named once.
+            The new leaks. Each owner is reported only once.
         """
         found = []
         for owner, size in sizes.items():
@@ -88,12 +89,12 @@ class MemoryGrowth:
 
     @property
     def worst(self) -> float:
-        """Bytes that the owner with the largest leak loses in a cycle, as it was when it was named; 0 without one."""
+        """The largest leak so far, in bytes per cycle, as measured when it was reported; 0 without a leak."""
         return max((leak.bytes_per_cycle for leak in self._leaks.values()), default=0.0)
 
 
 def _lost_in_each(sizes: Sequence[int]) -> float | None:
-    """Returns the bytes that an owner loses in each cycle; None if it is well, or nobody can tell."""
+    """Returns the bytes that an owner leaks in each cycle; None if there is no leak, or too little is known."""
     taken = min(_NEWEST, len(sizes) - len(sizes) // 3)
     third = taken // 3
     newest = sizes[-taken:]

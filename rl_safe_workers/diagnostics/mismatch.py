@@ -1,7 +1,7 @@
-"""Finds the rank that came to a collective of gloo with a tensor of another shape, by the Flight Recorder's facts.
+"""Finds the rank that came to a collective of gloo with an odd tensor shape, from the Flight Recorder's records.
 
-A process aborts if gloo receives more bytes there than it expects. This process may have the wrong tensor, or the
-sender may. So the abort does not tell which rank is wrong. The shapes decide: the majority of ranks counts as right.
+gloo aborts a process that receives more bytes than it expects. Either this process or the sender may have the wrong
+tensor, so the abort does not tell which rank is wrong. The shapes decide: the majority of ranks counts as right.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Mismatch:
     work: Work | None
     """The collective; None if no record shows it."""
     culprits: frozenset[int]
-    """Training ranks whose shape differs from that of most; empty if nobody can know."""
+    """Training ranks whose shape differs from the majority's; empty if there is no majority."""
     said: str
-    """The shapes, and if nobody is named, why; the end of a sentence about the collective."""
+    """The shapes, as the end of a sentence about the collective. If no rank is named, also the reason."""
 
 
 def find_mismatch(
@@ -38,11 +38,10 @@ def find_mismatch(
     """Finds the collective in which shapes differ; None if nothing shows that they do.
 
     Args:
-        records: Of the ranks that are left, by training rank.
+        records: The records of the ranks that are left, by training rank.
         ended: Training ranks that have died, at least one. They have left no record.
-        aborted_in: The torch collective in which a thread of a library has aborted one of them; empty if that is not
-            known to have happened.
-        is_sure: True if gloo has said that it has ended them because of their shapes.
+        aborted_in: The torch collective in which a library's thread has aborted one of them; empty if unknown.
+        is_sure: True if gloo has reported that it ended them because of their shapes.
     """
     alive = {rank: record for rank, record in records.items() if rank not in ended}
     newest = [work for record in alive.values() if (work := record.under_way or record.last) is not None]
@@ -67,7 +66,7 @@ def _spot(work: Work) -> tuple[str, int, str]:
 
 
 def _among_the_living(work: Work, there: Mapping[int, Work], ended: Collection[int]) -> Mismatch:
-    """Names the minority. Whoever was ended expected less than another one gave, so it has not the largest tensor."""
+    """Names the minority. A rank that was ended got more than it expected, so its tensor is not the largest."""
     by_shape: dict[str, list[int]] = {}
     for rank, one in there.items():
         by_shape.setdefault(one.tensors, []).append(rank)
@@ -83,7 +82,7 @@ def _among_the_living(work: Work, there: Mapping[int, Work], ended: Collection[i
 
 
 def _of_the_ended(work: Work, there: Mapping[int, Work], ended: Collection[int]) -> Mismatch:
-    """Names the rank that was ended, if the others agree: it expected less than they gave."""
+    """Names the ranks that were ended, if the others agree: they expected less than the others gave."""
     shape = next(iter(there.values())).tensors
     few = frozenset(ended) if len(there) > 1 else frozenset[int]()
     told = [

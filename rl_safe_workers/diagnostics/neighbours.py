@@ -1,11 +1,11 @@
-"""The ranks of a job on one machine. Each can find out where the others are, so that no driver is needed.
+"""Lets the ranks of a job on one machine find out where the others are, without a driver.
 
     neighbours = Neighbours(key, rank=dist.get_rank())                                 # early, on every rank
     culprits, why = blame(control.reported_failures(), silent=[1], among=neighbours)   # on each rank that fails
     neighbours.leave()                                                                 # at an orderly end
 
-They meet in a folder of their own beside other temporary files. The first rank to fail asks all of them; the others
-wait until it has their answers, because a launcher ends every process once the first has failed.
+The ranks share a private folder beside other temporary files. The first rank that fails asks all others. A rank that
+fails later waits until the first has its answers, because a launcher ends every process once one has failed.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ _VERDICT_BYTES = 2**24
 _ZOMBIE, _STOPPED, _ASLEEP = "Z", "T", "D"
 _LOOK_S = 0.05
 _LIST_S = 1.0
-"""Seconds until a rank that has joined is watched for its end."""
+"""Longest time, in seconds, until a rank that has joined is watched for its end."""
 _NOTED_S = 3 * ALIVE_EVERY_S
-"""A line of code at which a rank stands is noted again within so many seconds, unless it has many threads."""
+"""A rank that stands at a line of code notes it again within so many seconds, unless the rank has many threads."""
 _LATE = "look at that line, and at the rank that gave up: it may hold what they waited for"
 
 
@@ -85,9 +85,9 @@ class Neighbours:
     """
 
     def __init__(self, key: str, *, rank: int, stop_limit_s: float = 0.0) -> None:
-        """Joins them, and lets them ask this process where it is; see `answer_when_asked`.
+        """Joins the ranks on this machine, and lets them ask this process where it is; see `answer_when_asked`.
 
-        Each rank looks after the next one that is not stopped, and after the stopped ones between the two.
+        Each rank watches the ranks after it, up to the first one that is not stopped.
 
         Args:
             key: Names the job: the same on each rank, and secret.
@@ -118,7 +118,7 @@ class Neighbours:
         in_background("ends of other ranks", self._note_ends)
 
     def _note_ends(self) -> None:
-        """Notes with which exit code the other ranks here end. Each rank does that: it may be the only one in time."""
+        """Notes the exit codes of the other ranks here. Every rank does so, because the others may miss one."""
         watch, listed_ns = EndWatch(), 0
         with suppress(OSError):  # the folder is gone, or this process can open no more files
             while not self._has_left:
@@ -131,15 +131,15 @@ class Neighbours:
         watch.close()
 
     def judge(self, reports: Reports) -> Diagnosis | None:
-        """Asks the ranks here that have not reported where they are; says with which one the failure began.
+        """Asks the ranks here that have not reported where they are, and names the ranks that the failure began with.
 
-        It takes twice `PATIENCE_S` at most. It ends ranks that answer no signal, because the job is over.
+        It takes at most twice `PATIENCE_S`. It kills ranks that no signal can reach, because the job is over.
 
         Args:
             reports: The failures that ranks have reported.
 
         Returns:
-            None if another rank has judged before, which has ended then, or if the folder is gone.
+            The diagnosis. None if another rank has judged already, which this call waits for, or if the folder is gone.
         """
         try:
             self.evidence.mkdir(mode=0o700)
@@ -149,12 +149,12 @@ class Neighbours:
         except OSError as error:  # somebody has cleaned the folder for temporary files
             logger.warning("nobody can be asked where the ranks are: %s", error)
             return None
-        # A rank that has reported is on its way out: where it is now says nothing.
+        # A rank that has reported is on its way out, so its present line tells nothing.
         silent = [one for one in _ranks_of(self.folder) if one.rank_id not in reports]
         diagnosis = diagnose(silent, patience_s=PATIENCE_S, reports=reports, evidence=self.evidence)
         for one in silent:
             if _is_out_of_reach(one):
-                # No SIGTERM of the launcher reaches it, which would wait for its end: torchrun for 30 s.
+                # The launcher's SIGTERM does not reach it, and the launcher would wait for its end: torchrun for 30 s.
                 with suppress(ProcessLookupError):
                     os.kill(one.pid, signal.SIGKILL)
         with suppress(OSError):
@@ -162,25 +162,25 @@ class Neighbours:
         return diagnosis
 
     def last_words(self) -> tuple[Collection[RankId], str] | None:
-        """Returns what `blame.blame` does, when the launcher ends this rank.
+        """Judges the job when the launcher ends this rank. Returns the same pair as `blame.blame`.
 
-        None if no rank here has failed, or another one judges.
+        Returns None if no rank here has failed, or if another rank judges.
         """
         if not any(map(self._has_failed, _ranks_of(self.folder))):
-            return None  # somebody ends the job
+            return None  # no rank has failed: the user or a scheduler ends the job
         found = self.judge({})
         return None if found is None or not found.is_told else (found.culprits, self.in_lines(found))
 
     def _has_failed(self, one: RankProcess) -> bool:
         if (self.folder / failure_file(one.rank_id)).exists():
             return True
-        # A rank that ends well leaves first, also while this one looks.
+        # A rank that ends well leaves the folder first, perhaps between the two checks.
         return _is_gone(one.pid) and (self.folder / f"process_{one.rank_id.rank}").exists()
 
     def heard(self) -> tuple[Collection[RankId], str] | None:
-        """Returns what another rank here has judged, as `blame.blame` does.
+        """Returns the verdict of another rank here, as the same pair as `blame.blame`.
 
-        None if it does not say where the failure began.
+        Returns None if there is no verdict, or if it does not say where the failure began.
         """
         told = self._read_verdict()
         if told is None or not (told.culprits or told.fault == Fault.SHAPES):
@@ -188,19 +188,20 @@ class Neighbours:
         return told.culprits, "\n".join((told.verdict, told.advice, f"evidence in {self.evidence}"))
 
     def waiting(self) -> Mapping[RankId, Spot]:
-        """Returns the places of the ranks here that have not failed and waited for others when a rank here judged."""
+        """Returns the places of the ranks that had not failed and waited for others when a rank here judged the job."""
         told = self._read_verdict()
         return {} if told is None else told.waiting
 
     def last_seen(self, rank_id: RankId) -> str:
-        """Returns the end of a sentence about the last place that a rank here has noted; empty if nobody knows it."""
+        """Returns the last place that a rank here has noted, as the end of a sentence; empty if it has noted none."""
         place, phase = read_place(self.folder, rank_id), read_phase(self.folder, rank_id)
         return "" if place is None else f"was last seen {during(phase or OUTSIDE)} at {place}"
 
     def came_late(self, reports: Reports) -> tuple[Collection[RankId], str] | None:
-        """Says which ranks came to their wait only when the first of them had given up; as `blame.blame`, or None.
+        """Names the ranks that began their wait only after the first rank had given up. Same pair as `blame.blame`.
 
-        Its end may have let them come: a rank that holds a file lock while it waits is to blame then.
+        The end of the first rank may have freed them. If they waited for a file lock, its holder is to blame. Returns
+        None if no rank came late.
         """
         waits = {one: error for one, error in reports.items() if isinstance(error, RankError)}
         first_s = min((error.raised_at for error in waits.values()), default=0.0)
@@ -249,20 +250,20 @@ class Neighbours:
         return in_lines(found, self.evidence)
 
     def note(self, phase: str | None) -> None:
-        """Notes the phase that this rank has come to; None: it is outside of phases."""
+        """Notes the phase that this rank has entered; None: it is outside of phases."""
         note_phase(self.folder, trainer_id(self._rank), phase)
 
     def leave_failure(self, error: Exception, phase: str) -> None:
-        """Leaves what this rank has failed with for the others; see `answering.leave_failure`."""
+        """Writes this rank's failure to a file for the others; see `answering.leave_failure`."""
         leave_failure(self.folder, error, trainer_id(self._rank), phase)
 
     def say(self, culprits: Collection[RankId], why: str) -> None:
-        """Logs with which ranks the job's failure began: what `blame.blame` returns."""
+        """Logs which ranks the job's failure began with. Takes the results of `blame.blame`."""
         say(self._rank, culprits, why)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Says all about this rank's failure in the body: SIGTERM waits for it, and for the traceback."""
+        """Delays SIGTERM while the body reports this rank's failure, and until the traceback is printed."""
         self._is_ending.set()
         try:
             yield
@@ -270,10 +271,11 @@ class Neighbours:
             self._has_spoken.set()
 
     def speak_before_sigterm(self) -> None:
-        """Has this rank say who has failed before SIGTERM ends it: a launcher ends all ranks by it once one has failed.
+        """Makes this rank log which rank has failed before SIGTERM ends it.
 
-        A handler in Python would run once the main thread is in Python again; a rank in a collective may never be. So
-        faulthandler's, which is C, wakes up a thread. A handler that was there before runs after it.
+        A launcher sends SIGTERM to all ranks once one has failed. A Python handler would run only when the main thread
+        returns to Python, and a rank in a collective may never do that. So faulthandler's handler, which is C, wakes up
+        a thread. An earlier handler runs after that.
         """
         hears, tells = os.pipe()
         os.set_blocking(tells, False)
@@ -298,11 +300,11 @@ class Neighbours:
         Background(end, name="last words")
 
     def watch_exit(self, limit_s: float) -> None:
-        """Warns once if this process has not ended some time after the last line of its script, and says where it is.
+        """Warns once, with the line of code, if this process still runs some time after the last line of its script.
 
-        So a handler of `atexit` that hangs is named, and a thread that is no daemon. The watch is a thread, which
-        waits without a look until the main thread is through. What Python does after these handlers, it does not see:
-        threads do not run then.
+        The warning shows a handler of `atexit` that hangs, or a thread that is no daemon. The watch is a thread that
+        sleeps until the main thread has ended. It cannot see what Python does after these handlers, because no thread
+        runs then.
 
         Args:
             limit_s: Seconds that the process may take to end.
@@ -312,7 +314,7 @@ class Neighbours:
             in_background("exit", self._tell_late_exit, limit_s)
 
     def _tell_late_exit(self, limit_s: float) -> None:
-        threading.main_thread().join()  # Python says so before it joins threads and calls handlers
+        threading.main_thread().join()  # returns before Python joins other threads and calls handlers
         threading.Event().wait(limit_s)
         held = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
         places = [
@@ -332,7 +334,7 @@ class Neighbours:
         )
 
     def _stopped_after_me(self) -> list[StoppedProcess]:
-        """Returns the stopped ranks between this one and the next that works, in the order of ranks."""
+        """Returns the stopped ranks between this rank and the next one that runs, in the order of ranks."""
         found: list[StoppedProcess] = []
         if self._has_left:
             return found
@@ -351,7 +353,7 @@ class Neighbours:
         return found
 
     def _judge_stop(self, stop: Stop) -> None:
-        """Judges the job while a rank that is about to be ended is still there, and says what has happened."""
+        """Judges the job just before a stopped rank is ended, and logs the verdict."""
         rank_id = stop.process.rank_id
         assert rank_id is not None, "a rank of this folder"
         diagnosis = self.judge({rank_id: stop.failure(rank_id)})
@@ -359,21 +361,21 @@ class Neighbours:
             self.say({rank_id}, self.in_lines(diagnosis))
 
     def _take_back(self) -> None:
-        """Removes the verdict on a rank that goes on after all, so that nobody repeats it."""
+        """Removes the verdict on a stopped rank that was continued after all, so that no rank repeats it."""
         shutil.rmtree(self.evidence, ignore_errors=True)
 
     def stops(self) -> Reports:
-        """Returns the stops of ranks here that were ended for them, as their failures."""
+        """Returns the failures of ranks here that were ended because they were stopped."""
         found = ((stop.process.rank_id, stop) for stop in read_stops(self.folder))
         return {rank_id: stop.failure(rank_id) for rank_id, stop in found if rank_id is not None}
 
     def failures(self) -> Reports:
-        """Returns what ranks here have left by `leave_failure`."""
+        """Returns the failures that ranks here wrote by `leave_failure`."""
         left = {one.rank_id: read_failure(self.folder, one.rank_id) for one in _ranks_of(self.folder)}
         return {rank_id: report for rank_id, report in left.items() if report is not None}
 
     def end_stopped(self) -> None:
-        """Ends ranks here that were stopped for too long: the watch of this rank may not live to do so.
+        """Ends ranks here that were stopped for too long, because this rank may exit before its watch ends them.
 
         A launcher would wait half a minute for a stopped process to end.
         """
@@ -386,7 +388,7 @@ class Neighbours:
             time.sleep(_LOOK_S)
 
     def leave(self) -> None:
-        """Takes this rank out; the last one removes the folder. Evidence stays."""
+        """Removes this rank from the folder; the last rank removes the folder itself. Evidence stays."""
         self._has_left = True
         (self.folder / f"process_{self._rank}").unlink(missing_ok=True)
         if not any(self.folder.glob("process_*")) and not self.evidence.exists():
@@ -394,12 +396,12 @@ class Neighbours:
 
 
 def say(rank: int, culprits: Collection[RankId], why: str) -> None:
-    """Logs with which ranks the job's failure began.
+    """Logs which ranks the job's failure began with.
 
     Args:
         rank: This training rank.
-        culprits: As `blame.blame` returns them.
-        why: The same.
+        culprits: The ranks that `blame.blame` returns.
+        why: The lines that `blame.blame` returns.
     """
     names = ", ".join(str(one.rank) for one in sorted(culprits))
     on = f" on training rank {names}" if names else ""
@@ -413,12 +415,12 @@ def in_lines(found: Diagnosis, evidence: Path | None) -> str:
 
 
 def new_evidence() -> Path:
-    """Returns where a rank that has no neighbours yet may keep evidence: in a folder of its own, which it makes."""
+    """Makes and returns a folder for the evidence of a rank that has not joined its neighbours yet."""
     return Path(tempfile.mkdtemp(prefix=_PREFIX)) / _VERDICT
 
 
 def _ranks_of(folder: Path) -> list[RankProcess]:
-    """Returns the ranks that have joined in a folder; none whose process number is another process's by now."""
+    """Returns the ranks that have joined in a folder. Leaves out a rank whose process id another process now has."""
     found = []
     for file in folder.glob("process_*"):
         with suppress(OSError, ValueError):  # it has left meanwhile
@@ -434,7 +436,7 @@ def _ranks_of(folder: Path) -> list[RankProcess]:
 
 
 def _exit_code(folder: Path, pid: int) -> int | None:
-    """Returns the exit code that a rank has noted of another one; None if none has."""
+    """Returns a process's exit code, if some rank has noted it; else None."""
     try:
         return int(str((folder / f"{_ENDED}{pid}").readlink()))
     except (OSError, ValueError):
@@ -442,7 +444,7 @@ def _exit_code(folder: Path, pid: int) -> int | None:
 
 
 def _let_forks_be(signum: signal.Signals) -> None:
-    """Takes faulthandler's handler of a signal out of forks: a data loader ends its workers by SIGTERM."""
+    """Removes faulthandler's handler of a signal in forked children: a data loader ends its workers by SIGTERM."""
     kept, handler = threading.local(), signal.getsignal(signum)
 
     def hold() -> None:
@@ -452,7 +454,7 @@ def _let_forks_be(signum: signal.Signals) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, kept.mask)
 
     def in_child() -> None:
-        if signal.getsignal(signum) == handler:  # else somebody has set one since, which stays
+        if signal.getsignal(signum) == handler:  # keep a handler that was set since
             faulthandler.unregister(signum)
         let_go()
 
@@ -460,7 +462,7 @@ def _let_forks_be(signum: signal.Signals) -> None:
 
 
 def _is_out_of_reach(one: RankProcess) -> bool:
-    """Returns True if a process is stopped, or sleeps in the kernel as it did when it was asked, some seconds ago."""
+    """Returns True if a process is stopped, or was in uninterruptible sleep at the inquiry and still is."""
     stat = stat_of(one.pid)
     if stat is None:
         return False
@@ -482,7 +484,7 @@ def _is_another(pid: int, created_s: float) -> bool:
 
 
 def _remove_leftovers() -> None:
-    """Removes the folders of jobs that were killed. One with evidence stays for its reader."""
+    """Removes the folders of jobs that were killed. Keeps a folder that holds evidence."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's, or removed meanwhile
             if folder.lstat().st_uid == os.geteuid() and not (folder / _VERDICT).exists():

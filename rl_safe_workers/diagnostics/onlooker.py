@@ -1,7 +1,7 @@
-"""Looks at processes that never heard of this package, from outside: py-spy and the operating system.
+"""Looks at processes from outside, by py-spy and the operating system. They need not have loaded this package.
 
-The processes answer nothing, so each is looked at twice, with a pause in between: a wait is taken for one only if it
-lasts. Nothing is changed in them. py-spy stops a process for a moment if native frames are needed.
+The processes answer no requests. So each is looked at twice, with a pause in between, and counts as waiting only if
+both looks show the same wait. Nothing is changed in them. py-spy stops a process for a moment to read native frames.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _AT_ONCE = 8
 _LOOK_S = 20.0
 """Longest look of py-spy at one process, in seconds."""
 _MOVES_PER_S = 10
-"""More switches of a thread a second than this, and it does not stay in one wait."""
+"""A thread with more context switches per second than this does not stay in one wait."""
 _BUSY_SHARE = 0.2
-"""A thread that takes more than this share of a processor works."""
+"""A thread that takes more than this share of a processor counts as working."""
 _DUMP_CHARACTERS = 64 * 2**20
 _TORCH_LOGGER = "torch/distributed/c10d_logger.py"
 _RAY = "ray/_private/worker.py"
@@ -42,7 +42,7 @@ _RAY_CALL = "ray/_private/function_manager.py"
 _RAY_TITLE = re.compile(r"ray::\w+\.\w+")
 """Ray's title of the process of an actor that is in a call, e.g. ``ray::Trainer.train``."""
 _RAY_LOOPS = "AsyncIO Thread"
-"""Begins the names of the threads that run the methods of an actor with a coroutine among them, as verl's workers."""
+"""The names of the threads that run the methods of an async actor, such as verl's workers, begin with this."""
 _OF_THE_WORLD = frozenset({"init_process_group", "new_group", "new_subgroups", "destroy_process_group"})
 """Functions of torch that every rank of the world calls."""
 _NATIVE_WAIT = re.compile(r"\b(c10d|gloo|nccl\w*)::|^nccl[A-Z]|\bncclComm")
@@ -55,17 +55,17 @@ _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "m
 
 
 class Standing(StrEnum):
-    """The state of a rank, as far as the others are concerned."""
+    """The state of a rank, as it matters to the ranks that may wait for it."""
 
     GONE = "gone"
     STOPPED = "stopped"
     ASLEEP = "in uninterruptible sleep"
     WAITS = "waits"
-    """In a collective, a wait for one, or a send or receive."""
+    """In a collective, in a wait for one, or in a send or receive."""
     DEVICE = "waits for its GPU"
-    """It is not known for which kernel. It may be a collective's."""
+    """The kernel that it waits for is not known. It may be a collective's."""
     CALLS = "waits for a call"
-    """In ``ray.get`` or ``ray.wait``, or in a coroutine: another actor does what it waits for."""
+    """In ``ray.get`` or ``ray.wait``, or in a coroutine: it waits for another actor."""
     IDLE = "is in no call"
     """An actor that nobody has called."""
     ELSEWHERE = "elsewhere"
@@ -75,7 +75,7 @@ class Standing(StrEnum):
 
 
 class Members(StrEnum):
-    """The ranks that a collective is of."""
+    """The members of a collective's group."""
 
     WORLD = "the world"
     SUBGROUP = "a group"
@@ -106,7 +106,7 @@ class Sighting:
     works: bool = False
     """True if the thread that counts took processor time between the looks."""
     doubt: str = ""
-    """Why more is not known; empty if all is."""
+    """The reason why facts are missing; empty if none are."""
 
     @property
     def name(self) -> str:
@@ -173,9 +173,9 @@ class _Look:
 
 
 def find_ranks(pids: Sequence[int]) -> list[int]:
-    """Finds the ranks among processes, and those that they have started.
+    """Returns the ranks among processes and their children.
 
-    A launcher is replaced by its ranks. Ranks of the same job on this machine are added.
+    Replaces a launcher by its ranks. Adds the other ranks of the same job on this machine.
 
     Args:
         pids: Processes, of ranks or of a launcher such as torchrun.
@@ -187,9 +187,9 @@ def find_ranks(pids: Sequence[int]) -> list[int]:
 
 
 def _peers(found: Collection[int]) -> list[int]:
-    """Returns the other ranks on this machine of the job that processes belong to.
+    """Returns the other ranks on this machine of the job that the found processes belong to.
 
-    Two jobs may have the same address, one after the other. So a rank counts only if no other process has it.
+    Two jobs may use the same address one after the other. So a rank counts only if exactly one process has it.
     """
     jobs = {job for pid in found if (job := _job(pid))}
     if len(jobs) != 1:
@@ -233,7 +233,7 @@ def _is_worker(pid: int) -> bool:
 
 
 def _topmost(pids: Iterable[int]) -> list[int]:
-    """Leaves out what a rank has started: such a process has its environment."""
+    """Leaves out the child processes of ranks, which inherit a rank's environment."""
     ranks = {pid: _rank(pid) for pid in pids}
     found = []
     for pid in ranks:
@@ -248,7 +248,7 @@ def _topmost(pids: Iterable[int]) -> list[int]:
 def observe(
     pids: Sequence[int], *, patience_s: float, pause_s: float = 1.0, actors: Mapping[int, str] | None = None
 ) -> list[Sighting]:
-    """Looks at processes twice, and says of each where it is. Changes nothing in them; never raises.
+    """Looks at processes twice, and returns where each one is. Changes nothing in them; never raises.
 
     Args:
         pids: The processes of ranks.
@@ -278,7 +278,7 @@ def _look_at_all(pids: Sequence[int], deadline: Deadline) -> dict[int, _Look]:
 
 
 def _in_parallel(pids: Sequence[int], look: Callable[[int], _Look], deadline: Deadline) -> dict[int, _Look]:
-    """Looks at processes, each on a thread of its own: a look at one that hangs in the kernel may not come back."""
+    """Looks at each process on its own thread, because a look at one that hangs in the kernel may never return."""
     found: dict[int, _Look] = {}
 
     def one(pid: int) -> None:
@@ -312,7 +312,7 @@ def _look(pid: int, how: str, *, deadline: Deadline) -> _Look:
 
 
 def _read(look: _Look, threads: Sequence[Mapping[str, Any]]) -> _Look:
-    """Finds the thread that counts: one that is in a collective, one that runs an actor's method, or the main one."""
+    """Finds the thread that counts: one in a collective, else one that runs an actor's method, else the main one."""
     nobody: Mapping[str, Any] = {"frames": []}
     main = next((thread for thread in threads if thread.get("os_thread_id") == look.facts.pid), None) or next(
         (thread for thread in threads if thread.get("thread_name") == "MainThread"), nobody
@@ -340,7 +340,7 @@ def _read(look: _Look, threads: Sequence[Mapping[str, Any]]) -> _Look:
 
 
 def _runs_a_method(thread: Mapping[str, Any]) -> bool:
-    """Returns True for a thread of a Ray actor that runs a method of it. A coroutine that waits runs on no thread."""
+    """Returns True if a thread of a Ray actor runs one of its methods. A waiting coroutine runs on no thread."""
     frames = _frames(thread["frames"])
     if any(frame.file.endswith(_RAY_CALL) for frame in frames):
         return True
@@ -380,9 +380,9 @@ def _wait_of(frames: Sequence[Mapping[str, Any]]) -> tuple[str | None, Members, 
 
 
 def _members(outer: Sequence[Mapping[str, Any]], given: Mapping[str, str]) -> Members:
-    """Tells a collective of the world from one of a group, by the arguments of the call.
+    """Returns the members of a collective, the world or a subgroup, from the arguments of the call.
 
-    torch's own functions replace a missing group by the default one, so the frame of the decorator counts.
+    torch's own functions replace a missing group by the default group. So the arguments in the decorator's frame count.
     """
     if outer and str(outer[0]["filename"]).endswith(_TORCH_LOGGER):
         arguments = [_locals(outer[0]).get(name) for name in ("args", "kwargs")]
@@ -454,7 +454,7 @@ def _by_native_frames(sighting: Sighting, second: _Look, native: _Look | None) -
 
 
 def _rates(first: _Look | None, second: _Look) -> tuple[float, float]:
-    """Returns the switches a second of the thread that counts, and its share of a processor."""
+    """Returns the context switches per second of the thread that counts, and its share of a processor."""
     if first is None or first.facts.state in GONE or first.thread != second.thread:
         return 0.0, 0.0
     passed_s = max(0.1, second.at_s - first.at_s)
@@ -463,7 +463,7 @@ def _rates(first: _Look | None, second: _Look) -> tuple[float, float]:
 
 
 def _has_not_run(first: _Look, second: _Look) -> bool:
-    """Returns True if the thread that counts has taken no step between the looks."""
+    """Returns True if the thread that counts has not run between the looks."""
     before, after = first.facts, second.facts
     return (
         (first.thread, first.frames) == (second.thread, second.frames)
@@ -473,7 +473,7 @@ def _has_not_run(first: _Look, second: _Look) -> bool:
 
 
 def _is_in_one_call(first: _Look, second: _Look) -> bool:
-    """Returns True if both looks show the same call of a collective that ends for nobody before all have come."""
+    """Returns True if both looks show the same call of a collective that cannot end before all ranks have come."""
     return (
         second.op is not None
         and second.op not in WITH_A_ROOT
@@ -483,20 +483,20 @@ def _is_in_one_call(first: _Look, second: _Look) -> bool:
 
 
 def _callers(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """Returns the frames outside of the collective that frames, innermost first, are in."""
+    """Returns the frames outside of the collective. Frames are innermost first."""
     inside = [index for index, frame in enumerate(frames) if frame.file.endswith(COLLECTIVES)]
     return frames[inside[-1] + 1 :] if inside else frames
 
 
 def _with_polls(sightings: Sequence[Sighting], *, still: Collection[int], same: Collection[int]) -> Sequence[Sighting]:
-    """Takes ranks that poll for waiting: they are in a collective that does not end without one that stands still.
+    """Marks ranks that poll as waiting, if a rank outside their collective stands still.
 
-    So both looks have seen one wait, however often it has woken up.
+    Their collective cannot end without that rank. So both looks have seen the same wait, however often it has woken up.
 
     Args:
         sightings: All processes.
-        still: Those that have taken no step between the looks.
-        same: Those that both looks show in the same call of a collective of the whole world.
+        still: Ids of the processes that have not run between the looks.
+        same: Ids of the processes that both looks show in the same call of a collective of the whole world.
     """
     ranks = [one.global_rank for one in sightings if one.global_rank is not None]
     outside = [one for one in sightings if one.standing is Standing.ELSEWHERE and one.global_rank is not None]
@@ -506,7 +506,7 @@ def _with_polls(sightings: Sequence[Sighting], *, still: Collection[int], same: 
 
 
 def _with_ranks(sightings: Sequence[Sighting]) -> list[Sighting]:
-    """Gives the one rank that is missing to the one process that has ended: a zombie has no environment any more."""
+    """Gives the only missing rank to the only process that has ended, because a zombie has no environment any more."""
     sizes = {one.facts.number("WORLD_SIZE") for one in sightings} - {None}
     ranks = {one.global_rank for one in sightings}
     dead = [one for one in sightings if one.standing is Standing.GONE and one.global_rank is None]

@@ -1,6 +1,6 @@
-"""Facts of the operating system about a process that never heard of this package: reads ``/proc``, changes nothing.
+"""Reads the operating system's facts about any process from ``/proc``. Changes nothing.
 
-A read of ``/proc`` may block if the process hangs in the kernel. Callers bound it (`control.deadline.attempt`).
+A read of ``/proc`` may block if the process hangs in the kernel. Callers limit the time (`control.deadline.attempt`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ProcessFacts:
     variables: Mapping[str, str] | None = None
     """Its environment when it was started, as far as it tells about ranks; None if it may not be read."""
     kernel_wait: str = ""
-    """The function of the kernel that it waits in (``wchan``); empty if it runs or nobody may know."""
+    """The kernel function that it waits in (``wchan``); empty if it runs, or if the kernel does not say."""
     system_call: str = ""
     """Name of the system call that the thread is in; empty if it is in none that is known here."""
     file: str = ""
@@ -122,7 +122,7 @@ class ProcessFacts:
     exit_code: int | None = None
     """Exit code of a zombie; negative for a signal."""
     dies_with_others: bool = False
-    """True if torchrun has started it, and ends it by SIGTERM at the moment it learns that another rank has failed."""
+    """True if torchrun has started it, and SIGTERM ends it. So it dies as soon as torchrun learns of a failed rank."""
     resident_bytes: int = 0
     limit_bytes: int | None = None
     """Limit of its control group; None: there is none."""
@@ -136,11 +136,11 @@ class ProcessFacts:
 
     @property
     def waits_to_write(self) -> bool:
-        """True if the thread waits for a process that does not read the pipe that it writes to."""
+        """True if the thread writes to a full pipe, and waits for another process to read from it."""
         return self.holder is not None and self.file.startswith("pipe:") and self.system_call.startswith(_WRITES)
 
     def describe_wait(self) -> str:
-        """Returns the end of a sentence about the thread's wait in the kernel; empty if nothing tells."""
+        """Returns the thread's wait in the kernel as the end of a sentence; empty if unknown."""
         if self.waits_to_write:
             return f"waits in {self.system_call} of a full pipe, which process {self.holder} does not read"
         if self.holder is not None and self.file.startswith("pipe:"):
@@ -222,7 +222,7 @@ def look_at(pid: int, thread: int | None = None) -> ProcessFacts:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Returns the processes that a process has started, and those that they have started, nearest first."""
+    """Returns all descendants of a process, children before grandchildren."""
     families: dict[int, list[int]] = {}
     for child, parent in _parents():
         families.setdefault(parent, []).append(child)
@@ -277,7 +277,7 @@ def _command(folder: Path) -> str:
 
 
 def _dies_of(signum: int, status: str) -> bool:
-    """Returns True if a signal ends a process at once: it neither catches, ignores nor blocks it.
+    """Returns True if a signal ends a process at once, because the process does not catch, ignore or block it.
 
     Args:
         signum: A signal that ends a process by default.
@@ -302,7 +302,7 @@ def _variables(folder: Path) -> Mapping[str, str] | None:
 
 
 def _system_call(folder: Path) -> tuple[str, str]:
-    """Returns the name of a thread's system call, and the file that it is about."""
+    """Returns the name of a thread's system call, and the file that the call works on."""
     words = _text(folder / "syscall").split()
     if len(words) < 2 or not words[0].isdecimal():
         return "", ""
@@ -332,7 +332,7 @@ def _holder(pid: int, call: str, file: str) -> int | None:
 
 
 def _other_ends(pid: int, pipe: str, access: int) -> Iterator[int]:
-    """Yields the other processes that hold a pipe with that access, or with both."""
+    """Yields the other processes that have a pipe open with the given access, or for both reading and writing."""
     for other in all_processes():
         if other == pid:
             continue
@@ -349,7 +349,7 @@ def _other_ends(pid: int, pipe: str, access: int) -> Iterator[int]:
 
 
 def _lock_holder(pid: int, lines: Sequence[str]) -> int | None:
-    """Returns the holder of the lock that a process waits for, by the lines of ``/proc/locks``."""
+    """Returns the holder of the lock that a process waits for, from the lines of ``/proc/locks``."""
     holders: dict[str, int] = {}
     for line in lines:
         if (found := _LOCK.match(line)) is None:
@@ -363,7 +363,7 @@ def _lock_holder(pid: int, lines: Sequence[str]) -> int | None:
 
 
 def lock_holder() -> int:
-    """Returns the process that holds the file lock for which this process waits; 0 if it waits for none."""
+    """Returns the holder of the file lock that this process waits for, by process id; 0 if it waits for none."""
     return _lock_holder(os.getpid(), _locks()) or 0
 
 

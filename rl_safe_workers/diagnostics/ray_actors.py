@@ -1,4 +1,4 @@
-"""Chooses from Ray's table of actors those that can be looked at on this machine. Imports no Ray."""
+"""Chooses the actors in Ray's table that can be looked at on this machine. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ChosenActors:
     classes: Mapping[int, str]
     """The class of each, by process id."""
     notes: Sequence[str]
-    """Sentences about those that are not."""
+    """Sentences about actors that are not looked at."""
 
 
 def choose(table: Sequence[Mapping[str, Any]], *, job: str | None) -> ChosenActors:

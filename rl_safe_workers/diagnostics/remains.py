@@ -1,6 +1,7 @@
-"""Reads what is left of a dead run, of any host: our evidence, Flight Recorder files, Ray's session folder, logs.
+"""Explains a dead run of any host from its files: our evidence, Flight Recorder files, Ray's session folder, logs.
 
-Everything there may be hostile: files are read up to a size, lines up to a length, pickles as data in a bounded child.
+No file is trusted. Files are read up to a limit of size, and lines up to a limit of length. A bounded child reads
+pickles as data.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class Event:
     """The line, as it is in the file."""
     source: str
     at_s: float
-    """Unix time in seconds; the file's last change if no line tells."""
+    """Unix time in seconds; the time of the file's last change if no line has a time."""
     is_timed: bool = False
-    """True if a line tells the time."""
+    """True if ``at_s`` comes from a line."""
     is_weak: bool = False
     """True if the process lived on, or is not known to belong to the run."""
     place: str = ""
@@ -83,7 +84,7 @@ class Event:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Sorts causes before what they leave, and the earliest first; weak ones after all that may be causes."""
+        """The sort key: causes before their consequences, then by time; weak events after all possible causes."""
         return max(self.fault.tier, 2 * self.is_weak), self.at_s
 
 
@@ -100,7 +101,7 @@ class _Found:
 
 
 def explain_folder(folder: Path) -> Explanation:
-    """Says why a run has died, by what it has left in a folder. Reads only.
+    """Returns the reason why a run has died, from the files that it has left in a folder. Writes nothing.
 
     Raises:
         UsageError: If there is no such folder, or it cannot be read.
@@ -156,12 +157,12 @@ def _read_log(path: Path, source: str, found: _Found) -> None:
 
 
 def events_of_log(path: Path, source: str, found: _Found | None = None) -> list[Event]:
-    """Returns the failures that one log tells of, in its order.
+    """Returns the failures in one log, in the order of its lines.
 
     Args:
-        path: The log. Of a long one the beginning and the end are read.
-        source: Its name, for the events.
-        found: Counts what was read; None: nobody does.
+        path: The log. Only the beginning and the end of a long log are read.
+        source: The log's name, for the events.
+        found: Gets the number of bytes read; None: they are not counted.
 
     Raises:
         OSError: If it cannot be read.
@@ -185,7 +186,7 @@ def events_of_log(path: Path, source: str, found: _Found | None = None) -> list[
 
 
 def _blocks(file: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the beginning of a file and its end, with their offsets; all of a file that is not too long."""
+    """Yields the beginning and the end of a file, with their offsets. Yields a short file as a whole."""
     if size <= _HEAD_BYTES + _TAIL_BYTES:
         yield 0, file.read(_HEAD_BYTES + _TAIL_BYTES)
         return
@@ -237,7 +238,7 @@ class _LogReader:
             self._read_line(line.text.rstrip(), line.who, f"{self.source}:{mark}{number}")
 
     def finish(self) -> list[Event]:
-        """Returns the events; weak those that their process has outlived."""
+        """Returns the events. An event is weak if its process went on after it."""
         return [
             replace(event, is_weak=True) if self._ordinary.get(stream, 0) - before > _STILL_ALIVE else event
             for event, stream, before in self._events
@@ -278,14 +279,14 @@ class _LogReader:
         elif text and not text.startswith((" ", "\t", "|", "+")):
             kind = exception_line(text)
             if kind is not None and kind.startswith("ray.exceptions.RayTaskError"):
-                # The frames of the task follow, and its own exception.
+                # The frames of the task and its own exception follow.
                 task = re.search(r"(ray::[\w.]+).*\(pid=(\d+)", text)
                 who = traceback.who if task is None else f"{task[1]} (process {task[2]})"
                 self._open[stream] = _Traceback(who, traceback.is_chained)
                 return
             del self._open[stream]
             if kind is None or traceback.is_chained:
-                return  # cut off; or it follows from the one before
+                return  # it is cut off, or it is a consequence of the exception before
             place = telling_frame(reversed(traceback.frames))
             event = self._event(fault_of_exception(text), traceback.who, text, source)
             self._add(replace(event, place="" if place is None else str(place)), stream)
@@ -310,7 +311,7 @@ class _LogReader:
 
 
 def _join(found: _Found) -> None:
-    """Gives Ray's workers their process ids, and tells kills of the run's processes from those of others."""
+    """Gives Ray's workers their process ids, and marks OOM kills of processes outside the run as weak."""
     events = [
         replace(event, who=f"process {pid}", pid=pid)
         if event.who.startswith("worker ") and (pid := found.pids.get(event.who.removeprefix("worker "))) is not None
@@ -324,7 +325,7 @@ def _join(found: _Found) -> None:
         else event
         for event in events
     ]
-    # Ray tells the driver which worker has died in a task. Its own logs tell of every worker that ends later, too.
+    # Ray tells the driver which worker died in a task. Ray's own logs also report every worker that ended later.
     told = {_pid_of(event) for event in events if event.fault is Fault.SILENT_END and not _is_of_ray(event)} - {None}
     events = [
         replace(event, is_weak=True)
@@ -332,7 +333,7 @@ def _join(found: _Found) -> None:
         else event
         for event in events
     ]
-    # The kernel's word on a kill says how a process ended that others only saw end; so does a signal.
+    # A kill in the kernel's log, or a signal, tells more than another process's report that this one has ended.
     killed = {event.pid for event in events if event.fault is Fault.OOM_KILL and not event.is_weak} - {None}
     signalled = {_pid_of(event) for event in events if event.fault is Fault.SIGNAL} - {None}
     raised = {_rank_of(event) for event in events if event.place} - {None}
@@ -341,13 +342,13 @@ def _join(found: _Found) -> None:
         for event in events
         if not (event.fault in (Fault.SIGNAL, Fault.SILENT_END, Fault.ABORTED) and _pid_of(event) in killed)
         and not (event.fault in (Fault.SILENT_END, Fault.ABORTED) and _pid_of(event) in signalled)
-        # A launcher's word on an exit code says less than the rank's own exception, also if that tells of a lost peer.
+        # A launcher's line about an exit code tells less than the rank's own exception, even one about a lost peer.
         and not (event.fault is Fault.EXIT and _rank_of(event) in raised)
     ]
 
 
 def _pid_of(event: Event) -> int | None:
-    """Returns the process of an event, as its line or the name of its file tells."""
+    """Returns the process id of an event, from its line or the name of its file."""
     found = re.search(r"process (\d{1,9})", event.who)
     return event.pid if found is None else int(found[1])
 
@@ -369,7 +370,7 @@ def _explain(found: _Found) -> Explanation:
     slices = [one for flight in found.flights for one in _slices(flight)]
     if len(events) > _SHOWN:
         notes.append(f"not shown: {len(events) - _SHOWN} later events")
-    # Of shapes, the verdict of the run has compared more than a log tells.
+    # About shapes, the run's own verdict knows more than a log: it has compared those of all ranks.
     if events and events[0].order[0] == 0 and not (found.verdicts and events[0].fault is Fault.SHAPES):
         return _of_events(events, notes, slices)
     if found.verdicts:
@@ -440,7 +441,7 @@ def _of_events(events: Sequence[Event], notes: Sequence[str], slices: Sequence[S
         verdict = f"not known, because no log tells which came first: {_said(first)}, or {_said(rivals[0])}"
         first, same = replace(first, who=""), []
     else:
-        # The driver of Ray repeats what its workers print.
+        # Ray's driver prints its workers' output again.
         same = [event for event in same if event is first or _pid_of(event) is None or _pid_of(event) != _pid_of(first)]
         others = len({event.who for event in same} - {first.who})
         verdict = _said(first) + (f", and the same in {counted(others, 'other rank')}" if others else "")

@@ -1,4 +1,4 @@
-"""Where a process is: the stacks that faulthandler or py-spy have written, read."""
+"""Reads the stacks that faulthandler or py-spy have written, and finds from them where a process is."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _CONTROL = ("rl_safe_workers/control/plane.py", "rl_safe_workers/control/board.p
 
 
 class CallFrame(NamedTuple):
-    """The function in which the processes of a host run what they are told to.
+    """The function in which the processes of a host run the calls that they get.
 
     Example: ``CallFrame("rl_safe_workers/driver/cluster/actors.py", "call")``
     """
 
     file: str
-    """The end of its path."""
+    """The end of the path of the function's file."""
     function: str
     other: CallFrame | None = None
-    """Another function in which they do; a host may use several threads."""
+    """A second such function, because a host may run calls on several threads."""
 
     def is_in(self, frames: Sequence[Frame]) -> bool:
-        """Returns True if one of the frames is a call of the function, or of the other one."""
+        """Returns True if one of the frames is in this function or in ``other``."""
         return any(
             frame.function.rpartition(".")[2] == self.function and frame.file.endswith(self.file) for frame in frames
         ) or (self.other is not None and self.other.is_in(frames))
@@ -60,14 +60,14 @@ class ThreadStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Where a process is: the thread that works for the host, or the main thread if none does."""
+    """The stack of the thread that runs the host's call, or of the main thread if none does."""
 
     frames: Sequence[Frame]
     """Innermost first."""
     is_in_a_call: bool
     """False if the process waits for its host to call it."""
     op: str | None
-    """The torch collective that some thread is in."""
+    """The torch collective that a thread of the process is in; None if no thread is in one."""
     native_id: int | None = None
     """The kernel's id of the thread; None if nobody knows it."""
     others: Sequence[ThreadStack] = ()
@@ -75,7 +75,7 @@ class Stack:
 
     @classmethod
     def parse(cls, text: str, call_frame: CallFrame | None = None) -> Self:
-        """Reads what faulthandler or py-spy has written.
+        """Reads the output of faulthandler or py-spy.
 
         Args:
             text: The stacks of all threads of a process.
@@ -118,7 +118,7 @@ class Stack:
 
     @property
     def place(self) -> Frame | None:
-        """The innermost frame that tells where the process is; any other if none does."""
+        """The innermost frame that tells where the process is; the innermost of all if none does."""
         return telling_frame(self.frames)
 
     @property
@@ -130,18 +130,18 @@ class Stack:
 
 
 def is_cut_off(text: str) -> bool:
-    """Returns True if faulthandler left threads out: it writes 100, the main one last."""
+    """Returns True if faulthandler left threads out. It writes at most 100, and the main thread last."""
     return text.rstrip().endswith("\n...")
 
 
 def py_spy(pid: int, *, timeout_s: float) -> str:
-    """Stacks of a process that cannot write them, if py-spy is installed and may look."""
-    # Without it py-spy stops the process while it looks, and lets it go on: not ours to do with a stopped one.
+    """Returns py-spy's stacks of a process; empty if py-spy is not installed or has no permission."""
+    # Without --nonblocking, py-spy stops the process and then continues it. It must not continue a stopped process.
     return dump(pid, "--nonblocking", timeout_s=timeout_s).text
 
 
 class Dump(NamedTuple):
-    """The output of py-spy, or why there is none."""
+    """The output of py-spy, or the reason why there is none."""
 
     text: str
     complaint: str
@@ -149,7 +149,7 @@ class Dump(NamedTuple):
 
 
 def dump(pid: int, *options: str, timeout_s: float) -> Dump:
-    """Calls ``py-spy dump`` for a process; blocking.
+    """Runs ``py-spy dump`` on a process. Blocks.
 
     Args:
         pid: The process.

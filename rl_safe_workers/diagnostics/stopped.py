@@ -1,11 +1,12 @@
-"""Notices processes that are stopped (SIGSTOP), and ends those that stay so.
+"""Notices processes that are stopped (SIGSTOP), and ends those that stay stopped.
 
-A stopped process lives and answers nobody, so that a run would wait for it until the deadline of its phase. Once it has
-ended, everybody hears of it as of any other process that has died. A record of the stop says what it was:
+A stopped process lives but answers nobody. Without this watch, a run would wait for it until the deadline of its phase.
+Once the process has ended, the run notices that as it notices any other death. A record keeps the reason:
 
     stopped_<pid>.json    in the folder where ranks leave their answers
 
-A debugger's stop is another state of the kernel's (``t``), and does not count. Nothing here needs torch or Ray.
+A process stopped by a debugger has another state in the kernel (``t``), and does not count. Nothing here needs torch or
+Ray.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ LOOK_EVERY_S = 1.0
 LOOK_SHARE = 0.004
 """Largest share of one core for the looks. On a machine with very many processes the pause grows to keep to it."""
 _LATE_S = 2.0
-"""A watch that looks so much later than it wanted to was stopped itself, as a whole job is by Ctrl-Z or a scheduler."""
+"""If a watch looks so much later than planned, it was stopped itself: Ctrl-Z or a scheduler stops a whole job."""
 _ENDING_S = 5.0
 _FELT_S = 60.0
-"""Seconds after the end of a process in which a rank that needs it fails."""
+"""Seconds after the end of a process within which the failure of a rank may be a consequence."""
 _STOPPED, _ENDED = "T", (None, "X", "Z")
 """The kernel's letters for states of processes; None where there is no process any more."""
 _MOST_PARENTS = 16
@@ -53,7 +54,7 @@ _RECORD_BYTES = 2**16
 
 
 class Changes(NamedTuple, Generic[Key]):
-    """The news of one look.
+    """The changes that one look has found.
 
     Example: ``Changes(begun=[], over=[(4711, 1.5)], expired=[])``
     """
@@ -61,13 +62,13 @@ class Changes(NamedTuple, Generic[Key]):
     begun: list[Key]
     """Found stopped for the first time."""
     over: list[tuple[Key, float]]
-    """Not stopped any more, with the seconds that they were seen so."""
+    """Not stopped any more, each with the seconds for which it was seen stopped."""
     expired: list[tuple[Key, float]]
-    """Stopped for longer than the limit, likewise; each is named once."""
+    """Stopped for longer than the limit, each with its seconds. A process is listed only once."""
 
 
 class StopTimes(Generic[Key]):
-    """Counts the seconds for which processes are seen stopped. Has no clock and asks nobody."""
+    """Counts the seconds for which processes are seen stopped. Pure: the caller gives the time and the processes."""
 
     def __init__(self, limit_s: float) -> None:
         """Has seen nothing yet.
@@ -80,12 +81,12 @@ class StopTimes(Generic[Key]):
         self._expired: set[Key] = set()
 
     def look(self, stopped: Collection[Key], now_s: float, *, is_late: bool = False) -> Changes[Key]:
-        """Takes in what a look has found.
+        """Adds the result of one look, and returns the changes since the look before.
 
         Args:
             stopped: The processes that are stopped now.
-            now_s: Seconds on a clock that only goes forward.
-            is_late: True if nobody looked when somebody should have: the seconds are counted anew then.
+            now_s: Seconds on a monotonic clock.
+            is_late: True if this look is later than planned. All counts then start again from 0.
         """
         over = [(one, now_s - since_s) for one, since_s in self._since_s.items() if one not in stopped]
         begun = [one for one in stopped if one not in self._since_s]
@@ -108,17 +109,17 @@ class StoppedProcess:
     """
 
     pids: tuple[int, ...]
-    """Its own id, and those of the processes that it descends from."""
+    """Its own id, then the ids of its ancestors."""
     started: int
-    """Clock ticks from the machine's boot to its start: with its id it is this process and no later one."""
+    """Clock ticks from the machine's boot to its start. Together with the id, it identifies the process."""
     rank_id: RankId | None
-    """The rank that it is or works for; None if its parents alone may tell."""
+    """The rank that it is or works for; None if only its ancestors may tell."""
     is_rank: bool
     """True if it is the rank itself."""
     name: str
 
     def __eq__(self, other: object) -> bool:
-        # Its parents may end, and its rank may become known, while it is stopped.
+        # Its ancestors may end, and its rank may become known, while it is stopped.
         return isinstance(other, StoppedProcess) and (self.pid, self.started) == (other.pid, other.started)
 
     def __hash__(self) -> int:
@@ -142,7 +143,7 @@ class StoppedProcess:
         return None if stat is None or stat.started != self.started else stat.state
 
     def end(self) -> bool:
-        """Kills the process if it is still stopped. Returns False if somebody has continued or ended it meanwhile."""
+        """Kills the process if it is still stopped. Returns False if it was continued, or has ended, since."""
         if self.state() != _STOPPED:
             return False
         with suppress(ProcessLookupError):
@@ -163,7 +164,9 @@ class Stop:
     """Seconds from then until the process was ended."""
 
     def may_explain(self, now_s: float) -> bool:
-        """Returns True if a failure may come of it: of a rank's own stop always, of a process beside it for a while.
+        """Returns True if this stop may have caused a failure.
+
+        The stop of a rank itself always may. The stop of another process may for some seconds after its end.
 
         Args:
             now_s: Unix time in seconds when the failure was seen.
@@ -171,10 +174,10 @@ class Stop:
         return self.process.is_rank or now_s - (self.at_s + self.lasted_s) < _FELT_S
 
     def rank_of(self, ranks: Mapping[int, RankId]) -> RankId | None:
-        """Returns the rank that was stopped, or that the process worked for; None if nobody knows.
+        """Returns the rank that was stopped, or that the stopped process worked for; None if unknown.
 
         Args:
-            ranks: What the host knows: ranks by the ids of their processes.
+            ranks: The ranks that the host knows, by process id.
         """
         known = [ranks[pid] for pid in self.process.pids if pid in ranks]
         return self.process.rank_id if not known else known[0]
@@ -251,7 +254,7 @@ def read_stops(folder: Path) -> list[Stop]:
 
 
 def forget_stops(folder: Path, rank_id: RankId) -> None:
-    """Removes the records of the stops of a rank, in whose place another process starts.
+    """Removes the records of a rank's stops, before another process takes its place.
 
     Args:
         folder: Where ranks leave their answers.
@@ -267,7 +270,7 @@ def _record_of(folder: Path, process: StoppedProcess) -> Path:
 
 
 class StopWatch:
-    """Looks at processes, tells who is stopped, and ends who stays so."""
+    """Looks at processes, reports the stopped ones, and ends those that stay stopped."""
 
     def __init__(
         self,
@@ -285,7 +288,7 @@ class StopWatch:
             limit_s: Seconds after which a stopped process is ended.
             find: Returns the processes that are stopped now.
             before_end: Called with the record of a process that is about to be ended.
-            spared: Called if somebody has continued it meanwhile.
+            spared: Called if that process was continued in the meantime.
         """
         self._spared = spared
         self._folder, self._limit_s, self._find, self._before_end = folder, limit_s, find, before_end
@@ -294,7 +297,7 @@ class StopWatch:
         self._has_failed = False
 
     def look(self) -> float:
-        """Looks once. Returns the seconds that it wants to pause then."""
+        """Looks once. Returns the seconds to pause before the next look."""
         began_s = time.thread_time()
         stopped = list(self._find())
         pause_s = max(LOOK_EVERY_S, (time.thread_time() - began_s) / LOOK_SHARE)
@@ -316,7 +319,7 @@ class StopWatch:
         return pause_s
 
     def look_or_tell(self) -> float:
-        """As `look`; an error is logged, and the watch goes on. If it comes at each look, it is logged once."""
+        """Does the same as `look`, but logs an error instead of raising it. Logs a repeated error only once."""
         try:
             pause_s = self.look()
         except Exception:
@@ -331,7 +334,7 @@ class StopWatch:
         return None if one.rank_id is None else read_place(self._folder, one.rank_id)
 
     def _end(self, one: StoppedProcess, seen_s: float) -> None:
-        if one.state() != _STOPPED:  # the next look says so
+        if one.state() != _STOPPED:  # the next look reports it
             return
         stop = Stop(process=one, place=self._place(one), at_s=unix_now() - seen_s, lasted_s=seen_s)
         file = _record_of(self._folder, one)
@@ -358,7 +361,7 @@ class MachineWatch:
             run_id: Marks the processes.
             folder: Where the ranks leave their answers; need not exist yet.
             limit_s: Seconds after which a stopped process is ended; 0: none is watched.
-            node: Only processes that bear the mark of this node, too.
+            node: Watches only processes that also carry the mark of this node; None: all of the run.
         """
         self._ends = threading.Event()
         self._watch = StopWatch(folder, limit_s, partial(stopped_processes, run_id, folder, node))
@@ -369,19 +372,19 @@ class MachineWatch:
             pass
 
     def close(self) -> None:
-        """Ends the thread. Idempotent. Waits for a look under way, some seconds at most."""
+        """Ends the thread. Idempotent. Waits some seconds at most for a look in progress."""
         self._ends.set()
         if self._thread is not None:
             self._thread.join(_ENDING_S)
 
 
 def stopped_processes(run_id: str, folder: Path, node: str | None = None) -> list[StoppedProcess]:
-    """Returns the processes of a run on this machine that are stopped, without this process.
+    """Returns the stopped processes of a run on this machine, except this process.
 
     Args:
         run_id: Marks the run's processes.
         folder: Where the ranks have noted who they are.
-        node: Only those that bear the mark of this node, too.
+        node: Keeps only processes that also carry the mark of this node; None keeps all.
     """
     found = []
     for pid in _pids():

@@ -1,7 +1,6 @@
-"""Says what a thread waits for within its process: another thread, a debugger's prompt, its input, a lock on a file.
+"""Finds what a thread waits for within its process: another thread, a debugger's prompt, its input or a file lock.
 
-The frames tell it, and the system call that the thread is in. A look at the system call may block if the process hangs
-in the kernel.
+The frames and the thread's system call show it. A look at the system call may block if the process hangs in the kernel.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _FOR_A_LOCK = "futex"
 """The system call in which a thread waits for a lock."""
 _FOR_A_FILE = ("flock", "fcntl")
 _LOOK_S = 3.0
-"""Longest wait, in seconds, for each of: a look at a thread of this process, one at its children."""
+"""Longest wait, in seconds, for a look at a thread of this process, and for a look at its children."""
 _MOST = 3
-"""Most lines of other threads that are told."""
+"""Most lines of other threads that a message names."""
 
 
 def where_is(thread: threading.Thread) -> str:
@@ -48,7 +47,7 @@ def where_is(thread: threading.Thread) -> str:
 
 
 def wait_of_thread(stack: Stack, pid: int) -> list[str]:
-    """Returns the ends of sentences about what the thread of a stack waits for; none if nothing tells."""
+    """Returns the things that a stack's thread waits for, each as the end of a sentence; empty if unknown."""
     facts = look_at(pid, stack.native_id)
     if wait := wait_for_input(stack.frames, facts):
         return [wait]
@@ -62,11 +61,11 @@ def wait_of_thread(stack: Stack, pid: int) -> list[str]:
 
 
 def wait_for_input(frames: Sequence[Frame], facts: ProcessFacts) -> str:
-    """Returns the end of a sentence about the debugger, the input or the lock on a file that a thread waits for.
+    """Returns the debugger, the input or the file lock that a thread waits for, as the end of a sentence.
 
     Args:
-        frames: The thread's, innermost first.
-        facts: What the system says of the thread.
+        frames: The thread's frames, innermost first.
+        facts: The operating system's facts about the thread.
     """
     if any(frame.file.endswith(_DEBUGGERS) for frame in frames_inside(frames)):
         return "waits for input in a debugger"
@@ -83,7 +82,7 @@ def _standard_input(pid: int) -> str:
 
 def _waits_for_a_thread(frames: Sequence[Frame], facts: ProcessFacts) -> bool:
     inside = frames_inside(frames)
-    # The line itself may acquire a lock.
+    # Without inner frames, the line itself may acquire a lock, in C.
     return any(one.file.endswith(_OF_THREADS) for one in inside) or (not inside and facts.system_call == _FOR_A_LOCK)
 
 

@@ -1,4 +1,4 @@
-"""Checks that processes which nobody waits for are still alive: no call to them would fail."""
+"""Checks that idle processes are still alive. Nobody calls them, so no failed call would show that one has died."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AT_ONCE = 32
 
 
 class Vitals(Generic[T]):
-    """Looks at idle processes in turn, once in a while.
+    """Looks at idle processes in turn, a few at a time.
 
     Example: ``Vitals(lambda process: process.poll() is not None).first_dead(processes)``
     """
@@ -24,16 +24,16 @@ class Vitals(Generic[T]):
         """Has not looked yet.
 
         Args:
-            is_dead: Tells whether a process has ended. Should answer at once.
+            is_dead: Returns True if a process has ended. Should answer at once.
         """
         self._is_dead = is_dead
         self._looked_s, self._next = 0.0, 0
 
     def first_dead(self, idle: Sequence[T]) -> T | None:
-        """Looks at some of the processes, if it is time to; returns the first dead one, or None.
+        """Looks at some of the processes if a look is due. Returns the first dead one, or None.
 
         Args:
-            idle: Those that nobody waits for.
+            idle: The processes that nobody waits for.
         """
         if not idle or time.monotonic() - self._looked_s < EVERY_S:
             return None

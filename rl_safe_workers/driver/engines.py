@@ -1,7 +1,7 @@
-"""Gives the rollout engines prompts and weights, and starts another engine in the place of one that is lost.
+"""Gives the rollout engines prompts and weights, and replaces lost engines.
 
-`rollout.engine_fleet` decides; this module calls. Engines join, and leave, between the trainers' steps only: the joint
-group is rebuilt before a weight sync, and no group of the training world takes part.
+`rollout.engine_fleet` decides; this module calls the actors. Engines join and leave only between the trainers' steps:
+the joint group is rebuilt before a weight sync. No group of the training world changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rl_safe_workers.rollout.protocol import Sample
 from rl_safe_workers.rollout.sync_proof import HeldWeights, ProvedSync, ProvedSyncs, SyncProof
 
 REBUILD_S = 30.0
-"""Longest wait for the members of a joint group that is built anew. All of them have answered just before."""
+"""Longest wait, in seconds, for the members when the joint group is rebuilt. All of them have answered just before."""
 
 Conversation = Sequence[Mapping[str, str]]
 
@@ -36,7 +36,7 @@ class Engines:
     """The rollout engines of a session.
 
     Attributes:
-        fleet: The standing of each engine.
+        fleet: The state of each engine.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Engines:
         *,
         losses: list[EngineLoss],
     ) -> None:
-        """Calls nobody. The session hears from it what to do about a lost engine.
+        """Stores its parts, and registers itself as the session's ``rescue`` for lost engines. Calls no actor.
 
         Args:
             config: Configuration of the run.
             session: Calls the actors; starts the run's first engines.
-            cluster: Has the actors.
-            console: Hears of losses.
-            losses: Engines that the run has lost so far; gets the later ones.
+            cluster: Holds the actors.
+            console: Shows losses.
+            losses: Engines that the run has lost so far. Later losses are appended.
         """
         self._session, self._cluster, self._console = session, cluster, console
         self._ranks = config.rollout.tensor_model_parallel_size
@@ -64,7 +64,7 @@ class Engines:
         self._replaces = most_lost > 0
         self._syncs = ProvedSyncs(every=config.rollout.prove_sync_freq)
         self._starting: dict[int, PendingCalls] = {}
-        """The start of each engine that starts in the place of another."""
+        """The calls that start each replacement engine."""
         self._unaddressed: set[int] = set()
         """Starting engines whose ranks do not have the address of the engine's store yet."""
         self._generation = -1
@@ -84,12 +84,12 @@ class Engines:
     def generate(
         self, conversations: Sequence[Conversation], step: int, *, bring_weights: Callable[[], object]
     ) -> list[Sample]:
-        """Samples responses to prompts. Those of an engine that is lost go to the others, as a whole.
+        """Samples responses to prompts. If an engine is lost, the other engines get all of its prompts.
 
         Args:
             conversations: The chat messages of each prompt.
             step: The training step, for the seeds.
-            bring_weights: Called if no engine serves: makes the trainers ready for a weight sync, and does it.
+            bring_weights: Called if no engine serves. It prepares the trainers for a weight sync, and runs it.
 
         Returns:
             ``rollout.n`` consecutive samples for each prompt, in the order of the prompts.
@@ -116,7 +116,7 @@ class Engines:
                 return [sample for first in sorted(found) for sample in found[first]]
 
     def sync(self) -> ProvedSync | None:
-        """Sends the trainers' weights to every engine that is up, which all serve then.
+        """Sends the trainers' weights to every engine that is up. After a proof, all of them serve.
 
         Returns:
             None if the sync was not proved.
@@ -130,10 +130,10 @@ class Engines:
         return proved
 
     def _until_done(self, work: Callable[[bool], SyncProof | None]) -> SyncProof | None:
-        """Has all engines that are up in the joint group, and does something in it; again if engines are lost.
+        """Puts all engines that are up into the joint group, and runs work in it. Repeats both if engines are lost.
 
         Args:
-            work: Gets True if it has failed before, because an engine was lost.
+            work: Called with True if an earlier attempt failed because an engine was lost.
         """
         again = False
         while True:
@@ -147,7 +147,7 @@ class Engines:
                 again = True
 
     def _look_who_is_up(self) -> None:
-        """Waits for nobody if an engine is up, else for the first one."""
+        """Replaces dead engines and finishes starts. Waits only if no engine is up, until the first one is."""
         if not self._replaces:
             return
         for engine in self.fleet.up:
@@ -160,7 +160,7 @@ class Engines:
             self._await_start(next(iter(self._starting)))
 
     def _await_start(self, engine: int) -> None:
-        """Waits until an engine has done a step of its start, or another one starts in its place."""
+        """Waits until an engine has done the next step of its start, or is replaced."""
         calls = self._starting[engine]
         values = self._session.finish(calls)
         if self._starting[engine] is not calls:
@@ -174,7 +174,7 @@ class Engines:
         self._cluster.note_processes()
 
     def _begin_start(self, engine: int) -> None:
-        """Begins to start an engine. Its first rank serves a store for its ranks, if it has several."""
+        """Begins to start an engine. If it has several ranks, the first one serves a store for them."""
         if self._ranks == 1:
             self._starting[engine] = self._call([engine], Phase.START, "start", unix_now())
             return
@@ -186,8 +186,8 @@ class Engines:
     def _join(self, engines: Sequence[int]) -> None:
         """Builds the next generation of the joint group.
 
-        Trainers wait in it for an engine that dies meanwhile, and nobody could call them off. So engines must have
-        answered just before, and the wait of a rebuild is short.
+        If an engine dies during the join, the trainers wait for it, and nobody can stop their wait. So each engine must
+        answer just before, and the timeout of a rebuild is short.
         """
         timeout_s = self._session.timeout_s(Phase.JOINT)
         if self._replaces:
@@ -203,7 +203,7 @@ class Engines:
         self.fleet.joined(engines)
 
     def _send(self, prove: bool, again: bool) -> SyncProof | None:
-        """Syncs once. An engine that has seen half of a sync is proved, too."""
+        """Syncs once. A sync that follows a failed one, or that brings weights to a new engine, is always proved."""
         prove = prove or again or self.fleet.needs_proof
         trainers = self._session.start_trainers(Phase.SYNC, "sync", lambda _: (prove,))
         receivers = self._call(self.fleet.up, Phase.SYNC, "receive_weights", prove)
@@ -220,17 +220,17 @@ class Engines:
         )
 
     def end_starting(self) -> None:
-        """Ends the engines that are not up yet: the run needs no more of them."""
+        """Ends the engines that are not up yet, because the run needs no more engines."""
         for engine in [*self._starting]:
             del self._starting[engine]
             for actor in self._actors(engine):
                 self._cluster.end(actor)
 
     def metrics(self) -> dict[str, float]:
-        """Returns how many engines were lost since the last call, and how many serve.
+        """Returns the number of engines lost since the last call, and the number that serve.
 
-        If engines have begun to serve since, it adds the seconds from the loss on, of the slowest. Empty if none is
-        replaced.
+        If replacements have begun to serve since then, it adds the longest time from a loss until then, in seconds.
+        Empty if the run does not replace engines.
         """
         if not self._replaces:
             return {}
@@ -249,10 +249,10 @@ class Engines:
         return [actor for actor in self._cluster.rollouts if actor.rank // self._ranks in engines]
 
     def _rescue(self, error: RunError, calls: PendingCalls) -> PendingCalls | None:
-        """Replaces engines that were lost, unless others of the calls need them.
+        """Replaces lost engines, unless the other calls need them.
 
         Returns:
-            The calls that are left to wait for; None if that is not what has failed.
+            The calls that are left to wait for. None if no engine is lost, or the other calls need a lost one.
         """
         lost = self._lost_engines(error)
         is_called = any(actor.rank_id in self._ranks_of(lost) for actor in calls.refs.values())
@@ -262,14 +262,14 @@ class Engines:
         return calls.without(self._replace_all(error))
 
     def _lost_engines(self, error: RunError) -> set[int]:
-        """Returns the engines that a failure means are lost. An engine is lost with any of its ranks."""
+        """Returns the engines that a failure shows as lost. An engine is lost if any of its ranks is."""
         return {rank_id.rank // self._ranks for rank_id in lost_ranks(error)}
 
     def _ranks_of(self, engines: Collection[int]) -> frozenset[RankId]:
         return frozenset(actor.rank_id for actor in self._actors(*engines))
 
     def _replace_all(self, error: RunError) -> frozenset[RankId]:
-        """Replaces the engines that a failure means are lost, and returns their ranks; raises it if it means none."""
+        """Replaces the engines that a failure shows as lost, and returns their ranks. Raises the failure if none is."""
         lost = self._lost_engines(error)
         if not lost:
             raise error
@@ -279,7 +279,7 @@ class Engines:
         return ranks
 
     def _replace(self, engine: int, error: RunError) -> None:
-        """Ends what is left of an engine, and starts another one in its place."""
+        """Ends the remaining processes of an engine, and starts another engine in its place."""
         actors = self._actors(engine)
         loss = self.fleet.lose(engine, error, now_s=time.monotonic())
         first = next(actor.rank_id for actor in actors if actor.rank_id in lost_ranks(error))

@@ -100,7 +100,7 @@ class GrpoLoop:
         return self._engines.generate([p.messages for p in prompts], step, bring_weights=self._bring_weights)
 
     def _bring_weights(self) -> None:
-        """Sends the weights in the middle of a rollout, because every engine that had them is lost."""
+        """Sends the weights in the middle of a rollout, after all engines that had them were lost."""
         self._trainers(Phase.ONLOAD, "onload")
         self._brought = self._sync()
         self._trainers(Phase.OFFLOAD, "offload")
@@ -166,7 +166,7 @@ class GrpoLoop:
         return metrics
 
     def _sync(self) -> Metrics:
-        """Syncs the weights. If the sync is to be proved and is found wrong, it is redone once."""
+        """Syncs the weights. If a proved sync turns out wrong, it is redone once."""
         self._on_phase(Phase.SYNC)
         proved = self._engines.sync()
         if proved is None:

@@ -29,7 +29,7 @@ class LiveBootstrap:
 
 
 def bootstrap_live(config: RunConfig, console: RunConsole) -> LiveBootstrap:
-    """Connects the recipe's groups on the nodes where the run would be, without a model and without rollout ranks.
+    """Connects the recipe's groups on the nodes that the run would use, without a model and without rollout ranks.
 
     Blocks; each phase has its timeout. Leaves no process behind, also after a failure. Main thread only.
 

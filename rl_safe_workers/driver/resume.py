@@ -36,7 +36,7 @@ def find_resume_point(trainer: TrainerConfig, model_path: Path) -> ResumePoint |
 
     Args:
         trainer: The run's node ``trainer``.
-        model_path: The run's model; a checkpoint of another one is refused, if the model is there yet.
+        model_path: The run's model. If the model exists already, a checkpoint of another model is refused.
 
     Raises:
         CheckpointError: If the named checkpoint is not complete, or if there are checkpoints and all are damaged.

@@ -59,8 +59,8 @@ class Session:
         ledgers: The bootstrap's report of each trainer, by training rank.
         address: Address of the run's store, once there is a training world.
         specs: The weights of every weight sync, once the trainers have the model.
-        rescue: Called with a failure and the calls that were waited for. Returns those that are left to wait for, if
-            the run can go on, or None.
+        rescue: Called with a failure and the calls that were waited for. If the run can go on, it returns the calls
+            that are left to wait for; else None.
     """
 
     address: StoreAddress
@@ -99,7 +99,7 @@ class Session:
         return self.finish_left(calls, hears_all=hears_all)[1]
 
     def finish_left(self, calls: PendingCalls, *, hears_all: bool = False) -> tuple[PendingCalls, list[Any]]:
-        """As `finish`; returns the calls that `rescue` has not given up, too."""
+        """Does the same as `finish`, and also returns the calls that `rescue` has not given up."""
         try:
             return self._gather(calls, hears_all)
         finally:

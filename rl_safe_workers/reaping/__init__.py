@@ -1,4 +1,4 @@
-"""Processes and files of a run, found by the mark that each process carries, and their removal.
+"""Finds the processes and files of a run by the mark that each process carries, and removes them.
 
 A run's id comes in. Nothing of other runs is touched. ``guardian.py`` outlives a killed driver.
 """

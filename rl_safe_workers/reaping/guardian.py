@@ -76,9 +76,10 @@ class Guardian:
             logger.warning("the run's guardian has not ended within %.0f s", timeout_s)
 
     def stay(self) -> None:
-        """Tells the guardian to end, after this process's end, what the run has started since: it has left work behind.
+        """Tells the guardian to wait until this process has ended, and then to end the run's remaining processes.
 
-        The work is on a thread, which nothing can end, and which may start further processes.
+        Call it after a thread with work of the run was abandoned. Nothing can end the thread, and it may start further
+        processes.
         """
         self._write({STAY: True})
         _staying.append(self)
@@ -93,7 +94,7 @@ class Guardian:
 
 
 def guard(told: IO[str], run_id: str, *, since: Moment, kill_after_s: float, node: str | None = None) -> bool:
-    """Waits until the driver dismisses it or dies. Cleans up if the driver has died.
+    """Waits until the driver dismisses the guardian, or dies. Cleans up if the driver has died.
 
     Args:
         told: Stream of messages from the driver, see `Guardian`.

@@ -1,6 +1,6 @@
-"""Removes the files in shared memory that killed processes have left: of torch, CUDA, multiprocessing and loky.
+"""Removes the files of torch, CUDA, multiprocessing and loky that killed processes have left in shared memory.
 
-Libraries remove these files only if a process exits by itself. An actor that Ray ends, or that is killed, leaves them.
+Libraries remove these files only if a process exits by itself. If Ray ends an actor, or a signal kills it, they stay.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Moment(NamedTuple):
 def segments_of(pids: Iterable[int], *, folder: Path = SHARED_MEMORY) -> frozenset[Path]:
     """Returns the segments of ``multiprocessing.shared_memory`` that processes have mapped.
 
-    Their names, ``psm_<random>``, do not tell who made them. So call this while the processes live.
+    The name of a segment, ``psm_<random>``, does not tell which process made it. So call this while they live.
 
     Args:
         pids: Processes of this machine. One that has ended, or is of another user, has none.
@@ -73,7 +73,7 @@ def remove_ipc_files(
         pids: Processes of this machine that have ended.
         since: A moment before they began. Older files, and files of other users, belong to another process with the
             same id; they stay.
-        segments: The result of `segments_of` when they still lived.
+        segments: The result of `segments_of` from the time when the processes lived.
         folder: The folder where shared memory is mounted.
     """
     earliest_s = since.earliest_mtime_s()

@@ -39,11 +39,11 @@ _STAT_BYTES = 4096
 def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
     """Returns the living processes of this user that carry the run's mark.
 
-    Without this process, and without its resource tracker, which ends with it.
+    Leaves out this process and its resource tracker, which ends with it.
 
     Args:
         run_id: Id of the run, its mark.
-        node: Ray's id of a node. Only processes that carry this mark, too; None: all on this machine.
+        node: Ray's id of a node. Keeps only processes that also carry this mark; None keeps all on this machine.
     """
     found, user = [], os.geteuid()
     for process in psutil.process_iter():
@@ -93,10 +93,10 @@ def make_run_folder(run_id: str) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder that only this user may enter, if it is not there.
+    """Makes a folder that only this user may enter, if it does not exist.
 
     Raises:
-        OSError: If that is impossible, or another user may write to what is there.
+        OSError: If the folder cannot be made, or if another user may write to the existing one.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_private(folder):
@@ -134,13 +134,13 @@ def _is_private(folder: Path) -> bool:
 
 
 def process_namespace() -> str:
-    """Returns an id of this machine and container, because others may share the folder for temporary files."""
+    """Returns an id of this machine and container. Others may share its folder for temporary files."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 class ProcessStat(NamedTuple):
-    """The state, the parent and the start of a process, as the kernel tells them.
+    """The kernel's facts about a process: its state, its parent and its start.
 
     Example: ``ProcessStat(state="S", parent=1, started=98765)``
     """
@@ -153,7 +153,7 @@ class ProcessStat(NamedTuple):
 
 
 def stat_of(pid: int) -> ProcessStat | None:
-    """Returns what the kernel says of a process; None if there is no process."""
+    """Returns the kernel's facts about a process; None if there is no process."""
     try:
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     except (FileNotFoundError, ProcessLookupError):
@@ -184,7 +184,7 @@ def reap(run_id: str, *, kill_after_s: float, node: str | None = None) -> None:
     Args:
         run_id: Id of the run, its mark.
         kill_after_s: Seconds between asking a process to end and killing it.
-        node: Ray's id of a node. Only processes that carry this mark, too; None: all of the run on this machine.
+        node: Ray's id of a node. Ends only processes that also carry this mark; None: all of the run on this machine.
     """
     left = run_processes(run_id, node)
     for process in left:
@@ -203,11 +203,11 @@ def end_rank(run_id: str, rank_id: RankId, *, timeout_s: float) -> list[psutil.P
 
     Args:
         run_id: Id of the run, its mark.
-        rank_id: The rank. Its children bear its mark, too.
-        timeout_s: Longest wait.
+        rank_id: The rank. Its children carry its mark, too.
+        timeout_s: Longest wait in seconds.
 
     Returns:
-        Those that have not ended in time.
+        The processes that have not ended in time.
     """
     deadline = time.monotonic() + timeout_s
     while (alive := rank_processes(run_id, rank_id)) and (left_s := deadline - time.monotonic()) > 0:
@@ -228,8 +228,8 @@ def rank_processes(run_id: str, rank_id: RankId) -> list[psutil.Process]:
 def _kill(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Kills processes, and waits for their end. Returns those that have not ended, for another call.
 
-    It kills Python's resource trackers only if no other process is left. A tracker serves other processes. Once these
-    have ended, it removes their named semaphores from ``/dev/shm`` and ends by itself.
+    It kills Python's resource trackers only if no other process is left. A tracker serves the other processes: once
+    they have ended, it removes their named semaphores from ``/dev/shm``, and ends by itself.
     """
     served = [process for process in processes if not _is_resource_tracker(process)]
     for process in served or processes:

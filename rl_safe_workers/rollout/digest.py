@@ -1,8 +1,8 @@
-"""Digests of tensors, of many at once, on the device where they are.
+"""Computes digests of many tensors at once, on their own device.
 
 Each 32-bit word of a tensor's memory, in row-major order, is mixed with its place. The results are added as signed
-numbers modulo 2 ** 64. One changed word always changes the digest, because the mixing is one-to-one. Any other change
-goes unnoticed with a chance of about 2 ** -32.
+numbers modulo 2 ** 64. A change of one word always changes the digest, because the mixing is one-to-one. Any other
+change stays unnoticed with a probability of about 2 ** -32.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 _AT_ONCE = {"cpu": 2**14, "cuda": 2**22}
-"""Number of words that are mixed at a time. Each takes some 30 bytes meanwhile. On a CPU they stay in its cache, and
-torch takes one thread for so few. On a busy machine several wait for each other, for ten times as long."""
+"""Number of words that are mixed at a time. Each takes some 30 bytes during the mixing. On a CPU they fit its cache,
+and torch uses one thread for so few. On a busy machine, several threads would take ten times as long."""
 WORD_BYTES = 4
 
 
@@ -28,7 +28,7 @@ _PLACE, _FIRST, _SECOND = map(_signed, (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The place of a tensor's words in a larger tensor: runs of words, as far apart as its rows.
+    """The place of a tensor's words in a larger tensor: runs of equal width, one stride apart.
 
     Example: ``Span(start=8, width=4, stride=16)`` for the third quarter of the columns of a matrix with 16 words a row
     """
@@ -36,9 +36,9 @@ class Span:
     start: int = 0
     """Place of the first word."""
     width: int = 0
-    """Words of a run; 0: all words are one run."""
+    """Words in a run; 0: all words are one run."""
     stride: int = 0
-    """Words from the start of a run to that of the next."""
+    """Words from the start of one run to the start of the next."""
 
 
 @torch.no_grad()
@@ -49,8 +49,8 @@ def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None
 
     Args:
         tensors: Tensors of any shape and dtype, all on one device. They need not be contiguous.
-        spans: The place of each in a larger tensor, of which it is a part; None: each is whole. The digests of all
-            parts of a tensor add up to its own, modulo 2 ** 64.
+        spans: The place of each tensor in a larger tensor, if it is a part of one; None: all tensors are whole. The
+            digests of all parts add up to the digest of the larger tensor, modulo 2 ** 64.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
@@ -60,7 +60,7 @@ def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None
     spans = [Span()] * len(tensors) if spans is None else spans
     alike: dict[Span, list[int]] = {}
     for number, span in enumerate(spans):
-        # Where there is one run, the places are only shifted, by another amount for each tensor.
+        # With a single run, the places only shift, by a different amount for each tensor.
         alike.setdefault(span if span.width else Span(), []).append(number)
     for span, chosen in alike.items():
         for numbers, parts, starts in _batches([tensors[number] for number in chosen], at_once):
@@ -79,7 +79,7 @@ def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None
 def _batches(
     tensors: Sequence[torch.Tensor], at_once: int
 ) -> Iterator[tuple[list[int], list[torch.Tensor], list[int]]]:
-    """Yields parts of tensors, ``at_once`` words together: the tensors' numbers, the words, the place of the first."""
+    """Yields batches of ``at_once`` words: for each part, the tensor's number, the words, the place of the first."""
     numbers: list[int] = []
     parts: list[torch.Tensor] = []
     starts: list[int] = []
@@ -110,7 +110,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _places(counts: Sequence[int], starts: Sequence[int], words: torch.Tensor) -> torch.Tensor:
-    """Returns the place of each word of consecutive parts in its tensor: int32, of the words' shape."""
+    """Returns the place of each word in its tensor, for words of consecutive parts: int32, in the words' shape."""
     places = torch.arange(len(words), dtype=torch.int32, device=words.device)
     if len(counts) == 1:
         return places.add_(starts[0])
@@ -121,7 +121,7 @@ def _places(counts: Sequence[int], starts: Sequence[int], words: torch.Tensor) -
 
 
 def _sums(mixed: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Returns the sum of each of the consecutive parts."""
+    """Returns the sum of each part. The parts are consecutive in ``mixed``."""
     if len(counts) == 1:
         return mixed.sum(dtype=torch.int64).view(1)
     ends = torch.tensor(counts, device=mixed.device).cumsum(0)
@@ -131,7 +131,7 @@ def _sums(mixed: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 def _mixed(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     mixed = places.mul_(_PLACE).bitwise_xor_(words)
-    # torch shifts the sign in: the mask takes it out again.
+    # torch shifts in copies of the sign bit. The mask clears them.
     mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
     mixed.bitwise_xor_((mixed >> 13).bitwise_and_(0x7FFFF)).mul_(_SECOND)
     return mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF))

@@ -1,9 +1,9 @@
 """Copies weights directly into the model's tensors, after a proof that the model's loaders do nothing else.
 
 A vLLM model loads weights one by one through Python loaders, at about 0.2 ms each: seconds for thousands of experts.
-The loaders of an unquantised model only copy. Therefore they are watched once, without writing anything, and the copies
-that they would make become a plan. The first update uses the loaders. If every destination then holds the data that was
-sent, later updates follow the plan, with a few kernel launches for each bucket.
+The loaders of an unquantised model only copy. This module runs them once with all writes blocked, and records the
+copies that they would make as a plan. The first update uses the loaders. If every destination then holds the data that
+was sent, later updates follow the plan, with a few kernel launches for each bucket.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class DirectLoad:
-    """The plan to load a model's weights: first it is learned, then proven, then used."""
+    """A plan to load a model's weights. It is first learned, then proven, then used."""
 
     def __init__(
         self, buckets: Sequence[Bucket], load: Callable[[Weights], Any], *, device: torch.device, parts: int = 1

@@ -1,10 +1,10 @@
-"""Decides which rollout engines are lost, who takes their prompts, and when the engines in their place get prompts.
+"""Decides which rollout engines are lost, which engines take their prompts, and when replacements get prompts.
 
-It asks nobody, and starts and ends nothing: that is its host's. Imports neither torch, Ray nor vLLM.
+It only decides. Its caller asks, starts and ends the engines. Imports neither torch, Ray nor vLLM.
 
-    starting    its process is not up yet
-    waiting     it is up, with other weights than the trainers', or with weights that nobody has proved
-    serving     it gets prompts
+    starting    the engine's process is not up yet
+    waiting     the engine is up, but its weights differ from the trainers', or are not proved
+    serving     the engine gets prompts
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rl_safe_workers.ranks import RankId, Role
 
 
 class Standing(StrEnum):
-    """The standing of an engine, or of the one in its place."""
+    """The state of an engine, or of its replacement."""
 
     STARTING = "starting"
     WAITING = "waiting"
@@ -27,7 +27,7 @@ class Standing(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class EngineLoss:
-    """An engine that was lost, and the time until the one in its place got prompts.
+    """The loss of an engine, and the time until its replacement got prompts.
 
     Example: ``EngineLoss(engine=1, why="rollout rank 1 failed in phase rollout: the process died", lost_s=20.5)``
     """
@@ -36,9 +36,9 @@ class EngineLoss:
     why: str
     """One line."""
     lost_s: float
-    """Monotonic seconds when it was noticed."""
+    """Monotonic seconds when the loss was noticed."""
     back_s: float | None = None
-    """Monotonic seconds when the one in its place began to serve; None if none has."""
+    """Monotonic seconds when the replacement began to serve; None if it has not."""
 
     def __str__(self) -> str:
         back = "not back" if self.back_s is None else f"back after {self.back_s - self.lost_s:.1f} s"
@@ -46,9 +46,9 @@ class EngineLoss:
 
 
 def lost_ranks(error: RunError) -> frozenset[RankId]:
-    """Returns the rollout ranks that a failure means are lost: they died, or alone did not answer in time.
+    """Returns the rollout ranks that a failure shows as lost: they died, or they missed a deadline and no trainer did.
 
-    An engine that has raised an error is not lost. It would raise again.
+    An engine that has raised an error does not count as lost, because a replacement would raise it again.
     """
     match error:
         case RankError(rank_id=RankId(role=Role.ROLLOUT) as rank_id, cause=Died() | Stopped()):
@@ -62,19 +62,19 @@ class EngineFleet:
     """The engines of a run."""
 
     def __init__(self, engines: int, *, most_lost: int, losses: list[EngineLoss]) -> None:
-        """All engines start.
+        """Marks all engines as starting.
 
         Args:
-            engines: Their number.
+            engines: Number of engines.
             most_lost: Number of engines that the run may lose.
-            losses: Those lost so far; gets the later ones.
+            losses: The losses so far. Later losses are appended.
         """
         self._standing = dict.fromkeys(range(engines), Standing.STARTING)
         self._most_lost, self.losses = most_lost, losses
         self._lives = dict.fromkeys(range(engines), 0)
-        """Counts, by engine, the engines that have been in its place before."""
+        """Number of replacements so far, by engine."""
         self._joint: dict[int, int] = {}
-        """Life, by engine, of the members of the joint group."""
+        """The members of the joint group: their number of replacements when they joined, by engine."""
         self._returned: list[float] = []
 
     def _with(self, *standings: Standing) -> list[int]:
@@ -102,18 +102,18 @@ class EngineFleet:
 
     @property
     def needs_join(self) -> bool:
-        """True if the members of the joint group are not the engines that are up."""
+        """True if the joint group must be rebuilt, because its members are not exactly the engines that are up."""
         return self._joint != self._lives_of(self.up)
 
     def _lives_of(self, engines: Iterable[int]) -> dict[int, int]:
         return {engine: self._lives[engine] for engine in engines}
 
     def lose(self, engine: int, error: RunError, *, now_s: float) -> EngineLoss:
-        """Notes that an engine is lost, and that another one starts in its place.
+        """Notes that an engine is lost, and that a replacement starts.
 
         Args:
             engine: The engine.
-            error: The failure by which that is known.
+            error: The failure that shows the loss.
             now_s: Monotonic seconds.
 
         Raises:
@@ -128,15 +128,15 @@ class EngineFleet:
         return loss
 
     def started(self, engine: int) -> None:
-        """Notes that an engine is up. The first in its place serves at once: it has the weights of the start."""
+        """Notes that an engine is up. An original engine serves at once, because it has the starting weights."""
         self._standing[engine] = Standing.WAITING if self._lives[engine] else Standing.SERVING
 
     def joined(self, engines: Iterable[int]) -> None:
-        """Notes the members of the joint group, after a join that has gone well."""
+        """Notes the members of the joint group after a successful join."""
         self._joint = self._lives_of(engines)
 
     def proved(self, *, now_s: float) -> None:
-        """Lets all engines that are up serve, after a weight sync that was proved.
+        """Marks all engines that are up as serving, after a proved weight sync.
 
         Args:
             now_s: Monotonic seconds.
@@ -149,19 +149,19 @@ class EngineFleet:
                     self._returned.append(now_s - loss.lost_s)
 
     def returned(self) -> list[float]:
-        """Returns the seconds from the loss of an engine on, of each that has begun to serve since the last call."""
+        """Returns the seconds from loss to service of each replacement that has begun to serve since the last call."""
         returned, self._returned = self._returned, []
         return returned
 
     def deal(self, prompts: Sequence[int]) -> list[tuple[int, range]]:
-        """Shares prompts out among the engines that serve.
+        """Distributes prompts over the engines that serve.
 
         Args:
             prompts: Indices of prompts within the step, ascending.
 
         Returns:
-            An engine and consecutive prompts for it, each prompt once. An engine may have several such shares, and
-            has at least one, which may be empty.
+            Pairs of an engine and consecutive prompts for it. Each prompt is in one pair. Each engine has at least one
+            pair, perhaps with no prompts.
         """
         engines, shares = self.serving, []
         for number, engine in enumerate(engines):

@@ -1,7 +1,7 @@
-"""The place of each HF weight in a vLLM model, by vLLM's naming rules.
+"""Finds the place of each HF weight in a vLLM model, by vLLM's naming rules.
 
-The rules are data, and are not learned from the model's loaders: a loader that puts a weight in a wrong place must not
-say where the right one is. A rank of a tensor-parallel engine holds a cut of the large weights, and the others whole.
+The rules are data here. They are not learned from the model's loaders, because the check must find a loader that puts a
+weight in the wrong place. A rank of a tensor-parallel engine holds a cut of each large weight, and the whole of others.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _EXPERTS = {
     "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
     "w2_weight": (("down_proj",), ("w2",)),
 }
-"""Tensors with one matrix for each expert, and the HF layers whose rows that holds, in this order, by two namings."""
+"""Tensors with one matrix per expert. Each matrix holds the rows of these HF layers, in this order, in two namings."""
 _EXPERTS_LAYERS = ("{}.routed_experts.{}", "{}.{}")
-"""Names of these tensors, from the layer's: in vLLM 0.32, and in vLLM 0.25."""
+"""Names of these tensors, from the layer's and the tensor's name: in vLLM 0.32, and in vLLM 0.25."""
 _ROWS_CUT = frozenset({"qkv_proj", "gate_up_proj", "w13_weight"})
 _COLUMNS_CUT = frozenset({"o_proj", "down_proj", "w2_weight"})
-"""Layers and expert tensors of which a rank of a tensor-parallel engine holds some rows, or some columns. Biases of the
-latter are whole."""
+"""Layers and expert tensors that a tensor-parallel engine cuts: ``_ROWS_CUT`` by rows, ``_COLUMNS_CUT`` by columns.
+A layer that is cut by columns has a whole bias."""
 _OF_KV_HEADS = ("k_proj", "v_proj")
 _VOCABULARY, _VOCABULARY_UNIT = frozenset({"embed_tokens", "lm_head"}), 64
-"""Layers with a row for each token, and the number of rows that vLLM fills up to a multiple of, before it cuts them."""
+"""Layers with a row for each token. vLLM pads their rows to a multiple of this unit before it cuts them."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _PADDED = (_HEAD, _EMBEDDING)
-"""Parameters with more rows than the vocabulary. vLLM never reads those."""
+"""Parameters that may have more rows than the vocabulary. vLLM never reads the additional rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class EngineRank:
     rank: int = 0
     size: int = 1
     kv_heads: int = 1
-    """Number of the model's key-value heads. Several ranks hold the same one if there are more ranks."""
+    """Number of the model's key-value heads. If there are more ranks than heads, several ranks hold the same head."""
 
     def cut(self, name: str, layer: str, shape: tuple[int, ...]) -> Cut | None:
         """Returns the cut of a weight that this rank holds; None if it holds the whole.
@@ -98,7 +98,7 @@ class Cut:
     """Number of rows or columns of the whole weight."""
 
     def span(self, shape: tuple[int, ...], itemsize: int) -> Span | None:
-        """Returns the words of the whole weight that the cut has; None if it does not begin and end between words.
+        """Returns the words of the whole weight that the cut covers; None if it starts or ends inside a word.
 
         Args:
             shape: Shape of the whole weight.
@@ -114,7 +114,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of one HF weight, or of a rank's cut of it.
+    """The place of one HF weight, or of a rank's cut of it, in the model.
 
     Example: ``Place(spec=of_k_proj, parameter="model.layers.0.self_attn.qkv_proj.weight", start=128)``
     """
@@ -131,13 +131,13 @@ class Place:
 
     @property
     def span(self) -> Span | None:
-        """The words of the whole weight that lie here; None if they cannot be told apart from others."""
+        """The words of the whole weight that are in this place; None if the cut starts or ends inside a word."""
         itemsize = DTYPES[self.spec.dtype].itemsize
         return Span() if self.cut is None else self.cut.span(self.spec.shape, itemsize)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what lies here."""
+        """The shape of the weight, or of its cut, in this place."""
         cut, shape = self.cut, self.spec.shape
         return shape if cut is None else (*shape[: cut.axis], cut.length, *shape[cut.axis + 1 :])
 
@@ -169,7 +169,7 @@ class EnginePlaces:
     unplaced: tuple[str, ...]
     """HF names of the weights for which no rule finds a parameter, such as those of an MTP layer."""
     faults: tuple[str, ...]
-    """Parameters for which no weight is sent, each with the reason why one should be."""
+    """A sentence for each parameter that should get a weight, but for which none is sent."""
 
     @classmethod
     def of(cls, specs: Iterable[WeightSpec], parameters: Collection[str], rank: EngineRank = ONLY_RANK) -> EnginePlaces:
@@ -177,7 +177,7 @@ class EnginePlaces:
 
         Args:
             specs: All weights of a sync.
-            parameters: Names of the model's parameters. A tied one has one name.
+            parameters: Names of the model's parameters. A tied parameter has one name.
             rank: The rank of the engine that has them.
         """
         by_name = {spec.name: spec for spec in specs}
@@ -211,10 +211,10 @@ class EnginePlaces:
         return cls(places=tuple(places), unplaced=tuple(unplaced), faults=tuple(faults))
 
     def gaps(self, sizes: Mapping[str, int]) -> list[str]:
-        """Returns a sentence for each parameter that has elements for which nothing is sent.
+        """Returns a sentence for each parameter that gets no data for some of its elements.
 
         Args:
-            sizes: Number of elements of the parameters that have the layout of the rules, by name.
+            sizes: Number of elements of each parameter whose layout follows the rules, by name.
         """
         sent: Counter[str] = Counter()
         for place in self.places:

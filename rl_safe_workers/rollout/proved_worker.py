@@ -1,4 +1,4 @@
-"""A host's part of a vLLM worker, which reads weights back after a sync. Imports no vLLM."""
+"""Adds to a host's vLLM worker a check that reads weights back after a sync. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_safe_workers.rollout.sync_proof import HeldWeights
 
 
 class ProvedWorker:
-    """Mixin for a host's extension of a vLLM worker. List it before that class among the bases."""
+    """Mixin for a host's extension of a vLLM worker. List it before the host's class among the bases."""
 
     model_runner: Any
     _rl_safe_is_due = False
@@ -22,18 +22,18 @@ class ProvedWorker:
     _rl_safe_last: HeldWeights | None = None
 
     def rl_safe_prove(self) -> str | None:
-        """Has the next sync proved. Returns the reason why it cannot be; None if it can."""
+        """Makes the next sync a proved one. Returns the reason if that is impossible, else None."""
         self._rl_safe_is_due, self._rl_safe_last = True, None
         return obstacle(self.model_runner.vllm_config)
 
     def rl_safe_held(self) -> dict[str, Any] | None:
-        """Returns the fields of the weights that the last sync has left; None if none has come since the last call."""
+        """Returns the fields of the last sync's `HeldWeights`; None if no sync has come since the last call."""
         held, self._rl_safe_last = self._rl_safe_last, None
         return None if held is None else asdict(held)
 
     @contextmanager
     def _rl_safe_proving(self) -> Iterator[None]:
-        """Reads weights back at the end of the body, which receives them and calls `_rl_safe_watch`, if it is due."""
+        """Reads weights back after the body, if a proof is due. The body receives them and calls `_rl_safe_watch`."""
         try:
             yield
             if self._rl_safe_read_back is not None:
@@ -44,7 +44,7 @@ class ProvedWorker:
             self._rl_safe_is_due, self._rl_safe_read_back = False, None
 
     def _rl_safe_watch(self, specs: Sequence[WeightSpec]) -> None:
-        """Reads weights before layers convert them, from here on, if the sync is to be proved.
+        """From here on, reads weights before layers convert them, if a proof is due.
 
         Args:
             specs: All weights of the sync.

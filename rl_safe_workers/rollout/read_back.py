@@ -1,4 +1,4 @@
-"""Reads the weights of a sync back from a vLLM model, after its loaders and the conversions of its layers."""
+"""Reads the weights of a sync back from a vLLM model, after its loaders and layers have processed them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def obstacle(vllm_config: Any) -> str | None:
 class ReadBack:
     """Takes digests of a model's weights. One object serves one update.
 
-    A layer may convert its weights to a layout that only its kernel reads. Their digests are taken just before that,
-    when the loader has written them. All others are taken at the end.
+    A layer may convert its weights to a layout that only its kernel reads. The digests of such weights are taken just
+    before the conversion, when the loader has written them. All other digests are taken at the end.
     """
 
     def __init__(self, model: torch.nn.Module, specs: Sequence[WeightSpec], rank: EngineRank = ONLY_RANK) -> None:
@@ -47,12 +47,12 @@ class ReadBack:
         Args:
             model: The model of one rank of an engine.
             specs: All weights of a sync.
-            rank: That rank.
+            rank: The rank of the engine that has this model.
         """
         self._model = model
         self._found = EnginePlaces.of(specs, [name for name, _ in model.named_parameters()], rank)
         self._places: dict[str, list[Place]] = {}
-        """By the name of the module that has the parameter."""
+        """Places by the name of the module that has the parameter."""
         for place in self._found.places:
             self._places.setdefault(place.parameter.rpartition(".")[0], []).append(place)
         self._converted: dict[Place, int] = {}
@@ -85,7 +85,7 @@ class ReadBack:
             self._watching.callback(setattr, method, _CONVERT, before)
 
     def around(self, name: str, convert: Callable[[], None]) -> None:
-        """Runs a conversion of a module; keeps the digests of before for the weights that it changes.
+        """Runs a conversion of a module. For each weight that it changes, keeps the digest from before.
 
         Args:
             name: Name of the module.
@@ -97,7 +97,7 @@ class ReadBack:
         self._converted |= {place: digest for place, digest in before.items() if after.get(place) != digest}
 
     def stop(self) -> None:
-        """Ends what `watch` has begun. Idempotent."""
+        """Ends the effect of `watch`. Idempotent."""
         self._watching.close()
 
     def finish(self) -> HeldWeights:

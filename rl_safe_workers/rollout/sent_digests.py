@@ -1,4 +1,4 @@
-"""Digests of the weights that a trainer sends, on the device where they are."""
+"""Computes digests of the weights that a trainer sends, on the weights' own device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.sync_proof import SentWeights
 
 AT_ONCE_BYTES = 64 * 2**20
-"""Bytes of weights that are held while they wait to be digested and sent; views take none, merged shards do."""
+"""Bytes of weights that are held until they are digested and sent. Views take no memory; merged shards do."""
 
 
 class SentDigests:
@@ -36,12 +36,12 @@ class SentDigests:
     def passing(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, at_once_bytes: int = AT_ONCE_BYTES
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields weights as they come, each after its digest was taken. It takes some ahead, for many at once.
+        """Yields weights unchanged, after it has taken their digests. Reads some weights ahead, to digest many at once.
 
         Args:
-            weights: Name and tensor of each.
-            at_once_bytes: Bytes that it takes ahead; 0 for a host that sends weights from several streams of a GPU,
-                because each must be taken on the stream that it is sent from.
+            weights: Name and tensor of each weight.
+            at_once_bytes: Bytes to read ahead. 0 for a host that sends weights from several streams of a GPU, because
+                each digest must be computed on the stream that sends the weight.
         """
         waiting: list[tuple[str, torch.Tensor]] = []
         waiting_bytes = 0

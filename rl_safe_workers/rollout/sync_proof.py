@@ -1,4 +1,4 @@
-"""The proof of a weight sync: digests of what the trainers sent, against digests of what an engine holds.
+"""Proves a weight sync: compares digests of the weights that the trainers sent with digests of an engine's weights.
 
 Imports neither torch nor vLLM, so that the driver can import it.
 """
@@ -41,7 +41,7 @@ class HeldCut(NamedTuple):
     name: str
     """HF name of the weight."""
     digest: int
-    """The cut's share of the digest of the whole weight."""
+    """The cut's summand in the digest of the whole weight."""
     first: int
     length: int
     of: int
@@ -58,7 +58,7 @@ class HeldWeights:
     digests: tuple[tuple[str, int], ...] = ()
     """HF name and digest of each whole weight, at each of its places in the model."""
     cuts: tuple[HeldCut, ...] = ()
-    """The other weights of a rank of a tensor-parallel engine, likewise."""
+    """The weights of which a rank of a tensor-parallel engine holds only a cut, at each of their places."""
     converted: int
     """Number of these digests that were taken before vLLM converted the weight to the layout of its kernel."""
     unread: tuple[str, ...]
@@ -70,7 +70,7 @@ class HeldWeights:
 
     @classmethod
     def of_engine(cls, ranks: Sequence[HeldWeights]) -> HeldWeights:
-        """Joins what the ranks of an engine hold, each a part of it."""
+        """Joins the weights that the ranks of one engine hold."""
         copies: dict[tuple[str, int], list[HeldCut]] = {}
         for held in ranks:
             seen: Counter[str] = Counter()
@@ -85,7 +85,7 @@ class HeldWeights:
             if sum(cut.length for cut in parts.values()) != cuts[0].of:
                 unread.append(name)  # a rank could not read its part
                 continue
-            # Ranks that hold the same part may differ: each of them makes a whole.
+            # Ranks that hold copies of the same cut may differ. So the whole is computed once with each copy.
             wholes = (sum(cut.digest for cut in (parts | {one.first: one}).values()) for one in cuts)
             digests += [(name, whole) for whole in dict.fromkeys(map(_signed, wholes))]
         return cls(
@@ -97,7 +97,7 @@ class HeldWeights:
         )
 
     def differences(self, sent: Mapping[str, int]) -> list[str]:
-        """Returns a sentence for each weight that is not held as it was sent, and the faults.
+        """Returns the faults, and a sentence for each weight that the engine does not hold as sent.
 
         Args:
             sent: Digest of each weight that the trainers sent, by HF name.
@@ -131,7 +131,7 @@ class SyncProof:
     """Numbers of the engines in ``held``, by which their rollout ranks are named; None: from 0."""
 
     def differences(self) -> list[str]:
-        """Returns a sentence for each weight that an engine does not hold as it was sent; names its rollout ranks."""
+        """Returns a sentence for each weight that an engine does not hold as sent. It names the engine's ranks."""
         sent = {name: digest for one in self.sent for name, digest in one.digests.items()}
         return [
             f"{self._who(engine)}: {text}" for engine, held in enumerate(self.held) for text in held.differences(sent)
@@ -153,11 +153,11 @@ class SyncProof:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the digests took: those of the slowest trainer and of the slowest engine."""
+        """Seconds that the digests took: of the slowest trainer plus of the slowest engine."""
         return max(one.seconds for one in self.sent) + max(held.seconds for held in self.held)
 
     def __str__(self) -> str:
-        """Says how much is proved, and names a weight that is not."""
+        """Returns the number of proved digests in words, and names one weight that is not proved."""
         unread = [name for held in self.held for name in held.unread]
         converted = sum(held.converted for held in self.held)
         before = f", {converted} of them before vLLM converted them for its kernels" if converted else ""
@@ -173,7 +173,7 @@ class ProvedSync:
     redone: int
     """1 if it was found wrong once, and redone; else 0."""
     seconds: float
-    """Seconds that the digests took, with those of the sync that was wrong."""
+    """Seconds that the digests took, including those of the wrong sync."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -190,10 +190,10 @@ class ProvedSyncs:
     """Chooses the syncs of a run that are proved. Redoes a sync that is found wrong, once."""
 
     def __init__(self, *, every: int) -> None:
-        """Counts syncs from here on.
+        """Starts to count syncs.
 
         Args:
-            every: Proves the first sync and every so many after it; 0: the first alone, -1: none.
+            every: Interval of proved syncs, the first one included; 0: only the first is proved, -1: none.
         """
         self._every, self._number = every, 0
 
@@ -208,14 +208,14 @@ class ProvedSyncs:
         """Does the next sync.
 
         Args:
-            sync: Syncs once; takes whether to prove it, and returns the digests if so.
-            what: The sync, for messages.
-            before_redoing: Called between a sync that was wrong and the same sync once more.
-            agree: Takes what is wrong here, empty if nothing is. Returns what is wrong on any rank, if several do the
-                sync together.
+            sync: Syncs once. Called with True if the sync must be proved; then it returns the digests.
+            what: Name of the sync in messages.
+            before_redoing: Called between a wrong sync and its repetition.
+            agree: Called with the differences on this rank, empty if there are none. Returns the differences on any
+                rank, if several ranks do the sync together.
 
         Returns:
-            None if the sync was not proved.
+            The proved sync; None if this sync was not to be proved.
 
         Raises:
             WeightSyncError: If an engine holds other weights than were sent, twice in a row.
@@ -239,7 +239,7 @@ class ProvedSyncs:
 
 
 def in_short(sentences: Sequence[str]) -> str:
-    """Joins the first sentences, and counts the others."""
+    """Joins the first sentences, and gives the number of the others."""
     shown = "; ".join(sentences[:_SHOWN])
     return shown if len(sentences) <= _SHOWN else f"{shown}; and {len(sentences) - _SHOWN} more"
 

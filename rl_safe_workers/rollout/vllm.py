@@ -124,11 +124,11 @@ class VllmRollout:
 
     def _build_shared(self, name: str) -> LLM:
         """Builds this rank's part of an engine that several ranks share; ``name`` is the engine's."""
-        # vLLM would take the rank from the environment. The default group exists, so nobody connects to the address;
-        # vLLM's CPU backend names its shared memory after what follows the last colon.
+        # vLLM would take the rank from the environment. The default group exists, so nobody connects to the address.
+        # vLLM's CPU backend names its shared memory after the text behind the last colon.
         ExecutorWithExternalLauncher._distributed_args = lambda _: (f"default_group:{name}", self._world.rank, 0)
         llm = self._build()
-        # All ranks have opened each other's memory. Without its name it ends with them, however they end.
+        # All ranks have opened each other's shared memory. Without a file name, the kernel frees it when they end.
         for file in _SHARED_MEMORY.glob(f"{name}-*_{self._world.rank}"):
             file.unlink()
         return llm
@@ -145,12 +145,12 @@ class VllmRollout:
             seed=config.trainer.seed,
             block_size=config.rollout.block_size,
             kv_cache_memory_bytes=int(config.rollout.kv_cache_gib * 2**30),
-            # vLLM checks it at the start, independently of the size of the cache. Small, because a trainer may
-            # already use the GPU.
+            # vLLM requires this share to be free at its start, whatever the size of the cache. It is small, because a
+            # trainer may already use the GPU.
             gpu_memory_utilization=FREE_AT_START,
             enable_sleep_mode=config.cluster.colocated,
             max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-            # Log-probabilities under the sampling distribution, with temperature: comparable with the trainer's.
+            # Log-probabilities of the sampling distribution, temperature included, so that the trainer's can match.
             logprobs_mode="processed_logprobs",
             enable_return_routed_experts=config.rollout.enable_rollout_routing_replay,
             weight_transfer_config={"backend": vllm_transfer.BACKEND},
@@ -163,7 +163,7 @@ class VllmRollout:
         return {owner: 0 if owner in self._asleep else size for owner, size in self._held.items()}
 
     def _mapped_bytes(self) -> int:
-        """Returns the bytes that torch has reserved, without sleeping memory, which torch still counts."""
+        """Returns the bytes that torch has reserved, minus sleeping memory, which torch still counts."""
         return torch.cuda.memory_reserved() - sum(self._held[owner] for owner in self._asleep)
 
     def _sleep(self, *, level: int) -> None:
@@ -200,7 +200,7 @@ class VllmRollout:
         with self.lifecycle.enter(Phase.JOINT):
             init_info = {
                 **asdict(address),
-                "secret": address.secret.hex(),  # as text, because vLLM may pass it to an engine in another process
+                "secret": address.secret.hex(),  # as text, because vLLM may pass it to another process
                 "rollout_rank": self.rollout_rank,
                 "rollout_ranks": list(rollout_ranks),
                 "trainers": self.config.cluster.num_trainers,
@@ -219,10 +219,10 @@ class VllmRollout:
         Drops the prefix cache, because it was computed with the old weights.
 
         Args:
-            prove: Whether to read the weights back.
+            prove: True to read the weights back.
 
         Returns:
-            Digests of the weights that this rank holds now; None without ``prove``.
+            The digests of the weights that this rank now holds; None without ``prove``.
         """
         with self.lifecycle.enter(Phase.SYNC):
             self._wake("weights")
@@ -253,8 +253,8 @@ class VllmRollout:
             step: The training step, for the seeds.
 
         Returns:
-            ``rollout.n`` consecutive samples for each prompt, in the order of the prompts. Empty on all ranks of an
-            engine but the first, which all get the same prompts.
+            ``rollout.n`` consecutive samples for each prompt, in the order of the prompts. All ranks of an engine get
+            the same prompts, and only the first returns samples; the others return an empty list.
 
         Raises:
             DataError: If a prompt is too long.
@@ -314,7 +314,7 @@ class VllmRollout:
                 # vLLM 0.25 has no such method; the engine's own shutdown below does the same there.
                 if hasattr(llm, "shutdown_weight_transfer_engine"):
                     llm.shutdown_weight_transfer_engine()
-                # A sleeping engine of several ranks has communicators whose memory is unmapped. Freeing them ends the
-                # process by SIGSEGV (vLLM 0.25.1, pynccl.py:162), so that they are left to the process's end.
+                # A sleeping engine of several ranks has communicators whose memory is unmapped. To free them would end
+                # the process by SIGSEGV (vLLM 0.25.1, pynccl.py:162). So they stay until the process ends.
                 if not (self._asleep and self.config.rollout.tensor_model_parallel_size > 1):
                     llm.llm_engine.engine_core.shutdown()

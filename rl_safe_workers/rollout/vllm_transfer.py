@@ -185,7 +185,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         initialize_layerwise_reload(self.model)
 
     def _give_layers_back(self) -> None:
-        """Has no layer wait any more for weights of an update that has failed: each gets its old weights back."""
+        """Ends a failed update: layers that still wait for weights get their old weights back."""
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
@@ -272,9 +272,9 @@ def _vllm_config(config: VllmConfig) -> Iterator[None]:
 
 
 def _computes(model: torch.nn.Module) -> str | None:
-    """Returns the part of a model that computes values from its weights; None if there is none.
+    """Returns the part of a model that derives values from its weights; None if there is none.
 
-    Quantisation and latent attention do so.
+    Quantisation and latent attention derive such values.
     """
     for module in model.modules():
         method = type(getattr(module, "quant_method", None)).__name__

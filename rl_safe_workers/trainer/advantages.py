@@ -1,4 +1,4 @@
-"""From rewards to advantages."""
+"""Computes advantages from rewards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EPS = 1e-6
 
 
 def grpo_advantages(rewards: Floats, *, normalize_by_std: bool) -> Floats:
-    """Group-relative advantages (arXiv:2402.03300, section 4.1.2).
+    """Returns group-relative advantages (arXiv:2402.03300, section 4.1.2).
 
     Args:
         rewards: ``[groups, n]``, n samples of each prompt.
@@ -28,15 +28,15 @@ def grpo_advantages(rewards: Floats, *, normalize_by_std: bool) -> Floats:
 
 
 def _centred(rewards: Floats) -> Floats:
-    # From the group's first reward on: the rounded mean of equal rewards need not equal them, and the division by their
-    # standard deviation would blow that up.
+    # Relative to the group's first reward. Otherwise the rounded mean of equal rewards may differ from them, and the
+    # division by their standard deviation would amplify the difference.
     relative = rewards - rewards[:, :1]
     centred: Floats = relative - relative.mean(axis=1, keepdims=True)
     return centred
 
 
 def rloo_advantages(rewards: Floats) -> Floats:
-    """Reward minus the mean of the other samples of its group (arXiv:2402.14740). Shapes as `grpo_advantages`."""
+    """Returns each reward minus the mean of its group's other rewards (arXiv:2402.14740). Shapes: `grpo_advantages`."""
     n = rewards.shape[1]
     leave_one_out: Floats = _centred(rewards) * n / (n - 1)
     return leave_one_out
@@ -48,7 +48,7 @@ def estimate_advantages(rewards: ArrayLike, *, group_size: int, config: Algorith
     Args:
         rewards: ``[groups * group_size]``, samples of one prompt side by side.
         group_size: Samples per prompt, at least 2.
-        config: Which estimator.
+        config: Names the estimator.
 
     Returns:
         ``[groups * group_size]``, fp32.

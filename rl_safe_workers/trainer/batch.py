@@ -1,4 +1,4 @@
-"""Sampled sequences, packed for the trainers."""
+"""Packs sampled sequences into batches for the trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Experts = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceBatch:
-    """``n`` right-padded sequences of ``length`` tokens. Position ``t`` of every array speaks of token ``t``."""
+    """``n`` right-padded sequences of ``length`` tokens. Position ``t`` of every array is about token ``t``."""
 
     tokens: NDArray[np.int64]
     """``[n, length]``; padding is 0."""
@@ -82,7 +82,7 @@ def pack(samples: Sequence[Sample], advantages: Floats, *, length: int) -> Seque
 
 
 def _pack_experts(samples: Sequence[Sample], *, length: int) -> Experts | None:
-    """Pads with the experts of the last token that has any: whatever padding is sent to, nothing depends on it."""
+    """Packs the tokens' experts. Padding gets the experts of the last token that has any. Nothing depends on those."""
     if not samples or samples[0].routed_experts is None:
         return None
     rows = []

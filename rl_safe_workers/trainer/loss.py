@@ -12,10 +12,10 @@ from rl_safe_workers.config import ActorConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Sums over the response tokens of a microbatch; divide by ``tokens`` for means."""
+    """Sums over the response tokens of a micro-batch. Divide by ``tokens`` for means."""
 
     total: Tensor
-    """Scalar with gradient: what is minimised."""
+    """Scalar with gradient: the loss to minimise."""
     tokens: Tensor
     """int32 scalar: number of response tokens."""
     kl: Tensor
@@ -27,7 +27,7 @@ class PolicyLoss:
 def policy_loss(
     logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig, *, ref: Tensor | None = None
 ) -> PolicyLoss:
-    """PPO's clipped objective on group-relative advantages, summed over tokens, with an optional KL term.
+    """Returns PPO's clipped loss on group-relative advantages, summed over tokens, with an optional KL term.
 
     The KL estimate is the non-negative, unbiased k3 of http://joschu.net/blog/kl-approx.html, which GRPO uses
     (arXiv:2402.03300, equation 4).

@@ -1,7 +1,7 @@
-"""Finds the parts of a checkpoint that the ranks of one host read, to the byte, without its bytes or their memory.
+"""Finds the byte ranges of a checkpoint that the ranks of one host read, without reading or holding the weights.
 
-Each rank's model and optimizer are built by the trainer's own code, so that nothing can differ from a real load: in a
-world of fake groups, where collectives move nothing, and on the meta device, where tensors have shapes and no values.
+The trainer's own code builds each rank's model and optimizer, so the result equals a real load. It runs in a world of
+fake groups, whose collectives move no data, and on the meta device, whose tensors have shapes but no values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNUSED = timedelta(minutes=1)
 
 
 class _Blueprint(MegatronPolicy):
-    """A policy of which only the shapes exist."""
+    """A policy that has shapes but no values."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.device = config, cpu.META
@@ -42,26 +42,26 @@ class _Blueprint(MegatronPolicy):
 
 
 def find_ranges(config: RunConfig, checkpoint: Path, ranks: Sequence[int], *, rng: bool) -> Ranges:
-    """Finds the bytes that some ranks read when they load a checkpoint. No communication; blocking for seconds.
+    """Finds the bytes that some ranks read when they load a checkpoint. Communicates with nobody. Blocks for seconds.
 
-    Changes this process for good: call it in one made for it, which sees no GPU.
+    It changes this process for good. Call it in a process that was started for it and sees no GPU.
 
     Args:
         config: Layout and model of the run that is to load.
-        checkpoint: What `index.read_index` takes.
+        checkpoint: The checkpoint's directory, as for `index.read_index`.
         ranks: Training ranks.
-        rng: Whether each rank also loads its random state, as it does under the layout that was saved.
+        rng: True if each rank also loads its random state, as it does if the layout equals the saved one.
 
     Returns:
         Byte ranges by file, as `needed_ranges`.
 
     Raises:
         CheckpointMismatchError: If the checkpoint lacks a tensor of the model, or has it in another shape.
-        CheckpointError: If the checkpoint's metadata cannot be read, or must not be.
+        CheckpointError: If the checkpoint's metadata cannot be read, or is not safe to read.
     """
     cpu.apply()
     cpu.use_meta_device()
-    # Its reference weights would be a copy of what has no values; a load does not touch them.
+    # No reference weights: they would be a copy of tensors without values, and a load does not touch them.
     config.actor.use_kl_loss = False
     index = read_index(checkpoint)
     metadata = read_content_metadata(index.location.shards)
@@ -88,7 +88,7 @@ def find_ranges(config: RunConfig, checkpoint: Path, ranks: Sequence[int], *, rn
 
 @contextmanager
 def _place_of(rank: int, config: RunConfig) -> Iterator[None]:
-    """Megatron's groups as a training rank sees them; gone afterwards, for the next rank."""
+    """Makes Megatron's groups as a training rank sees them, and destroys them afterwards for the next rank."""
     dist.init_process_group("fake", rank=rank, world_size=config.cluster.num_trainers, store=FakeStore())
     try:
         init_megatron_groups(config.megatron, seed=config.trainer.seed, timeout=_UNUSED)
@@ -109,7 +109,7 @@ def _needs(parts: Split, index: CheckpointIndex) -> Needs:
 
 
 def _stored_part(piece: Piece, shape: Index) -> Iterator[tuple[str, Index, Index]]:
-    """The rectangle of a piece that a checkpoint has: a vocabulary may be padded further than the one it saved."""
+    """Yields the rectangle of a piece that is in the checkpoint. The model's vocabulary may have more padding."""
     sizes = tuple(min(n, whole - p) for p, n, whole in zip(piece.offset, piece.shape, shape, strict=True))
     if min(sizes, default=1) > 0:
         yield piece.key, piece.offset, sizes

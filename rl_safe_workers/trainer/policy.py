@@ -1,6 +1,7 @@
-"""The policy on one training rank: a Megatron model, its optimizer, and what GRPO does with them.
+"""The policy on one training rank: a Megatron model, its optimizer, and GRPO's computations with them.
 
-The built-in trainer's host class; the safety mixins of ``workers`` go on top of it, or on a host framework's own.
+It plays the host's part in the built-in trainer. The safety mixins of ``workers`` extend it, or a host framework's own
+class.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def sends_shapes(config: MegatronConfig) -> bool:
-    """Returns True if pipeline stages tell each other the shapes of what they send.
+    """Returns True if pipeline stages send each other the shapes of their tensors.
 
-    Shapes vary only under the all-to-all dispatcher; the all-gather one refuses the setting.
+    Shapes vary only with the all-to-all dispatcher. The all-gather dispatcher refuses the setting.
     """
     return config.moe_token_dispatcher_type == "alltoall"
 
@@ -50,7 +51,7 @@ def _layer_settings(config: MegatronConfig) -> dict[str, Any]:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, where it does not stand in the way of a rollout."""
+    """Returns a copy in host memory, so that it takes no device memory during a rollout."""
     return tensor.to("cpu", copy=True)
 
 
@@ -64,7 +65,7 @@ class MegatronPolicy:
         bridge: Maps HF weights to the model and back; ``bridge.config`` is Megatron's TransformerConfig.
         chunks: This rank's model chunks, wrapped in DistributedDataParallel once there is an optimizer.
         optimizer: Megatron's DistributedOptimizer; None for a model that is only converted.
-        device: Where batches go.
+        device: The device of the batches.
     """
 
     config: RunConfig
@@ -76,7 +77,7 @@ class MegatronPolicy:
     _routing: Routing
 
     def build_model(self) -> None:
-        """Builds this rank's model chunks, not yet any weights to speak of. Needs Megatron's groups."""
+        """Builds this rank's model chunks, without useful weights yet. Needs Megatron's groups."""
         megatron = self.config.megatron
         transformer_engine = takes_transformer_engine(megatron)
         self.bridge = open_bridge(
@@ -87,10 +88,10 @@ class MegatronPolicy:
             **(_layer_settings(megatron) if transformer_engine else {}),
             moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
             variable_seq_lengths=sends_shapes(megatron),
-            # Nothing but the policy's gradient moves the experts' load.
+            # Only the policy's gradient changes the experts' load.
             moe_aux_loss_coeff=0.0,
             moe_router_bias_update_rate=0.0,
-            # Sums of token losses, divided by the token count of the whole mini-batch once, at the end.
+            # Token losses are summed, and divided once, at the end, by the token count of the whole mini-batch.
             calculate_per_token_loss=True,
             moe_enable_routing_replay=self.config.rollout.enable_rollout_routing_replay,
         )
@@ -121,7 +122,7 @@ class MegatronPolicy:
         return bool(parallel_state.is_pipeline_last_stage()) and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def _token_logprobs(self, model: Any, tokens: Tensor) -> Tensor:
-        """Returns a chunk's output; that of the last is ``[b, s]``, nats: position t speaks of token t, 0 at t = 0."""
+        """Returns a chunk's output. The last chunk's is ``[b, s]``, nats: position t is about token t; 0 at t = 0."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         output: Tensor = model(input_ids=tokens, position_ids=positions, attention_mask=None)
         if not get_attr_wrapped_model(model, "post_process"):
@@ -145,7 +146,7 @@ class MegatronPolicy:
 
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            # Each virtual stage goes through all of them.
+            # Each virtual stage goes through all micro-batches.
             data_iterator=[iter(micro_batches) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(micro_batches),
@@ -157,7 +158,7 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def compute_logprobs(self, batch: SequenceBatch) -> Floats | None:
-        """Log-probabilities of a data-parallel rank's sequences under the current weights.
+        """Returns the log-probabilities of a data-parallel rank's sequences under the current weights.
 
         Args:
             batch: The sequences of this rank's data-parallel rank, ``[n, length]``.
@@ -180,7 +181,7 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def compute_reference_logprobs(self, batch: SequenceBatch) -> Floats | None:
-        """As `compute_logprobs`, under the starting weights, which take the current ones' place meanwhile."""
+        """Does the same as `compute_logprobs` with the starting weights, which replace the current ones meanwhile."""
         assert self._reference is not None, "the reference is kept only with actor.use_kl_loss"
         buffers = list(self._buffers())
         current = [_on_host(b.param_data) for b in buffers]
@@ -240,18 +241,18 @@ class MegatronPolicy:
         ]
 
     def load_hf_weights(self, path: str) -> None:
-        """Reads the HF weights of a directory into the model chunks, one by one; an optimizer learns nothing of it."""
+        """Reads the HF weights of a directory into the model chunks, one by one. Does not change the optimizer."""
         self.bridge.load_weights(self.chunks, path)
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every HF weight, whole, on every rank, in the same order. Collective at each item.
+        """Yields every whole HF weight on every rank, in the same order. Each item is collective.
 
-        A tensor may alias a live parameter: clone what outlives the iteration step.
+        A tensor may alias a live parameter. Clone a tensor that must outlive its iteration.
         """
         for name, tensor in self.bridge.export_weights(self.chunks):
             yield name, tensor.detach()
-            del tensor  # or it would be in memory beside the next
+            del tensor  # frees it before the next one is made
 
     def own_hf_weights(self) -> list[OwnWeight] | None:
-        """Lists the HF weights that this rank takes part in making alone; None if the bridge cannot tell."""
+        """Returns the HF weights that this rank's tensor-parallel group can build; None if the bridge cannot tell."""
         return self.bridge.own_weights(self.chunks)

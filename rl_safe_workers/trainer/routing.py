@@ -1,9 +1,9 @@
-"""Rollout routing replay: the trainer sends each token to the experts that the rollout has sent it to.
+"""Rollout routing replay: the trainer sends each token to the experts that the rollout has chosen.
 
-Where two experts are nearly tied, bf16 in two implementations picks different ones, and such a token's log-probability
-is off by some 0.05 nat. With the rollout's choice replayed, the weights of the chosen experts are still the trainer's
-own, and have gradients. The method is that of "Stabilizing MoE Reinforcement Learning by Aligning Training and
-Inference Routers" (arXiv 2510.11370); what holds the choice is Megatron's RouterReplay.
+If two experts are nearly tied, two bf16 implementations may pick different ones, and the token's log-probability is off
+by some 0.05 nat. The replay fixes only the choice. The routing weights of the chosen experts are still the trainer's
+own, and have gradients. The method is from "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
+Routers" (arXiv 2510.11370). Megatron's RouterReplay holds the choice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rl_safe_workers.trainer.batch import Experts
 
 
 def forget_routers() -> None:
-    """Drops the routers of models built before, which Megatron would keep alive in a list of its own."""
+    """Drops the routers of earlier models, which Megatron would keep alive in its own list."""
     RouterReplay.clear_global_router_replay_instances()
 
 
@@ -29,14 +29,14 @@ class Routing:
     """The routers of this rank's model chunks, which must be built with ``moe_enable_routing_replay``."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: Any) -> None:
-        """Looks for the routers.
+        """Finds the routers of the chunks.
 
         Args:
-            chunks: As the pipeline schedule passes them to its forward steps.
+            chunks: The model chunks, as the pipeline schedule passes them to its forward steps.
             config: Megatron's TransformerConfig.
 
         Raises:
-            ConfigError: If activations are recomputed: a backward pass would take another micro-batch's choice.
+            ConfigError: If activations are recomputed. A backward pass would then use another micro-batch's choice.
         """
         if config.moe_enable_routing_replay and config.recompute_granularity is not None:
             raise ConfigError(
@@ -50,15 +50,15 @@ class Routing:
         """Fixes the experts of the next forward pass of a chunk, or leaves the choice to the routers.
 
         Args:
-            chunk: One of those that were given.
-            experts: ``[b, s, layers, top_k]`` of the micro-batch, of all layers of the model; None: no replay.
-            device: Of the model.
+            chunk: One of this object's chunks.
+            experts: The micro-batch's experts for all layers of the model, ``[b, s, layers, top_k]``; None: no replay.
+            device: The model's device.
         """
         if experts is None:
             for _, router in self._routers[id(chunk)]:
                 router.router_replay_action = None
             return
-        # Megatron's order of tokens is sequence first.
+        # Megatron orders tokens by sequence position first.
         whole = torch.tensor(experts, dtype=torch.int64, device=device).transpose(0, 1)
         mine = self._part(whole)
         for layer, router in self._routers[id(chunk)]:
@@ -75,7 +75,7 @@ class Routing:
 
 
 def _routers(chunk: torch.nn.Module) -> Iterator[tuple[int, Any]]:
-    """Yields each router's layer, counted from 0 over the whole model, and what replays in it."""
+    """Yields each router's layer, counted from 0 over the whole model, and its RouterReplay."""
     for module in chunk.modules():
         router: Any = module
         if getattr(router, "router_replay", None) is not None:

@@ -30,7 +30,7 @@ from rl_safe_workers.worlds.address import StoreAddress
 def _features_of_model(model: ModelConfig) -> dict[str, Any]:
     file = Path(model.path) / "config.json"
     if model.create is not None and not file.exists():
-        # Nothing but a bootstrap is to happen: a run makes its model first.
+        # Without model files, only a bootstrap is wanted, because a run makes its model first.
         return {"moe": model.create.num_experts > 0, "tied_embeddings": False}
     config = read_model_json(file)
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -43,7 +43,7 @@ def _features_of_model(model: ModelConfig) -> dict[str, Any]:
 
 
 class TrainerWorker(MegatronActorMixin, MegatronPolicy):
-    """One training rank. Methods named by a phase are called by the driver on all trainers at once."""
+    """One training rank. The driver calls the methods that have a phase's name on all trainers at once."""
 
     _platform: Platform
 
@@ -58,7 +58,8 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
         """Prepares the platform. Not collective.
 
         Args:
-            launched_s: Unix time at which this process was asked for, so that its imports are on record.
+            launched_s: Unix time in seconds at which the driver asked for this process. The start phase then includes
+                the imports.
         """
         torch.set_num_threads(1)
         self._platform = open_platform(self.config.cluster.device)
@@ -117,7 +118,7 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
         )
 
     def convert(self) -> Sequence[WeightSpec]:
-        """Builds the model from the HF weights; returns what a weight sync will send. Collective: training world."""
+        """Builds the model from HF weights. Returns the weights of every sync. Collective over: the training world."""
         with self.phase(Phase.CONVERT):
             self.build()
             specs = self.weight_specs()
@@ -145,7 +146,7 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
         return self.safe.weights.sent
 
     def logprob(self, batch: SequenceBatch) -> tuple[Floats | None, Floats | None]:
-        """Old and, with a KL loss, reference log-probabilities. Collective."""
+        """Returns old and, with a KL loss, reference log-probabilities. Collective over: the training world."""
         with self.phase(Phase.LOGPROB):
             old = self.compute_logprobs(batch)
             ref = self.compute_reference_logprobs(batch) if self.config.actor.use_kl_loss else None

@@ -127,12 +127,12 @@ def gather(
 
     Args:
         calls: The result of `start_calls`.
-        timeout_s: Seconds from the start of the calls, for all of them together. For ranks that keep the deadline
-            themselves the driver waits ``SLACK_S`` longer.
+        timeout_s: Seconds from the start of the calls, for all calls together. If ranks keep the deadline themselves,
+            the driver waits ``SLACK_S`` longer.
         on_events: Receives the phase events that the replies carry.
         check: Called several times a second. An exception that it raises ends the wait.
-        hears_all: True to hear every rank that still answers in time after one has failed, but not after a trainer has
-            died. Calls of the same ranks can follow then.
+        hears_all: True to wait for the other ranks' answers after one has failed, so that the same ranks can be called
+            again. After the death of a trainer, the wait ends early all the same.
 
     Raises:
         RankError: The root cause, if a rank fails. The wait then ends after at most ``GRACE_S``, if not ``hears_all``.

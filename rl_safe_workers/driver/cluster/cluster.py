@@ -214,7 +214,7 @@ class Cluster:
         return ActorRef(role=role, rank=rank, handle=handle, node=node)
 
     def end(self, actor: ActorRef) -> None:
-        """Ends a rollout actor for certain, with its children and its files in shared memory.
+        """Ends a rollout actor, its children and its files in shared memory. On return, all of them are gone.
 
         Raises:
             RunError: If a process of it does not end within ``rl_safe.teardown.kill_after_s``, or its node does not
@@ -222,7 +222,7 @@ class Cluster:
         """
         patience_s = self._config.rl_safe.teardown.kill_after_s
         self.rollouts = [one for one in self.rollouts if one.handle != actor.handle]
-        # Not Ray: it asks the process to end, which a process that is stopped does not do, and leaves its children.
+        # Not by Ray: it only asks the process to end, which a stopped process ignores, and it leaves the children.
         if self._agents is not None:
             assert actor.node is not None
             left = self._agents.end_rank(actor.node, actor.rank_id, timeout_s=2 * patience_s)
@@ -232,7 +232,7 @@ class Cluster:
             )
         if left:
             raise RunError(f"{actor.rank_id} is lost, and its processes do not end: {', '.join(left)}")
-        # If it has no process yet, it gets none. Its place is free at once.
+        # This stops Ray from starting a process for it later, and frees its place at once.
         attempt("killing an actor", lambda: ray.kill(actor.handle, no_restart=True), timeout_s=patience_s)
 
     def recreate(self, actor: ActorRef) -> None:
@@ -327,8 +327,9 @@ class Cluster:
             patience_s: Longest wait for each of the two, in seconds.
 
         Returns:
-            The failure; or a copy that names fewer ranks, if the evidence shows that the other ranks only wait for
-            these; or one that says where a rank that died was last seen; or the stop of a rank that was ended for it.
+            The failure, or a better one if the evidence gives it: a copy that names fewer ranks, because the others
+            only wait for these; a copy that says where a dead rank was last seen; or the stop that the rank was ended
+            for.
         """
         hang = collect_evidence(
             failure, ask=self.ask_ranks, folder=folder, patience_s=patience_s, facts={"ray": listed_actors}
@@ -345,7 +346,7 @@ class Cluster:
         return self._seen(failure) if stop is None else stop
 
     def why_lost(self, failure: RunError, rank_id: RankId) -> str:
-        """Returns one line about a rank that a failure means is lost: its stop, or the failure with its last place."""
+        """Returns one line about the loss of a rank: the stop that it was ended for, or the failure and last place."""
         stop = self._stop_behind(failure, self._config.rl_safe.teardown.kill_after_s)
         why = in_one_line(stop or self._seen(failure))
         if self._hang_dir is None or isinstance(failure, RankError):
@@ -360,7 +361,7 @@ class Cluster:
         return failure
 
     def _stop_behind(self, failure: BaseException, patience_s: float) -> RankError | None:
-        """Returns the stop that a rank, or a process of it, was ended for; None if the failure is another one."""
+        """Returns the stop behind a failure, if the rank or one of its processes was ended for a stop; else None."""
         if not isinstance(failure, RankError):
             return None
         stops: list[Stop] = []

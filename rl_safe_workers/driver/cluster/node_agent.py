@@ -112,7 +112,7 @@ class NodeAgent:
         return replace(answers, flights={}), ray.put(answers.flights)
 
     def stops(self) -> list[Stop]:
-        """Returns the stops of processes on this node that were ended for them."""
+        """Returns the records of stopped processes that the watch on this node has ended."""
         return read_stops(self._hang_dir)
 
     def end_rank(self, rank_id: RankId) -> list[str]:

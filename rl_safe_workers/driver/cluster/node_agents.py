@@ -90,7 +90,7 @@ class NodeAgents:
         return replace(Answers.of_nodes(told), more_flights=more, silent=silent_nodes)
 
     def stops(self, *, timeout_s: float) -> list[Stop]:
-        """Returns the stops of processes on all nodes that were ended for them. A node that does not answer has none.
+        """Returns the records of stopped processes that the watches on all nodes have ended. Skips silent nodes.
 
         Args:
             timeout_s: Longest wait for all nodes, in seconds.

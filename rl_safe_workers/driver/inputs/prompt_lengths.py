@@ -1,4 +1,4 @@
-"""Finds prompts that are too long before anything is started, as far as the check is cheap."""
+"""Finds prompts that are certainly too long, by a cheap check before anything is started."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _BATCH = 256
 def check_prompt_lengths(dataset: PromptDataset, model: Path, *, most: int) -> None:
     """Refuses a prompt whose messages alone are longer than ``data.max_prompt_length``.
 
-    A token has at least one byte, so only prompts with more bytes than allowed tokens are tokenized here: few, and
-    mostly none. The tokens that the chat template adds are counted later, when the prompt is rolled out.
+    A token has at least one byte. So this tokenizes only prompts with more bytes than allowed tokens, which are rare.
+    The tokens that the chat template adds are counted later, when the prompt is rolled out.
 
     Args:
         dataset: The prompts.
