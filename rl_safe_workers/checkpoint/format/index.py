@@ -200,8 +200,7 @@ def read_records(location: Location) -> CheckpointIndex:
 
 
 def limits_of(location: Location) -> Limits:
-    """Returns the limits for reading and checking a checkpoint's metadata. They grow with its size, and are at least
-    twice the real need.
+    """Returns the limits for reading and checking a checkpoint's metadata: at least twice the need for its size.
 
     Raises:
         CheckpointError: If it is missing, or no regular file of the checkpoint.
