@@ -1,5 +1,6 @@
 """Saves and loads of torch_dist checkpoints without a collective; audits; slices for one host.
 
-A rank's Megatron state comes in; a folder with shards and a manifest leaves, and the other way round. ``save`` and
-``load`` do the work. ``state`` says what is in a rank, ``format`` what is in the files, ``folders`` whose they are.
+A save turns a rank's Megatron state into a folder with shards and a manifest; a load does the reverse. ``save`` and
+``load`` do the work. ``state`` describes a rank's state, ``format`` the bytes of the files, and ``folders`` who owns
+the files.
 """

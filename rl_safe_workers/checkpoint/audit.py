@@ -3,11 +3,12 @@
     report = audit(Path("checkpoints/global_step_10"), deep=True)
     report.ok, report.problems
 
-It checks what megatron-core's access validation would have checked during the save, that every element of every
-tensor is stored exactly once, and what that never checks: that the bytes are there, and deep, that they are those
-that were written. It also reads checkpoints of verl, NeMo RL and Megatron-LM, which have no manifest of ours.
+It checks that every element of every tensor is stored exactly once, as megatron-core's access validation would have
+done during the save. It also checks what megatron-core never checks: the files have all their bytes, and with ``deep``
+these are the bytes that the save wrote. It reads checkpoints of verl, NeMo RL and Megatron-LM too, which have no
+manifest of ours.
 
-All of it runs in a bounded child, so that no checkpoint can take more memory or time than one of its size should.
+The audit runs in a child process with limits, so that no checkpoint takes more memory or time than its size justifies.
 
 Pure Python: starts in milliseconds.
 """
@@ -54,12 +55,12 @@ FileId = tuple[int, int]
 
 
 def audit(directory: Path, *, deep: bool = False) -> AuditReport:
-    """Checks a checkpoint and reports all that is wrong with it. Reads only; runs nothing that it asks for.
+    """Checks a checkpoint and reports all that is wrong with it. Only reads, and executes nothing from the checkpoint.
 
     Args:
         directory: What `index.locate` takes: a checkpoint of ours, or one of torch_dist format.
-        deep: Also read every byte: against the digests of our manifest, or without one, against the checksum that
-            each stored tensor and object carries.
+        deep: Also read every byte. Compare each file with its digest in our manifest; if it has none, compare each
+            stored tensor and object with its own checksum.
 
     Raises:
         UsageError: If there is no such directory.
@@ -67,7 +68,7 @@ def audit(directory: Path, *, deep: bool = False) -> AuditReport:
     """
     location = locate(directory)
     limits = _limits(location)
-    if deep:  # it takes as long as there are bytes
+    if deep:  # the time depends on the number of bytes
         limits = replace(limits, wall_s=None)
     arguments = {"root": str(location.root.absolute()), "shards": str(location.shards.absolute()), "deep": deep}
     answer = call_bounded(
@@ -100,7 +101,7 @@ def audit_here(root: str, shards: str, deep: bool) -> bytes:
 
 
 class _Audit:
-    """The checks of one audit, in an order in which each can rely on what the ones before have read."""
+    """The checks of one audit, in order: each uses what the checks before it have read."""
 
     def __init__(self, location: Location) -> None:
         self.location = location
@@ -116,7 +117,7 @@ class _Audit:
         """Device and inode of each file that is there: many names may lead to the same bytes."""
 
     def check(self) -> None:
-        """Everything that needs no reading of tensors."""
+        """Runs every check that does not have to read tensors."""
         with self.findings.catching("manifest"):
             self.manifest = self._read_manifest()
         with self.findings.catching("format"):
@@ -210,7 +211,7 @@ class _Audit:
         return place.stop <= self.sizes.get(self._name(place.file), -1)
 
     def check_bytes(self) -> None:
-        """Reads the files through, each once: those with a digest against it, the others archive by archive."""
+        """Reads each file once. Checks it against its digest if it has one, else archive by archive."""
         digests = {name: file.digest for name, file in self.manifest.files.items()} if self.manifest else {}
         read: dict[FileId, str] = {}
         for name, digest in sorted(digests.items()):
@@ -238,7 +239,7 @@ class _Audit:
 
     @contextmanager
     def _readable(self, name: str) -> Iterator[None]:
-        """Makes a problem of what cannot be read, so that the audit goes on."""
+        """Records a file that cannot be read as a problem, so that the audit goes on."""
         try:
             yield
         except OSError as error:
@@ -272,7 +273,7 @@ def _printable(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placed(index: CheckpointIndex) -> Iterator[tuple[str, ByteRange, int]]:
-    """Key, place and least number of bytes of every chunk and object that has a place."""
+    """Yields key, place and minimum number of bytes of every chunk and object that has a place."""
     for key, entry in index.tensors.items():
         for chunk in entry.chunks:
             if chunk.place:

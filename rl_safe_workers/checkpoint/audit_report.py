@@ -56,16 +56,16 @@ class AuditReport:
     """Duration of the audit."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON can hold it."""
+        """Returns the report as JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, directory: str, fields: Mapping[str, Any]) -> AuditReport:
-        """Makes a report of what `as_dict` gave.
+        """Rebuilds a report from the result of `as_dict`.
 
         Args:
             directory: How the caller names the checkpoint.
-            fields: As JSON brings them back.
+            fields: The result of `as_dict`, after a round trip through JSON.
         """
         problems = tuple(Problem(**problem) for problem in fields["problems"])
         return cls(**{**fields, "directory": directory, "problems": problems})
@@ -87,9 +87,9 @@ class StepsReport:
     units: int
     """Number of weights compared, each expert by itself, and each layer if they are stacked."""
     moved: int
-    """Number of those whose weight moved."""
+    """Number of units whose weight moved."""
     not_judged: int
-    """Number of those in low precision whose weight did not move and whose fp32 weight is not stored."""
+    """Number of units whose low-precision weight did not move and whose fp32 weight is not stored."""
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Findings:
 
     @contextmanager
     def catching(self, kind: str) -> Iterator[None]:
-        """Makes a problem of a checkpoint error, so that the audit goes on."""
+        """Records a checkpoint error as a problem, so that the audit goes on."""
         try:
             yield
         except CheckpointError as error:

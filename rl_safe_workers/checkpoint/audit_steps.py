@@ -5,8 +5,8 @@
 
 A host's save may write stale weights or stale optimizer state, and look well otherwise (NeMo RL 3312). Each step is
 whole then, and `audit` finds nothing. This module finds it by comparing the steps. A unit is a tensor, or one matrix
-of a tensor that stacks layers or experts. Of each unit it knows the weight and, as far as they are stored, the
-optimizer's fp32 weight and its two moments. These cannot be in an honest pair of steps:
+of a tensor that stacks layers or experts. For each unit, the module compares the weight and, if they are stored, the
+optimizer's fp32 weight and its two moments. Two correct steps never show one of these patterns:
 
 - Everything is equal.
 - The moments moved, and the fp32 weight did not.
@@ -15,7 +15,7 @@ optimizer's fp32 weight and its two moments. These cannot be in an honest pair o
 
 An expert that got no token may keep all its values. It raises no alarm.
 
-Needs no GPU, torch, process group or Ray. Most chunks are told apart by their checksums, without reading them.
+Needs no GPU, torch, process group or Ray. Checksums tell most chunks apart without reading them.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ Words = NDArray[np.unsignedinteger[Any]]
 """The bits of a tensor's elements."""
 
 _STATE = re.compile(r"(?:^|\.)optimizer\.state\.(param|exp_avg|exp_avg_sq)\.([^\s]+)")
-"""Key of a state of megatron-core's Adam in model space, as its formats ``fully_reshardable`` and
-``fully_sharded_model_space`` have it."""
+"""Key of an optimizer state of megatron-core's Adam, in its formats ``fully_reshardable`` and
+``fully_sharded_model_space``."""
 _MASTER, _MOMENTS = "param", ("exp_avg", "exp_avg_sq")
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _BLOCK_BYTES = 32 * 2**20
 _ROOM_BYTES = 8 * 2**30
-"""Memory for values: some blocks, or a row of each step if rows are larger, such as all experts of a layer."""
+"""Memory for values: a few blocks, or one row of each step if a row is larger, e.g. all experts of a layer."""
 
 
 def audit_steps(first: Path, second: Path) -> StepsReport:
-    """Compares two checkpoints of one run, the earlier first. Reads only; runs nothing that they ask for.
+    """Compares two checkpoints of one run, the earlier first. Only reads, and executes nothing from the checkpoints.
 
     Args:
         first: What `index.locate` takes.
-        second: The same. It must be cut into the same chunks as the first.
+        second: As ``first``. Its tensors must be cut into the same chunks.
 
     Raises:
         UsageError: If a directory is missing, or both are the same checkpoint.
@@ -123,7 +123,7 @@ def compare_here(roots: list[str], shards: list[str]) -> bytes:
 
 
 class _Step(ExitStack):
-    """One checkpoint, of which tensors are read by rows."""
+    """One checkpoint. Reads its tensors by rows."""
 
     def __init__(self, location: Location) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _Step(ExitStack):
         return self._files[name], Archive(self._files[name], chunk.place.offset, chunk.place.length, source=source)
 
     def rows(self, key: str, start: int, stop: int) -> Words:
-        """Reads rows of a tensor, i.e. of its first dimension, out of all chunks that have some of them."""
+        """Reads rows of a tensor (indices of its first dimension) from all chunks that hold some of them."""
         entry = self.index.tensors[key]
         shape = entry.shape or (1,)
         found = np.zeros((stop - start, *shape[1:]), f"u{entry.itemsize}")
@@ -273,7 +273,7 @@ class _Comparison:
         return units
 
     def _differs_by_checksum(self, key: str) -> bool:
-        """Returns True if a chunk has another checksum. Equal ones say nothing: torch can leave them out."""
+        """Returns True if a chunk's checksum differs. Equal checksums prove nothing: torch may write none."""
         first = {(c.offsets, c.sizes): c for c in self.first.index.tensors[key].chunks}
         for chunk in self.second.index.tensors[key].chunks:
             if before := first.get((chunk.offsets, chunk.sizes)):
@@ -285,7 +285,7 @@ class _Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A tensor, or one matrix of a tensor of several: of one layer, of one expert."""
+    """A tensor, or the matrix of one layer or expert in a stacked tensor."""
 
     key: str
     names: Mapping[str, str]
@@ -298,7 +298,7 @@ class _Unit:
 
 
 def _units_of(shape: Index) -> Index:
-    """Returns the axes that are not of one matrix: megatron-core stacks layers and experts in front."""
+    """Returns the sizes of the leading axes, along which megatron-core stacks layers and experts."""
     return shape[:-2] if len(shape) > 2 else ()
 
 

@@ -1,4 +1,4 @@
-"""Slices: which bytes of a checkpoint one host needs, so that nobody copies terabytes to every host.
+"""Slices: finds and copies the bytes that one host needs, so that nobody copies a checkpoint of terabytes to each.
 
     index = read_index(source)
     ranges = needed_ranges(index, Needs(rectangles=[("decoder.weight", (0, 0), (64, 128))], objects=[]))
@@ -31,7 +31,7 @@ from rl_safe_workers.foreign_files import data_extents, open_foreign
 
 _BLOCK_BYTES = 8 * 2**20
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
-"""Between these two file systems, or on this kernel, the bytes have to pass through this process."""
+"""Errors of ``copy_file_range`` if the file systems or the kernel cannot do it: this process then copies the bytes."""
 
 Ranges = dict[str, list[tuple[int, int]]]
 """Sorted, disjoint ``(start, stop)`` in bytes by file, relative to the checkpoint's root."""
@@ -48,13 +48,13 @@ class Needs:
 
 
 def needed_ranges(index: CheckpointIndex, needs: Needs) -> Ranges:
-    """Finds the bytes that a host needs: the chunks that its rectangles touch, its objects, and what every load reads.
+    """Finds the bytes that a host needs: chunks that its rectangles touch, its objects, and what every load reads.
 
     A stored chunk is read as a whole, so it is needed as a whole.
 
     Returns:
-        By file, in the order in which to copy: the manifest, which makes a directory a checkpoint, comes last. Other
-        files that it lists have no range, and yet must be there in their size.
+        Ranges by file, in the order in which to copy. The manifest comes last, because it makes a directory a
+        checkpoint. Files that the manifest lists and the host does not need have no range, but must have their size.
 
     Raises:
         CheckpointMismatchError: If the checkpoint has no such key, or a needed rectangle lies outside its tensor.
@@ -128,7 +128,7 @@ def _merge(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def sizes_of(root: Path, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of files of a checkpoint.
+    """Returns the size in bytes of files of a checkpoint.
 
     Raises:
         CheckpointError: If one is missing, or no regular file of the checkpoint.
@@ -144,10 +144,10 @@ def sizes_of(root: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def materialise(source: Path, target: Path, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> int:
-    """Copies ranges into sparse files of full size, so that a load from the target finds what it needs in its place.
+    """Copies ranges into sparse files of full size, so that a load from the target finds each byte at its offset.
 
-    Reading anything else there gives zeros: the target is for the host that the ranges are of, and for no other. A load
-    would notice, as no archive of ``torch.save`` is all zeros.
+    Everything else in the files reads as zeros, so only the host with these needs can use the target. A load that
+    needs other bytes fails, since no archive of ``torch.save`` is all zeros.
 
     Args:
         source: The checkpoint's root.
@@ -177,7 +177,7 @@ def _copy(source: Path, target: Path, parts: Sequence[tuple[int, int]], *, root:
             raise CheckpointError(f"{source} has {size} bytes, the checkpoint places some at {parts[-1][1]}")
         written.truncate(size)
         for start, stop in parts:
-            for begin, until in data_extents(read, start, stop):  # a hole would become zeros that take room
+            for begin, until in data_extents(read, start, stop):  # a copied hole would take disk space
                 _copy_range(read.fileno(), written.fileno(), begin, until)
         os.fsync(written.fileno())
     return sum(stop - start for start, stop in parts)

@@ -1,5 +1,5 @@
-"""Communicators: the catalog of live groups, their bootstrap, their release and their end.
+"""Communicators: lists live groups, bootstraps, releases, rebuilds and destroys them.
 
-A default group and Megatron's groups come in; a report of what each one cost leaves. Only this room and
+The functions take the default group and Megatron's groups, and report the cost of each group. Only this folder and
 ``worlds`` create or destroy groups.
 """

@@ -1,8 +1,8 @@
-"""The bootstrap: every communicator connected, for every op class it will carry, while memory is free.
+"""The bootstrap: connects every communicator for every op class that it will carry, while memory is free.
 
-Communicators connect at their first collective, and each op class separately. Left alone, expert data-parallel
-groups connect at the first optimizer step, at the memory peak, where no collective timeout applies yet
-(ms-swift 9486). So they come first here.
+Without it, a communicator connects at its first collective, for each op class separately. Expert data-parallel groups
+would connect at the first optimizer step, at the memory peak, where no collective timeout applies yet (ms-swift 9486).
+So the bootstrap connects these groups first.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from rl_safe_workers.topology.memory import costs, links_of, over_world_bytes
 logger = logging.getLogger(__name__)
 
 Probe = Callable[[], int]
-"""Bytes of device memory outside torch's allocator."""
+"""Returns the bytes of device memory outside torch's allocator."""
 HostGroups = Sequence[tuple[Any, str, Classes]]
-"""A group of Megatron's, its key in ``nccl_communicator_config_path``, and what a host itself issues on it."""
+"""Megatron's groups, each with its key in ``nccl_communicator_config_path`` and a host's op classes on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +47,16 @@ class BootstrapStep:
     group: LiveGroup
     classes: Classes
     max_ctas: int | None
-    """The group's limit of channels; None for NCCL's own."""
+    """The group's limit in CTAs; None for NCCL's default."""
 
 
 def plan_bootstrap(
     groups: Sequence[LiveGroup], layout: ParallelLayout, features: Features, limits: Mapping[str, int]
 ) -> list[BootstrapStep]:
-    """Orders the groups that carry something: expert data-parallel first, then as Megatron created them.
+    """Returns a step for each group that carries something: expert data-parallel first, then in order of creation.
 
-    Every member of a group creates its groups in the same order, so this order agrees between all ranks. A group of
-    Megatron's that the table of groups lacks is connected for reductions.
+    All members of a group create their groups in the same order, so the order of steps agrees between ranks. A Megatron
+    group that is not in the table of groups is connected for reductions.
     """
     steps = []
     for group in groups:
@@ -96,7 +96,7 @@ def _root_exchange(group: dist.ProcessGroup, size: int, device: torch.device, *,
 
 def _batched_p2p(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
     rank, sent, received = dist.get_rank(group), torch.zeros(1, device=device), torch.zeros(1, device=device)
-    # Both ways round: a stage sends activations to the next and gradients to the one before.
+    # Both directions: a stage sends activations to the next stage and gradients to the previous one.
     for step in (1, -1):
         ops = [
             dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + step) % size),
@@ -120,8 +120,8 @@ def _batched_p2p_over_world(group: dist.ProcessGroup, size: int, device: torch.d
 
 
 def _unbatched_p2p(group: dist.ProcessGroup, size: int, device: torch.device, *, ring: bool) -> None:
-    """Passes a message down the pipeline and back; each pair of neighbours connects on its own, and each direction."""
-    # At two stages Megatron sends what goes back over the default group (p2p_communication.py:67).
+    """Passes a message down the pipeline and back. Each pair of neighbours connects separately in each direction."""
+    # With two stages, Megatron sends backward messages over the default group (p2p_communication.py:67).
     backward = dist.group.WORLD if size == 2 else group
     message, rank, ranks = torch.zeros(1, device=device), dist.get_rank(group), dist.get_process_group_ranks(group)
     for stage in range(size if ring else size - 1):
@@ -155,7 +155,7 @@ def _connected(steps: Sequence[BootstrapStep], features: Features) -> dict[str, 
     world: set[OpClass] = set()
     for step in (step for step in steps if step.group.description == PIPELINE):
         if step.group.size == 2 and OpClass.UNBATCHED_P2P in step.classes:
-            world.add(OpClass.UNBATCHED_P2P)  # one of its directions
+            world.add(OpClass.UNBATCHED_P2P)  # one direction uses the default group
         if features.p2p_over_world and OpClass.BATCHED_P2P in step.classes:
             world.add(OpClass.BATCHED_P2P)
     if world:
@@ -165,7 +165,7 @@ def _connected(steps: Sequence[BootstrapStep], features: Features) -> dict[str, 
 
 
 class Bootstrap:
-    """Connects the communicators of one training rank, as often as they are built anew.
+    """Connects the communicators of one training rank, initially and after every rebuild.
 
     Attributes:
         connected: The op classes that each group was connected for, by torch's name of the group.
@@ -181,15 +181,15 @@ class Bootstrap:
         device: torch.device,
         probe: Probe | None = None,
     ) -> None:
-        """Records what it needs.
+        """Stores the arguments.
 
         Args:
             control: This rank's place in the training world.
             layout: Sizes of the training world's axes.
-            features: What decides which collectives the groups carry.
+            features: Features of the run that decide which collectives the groups carry.
             limits: CTAs by key, as `topology.budget.plan_limits` returned them.
-            device: Where the one-element tensors live.
-            probe: Tells the device memory that is not torch's; None where there is no device to ask.
+            device: Device of the one-element tensors that the bootstrap sends.
+            probe: Returns the device memory outside torch's allocator; None if there is no device to ask.
         """
         self._control, self._layout, self._features = control, layout, features
         self._limits, self._device, self._probe = limits, device, probe
@@ -203,17 +203,17 @@ class Bootstrap:
 
         Args:
             timeout: Longest time for all of it.
-            elsewhere: Groups of the process that are not of the training world.
-            phase: The phase whose deadline that is, for errors.
+            elsewhere: Groups of the process that do not belong to the training world.
+            phase: The phase to which the timeout belongs, for errors.
 
         Raises:
-            CommunicatorError: On every rank, before any collective, if the ranks' plans differ; or if a rank fails in
-                one, which is named.
-            PhaseTimeoutError: On every rank, if a rank does not come to a group in time; names group and rank.
+            CommunicatorError: On every rank, before any collective, if the ranks' plans differ. Also if a rank fails in
+                a collective; the message names it.
+            PhaseTimeoutError: On every rank, if a rank does not reach a group in time; names group and rank.
         """
         started_s = time.monotonic()
-        # Before anything that can fail: every rank must count this bootstrap. The store may still hold the keys of an
-        # earlier one.
+        # This comes before anything that can fail, because every rank must count this bootstrap. The store may still
+        # hold the keys of an earlier one.
         work = Supervision(self._control, "bootstrap", phase=phase, timeout=timeout)
         groups, steps = work.alone("the plan of the bootstrap", lambda: self._plan(elsewhere))
         unknown = tuple(str(group) for group in groups if not group.is_known)
@@ -244,16 +244,16 @@ class Bootstrap:
     def run_host(
         self, wanted: HostGroups, *, timeout: timedelta
     ) -> tuple[tuple[LedgerEntry, ...], Mapping[str, frozenset[OpClass]]]:
-        """Connects what a host itself issues on Megatron's groups. Collective over: the training world; after `run`.
+        """Connects what a host itself issues on Megatron's groups, after `run`. Collective over: the training world.
 
-        A host issues its collectives on groups of one rank, too. One reduction creates such a communicator.
+        A host also issues collectives on groups of one rank. One reduction creates the communicator of such a group.
 
         Args:
-            wanted: In the same order on every rank.
+            wanted: Groups and their op classes, in the same order on every rank.
             timeout: Longest time for all of it.
 
         Returns:
-            What each op class has cost this rank, and the op classes by torch's name of the group.
+            The cost of each op class on this rank, and the op classes by torch's name of the group.
 
         Raises:
             CommunicatorError: As `run`.
@@ -311,7 +311,7 @@ class Bootstrap:
             torch.cuda.set_device(self._device)
         before = None if self._probe is None else self._probe()
         started_s = time.monotonic()
-        # Context parallelism passes blocks around, and the last virtual stage sends to the first.
+        # Context-parallel ranks pass blocks around a ring, and the last virtual stage sends to the first.
         ring = group.description != PIPELINE or self._features.virtual_pipeline
         issue = _COLLECTIVES[op_class]
         if self._sends_over_world(op_class, group):

@@ -1,4 +1,4 @@
-"""One device type of a releasable group: the inner group of the present generation, and what outlives it."""
+"""One device type of a releasable group: the inner group of the current generation, and the state that outlives it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_safe_workers.errors import CommunicatorError
 
 
 def _connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, options: Any) -> Any:
-    """Connects to all members, within ``timeout``: gloo does so at once. Collective over: the group."""
+    """Makes the backend, which connects to all members at once, within ``timeout``. Collective over: the group."""
     if options is None:
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     options._timeout = timeout
@@ -31,15 +31,15 @@ def _connect_nccl(store: Store, rank: int, size: int, timeout: timedelta, option
 
 
 class Channel:
-    """One device type of one group: the inner group of the present generation, and what outlives it.
+    """One device type of one group: the inner group of the current generation, and the state that outlives it.
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
         backend: ``"gloo"`` or ``"nccl"``.
-        kept: Whether it stays as it is when the group is released.
+        kept: Whether it stays connected when the group is released.
         timeout: Longest wait of one collective, in this generation and later ones.
-        options: torch's options of the backend; every generation is made with this one object.
-        pending: Works that their callers still hold.
+        options: torch's options of the backend. Every generation uses this one object.
+        pending: Works to which callers still hold references.
     """
 
     def __init__(self, device: str, backend: str, *, kept: bool, timeout: timedelta, options: Any) -> None:
@@ -56,12 +56,12 @@ class Channel:
         """Makes the inner group. Collective over: the group, on gloo.
 
         Args:
-            store: Where the members meet; keys of no other generation may be in it.
+            store: The store for the rendezvous. It must not have keys of another generation.
             rank: This process's rank in the group.
             size: Number of members.
             name: torch's name of the group.
             members: Ranks of the members in the default group.
-            bound: Longest wait for the others; the timeout of collectives comes into force after it.
+            bound: Longest wait for the others. After that, the timeout of collectives applies.
         """
         device = torch.device(self.device)
         backend_type = getattr(dist.ProcessGroup.BackendType, self.backend.upper())
@@ -72,14 +72,14 @@ class Channel:
         live = connect(store, rank, size, min(bound, self.timeout), self.options)
         if self.backend == "gloo":
             live.options.global_ranks_in_group, live.options.group_name = list(members), name
-            # Later generations share its device: the thread of one takes 10 ms to end.
+            # Later generations reuse the device in these options, because the thread of a device takes 10 ms to end.
             self.options = live.options
         live._set_sequence_number_for_group()
-        inner: Any = dist.ProcessGroup(store, rank, size)  # the stubs leave much of it out
+        inner: Any = dist.ProcessGroup(store, rank, size)  # the type stubs lack many of its methods
         inner._set_default_backend(backend_type)
         inner._register_backend(device, backend_type, live)
         inner._set_group_name(name)
-        # Who is passed the inner group, as a trace is, may ask for its members.
+        # Code that gets the inner group, such as a trace, may ask for its members.
         torch_groups.set_members(inner, members)
         self._live, self.inner = live, inner
         self.limit(self.timeout)
@@ -89,17 +89,17 @@ class Channel:
         return self._live
 
     def limit(self, timeout: timedelta) -> None:
-        """Bounds later collectives of this generation, and of no other."""
+        """Sets the timeout of later collectives, in this generation only."""
         if self._live is not None:
             self._live._set_default_timeout(timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Bounds later collectives, those of later generations too."""
+        """Sets the timeout of later collectives, also in later generations."""
         self.timeout = timeout
         self.limit(timeout)
 
     def detach(self) -> Any:
-        """Parts with the inner group; returns its backend, whose communicators its caller ends, or None."""
+        """Drops the inner group and returns its backend, or None. The caller must end the backend's communicators."""
         torch_groups.forget_members(self.inner)
         live, self._live, self.inner = self._live, None, None
         self.pending.clear()
@@ -107,10 +107,10 @@ class Channel:
 
 
 class _BackendView:
-    """The answer of `_get_backend`: the backend of the present generation.
+    """Stands for the backend of the current generation, as the result of `_get_backend`.
 
-    ``c10d._set_pg_timeout`` and others ask a group for its backend and look at its class. A real one would reach the
-    present generation alone, and after a release there is none; this one stands for all of them.
+    ``c10d._set_pg_timeout`` and others ask a group for its backend and look at its class. A real backend belongs to one
+    generation only, and after a release there is none. This object serves all generations.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -133,7 +133,7 @@ class _BackendView:
 
     set_timeout = _set_default_timeout
 
-    # torch puts these around the aborts of all groups, released ones or not.
+    # torch calls these before and after it aborts all groups, released or not.
     def _group_start(self) -> None:
         if (live := self._channel.live()) is not None:
             live._group_start()

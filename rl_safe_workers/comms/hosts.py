@@ -1,4 +1,4 @@
-"""Tells which training ranks share a host, as NCCL sees it, and if the hosts are connected by sockets."""
+"""Tells which training ranks share a host in NCCL's view, and whether sockets connect the hosts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ class Hosts:
     by_rank: Mapping[int, str]
 
     def near(self, rank: int, members: Sequence[int]) -> int | None:
-        """Returns how many members of a group are on a rank's host; None if that does not tell what the group takes.
+        """Returns how many members of a group are on a rank's host; None if this does not determine the group's memory.
 
         Args:
             rank: One of the members.
             members: The group's training ranks.
 
         Returns:
-            None if hosts are not known, or if ranks on several hosts reach each other by another network than sockets.
+            The number of members, the rank included. None if hosts are unknown, or if another network than sockets may
+            connect them.
         """
         hosts = [self.by_rank.get(member, _RDMA) for member in members]
         if any(host.startswith(_RDMA) for host in hosts):

@@ -1,7 +1,7 @@
 """Gathers plain values from all ranks of a group as JSON.
 
-torch's `all_gather_object` unpickles whatever arrives. Gloo has no password, so a pickle from its sockets could be
-anybody's program. JSON is data.
+torch's `all_gather_object` unpickles whatever arrives. Gloo has no password, so anybody could send a pickle that
+executes code. JSON cannot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def gather_json(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
         group: The group, with any backend.
 
     Raises:
-        CommunicatorError: If something else than JSON arrives, or more than ``MAX_BYTES``.
+        CommunicatorError: If a message is not JSON, or is longer than ``MAX_BYTES``.
     """
     device = _device(group)
     sent = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -51,7 +51,7 @@ def _value(part: torch.Tensor, group_rank: int) -> Any:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Returns a device that the group's backend takes; a CPU if it takes several, as torch's object collectives do."""
+    """Returns a device that the group's backend supports; if it supports several, the CPU, as torch itself does."""
     devices: list[torch.device] = group._device_types  # private: seen in torch 2.8 to 2.13
     if len(devices) == 1 and devices[0].type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())

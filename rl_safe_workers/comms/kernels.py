@@ -1,7 +1,7 @@
-"""NCCL's kernels, loaded before any communicator, so that none is charged with them.
+"""Loads NCCL's kernels before any communicator exists, so that no communicator is charged for them.
 
-They stay for as long as the process lives: some 420 MiB of device memory on an H200, which the first collective of all
-would be taken to cost, and which no release gives back.
+The kernels stay for as long as the process lives, and take some 420 MiB of device memory on an H200. Otherwise the
+first collective would seem to cost that memory, which no release can return.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def loaded_kernels(
     timeout: timedelta,
     supervised: Callable[[Callable[[], Any]], Any] = _at_once,
 ) -> Iterator[Kernels]:
-    """Loads NCCL's kernels in this process, if they are not; yields what that cost. Not collective.
+    """Loads NCCL's kernels in this process unless they are loaded, and yields the cost. Not collective.
 
-    A communicator of this rank alone does it. Its end, half a second in a thread, is awaited after the body only.
+    It makes a communicator of this rank alone. A thread ends this communicator during the body, in half a second.
 
     Args:
         device: The CUDA device.
-        probe: Tells the device memory that is not torch's.
-        timeout: Longest wait for its end.
-        supervised: Does the loading, in whatever thread, and returns its value.
+        probe: Returns the device memory outside torch's allocator.
+        timeout: Longest wait for the end of the communicator.
+        supervised: Runs the loading function, in a thread of its choice, and returns its result.
     """
     if device in _loaded:
         yield Kernels()
@@ -68,9 +68,9 @@ def loaded_kernels(
 
 
 def _load(device: torch.device, probe: Callable[[], int], timeout: timedelta) -> tuple[Kernels, Any]:
-    """Returns what it has cost, and the communicator, to be shut down."""
+    """Loads the kernels. Returns their cost, and the communicator, which the caller must shut down."""
     torch.cuda.set_device(device)
-    # torch's own kernels first: they are not NCCL's.
+    # Load torch's own kernels before the measurement: they are not NCCL's.
     message, answer = torch.zeros(1, device=device), torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
     before, started_s = probe(), time.monotonic()
@@ -79,13 +79,13 @@ def _load(device: torch.device, probe: Callable[[], int], timeout: timedelta) ->
     alone = Channel("cuda", "nccl", kept=False, timeout=timeout, options=options)
     alone.connect(dist.HashStore(), 0, 1, name="rl_safe_kernels", members=[dist.get_rank()], bound=timeout)
     _fire(alone.inner, message, answer, device)
-    # The communicator's own megabytes are counted, too, and go with it.
+    # The measurement includes the communicator's own megabytes, which it frees when it ends.
     kernels = Kernels(bytes=probe() - before, seconds=time.monotonic() - started_s)
     return kernels, alone.detach()
 
 
 def _fire(group: Any, message: torch.Tensor, answer: torch.Tensor, device: torch.device) -> None:
-    """Issues what loads all of them, and what needs the largest stack: an exchange."""
+    """Issues a reduction, which loads all kernels, and an exchange, which needs the largest stack."""
     group.allreduce([message]).wait()
     group._start_coalescing(device)
     group.send([message], 0, 0)

@@ -19,28 +19,28 @@ from rl_safe_workers.topology.groups import OpClass
 logger = logging.getLogger(__name__)
 
 NOTICED_BYTES = 2 * 2**20
-"""The smallest piece in which CUDA hands out memory; less is not seen."""
+"""Smallest growth that counts: CUDA allocates memory in pieces of this size."""
 READING_S = 0.5
-"""How long the readings of memory in one body may take; NVML takes milliseconds for one, and more on a busy GPU."""
+"""Longest total time for memory readings in one body. NVML takes milliseconds for one, and more on a busy GPU."""
 ALWAYS_READ = 4
-"""The first calls of an operation of a group in a body are looked at even then."""
+"""Number of calls of each operation on each group that are measured even after `READING_S`."""
 _OF_ALL_TO_ALL = frozenset({OpClass.BATCHED_P2P, OpClass.ROOT_EXCHANGE})
 """Op classes that use the connections of all_to_all."""
 
 
 class LateWatch:
-    """Looks at every collective while it is asked to.
+    """Finds collectives that take memory or use an op class that is not connected, while `watching` runs.
 
     Attributes:
-        found: What was noticed, each op class of a group once.
+        found: The findings, each new op class of a group once.
     """
 
     def __init__(self, connected: Mapping[str, frozenset[OpClass]], *, probe: Callable[[], int] | None = None) -> None:
-        """Records what needs no notice.
+        """Stores the arguments.
 
         Args:
             connected: Op classes that a bootstrap has connected, by torch's name of the group.
-            probe: Tells the device memory that is not torch's; None where there is no device to ask.
+            probe: Returns the device memory outside torch's allocator; None if there is no device to ask.
         """
         self._connected = {name: set(classes) for name, classes in connected.items()}
         self._probe = probe
@@ -50,9 +50,9 @@ class LateWatch:
 
     @contextmanager
     def watching(self, phase: str) -> Iterator[list[LateAllocation]]:
-        """Watches this thread's collectives, and those of its backward passes; yields what is found meanwhile.
+        """Watches collectives of this thread and its backward passes. Yields a list that has the findings at the end.
 
-        Reading the memory takes some `READING_S` at most: a step of a large model has very many collectives.
+        Memory readings take little more than `READING_S`, because a step of a large model has very many collectives.
         """
         before = len(self.found)
         self._read_s, self._calls = 0.0, Counter()
@@ -69,7 +69,7 @@ class LateWatch:
 
     @staticmethod
     def report(found: Sequence[LateAllocation], *, who: str, refuse: bool) -> None:
-        """Warns of what was found, or raises CommunicatorError if it is to be refused."""
+        """Logs a warning about findings; raises CommunicatorError instead if ``refuse`` is True."""
         if not found:
             return
         text = f"{who}: the bootstrap has missed " + "; ".join(map(str, found))
@@ -94,7 +94,7 @@ class LateWatch:
         return value
 
     def _reads(self, group: dist.ProcessGroup, operation: str) -> bool:
-        """Returns True if memory is to be read around this call."""
+        """Returns True if the watch should read the memory before and after this call."""
         if self._probe is None:
             return False
         name = (group.group_name, operation)
@@ -102,7 +102,7 @@ class LateWatch:
         return self._calls[name] <= ALWAYS_READ or self._read_s < READING_S
 
     def _measured(self, call: Callable[[], Any]) -> tuple[Any, int]:
-        """Does a call; returns its value, and the bytes of device memory that it has taken."""
+        """Makes a call; returns its value, and the bytes of device memory that it took."""
         before = self._used()
         value = call()
         return value, self._used() - before
@@ -115,7 +115,7 @@ class LateWatch:
         return used
 
     def _is_new(self, group: dist.ProcessGroup, found: OpClass | None) -> bool:
-        """Returns True if a group carries a class for the first time. One rank alone has nobody to connect to."""
+        """Returns True if a group of several ranks carries an op class for the first time."""
         known = self._connected.setdefault(group.group_name, set())
         is_known = found in known or (found in _OF_ALL_TO_ALL and OpClass.ALL_TO_ALL in known)
         if found is not None:

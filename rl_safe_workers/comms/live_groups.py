@@ -1,7 +1,7 @@
-"""Every live communicator of the training world, and what is known of its kind.
+"""Lists every live communicator of the training world, and tells its kind.
 
-Megatron keeps its own list of the groups that this rank belongs to, in creation order; torch keeps names, backends and
-ranks of all there are. Aliases (several getters for one group) are one entry.
+Megatron lists the groups that this rank belongs to, in creation order. Torch knows names, backends and ranks of all
+groups. Aliases (several getters for one group) make one entry.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LiveGroup:
     group: Any
     """The torch ProcessGroup."""
     is_megatrons: bool
-    """True if it is the default group or in Megatron's list; else someone else has created it."""
+    """True if it is the default group or in Megatron's list; False if another program created it."""
 
     @property
     def size(self) -> int:
@@ -42,14 +42,14 @@ class LiveGroup:
 
     @property
     def is_known(self) -> bool:
-        """True if the table of groups says what it carries, be it nothing."""
-        # Megatron's twins for CPU tensors carry what a host sends over them.
+        """True if the table of groups knows the group, even if it carries nothing."""
+        # Only a host sends anything over Megatron's gloo twins for CPU tensors.
         unused = self.description in UNUSED or self.description.endswith("_GLOO")
         return self.kind is not None or (self.is_megatrons and unused)
 
     @property
     def kind(self) -> GroupKind | None:
-        """The kind of the group; None if it carries nothing, or nothing is known of it."""
+        """The kind of the group; None if the group carries nothing, or the table does not know it."""
         known = KINDS.get(self.description) if self.is_megatrons else None
         return known or HOST_KINDS.get(self.description)
 
@@ -71,7 +71,7 @@ def live_groups(*, elsewhere: Collection[Any] = ()) -> list[LiveGroup]:
     """Lists the default group, this rank's Megatron groups, and any other, each in creation order. Not collective.
 
     Args:
-        elsewhere: Groups of the process that are not of the training world, such as a host's in carved mode.
+        elsewhere: Groups of the process that do not belong to the training world, such as a host's in carved mode.
 
     Raises:
         CommunicatorError: If Megatron's groups do not exist (yet, or any more).

@@ -19,7 +19,7 @@ from rl_safe_workers.topology.budget import NCCL_MAXIMUM
 
 
 def world_options(limits: Mapping[str, int]) -> Any:
-    """Returns NCCL's options for the default group, of which Megatron's file says nothing; None for its own."""
+    """Returns NCCL's options for the default group, which Megatron's file does not cover; None for NCCL's defaults."""
     if "world" not in limits:
         return None
     options = dist.ProcessGroupNCCL.Options()
@@ -29,7 +29,7 @@ def world_options(limits: Mapping[str, int]) -> Any:
 
 @contextmanager
 def nccl_config(limits: Mapping[str, int]) -> Iterator[str]:
-    """Writes Megatron's ``nccl_communicator_config_path`` file for the body; JSON is YAML too."""
+    """Writes Megatron's ``nccl_communicator_config_path`` file for the body. JSON is also YAML, so it writes JSON."""
     with NamedTemporaryFile("w", suffix=".yaml", prefix="rl_safe_nccl_") as file:
         json.dump({key: {"max_ctas": limit} for key, limit in limits.items() if key != "world"}, file)
         file.flush()
@@ -37,7 +37,7 @@ def nccl_config(limits: Mapping[str, int]) -> Iterator[str]:
 
 
 def limits_of_groups() -> dict[str, int]:
-    """Returns the limits in CTAs that NCCL's groups were made with, by Megatron's key. Not collective.
+    """Returns the limits in CTAs with which NCCL's groups were made, by Megatron's key. Not collective.
 
     A group without a limit has no entry. Groups of other backends have none.
 
@@ -80,9 +80,9 @@ def create_megatron_groups(
     Args:
         config: The parallel sizes.
         timeout: Longest wait of one collective of these groups. New groups do not inherit the default group's.
-        limits: CTAs at most by key, as `topology.budget.plan_limits` returned them; None where no group is NCCL's.
-        with_gloo_twins: Megatron's default, for a host that uses those of the data-parallel groups; each costs a
-            connection.
+        limits: Limits in CTAs by key, as `topology.budget.plan_limits` returns them; None if no group uses NCCL.
+        with_gloo_twins: Whether to make gloo twins of the data-parallel groups, as Megatron does by default. Set it for
+            a host that uses them; each costs a connection.
     """
     with nullcontext(None) if limits is None else nccl_config(limits) as path:
         _initialize(config, timeout=timeout, nccl_config=path, with_gloo_twins=with_gloo_twins)
@@ -98,14 +98,14 @@ def _initialize(config: MegatronConfig, *, timeout: timedelta, nccl_config: str 
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
         nccl_communicator_config_path=nccl_config,
-        # Annotated as an int; Megatron makes a timedelta of it, which takes a fraction.
+        # The annotation says int, but Megatron makes a timedelta from it, so a fraction works.
         distributed_timeout_minutes=timeout.total_seconds() / 60,
         create_gloo_process_groups=with_gloo_twins,
     )
 
 
 def sizes_of_groups() -> MegatronConfig:
-    """Returns the sizes that Megatron's groups were made with. Not collective."""
+    """Returns the sizes with which Megatron's groups were made. Not collective."""
     return MegatronConfig(
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),

@@ -1,10 +1,10 @@
-"""Calls NCCL to give the device memory of a communicator back, and to take it again.
+"""Calls NCCL to free the device memory of a communicator, and to allocate it again.
 
 ``ncclCommSuspend`` and ``ncclCommResume`` exist since NCCL 2.29.7, for memory that NCCL has mapped itself (cuMem).
 torch offers them as ``Backend.suspend`` and ``Backend.resume`` since 2.12 (pytorch 176300). An older torch may run with
-a newer NCCL, loaded before torch's own. Then NCCL is called directly, with the pointer of
-``ProcessGroupNCCL._comm_ptr``. That method is private, and was seen in torch 2.11. It leaves out the communicators that
-torch makes for unbatched sends, one for each pair of ranks.
+a newer NCCL, loaded before torch's own. This module then calls NCCL directly, with the pointer of
+``ProcessGroupNCCL._comm_ptr``. That method is private, and was seen in torch 2.11. It does not return the communicators
+that torch makes for unbatched sends, one for each pair of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def can_suspend(device: torch.device, *, sends_unbatched: bool) -> bool:
 
     Args:
         device: The device.
-        sends_unbatched: True if some group carries unbatched sends. Only torch knows the communicators of those.
+        sends_unbatched: True if some group carries unbatched sends. Only torch can suspend their communicators.
     """
     if device.type != "cuda" or env.nccl_cumem_is_off() or why_not():
         return False
@@ -39,7 +39,7 @@ def can_suspend(device: torch.device, *, sends_unbatched: bool) -> bool:
 
 
 def why_not() -> str:
-    """Returns the reason why the NCCL of this process cannot suspend a communicator, and "" if it can."""
+    """Returns the reason why the NCCL of this process cannot suspend a communicator; "" if it can."""
     version = loaded_version()
     if version is None:
         return "no NCCL is loaded"
@@ -52,7 +52,7 @@ def why_not() -> str:
 
 @cache
 def loaded_version() -> tuple[int, ...] | None:
-    """Returns the version of the NCCL library in this process, or None if it has none.
+    """Returns the version of the NCCL library in this process; None if it has no NCCL.
 
     ``torch.cuda.nccl.version()`` is the version that torch was built with.
     """
@@ -76,7 +76,7 @@ def suspend(backend: Any) -> None:
 
 
 def resume(backend: Any) -> None:
-    """Resumes it. Collective over: its ranks. Errors as `suspend`."""
+    """Resumes a suspended communicator. Collective over: its ranks. Errors as `suspend`."""
     if _torch_suspends():
         backend.resume()
     else:
@@ -102,7 +102,7 @@ def _process_group() -> Any:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Returns the NCCL that is loaded; loads none."""
+    """Returns the NCCL library that this process has loaded, or None. Loads nothing."""
     try:
         return ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:

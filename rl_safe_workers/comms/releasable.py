@@ -1,14 +1,14 @@
 """Process groups whose communicators can be dropped and made anew while everyone keeps the same group object.
 
-A plain group cannot be used again once its backend was shut down, and model and optimizer hold on to their groups. So
-the group that torch hands out here is a thin one, which passes each collective to an inner group of plain torch. On
-release the inner group goes, with its connections and device memory; a rebuild makes the next *generation* of it.
+A plain group is useless once its backend is shut down, and model and optimizer keep references to their groups. So the
+group here is a thin object that passes each collective to an inner, plain group of torch. A release drops the inner
+group, with its connections and device memory. A rebuild makes the next *generation* of the inner group.
 
     register_backend("gloo")  ->  "rl_safe_gloo"   CPU tensors over gloo, released
     register_backend("nccl")  ->  "rl_safe_nccl"   CUDA tensors over NCCL, released; CPU tensors over gloo, kept
 
-These are names for ``init_process_group``, and every later ``new_group`` inherits them. Naming backends by device
-(``"cpu:gloo,cuda:..."``) does not mix with them: torch replaces the whole group by one that is written in Python.
+Pass such a name to ``init_process_group``, and every later ``new_group`` inherits it. Do not combine it with backends
+by device (``"cpu:gloo,cuda:..."``), because torch replaces the whole group by a backend that is written in Python.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORWARDED = frozenset(
         *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier"),
         *("allgather", "allgather_coalesced", "gather", "scatter", "reduce_scatter", "alltoall"),
         *("send", "recv", "recv_anysource"),
-        # One operation under the name that torch 2.11 calls and under that of 2.13.
+        # The same operation: its name in torch 2.11, and its name in 2.13.
         *("_allgather_base", "all_gather_single"),
         *("_reduce_scatter_base", "reduce_scatter_single"),
         *("alltoall_base", "all_to_all_single"),
@@ -43,22 +43,22 @@ FORWARDED = frozenset(
         *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
     }
 )
-"""Methods of a torch group that its inner group answers; of those that this torch has."""
+"""Methods of a group that go to the inner group, as far as the installed torch has them."""
 
 _KEPT_FROM_TORCH = frozenset(
     {"rank", "size", "name", "boxed", "unbox", "bound_device_id"}
     | {"_id", "_backend_id", "_get_backend_name", "_pybind11_conduit_v1_", "BackendType"}
 )
-"""Attributes that torch's own class answers without a backend."""
+"""Attributes that torch's own class provides without a backend."""
 
 
 class GroupState(StrEnum):
-    """The states of a group: connected or released."""
+    """The states of a group."""
 
     CONNECTED = "connected"
-    """It has a generation; each collective goes there."""
+    """It has a generation, which does the collectives."""
     RELEASED = "released"
-    """It has none, until the next rebuild."""
+    """It has no generation until the next rebuild."""
     CLOSED = "closed"
     """It was destroyed or aborted, for good."""
 
@@ -72,15 +72,15 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class ReleasableGroup(dist.ProcessGroup):
-    """A torch process group that outlives its communicators. Made by torch alone, see `register_backend`.
+    """A torch process group that outlives its communicators. Only torch makes it, see `register_backend`.
 
-    Every collective that torch's own groups have goes to the inner group, or raises CommunicatorError: if the group
-    is released or closed, and if it is none of `FORWARDED`.
+    Every collective in `FORWARDED` goes to the inner group. It raises CommunicatorError if the group is released or
+    closed. Every other collective of torch's groups always raises CommunicatorError.
 
     Attributes:
         members: Ranks of the members in the default group, in group order.
-        generation: Counts what was made of it; 0 at its creation.
-        serial: Grows with each group of this process: the order of creation, which agrees among all members.
+        generation: Number of the latest generation; 0 at the group's creation.
+        serial: Grows with each group of this process. It gives the order of creation, which agrees among all members.
     """
 
     _created = 0
@@ -89,11 +89,11 @@ class ReleasableGroup(dist.ProcessGroup):
         """Connects generation 0, as a plain group of torch does. Collective over: the group.
 
         Args:
-            backend: ``"gloo"`` or ``"nccl"``: what carries the tensors that are released.
+            backend: ``"gloo"`` or ``"nccl"``: the backend that a release drops.
             base: torch's ``_DistributedBackendOptions``.
             options: ``pg_options`` of ``init_process_group`` or ``new_group``; None for torch's own.
         """
-        # torch's constructor with a store makes no group that Python can extend.
+        # Python cannot subclass a group that torch's constructor makes with a store.
         super().__init__(base.group_rank, base.group_size)  # type: ignore[call-arg]
         ReleasableGroup._created += 1
         self.serial, self.generation = ReleasableGroup._created, 0
@@ -109,16 +109,16 @@ class ReleasableGroup(dist.ProcessGroup):
         for channel in self.channels.values():
             self._connect(channel, base.timeout)
 
-    # What the rest of this package does with it.
+    # Methods for the rest of this package.
 
     @property
     def state(self) -> GroupState:
-        """True if it can carry anything."""
+        """Connected, released or closed."""
         return self._state
 
     @property
     def key(self) -> str:
-        """Its name among the groups of all ranks: torch's."""
+        """Torch's name of the group, the same on all ranks."""
         return self._torch_name
 
     @property
@@ -132,7 +132,7 @@ class ReleasableGroup(dist.ProcessGroup):
         return self._released_channel.timeout
 
     def pending_works(self) -> list[Any]:
-        """Unfinished works of CPU tensors that somebody holds. What a GPU still does is known to the GPU alone."""
+        """Returns unfinished works on CPU tensors that somebody still references. Only the GPU knows its own queue."""
         works = self.channels["cpu"].pending if "cpu" in self.channels else ()
         return [work for work in works if not work.is_completed()]
 
@@ -140,12 +140,12 @@ class ReleasableGroup(dist.ProcessGroup):
         """Releases the group; the caller ends the communicators. Not collective; idempotent.
 
         Args:
-            missing_call: What makes the group usable again, for the error of a caller that uses it before.
+            missing_call: The call that makes the group usable again, for the error of a caller that uses it before.
 
         Returns:
-            torch's backend of the generation that is over, or None if there was none. ``shutdown`` ends its
-            communicators, on NCCL together with the other members, ``abort`` without them, and gloo's connections end
-            with the last reference.
+            torch's backend of the dropped generation, or None if there was none. Its ``shutdown`` ends the
+            communicators, on NCCL together with the other members; ``abort`` ends them without the others. Gloo's
+            connections end with the last reference.
         """
         if self._state is not GroupState.CONNECTED:
             return None
@@ -170,7 +170,7 @@ class ReleasableGroup(dist.ProcessGroup):
         self._state = GroupState.CONNECTED
 
     def limit(self, timeout: timedelta | None) -> None:
-        """Bounds collectives of the present generation for a while; None: by the group's own timeout again."""
+        """Sets a temporary timeout for collectives of the current generation; None restores the group's own timeout."""
         channel = self._released_channel
         channel.limit(channel.timeout if timeout is None else min(timeout, channel.timeout))
 
@@ -178,11 +178,11 @@ class ReleasableGroup(dist.ProcessGroup):
         generation = "kept" if channel.kept else str(self.generation)
         store = PrefixStore(f"{STORE_PREFIX}/{self.key}/{generation}", self._store)
         channel.connect(store, self.rank(), self.size(), name=self.key, members=self.members, bound=bound)
-        # torch tells a group its description after it has created it.
+        # torch sets a group's description only after its creation.
         if channel.inner is not None and self._desc:
             channel.inner._set_group_desc(self._desc)
 
-    # What torch does with it.
+    # Methods for torch.
 
     def _channel_for(self, op: str, device: str) -> Channel:
         channel = self.channels.get(device)
@@ -208,7 +208,7 @@ class ReleasableGroup(dist.ProcessGroup):
             first = first[0]
         if isinstance(first, torch.Tensor):
             return first.device.type
-        # The other ranks than the root of a gather give no output, and a barrier has no tensor.
+        # In a gather, only the root has an output; a barrier has no tensor at all.
         values = [*args, *kwargs.values()]
         tensor = next(_tensors(values), None)
         if tensor is not None:
@@ -239,21 +239,21 @@ class ReleasableGroup(dist.ProcessGroup):
         return [torch.device(device) for device in self.channels]
 
     def _get_backend(self, device: torch.device) -> Any:
-        # torch asks for a GPU's without knowing whether there is one, and takes a RuntimeError for a no.
+        # torch asks for a GPU's backend even if there is none, and expects a RuntimeError then.
         if device.type not in self.channels:
             raise RuntimeError(f"No backend type associated with device type {device.type}")
         return self.channels[device.type].view
 
-    # torch's own class keeps name and description with its backends, and this one has none.
+    # torch's own class stores name and description in its backends, but this class has no backends.
 
     @property
     def group_name(self) -> Any:
-        """Its name as torch gave it; that of the inner group, too."""
+        """Torch's name of the group, and of its inner group."""
         return self._torch_name
 
     @property
     def group_desc(self) -> str:
-        """Its description, e.g. ``"TENSOR_MODEL_PARALLEL_GROUP"``; that of the inner group, too."""
+        """Description of the group and of its inner group, e.g. ``"TENSOR_MODEL_PARALLEL_GROUP"``."""
         return self._desc
 
     def _set_group_name(self, name: str) -> None:
@@ -265,7 +265,7 @@ class ReleasableGroup(dist.ProcessGroup):
             if channel.inner is not None:
                 channel.inner._set_group_desc(desc)
 
-    # What C++ calls.
+    # Methods that C++ calls.
 
     def getBackendName(self) -> str:  # noqa: D102, N802
         return backend_name(self._released_channel.backend)
@@ -277,11 +277,11 @@ class ReleasableGroup(dist.ProcessGroup):
         return self._desc
 
     def get_group_store(self) -> Store:
-        """Returns the store that torch made the group with."""
+        """Returns the store with which torch made the group."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Bounds every later collective, those of later generations too."""
+        """Sets the timeout of every later collective, also in later generations."""
         for channel in self.channels.values():
             channel.set_timeout(timeout)
 
@@ -290,7 +290,7 @@ class ReleasableGroup(dist.ProcessGroup):
         return int(inner._get_sequence_number_for_group())
 
     def _set_sequence_number_for_group(self) -> None:
-        """Does nothing: each generation begins at 0."""
+        """Does nothing: each generation starts its sequence numbers at 0."""
 
     def _has_hooks(self) -> bool:
         return False
@@ -329,15 +329,15 @@ def _refusal(op: str) -> Callable[..., Any]:
 
 
 def _left_to_eager(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes Dynamo break the graph at a method, as it does at a plain group's; else it would go into this one."""
+    """Makes Dynamo break the graph at a method, as at a method of a plain group. Else Dynamo would trace into it."""
     left: Callable[..., Any] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
     return left
 
 
 def _complete_methods() -> None:
-    """Gives the class each method that this torch's groups have: forwarded, or refused by its name.
+    """Adds each method of torch's groups to the class. A method is forwarded, or raises an error with its name.
 
-    Left alone, torch's own class would answer, for a group that has no backend at all.
+    Without this, torch's own class would handle the call, but the group has no backend there.
     """
     for name in dir(dist.ProcessGroup):
         if name.startswith("__") or name in vars(ReleasableGroup) or name in _KEPT_FROM_TORCH:
@@ -350,7 +350,7 @@ _complete_methods()
 
 
 def backend_name(backend: str) -> str:
-    """The releasable kind of a backend, as torch knows it."""
+    """Returns torch's name of the releasable variant of a backend."""
     return f"rl_safe_{backend}"
 
 
@@ -361,10 +361,10 @@ def register_backend(backend: str) -> str:
         backend: ``"gloo"`` for trainers on CPUs, ``"nccl"`` for those on GPUs.
 
     Returns:
-        Its name, for ``init_process_group`` or ``new_group``.
+        The name of the releasable backend, for ``init_process_group`` or ``new_group``.
 
     Raises:
-        CommunicatorError: If there is no such kind.
+        CommunicatorError: If ``backend`` has no releasable variant.
     """
     if backend not in ("gloo", "nccl"):
         raise CommunicatorError(f"backend {backend}: only gloo and nccl groups can be released")
@@ -382,10 +382,10 @@ def register_backend(backend: str) -> str:
 
 
 def _install_batching() -> None:
-    """Lets ``batch_isend_irecv`` batch on these groups too. Once for each process.
+    """Replaces ``batch_isend_irecv`` once in each process, so that it batches on releasable groups too.
 
-    It does so only if the type of the group is ProcessGroup itself, and otherwise issues the operations one by one:
-    on NCCL two neighbours who both send first wait for each other for ever, and each pair connects anew.
+    torch's function batches only if the type of the group is ProcessGroup itself. Otherwise it issues the operations
+    one by one. On NCCL, two neighbours that both send first then deadlock, and each pair makes a new connection.
     """
     original = c10d.batch_isend_irecv
     if hasattr(original, "batches_releasable_groups"):
@@ -403,7 +403,7 @@ def _install_batching() -> None:
 
 
 def _batch(group: ReleasableGroup, ops: list[Any]) -> list[Any]:
-    """Does what torch's own does for a backend that batches, without a look at the type of the group."""
+    """Batches operations as torch's own function does, without a check of the group's type."""
     c10d._check_p2p_op_list(ops)
     device = ops[0].tensor.device
     live = group._channel_for("batch_isend_irecv", device.type)

@@ -1,10 +1,10 @@
-"""Gives the communicators' memory to the rollout, and takes it back: release and rebuild of every releasable group.
+"""Releases every releasable group before a rollout, to free the communicators' memory, and rebuilds them after it.
 
     release   drain -> agreement -> drop every generation, all at once -> agreement
     rebuild   agreement -> next generation of every group, first created first -> agreement -> bootstrap -> agreement
 
-The ranks agree over the store, since no group can carry that. A rank leaves either call only when all are
-done, so nobody starts a collective on a group that another still makes; and a rank that fails, fails them all.
+The ranks agree over the store, since no group is available for that. A rank returns only when all ranks are done, so
+no rank starts a collective on a group that another rank is still making. If one rank fails, all ranks fail.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from rl_safe_workers.ranks import trainer_id
 logger = logging.getLogger(__name__)
 
 _WORK_SHARE = 0.8
-"""Share of the time that is left, for work that may hang. In the rest the ranks tell each other about it."""
+"""Share of the remaining time for work that may hang. The ranks need the rest to tell each other that it hangs."""
 _UNDO = timedelta(seconds=10)
-"""Longest time to take back what a rebuild that failed has made."""
+"""Longest time to undo a failed rebuild."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +62,13 @@ class RebuildReport:
     groups: int
     generation: int
     connect_s: float
-    """Until every rank had the groups; ``seconds`` counts the bootstrap, too."""
+    """Seconds until every rank had the groups; ``seconds`` includes the bootstrap."""
     seconds: float
     taken_bytes: int = 0
 
 
 def releasable_groups() -> list[ReleasableGroup]:
-    """Lists this process's releasable groups in the order of their creation, the default group among them."""
+    """Lists this process's releasable groups, the default group included, in the order of their creation."""
     return sorted(
         (g for g in torch_groups.registered_groups() if isinstance(g, ReleasableGroup)), key=lambda group: group.serial
     )
@@ -85,21 +85,21 @@ def release(
 ) -> ReleaseReport:
     """Drops the communicators of groups, which stay the same objects. Collective over: the training world. Idempotent.
 
-    What was released before or has been destroyed is passed over. Works that are still pending are waited for first.
-    If a rank fails before any group is dropped, all of them stay usable.
+    It skips groups that are released or destroyed already, and first waits for pending works. If a rank fails before
+    any group is dropped, all groups stay usable.
 
     Args:
-        groups: What to release; None for all that this process has. Every member of a group releases it.
+        groups: Groups to release; None for all of this process. Every member of a group must release it.
         control: This rank's place in the training world.
-        timeout: Longest time that this takes.
-        phase: The phase whose deadline that is, for errors.
-        missing_call: What makes the groups usable again, for the error of a caller that uses one before.
-        used_bytes: Tells the device memory in use; called before and after.
+        timeout: Longest time for the release.
+        phase: The phase to which the timeout belongs, for errors.
+        missing_call: The call that makes the groups usable again, for the error of a caller that uses one before.
+        used_bytes: Returns the device memory in use; called before and after.
 
     Raises:
         PhaseTimeoutError: If a rank does not come in time; names it.
-        CommunicatorError: On every rank, if one failed, naming it; if a group is not releasable, or is released on
-            some of its members only.
+        CommunicatorError: On every rank, if one failed; the message names it. Also if a group is not releasable, or
+            only some of its members released it.
     """
     start_s = time.monotonic()
     ranks = _Ranks(control, "release", phase=phase, timeout=timeout)
@@ -113,7 +113,7 @@ def release(
     ranks.agree(failure, groups=live)
     gone = ranks.generations
     before = used_bytes() if used_bytes is not None else 0
-    # Nobody is inside a collective any more, on any rank.
+    # From here on, no rank is inside a collective.
     failure = _drop(live, missing_call, ranks.deadline.share(_WORK_SHARE).remaining())
     ranks.agree(failure)
     if control.rank == 0:
@@ -138,22 +138,22 @@ def rebuild(
 ) -> RebuildReport:
     """Makes the next generation of released groups. Collective over: the training world. Idempotent.
 
-    Options, description and timeout of a group are those that it had. If a rank fails, the groups are released again on
-    every rank, and a later rebuild may succeed.
+    A group keeps its options, description and timeout. If a rank fails, every rank releases the groups again, and a
+    later rebuild may succeed.
 
     Args:
-        groups: What to rebuild; None for all released ones of this process. Every member of a group rebuilds it.
+        groups: Groups to rebuild; None for all released ones of this process. Every member of a group must rebuild it.
         control: This rank's place in the training world.
-        timeout: Longest time that this takes.
-        bootstrap: Called once every rank has its groups, to connect each op class of each within the time that it is
-            given; collectives on the groups are bound by that, too.
-        phase: The phase whose deadline that is, for errors.
-        used_bytes: Tells the device memory in use; called before and after.
+        timeout: Longest time for the rebuild.
+        bootstrap: Called once every rank has its groups, to connect each op class of each group. Its argument is the
+            time that it may take, which is also the timeout of collectives on the groups meanwhile.
+        phase: The phase to which the timeout belongs, for errors.
+        used_bytes: Returns the device memory in use; called before and after.
 
     Raises:
         PhaseTimeoutError: If a rank does not come in time; names it.
-        CommunicatorError: On every rank, if one failed, naming it; or if a group is released on some of its members
-            only.
+        CommunicatorError: On every rank, if one failed; the message names it. Also if only some members of a group
+            have it released.
     """
     start_s = time.monotonic()
     ranks = _Ranks(control, "rebuild", phase=phase, timeout=timeout)
@@ -177,17 +177,17 @@ def rebuild(
 
 
 class _Ranks:
-    """The agreements of one release or rebuild, one after the other, within one deadline."""
+    """The consecutive agreements of one release or rebuild, within one deadline."""
 
     def __init__(self, control: ControlPlane, what: str, *, phase: Phase, timeout: timedelta) -> None:
         self._control, self._what, self._phase = control, what, phase
         self.generations: dict[str, int] = {}
-        """Generations of every rank's groups at the last agreement, by the group's name; on rank 0."""
+        """On rank 0: the generation of each group of every rank at the last agreement, by the group's name."""
         self._together_s = time.monotonic()
         self.deadline = Deadline.after(timeout)
 
     def elapsed_s(self) -> float:
-        """Seconds since the last agreement, at which all ranks were together."""
+        """Returns the seconds since the last agreement, which all ranks left at about the same time."""
         return time.monotonic() - self._together_s
 
     def agree(
@@ -200,17 +200,17 @@ class _Ranks:
         """Waits for every rank and learns of every failure. Collective over: the training world.
 
         Args:
-            failure: What this rank has failed with, if it has.
-            groups: What it brings along.
-            after_s: When it failed, as `elapsed_s`; None: now. The first to fail is named first: others may have waited
-                for it in vain.
+            failure: This rank's failure; None if it has none.
+            groups: The groups that this rank takes part with.
+            after_s: The time of the failure, as `elapsed_s`; None for now. The error names the first rank to fail
+                first, since others may have waited for it in vain.
 
         Returns:
-            ``generation``, the next one.
+            A mapping whose ``generation`` is the number of the next generation.
 
         Raises:
             PhaseTimeoutError: If a rank does not come.
-            CommunicatorError: If a rank has failed, or not all members of a group brought it along.
+            CommunicatorError: If a rank has failed, or not all members of a group take part with it.
         """
         report = {
             "failure": None if failure is None else Failure.of(failure).as_json(),
@@ -224,11 +224,11 @@ class _Ranks:
             return outcome
 
         try:
-            # A step of a release and one of a rebuild are never the same.
+            # Release and rebuild share this name. Each step is a numbered operation of its own, so none are mixed up.
             gathering = self._control.gathering("release", phase=self._phase)
             outcome = gathering.settle(self.deadline, report=report, decide=decide)
         except RlSafeError as error:
-            # Who has named the missing ranks knows better than who finds others gone, for that very reason.
+            # This rank's timeout names the missing ranks, and may be the reason why other ranks are gone now.
             if isinstance(failure, PhaseTimeoutError):
                 raise failure from error
             raise error from failure
@@ -245,7 +245,7 @@ def _judge(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     told = {rank: Failure.from_json(r["failure"]) for rank, r in enumerate(reports) if r["failure"] is not None}
     failed = sorted(told, key=lambda rank: (reports[rank]["after_s"], rank))
     failures = [f"training rank {rank}: {told[rank].text}" for rank in failed]
-    # The first to fail; before it one that did not only wait for others.
+    # The culprit is the first to fail, but a rank with a failure of its own comes before ranks that waited for others.
     culprit = min(failed, key=lambda rank: told[rank].foreign.is_about_others, default=None)
     brought: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
@@ -269,7 +269,7 @@ def _judge(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _in_state(groups: Iterable[dist.ProcessGroup] | None, state: GroupState) -> list[ReleasableGroup]:
-    """The groups in a state, in the order of creation: the one order that all members of all groups share."""
+    """Returns the groups in a state, in the order of creation, which is the same on all members of all groups."""
     if groups is None:
         return [group for group in releasable_groups() if group.state is state]
     chosen = []
@@ -285,10 +285,10 @@ def _in_state(groups: Iterable[dist.ProcessGroup] | None, state: GroupState) -> 
 
 
 def _drain(groups: Sequence[ReleasableGroup], deadline: Deadline) -> None:
-    """Waits until nothing of these groups is under way on this rank. Not collective.
+    """Waits until this rank has no unfinished operation on these groups. Not collective.
 
     Raises:
-        CommunicatorError: If something still is at the deadline, as a receive that nobody sends to.
+        CommunicatorError: If an operation does not end before the deadline, e.g. a receive without a send.
     """
     for group in groups:
         for work in group.pending_works():
@@ -303,15 +303,15 @@ def _drain(groups: Sequence[ReleasableGroup], deadline: Deadline) -> None:
 
 
 def _drop(groups: Sequence[ReleasableGroup], missing_call: str, patience: timedelta) -> Exception | None:
-    """Ends the groups' communicators, also past failures. Collective over: each group, on NCCL."""
+    """Ends the groups' communicators; goes on after a failure. Collective over: each group, on NCCL."""
     return end_together([(group.label, group.detach(missing_call=missing_call)) for group in groups], patience)
 
 
 def _do_together(ranks: _Ranks, groups: Sequence[ReleasableGroup], work: Callable[[], object]) -> None:
-    """Does a part of a rebuild and learns how the others fared; releases the groups again if it failed anywhere."""
+    """Does a part of a rebuild and agrees with the others on the result. Releases the groups again if a rank failed."""
     failure, after_s = failure_of(work), ranks.elapsed_s()
     if failure is not None:
-        # Before the agreement: a rank that waits for this one in a collective of gloo then fails at once.
+        # Release before the agreement: a rank that waits for this one in a gloo collective then fails at once.
         _release_again(groups)
     try:
         ranks.agree(failure, after_s=after_s)
@@ -321,7 +321,7 @@ def _do_together(ranks: _Ranks, groups: Sequence[ReleasableGroup], work: Callabl
 
 
 def _release_again(groups: Sequence[ReleasableGroup]) -> None:
-    """Undoes a rebuild that has failed, without the others, who may be anywhere."""
+    """Undoes a failed rebuild on this rank alone, because the other ranks may be anywhere."""
     connected = [group for group in groups if group.state is GroupState.CONNECTED]
     failure = end_alone([(group.label, group.detach()) for group in connected], _UNDO)
     if failure is not None:
@@ -348,7 +348,7 @@ def _bounded_bootstrap(
 
 
 def _forget_keys(groups: Sequence[ReleasableGroup], gone: Mapping[str, int]) -> None:
-    """Deletes what generations that are gone everywhere have left in the store. One rank does it for all."""
+    """Deletes the store keys of generations that no rank has any more. One rank does it for all."""
     if not groups:
         return
 

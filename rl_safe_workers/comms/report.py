@@ -35,16 +35,16 @@ class BootstrapReport:
     """
 
     entries: tuple[LedgerEntry, ...]
-    """In the order of connecting."""
+    """The connected op classes, in the order of connecting."""
     skipped: int
     """Groups that carry nothing under this configuration."""
     unknown: tuple[str, ...]
-    """Groups that the table of groups lacks, with their ranks: what they carry is connected late."""
+    """Groups that the table of groups lacks, with their ranks. Some of their op classes may connect late."""
     seconds: float
     kernel_bytes: int | None = None
-    """Device memory of NCCL's kernels, which stay; None where there is no device, 0 if they were there before."""
+    """Device memory of NCCL's kernels, which stay loaded; None without a device, 0 if they were loaded before."""
     kernel_seconds: float = 0.0
-    """To load them; part of ``seconds``."""
+    """Seconds to load the kernels; part of ``seconds``."""
 
     @property
     def groups(self) -> int:
@@ -53,13 +53,13 @@ class BootstrapReport:
 
     @property
     def bytes(self) -> int | None:
-        """Device memory of all of them and of NCCL's kernels; None where there is no device to ask."""
+        """Device memory of all groups and of NCCL's kernels; None where there is no device to ask."""
         measured = [entry.bytes for entry in self.entries if entry.bytes is not None]
         return sum(measured) + (self.kernel_bytes or 0) if measured else None
 
     @property
     def predicted_bytes(self) -> int:
-        """Bytes that the model expects of all entries."""
+        """Bytes that the model of ``topology.memory`` expects for all entries."""
         return sum(entry.predicted_bytes for entry in self.entries) + (KERNEL_BYTES if self.kernel_bytes else 0)
 
 
@@ -103,7 +103,7 @@ def add_reports(first: BootstrapReport, second: BootstrapReport) -> BootstrapRep
 
 
 def _add_entries(first: LedgerEntry, second: LedgerEntry) -> LedgerEntry:
-    """The same op class again: what was connected takes no memory a second time, so the prediction stays."""
+    """Adds the costs of an op class that was connected twice. The second time takes no memory: the prediction stays."""
     return replace(first, seconds=first.seconds + second.seconds, bytes=_sum(first.bytes, second.bytes))
 
 

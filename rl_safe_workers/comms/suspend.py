@@ -1,6 +1,6 @@
 """Suspends all communicators of a training rank before a rollout, and resumes them after it.
 
-It is used where NCCL can do that (`nccl_suspend`), in place of a release.
+It is used instead of a release, where NCCL can suspend communicators (`nccl_suspend`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rl_safe_workers.lifecycle import Phase
 logger = logging.getLogger(__name__)
 
 _DRAIN_SHARE = 0.8
-"""Share of the timeout, to drain the GPU's queue. A rank that needs longer tells the others before they give up."""
+"""Share of the timeout for draining the GPU's queue. A rank that needs longer tells the others before they give up."""
 _PROOF_ELEMENTS = 4096
 
 
 class Suspension:
-    """Suspends and resumes the communicators of one training rank, always the same ones."""
+    """Suspends the communicators of one training rank, and resumes the same ones."""
 
     def __init__(self, control: ControlPlane, *, device: torch.device) -> None:
         """Suspends nothing yet.
@@ -46,7 +46,9 @@ class Suspension:
         self._suspended: set[str] = set()
 
     def prove(self, *, timeout: timedelta, phase: Phase = Phase.OFFLOAD) -> bool:
-        """Suspends and resumes the default group alone, between two equal sums. Collective over: the training world.
+        """Tests suspension on the default group alone. Collective over: the training world.
+
+        It computes a sum, suspends, resumes, and computes the sum again.
 
         Args:
             timeout: Longest time for all of it.
@@ -93,7 +95,7 @@ class Suspension:
         """Suspends groups. Collective over: the training world. Idempotent.
 
         Args:
-            connected: Whether a group has a communicator: NCCL knows no other.
+            connected: Returns True if a group has a communicator, since NCCL can suspend no other.
             timeout: Longest time for all of them.
             phase: The phase that this is part of, for errors.
 
@@ -102,7 +104,7 @@ class Suspension:
 
         Raises:
             PhaseTimeoutError: On every rank, if one does not come to a group in time; names it.
-            CommunicatorError: On every rank, if one fails, or its GPU does not finish what is queued; names it.
+            CommunicatorError: On every rank, if one fails, or its GPU does not finish its queue; names it.
         """
         if self._planned:
             return 0.0
@@ -110,7 +112,7 @@ class Suspension:
         return self._do("suspend", phase, timeout)
 
     def resume(self, *, timeout: timedelta, phase: Phase = Phase.ONLOAD) -> float:
-        """Resumes what was suspended, be it on some ranks only; returns seconds. As `suspend`."""
+        """Resumes the suspended groups, even if only some ranks suspended them; returns seconds. As `suspend`."""
         seconds = self._do("resume", phase, timeout)
         self._planned = []
         return seconds
@@ -120,7 +122,7 @@ class Suspension:
         work = Supervision(self._control, method, phase=phase, timeout=timeout)
         if method == "suspend" and self._device.type == "cuda":
             work.alone("the wait for its GPU", partial(self._drain, timeout * _DRAIN_SHARE))
-        # All members go through all groups, also those of which only some were suspended when one failed.
+        # All members go through all groups. After a failure, a group may be suspended on some of its members only.
         everyone = range(self._control.size)
         work.part(f"the {method} of communicators", everyone, partial(self._change_all, method))
         work.finish()
@@ -128,7 +130,7 @@ class Suspension:
         return time.monotonic() - started_s
 
     def _change_all(self, method: str) -> None:
-        """Changes all groups at once: NCCL waits for the other members of each. Raises the first failure."""
+        """Suspends or resumes all groups at once: NCCL waits for a group's other members. Raises the first failure."""
         ended: SimpleQueue[Exception | None] = SimpleQueue()
         for group in self._planned:
             in_background(partial(self._report_change, group, method, ended))
@@ -143,7 +145,7 @@ class Suspension:
         ended.put(failure)
 
     def _drain(self, patience: timedelta) -> None:
-        """Waits for the GPU, which nothing else bounds: NCCL suspends no communicator that is in use."""
+        """Waits for the GPU within ``patience``, because NCCL cannot suspend a communicator that is in use."""
         wait = partial(torch.cuda.synchronize, self._device)
         within(wait, patience, what="what is queued on the GPU")
 

@@ -1,4 +1,4 @@
-"""Ends the groups of the training world within a deadline: all at once, aborted where that takes too long."""
+"""Ends the groups of the training world within a deadline: all at once, and by an abort if that takes too long."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Named = tuple[str, Any]
 def destroy_groups(world: TrainingWorld, *, timeout: timedelta) -> None:
     """Destroys the training world's groups and clears Megatron's globals. Collective over: the training world.
 
-    In isolated mode that is every group of the process; in carved mode the host's groups stay, and its default group is
-    the default one again. All end at once: one by one in the order of their creation they deadlock where members hold
-    different subsets, such as embedding groups at four pipeline stages, and NCCL takes a third of a second for each.
-    Idempotent.
+    In isolated mode that is every group of the process. In carved mode the host's groups stay, and the host's default
+    group becomes the default one again. All groups end at once. One by one, in the order of creation, they would
+    deadlock where members hold different subsets of groups, such as embedding groups with four pipeline stages. NCCL
+    would also take a third of a second for each. Idempotent.
 
     Args:
-        world: What to destroy.
-        timeout: Longest time for it. NCCL itself waits for a peer without end.
+        world: The training world.
+        timeout: Longest time for the destruction. NCCL itself waits for a peer without end.
 
     Raises:
-        CommunicatorError: If a group could not be ended together with its other members; all were then aborted.
+        CommunicatorError: If a group could not be ended together with its other members. All groups are then aborted.
     """
     parallel_state.destroy_model_parallel()
     if not dist.is_initialized():
@@ -49,14 +49,14 @@ def destroy_groups(world: TrainingWorld, *, timeout: timedelta) -> None:
     ours = _groups(world)
     failure = end_together(_backends(ours), timeout)
     if world.host_group is None:
-        # torch goes by these names to shut every group down once more, one after the other.
+        # torch would use these names to shut every group down a second time, one after the other.
         torch_groups.forget_names()
         dist.destroy_process_group()
     else:
         torch_groups.make_default(world.host_group)
         for group in ours:
             dist.destroy_process_group(group)
-        # The next group of the host gets the name that it has on the rollout ranks, which created none of ours.
+        # Give the host's next group the same name as on the rollout ranks, which created none of our groups.
         torch_groups.reset_group_count(world.host_group_count)
     if failure is not None:
         raise CommunicatorError(f"the groups were aborted, not destroyed: {failure}") from failure
@@ -65,11 +65,11 @@ def destroy_groups(world: TrainingWorld, *, timeout: timedelta) -> None:
 def abort_groups(world: TrainingWorld, *, timeout: timedelta) -> None:
     """Aborts the training world's NCCL communicators, so that this process can end whatever the others do.
 
-    Not collective. The groups stay known to torch, and are of no use; gloo's need nothing to end.
+    Not collective. The groups stay known to torch, but cannot be used. Gloo groups need no abort.
 
     Args:
-        world: Whose groups.
-        timeout: Longest time for it; what is not aborted then is left alone.
+        world: The training world.
+        timeout: Longest time for the aborts. Groups that are not aborted by then are left alone.
     """
     if not dist.is_initialized():
         return
@@ -95,14 +95,14 @@ def _backends(groups: Sequence[dist.ProcessGroup]) -> list[Named]:
 
 
 def end_together(backends: list[Named], patience: timedelta) -> Exception | None:
-    """Shuts communicators down, also past failures. Collective over: each group, on NCCL.
+    """Shuts communicators down; goes on after a failure. Collective over: each group, on NCCL.
 
-    All at once: then no group waits for another, whatever the order, and the half second that each takes to stop its
-    threads passes once. Where that does not end, as when a peer has died, they are aborted, which needs no peer.
+    It shuts all down at once, so no group waits for another. Each takes half a second to stop its threads, and these
+    times overlap. If a shutdown does not end, e.g. because a peer has died, it aborts them, which needs no peer.
 
     Args:
-        backends: What to end; those that have ended are taken out.
-        patience: Longest time for all of it.
+        backends: Backends to end. Those that have ended are removed from the list.
+        patience: Longest time for all of them.
 
     Returns:
         The first failure, or None.
@@ -123,7 +123,7 @@ def _end(backends: list[Named], how: str, patience: timedelta) -> Exception | No
     failures: list[Exception] = []
 
     def end(holder: list[Named]) -> None:
-        # The last reference is this thread's own: gloo takes 10 ms to close a group's connections when it goes.
+        # This thread holds the last reference. When it goes, gloo takes 10 ms to close the group's connections.
         named = holder.pop()
         failure = failure_of(getattr(named[1], how))
         if failure is not None:
@@ -148,7 +148,7 @@ def _end(backends: list[Named], how: str, patience: timedelta) -> Exception | No
 
 @contextmanager
 def _one_abort(backends: Iterable[Any]) -> Iterator[None]:
-    """Makes one of all aborts of NCCL's in the body, so that none waits for another (pytorch#119797)."""
+    """Groups all NCCL aborts of the body into one, so that no abort waits for another (pytorch#119797)."""
     nccl = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
     if nccl is not None:
         nccl._group_start()
@@ -160,7 +160,7 @@ def _one_abort(backends: Iterable[Any]) -> Iterator[None]:
 
 
 def _at_once(works: Sequence[Callable[[], None]]) -> None:
-    """Does each in a thread of its own and waits for all."""
+    """Runs each function in a thread of its own, and waits for all."""
     never = Deadline.after(math.inf)
     for work in [in_background(work) for work in works]:
         work.wait(never)

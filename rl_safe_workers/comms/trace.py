@@ -1,17 +1,19 @@
-"""Every collective of this process as it is issued, with its group: what really fires, whatever a table says.
+"""Traces every collective that this process really issues, with its group.
 
-Whatever function of ``torch.distributed`` is called, under whichever name a library has bound it, issues through a
-method of ``dist.ProcessGroup``. While any thread traces, these methods are replaced by ones that ask whether theirs
-does. A dispatch mode would see more, but Dynamo compiles nothing under one, and never again what it has refused.
+Every function of ``torch.distributed``, under whichever name a library has imported it, issues its collective through a
+method of ``dist.ProcessGroup``. While any thread traces, this module replaces these methods. Each replacement checks
+whether its own thread traces. A dispatch mode would see more, but Dynamo compiles nothing under one, and never retries
+a function that it has refused.
 
-Seen are the collectives of the thread that traces, and of its backward passes, whose threads torch gives what that
-thread keeps; not those of other threads, which may connect or send weights meanwhile. A group that Python extends is
-seen where it passes a collective on to a plain one, as `ReleasableGroup` does. NCCL starts what was issued as a batch
-at the batch's end only: the trace looks at that, too. It has the name of what was issued last.
+The trace sees collectives of the tracing thread and of its backward passes, to whose threads torch lends the thread's
+state. It does not see other threads, which may connect or send weights meanwhile. For a Python subclass of a group, it
+sees the call to the inner plain group, as with `ReleasableGroup`. NCCL starts the operations of a batch only at the end
+of the batch. So the trace passes the end of a batch on, too, under the name of the batch's last operation.
 
-Not seen is what C++ issues on a plain group: functional collectives, with the ``torch.distributed`` calls that
-``torch.compile`` turns into them; the reductions of ``torch.nn.parallel.DistributedDataParallel``. On a
-`ReleasableGroup` these come back to Python, and are seen. Direct calls of ``torch.ops.c10d`` are seen on neither.
+The trace does not see collectives that C++ issues on a plain group. These are functional collectives (also those that
+``torch.compile`` makes from ``torch.distributed`` calls), and the reductions of
+``torch.nn.parallel.DistributedDataParallel``. On a `ReleasableGroup` these calls return to Python, so the trace sees
+them. It never sees direct calls of ``torch.ops.c10d``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import torch.distributed as dist
 from rl_safe_workers.topology.groups import OpClass
 
 BATCH = "batch_isend_irecv"
-"""Name of a send or a receive that is part of a batch: the function of torch that makes one."""
+"""Name of a send or a receive that is part of a batch: the name of torch's function for batches."""
 OP_CLASSES = {
     "allreduce": OpClass.REDUCE,
     "reduce": OpClass.REDUCE,
@@ -45,7 +47,7 @@ OP_CLASSES = {
     "recv": OpClass.UNBATCHED_P2P,
     BATCH: OpClass.BATCHED_P2P,
 }
-"""By the beginning of the operator's name."""
+"""Op class by the beginning of the operator's name."""
 
 
 def op_class(operation: str) -> OpClass | None:
@@ -62,7 +64,7 @@ OPERATORS = {
     "barrier": "barrier",
     "send": "send",
     "recv_anysource": "recv_any_source_",
-    # One operator under the name that torch 2.11 calls and under that of 2.13.
+    # The same operator: its method in torch 2.11, and its method in 2.13.
     **dict.fromkeys(("_allgather_base", "all_gather_single"), "_allgather_base_"),
     **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), "_reduce_scatter_base_"),
     **dict.fromkeys(("alltoall_base", "all_to_all_single"), "alltoall_base_"),
@@ -73,14 +75,14 @@ OPERATORS = {
         ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), "reduce_scatter_tensor_coalesced_"
     ),
 }
-"""torch's operators, by the methods of a group that issue them; of those that this torch has."""
+"""torch's operators by the methods of a group that issue them, as far as the installed torch has them."""
 _START, _END = "_start_coalescing", "_end_coalescing"
 _TRACES = "rl_safe_workers.comms.trace"
-"""Where a thread keeps its traces, the outermost first; torch lends this to the threads of its backward passes."""
+"""Key of a thread's traces, the outermost first. torch passes them on to the threads of its backward passes."""
 
 
 class _Batches(threading.local):
-    """The operations that a thread has begun to coalesce."""
+    """The batches that a thread has begun to coalesce."""
 
     def __init__(self) -> None:
         self.last: dict[dist.ProcessGroup, str] = {}
@@ -88,33 +90,34 @@ class _Batches(threading.local):
 
 
 class CollectiveTrace:
-    """While it is entered, passes every collective of this thread and of its backward passes through a function.
+    """Passes every collective of this thread and of its backward passes through a function, while it is entered.
 
-    Traces nest; the innermost is asked first. What its function issues itself is seen by the outer ones alone.
+    Traces nest; the innermost comes first. Only the outer traces see collectives that its function issues itself.
     """
 
     def __init__(self, issue: Callable[[dist.ProcessGroup, str, Callable[[], Any]], Any]) -> None:
-        """Records the function.
+        """Stores the function.
 
         Args:
-            issue: Called with the group, the operator's name, and what issues it, whose value it must return.
+            issue: Called with the group, the operator's name, and a function that issues the collective. It must return
+                that function's value.
         """
         self._issue = issue
         self._batches = _Batches()
 
     def __enter__(self) -> Self:
-        """Begins."""
+        """Begins the trace in this thread."""
         _methods.replace()
         _keep((*_traces(), self))
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Ends, in the thread that has begun it; traces that were begun inside this one must have ended."""
+        """Ends the trace, in the thread that began it. Traces inside it must have ended before."""
         _keep(_traces()[:-1])
         _methods.restore()
 
     def see(self, group: dist.ProcessGroup, method: str, call: Callable[[], Any]) -> Any:
-        """Passes on what a method of a group does."""
+        """Passes a call of a group's method through the trace's function."""
         last = self._batches.last
         if method == _START:
             value = call()
@@ -132,16 +135,16 @@ class CollectiveTrace:
 
 
 class _Methods:
-    """The methods of torch's groups, which are replaced while there is a trace in any thread."""
+    """Replaces the methods of torch's groups while any thread has a trace."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._traces = 0
         self._replaced: dict[str, tuple[Any, Any]] = {}
-        """torch's own, and what is in its place."""
+        """torch's method and its replacement, by name."""
 
     def replace(self) -> None:
-        """Counts one trace more."""
+        """Counts a new trace; replaces the methods for the first one."""
         with self._lock:
             if not self._traces:
                 own = vars(dist.ProcessGroup)
@@ -152,12 +155,12 @@ class _Methods:
             self._traces += 1
 
     def restore(self) -> None:
-        """Counts one trace less."""
+        """Counts the end of a trace; restores torch's methods after the last one."""
         with self._lock:
             self._traces -= 1
             if not self._traces:
                 for name, (before, put) in self._replaced.items():
-                    # What others have put there since is theirs; ours, inside it, passes everything on.
+                    # Leave a replacement that another program has made since. Inside it, ours passes calls on.
                     if vars(dist.ProcessGroup)[name] is put:
                         setattr(dist.ProcessGroup, name, before)
                 self._replaced.clear()
@@ -167,26 +170,27 @@ _methods = _Methods()
 
 
 def _asking(name: str, torch_method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a method that passes one of torch's through the traces of its thread."""
+    """Makes a replacement for one of torch's methods, which passes calls through the traces of its thread."""
 
     def issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         return torch_method(group, *args, **kwargs)
 
-    # For a class of Python's that leaves the method to torch, this would be called again in place of torch's, were it
-    # not for pybind11, which takes a caller of the method's own name, on the same group, for the method itself.
+    # A Python subclass of a group may not define this method. torch's method would then find the replacement as the
+    # subclass's override and call it again. The shared name prevents that: pybind11 takes a caller of the same name, on
+    # the same group, for the override itself.
     issue.__code__ = issue.__code__.replace(co_name=name)
 
     @functools.wraps(torch_method)
     def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         return _pass(_traces(), group, name, lambda: issue(group, *args, **kwargs))
 
-    # Else Dynamo would compile the trace, where it has compiled the caller up to a collective.
+    # Dynamo must not compile the trace when it has compiled the caller up to a collective.
     disabled: Callable[..., Any] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
     return disabled
 
 
 def _pass(traces: tuple[CollectiveTrace, ...], group: dist.ProcessGroup, method: str, call: Callable[[], Any]) -> Any:
-    """Passes a call through traces, the innermost first; each while there are only those outside it."""
+    """Passes a call through traces, the innermost first. While a trace runs, only those outside it are active."""
     if not traces:
         return call()
     *_, trace = traces
@@ -209,7 +213,7 @@ def _traces() -> tuple[CollectiveTrace, ...]:
 
 
 def _keep(traces: tuple[CollectiveTrace, ...]) -> None:
-    # torch 2.11 cannot remove it; what a thread still keeps takes the GIL when it ends.
+    # torch 2.11 has no function for the removal. A thread that still has an object takes the GIL when it ends.
     remove = getattr(torch._C, "_remove_obj_from_tls", None)
     if traces or remove is None:
         if _stash_takes_no_reference():
@@ -221,13 +225,14 @@ def _keep(traces: tuple[CollectiveTrace, ...]) -> None:
 
 @functools.cache
 def _stash_takes_no_reference() -> bool:
-    """Returns True if torch keeps an object without counting itself in, and yet counts itself out in the end.
+    """Returns True if torch stores an object without a reference, but releases a reference in the end.
 
-    torch 2.11 does, 2.13 does not; with 2.11 the object is gone, and another in its place, once its caller lets go.
+    torch 2.11 does this, 2.13 does not. With 2.11, the object's memory may belong to another object once the caller has
+    dropped its reference.
     """
     probe = object()
     before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls(_TRACES, probe)  # until the caller puts its own there
+    torch._C._stash_obj_in_tls(_TRACES, probe)  # until the caller stores its own object
     if sys.getrefcount(probe) > before:
         return False
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
@@ -235,7 +240,7 @@ def _stash_takes_no_reference() -> bool:
 
 
 def _in_batch() -> bool:
-    """Returns True if torch's function issues a batch: gloo does not coalesce, so nothing else tells."""
+    """Returns True if torch's batch function is on the stack. Gloo does not coalesce, so there is no other sign."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         if frame.f_code.co_name == BATCH:

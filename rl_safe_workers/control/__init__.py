@@ -1,5 +1,5 @@
-"""The control plane: what ranks agree on over the store, under a deadline, with signed messages.
+"""The control plane: lets ranks agree over the store, under a deadline, with signed messages.
 
-A store, a rank and a secret come in by `ControlPlane`. A decision leaves, or an error that names the ranks that are
-missing or failed. Nothing here issues a collective.
+`ControlPlane` takes a store, a rank and a secret. Its methods return a decision, or raise an error that names the ranks
+that are missing or failed. Nothing here issues a collective.
 """

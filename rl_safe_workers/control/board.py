@@ -1,12 +1,12 @@
-"""The signed messages of a run in its store: the one module that numbers operations, names their keys and forgets them.
+"""The signed messages of a run in its store. Only this module numbers operations, and names and deletes their keys.
 
     put, peek      a message under a key that one rank writes
     first          a message that several ranks race to write; the first one stays
     note, notes    lines of a log that many ranks add to, read with one request
     number         counts the operations of a name, in the store, which outlives a worker
 
-The store's counters (``add``) are not used: nobody can sign a counter, and a reader loses its connection over one that
-a stranger has turned into text.
+It does not use the store's counters (``add``): nobody can sign a counter. If a stranger overwrites one with text, its
+reader also loses the connection.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rl_safe_workers.errors import StoreLostError
 logger = logging.getLogger(__name__)
 
 _ABSENT = "absent"
-"""No message: a message begins with its signature."""
+"""Stands for a missing message. No message equals it, because each begins with its signature."""
 
 
 class Board:
-    """One rank's messages. No method but `wait` and `read` waits. Not thread-safe.
+    """One rank's messages. Only `wait` and `read` wait. Not thread-safe.
 
     Every method raises StoreLostError if the process that owns the store has ended, and CommunicatorError, naming the
     key, for a message that no rank of this run has signed.
@@ -48,26 +48,26 @@ class Board:
             secret: The run's secret; see `seal.new_secret`.
             who: This process, for errors, e.g. ``"rank 1 of training world"``.
         """
-        # A connection of its own: NCCL's first collectives wait in the one that a group was made with, and a rank that
-        # waits there keeps everyone else in the process out.
+        # Use a connection of its own. NCCL's first collectives wait in the group's connection, and block it for the
+        # rest of the process.
         self._store: Any = store.clone()  # type: ignore[attr-defined]
         self._seal, self._who = Seal(secret), who
         self.phase = ""
         self._numbers: dict[str, int] = {}
         self._mine: dict[str, dict[int, set[str]]] = {}
-        """Keys that this rank is to forget, by name and number of their operation."""
+        """Keys that this rank must delete later, by name and number of their operation."""
 
     def of(self, who: str) -> Board:
-        """Returns the board of the same process as a rank of another world: one connection, one count."""
+        """Returns the board of this process as a rank of another world. Both share one connection and one count."""
         other = copy(self)
         other._who = who
         return other
 
     def number(self, name: str, rank: int) -> int:
-        """Begins an operation; returns how many of this name the rank has begun, this one included.
+        """Begins an operation; returns how many with this name the rank has begun, this one included.
 
-        The count is in the store: a worker that is made anew goes on with it. Whoever can also replay what was in the
-        store before can set such a worker's count back, and nobody else's: a living worker remembers its own.
+        The count is in the store, so a restarted worker continues it. An attacker who can replay earlier contents of
+        the store can set back the count of a restarted worker. A living worker remembers its own count.
         """
         key = f"{name}/number/{rank}"
         if name not in self._numbers:
@@ -77,7 +77,7 @@ class Board:
         return self._numbers[name]
 
     def keep(self, name: str, number: int, key: str) -> str:
-        """Returns the full key of an operation, which this rank is to forget one day."""
+        """Returns the full key of an operation, and notes that this rank must delete it later."""
         full = self.key(name, number, key)
         self._mine.setdefault(name, {}).setdefault(number, set()).add(full)
         return full
@@ -87,12 +87,12 @@ class Board:
         return f"{name}/{number}/{key}"
 
     def forget(self, name: str, *, before: int, but: str | None = None) -> None:
-        """Deletes this rank's keys of earlier operations of a name; once no rank needs them any more.
+        """Deletes this rank's keys of earlier operations with a name. Call it once no rank needs them any more.
 
         Args:
-            name: The operations'.
+            name: Name of the operations.
             before: The first number that stays.
-            but: Start of the full keys that stay all the same.
+            but: Prefix of full keys that also stay.
         """
         kept = self._mine.get(name, {})
         for number in [number for number in kept if number < before]:
@@ -108,14 +108,14 @@ class Board:
                 self._store.delete_key(key)
 
     def put(self, key: str, contents: bytes) -> None:
-        """Writes a message, or another in its place. Waits for no answer, which an owner free to go might not give."""
+        """Writes or replaces a message. Waits for no answer, because the store's owner may end before it answers."""
         with self._in_reach():
             self._store.set(key, self._seal.close(key, contents))
 
     def peek(self, key: str) -> bytes | None:
         """Returns a message; None if nobody has written it."""
         with self._in_reach():
-            # One request that never waits, unlike get: it sets nothing, since no message is equal to what it expects.
+            # Unlike get, this never waits. It sets nothing, since no message equals the expected value.
             message = bytes(self._store.compare_set(key, _ABSENT, _ABSENT))
         return None if message == _ABSENT.encode() else self._seal.open(key, message)
 
@@ -130,7 +130,7 @@ class Board:
         return [self._seal.open(key, bytes(message)) for key, message in zip(keys, messages, strict=True)]
 
     def first(self, key: str, contents: bytes) -> bytes:
-        """Writes a message unless there is one; returns the one that is there then. Takes ASCII alone."""
+        """Writes a message unless there is one; returns the message that is then there. Contents must be ASCII."""
         with self._in_reach():
             message = self._store.compare_set(key, "", self._seal.close(key, contents, compress=False).decode("ascii"))
         return self._seal.open(key, bytes(message))
@@ -153,18 +153,18 @@ class Board:
         """Adds a rank's line to a log. Waits for no answer."""
         line = json.dumps([rank, text]).encode()
         with self._in_reach():
-            # On a line of its own, whatever somebody else has left at the end.
+            # Begin a new line, in case somebody else has left text at the end.
             self._store.append(key, (b"\n" + self._seal.sign(key, line) + line).decode("ascii"))
 
     def notes(self, key: str, *, at_least: int = 0) -> tuple[dict[int, str], bool]:
         """Reads a log.
 
         Args:
-            key: The log's.
-            at_least: Lines that there must be for the signatures to be checked at all: with fewer, nobody is there.
+            key: Key of the log.
+            at_least: Smallest number of lines to check signatures for; with fewer lines, the result is empty.
 
         Returns:
-            The text of each rank that has signed a line, and whether there is something else that nobody has.
+            The text of each rank that has signed a line, and True if the log has lines that no rank has signed.
         """
         with self._in_reach():
             log = bytes(self._store.compare_set(key, _ABSENT, _ABSENT))
@@ -187,10 +187,10 @@ class Board:
 
 @contextmanager
 def lost_store(who: str) -> Iterator[None]:
-    """Turns what torch raises in the body once the store is gone into StoreLostError.
+    """Turns torch's errors in the body into StoreLostError if the store is gone.
 
     Args:
-        who: Who has lost it, for the error.
+        who: The process that has lost it, for the error.
     """
     try:
         yield
@@ -199,7 +199,7 @@ def lost_store(who: str) -> Iterator[None]:
 
 
 def forget_where(store: Store, is_gone: Callable[[str], bool]) -> None:
-    """Deletes keys from a store, by full key. One rank does it for all. They stay in a store that cannot list them."""
+    """Deletes keys for which ``is_gone`` is True. One rank does it for all. No effect if the store cannot list keys."""
     inner: Any = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store

@@ -1,4 +1,4 @@
-"""Work of a process with a GPU on a thread of its own, under a deadline: its failure is an error of ours."""
+"""Runs work of a process with a GPU on a thread of its own, under a deadline, and raises our own errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T]) -> Background[T]:
-    """Does work on a thread of its own, on this thread's device."""
+    """Starts work on a thread of its own, on this thread's device."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run() -> T:
@@ -28,7 +28,7 @@ def in_background(work: Callable[[], T]) -> Background[T]:
 
 
 def within(work: Callable[[], object], patience: timedelta, *, what: str) -> None:
-    """Does on a thread of its own what has no deadline of its own; raises what it raised.
+    """Runs work that has no deadline of its own on a new thread, under a deadline. Raises what the work raises.
 
     Raises:
         CommunicatorError: If it has not ended after ``patience``. The thread is left behind.
@@ -42,13 +42,13 @@ def within(work: Callable[[], object], patience: timedelta, *, what: str) -> Non
 
 
 def failure_of(work: Callable[[], object]) -> Exception | None:
-    """Does something and returns what it raised, to be told to the others."""
+    """Runs work and returns the exception that it raised, or None, so that the caller can tell the other ranks."""
     try:
         work()
     except Exception as error:
         link: BaseException | None = error
         while link is not None:
-            # What a frame holds, such as a work of gloo, would keep the connections open.
+            # Objects in a frame, such as a work of gloo, would keep the connections open.
             traceback.clear_frames(link.__traceback__)
             link = link.__cause__ or link.__context__
         return error

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FLOOR = timedelta(seconds=0.1)
-"""Shortest time that `Deadline.remaining` gives: torch takes a timeout of zero for one without end."""
+"""Shortest time that `Deadline.remaining` returns: for torch, a timeout of zero means no timeout."""
 START_S = 10.0
 """Longest time that a thread may take to begin, in seconds."""
 TICK_S = 0.2
@@ -64,7 +64,7 @@ class Deadline:
     def remaining(self) -> timedelta:
         """Returns the time left in whole milliseconds, rounded up, at least `FLOOR`.
 
-        torch's stores drop what is below a millisecond, and a wait would end before the deadline.
+        torch's stores round down to milliseconds, so that a wait would end before the deadline.
         """
         if not math.isfinite(self.at_s):
             return timedelta.max
@@ -84,7 +84,7 @@ class Deadline:
 
 
 class DeadlineExceededError(TimeoutError):
-    """Work that did not end within its deadline. Whoever bounds the work turns it into an error of the package.
+    """Work did not end within its deadline. The code that set the deadline turns it into an error of the package.
 
     Attributes:
         work: The work, which goes on.
@@ -96,7 +96,7 @@ class DeadlineExceededError(TimeoutError):
 
 
 class _Begun(threading.Event):
-    """The sign of a new thread that it runs. ``threading.Thread.start`` waits for it without a deadline."""
+    """The event that a new thread sets once it runs. ``threading.Thread.start`` waits for it without a deadline."""
 
     def wait(self, timeout: float | None = None) -> bool:
         if not super().wait(START_S if timeout is None else timeout):
@@ -108,7 +108,7 @@ class _Begun(threading.Event):
 
 
 class Thread(threading.Thread):
-    """A daemon thread that says so if it cannot start. Python waits without end for one that has no memory to begin."""
+    """A daemon thread that raises if it cannot start. Python itself waits forever without memory to start one."""
 
     def __init__(self, target: Callable[..., object], *, args: tuple[object, ...] = (), name: str) -> None:
         """Makes a daemon thread; the arguments are those of ``threading.Thread``."""
@@ -116,10 +116,10 @@ class Thread(threading.Thread):
         self._started = _Begun()  # the name is the same in Python 3.10 to 3.14
 
     def start(self) -> None:
-        """Starts it.
+        """Starts the thread.
 
         Raises:
-            RunError: If it does not run within `START_S`, or the system refuses it.
+            RunError: If the thread does not run within `START_S`, or the system refuses it.
         """
         try:
             super().start()
@@ -132,10 +132,10 @@ class Thread(threading.Thread):
 
 
 class Background(Generic[T]):
-    """Work on a daemon thread of its own. The thread is of no pool: the end of the process waits for a pool's threads.
+    """Work on a daemon thread of its own, not of a thread pool: a process waits for a pool's threads at its end.
 
     Attributes:
-        name: What the work is, for the thread and for errors.
+        name: Name of the work, for the thread and for errors.
         thread: The thread, started.
     """
 
@@ -152,11 +152,11 @@ class Background(Generic[T]):
 
     @property
     def is_done(self) -> bool:
-        """True once the work has ended, well or not."""
+        """True once the work has returned or raised."""
         return self._outcome.done()
 
     def ends(self, deadline: Deadline) -> bool:
-        """Waits for the work to end, well or not; returns False if it has not when the deadline passes."""
+        """Waits until the work has returned or raised; returns False if the deadline passes first."""
         # A longer wait overflows the lock's own clock.
         return bool(wait([self._outcome], max(0.0, min(deadline.left_s, threading.TIMEOUT_MAX))).done)
 
@@ -164,8 +164,8 @@ class Background(Generic[T]):
         """Waits for the work; returns its value.
 
         Args:
-            deadline: Longest wait. The work goes on when it has passed.
-            on_tick: Called again and again during the wait. What it raises ends the wait.
+            deadline: Longest wait. The work goes on after it.
+            on_tick: Called repeatedly during the wait. If it raises, the wait ends with that error.
             tick_s: Seconds between two such calls.
 
         Raises:
@@ -177,7 +177,7 @@ class Background(Generic[T]):
                 on_tick()
             if deadline.expired:
                 raise DeadlineExceededError(self)
-        # The work has ended, so the thread ends, too: nothing of it is left behind.
+        # The work has ended, so the thread ends soon. Join it, so that no thread is left.
         self.thread.join()
         return self._outcome.result()
 
@@ -202,10 +202,10 @@ def run_bounded(
     """Does work on a thread of its own; returns its value.
 
     Args:
-        work: What may hang.
-        deadline: Longest wait. The thread is left behind when it has passed.
-        name: What the work is, for the thread and for errors.
-        on_tick: Called again and again during the wait. What it raises ends the wait, and leaves the thread behind.
+        work: Work that may hang.
+        deadline: Longest wait. After it, the thread goes on alone.
+        name: Name of the work, for the thread and for errors.
+        on_tick: Called repeatedly during the wait. If it raises, the wait ends with that error, and the thread goes on.
         tick_s: Seconds between two such calls.
 
     Raises:
@@ -231,7 +231,7 @@ def attempt(what: str, action: Callable[[], object], *, timeout_s: float) -> boo
     except DeadlineExceededError:
         logger.warning("%s did not finish within %.0f s", what, timeout_s)
         return False
-    except Exception as error:  # the process is ending: whatever it is, the other steps matter more
+    except Exception as error:  # the process is ending, and the other steps must run
         logger.warning("%s failed: %s: %s", what, type(error).__name__, error)
         return False
     return True

@@ -1,4 +1,4 @@
-"""A failure on its way from the rank that has it to the others: fields, never a pickle."""
+"""Carries a failure from one rank to the others, as plain fields, never as a pickle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.ranks import RankId, Role
 
 _SHOWN = 300
-"""Characters that an error quotes."""
+"""Most characters of foreign text that an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,19 @@ class Failure:
     kind: str = RunError.__name__
     """Name of the error's class."""
     culprit: RankId | None = None
-    """The rank that has failed; None: the one that reports it, or, if ranks are missing, none."""
+    """The rank that has failed. None means the rank that reports it; if ranks are missing, no rank."""
     late: PhaseTimeoutError | None = None
     """The error itself, if ranks did not come in time."""
     foreign: ForeignCause = ForeignCause.UNKNOWN
-    """The kind of failure of torch, Ray or the system that it comes from."""
+    """The kind of failure of torch, Ray or the system that caused it."""
 
     @classmethod
     def of(cls, error: BaseException, *, otherwise: type[RlSafeError] = RunError) -> Failure:
-        """Sums an error up.
+        """Makes the report of an error.
 
         Args:
-            error: What has been raised.
-            otherwise: What the others raise for an error that is not of this package.
+            error: The error that this rank caught.
+            otherwise: The class that other ranks raise if the error is not one of this package.
         """
         text, foreign = in_one_line(error), foreign_cause(error)
         if not isinstance(error, RlSafeError):
@@ -76,10 +76,10 @@ class Failure:
 
     @classmethod
     def from_json(cls, fields: Any) -> Failure:
-        """Reads what JSON has made of `as_json`.
+        """Rebuilds a failure from the JSON of `as_json`.
 
         Raises:
-            CommunicatorError: If it is something else.
+            CommunicatorError: If the fields are not those of `as_json`.
         """
         try:
             match fields:
@@ -106,5 +106,5 @@ class Failure:
 
 
 def as_ours(error: Exception, otherwise: type[RlSafeError] = RunError) -> RlSafeError:
-    """Returns the error, or one of the package's in its place."""
+    """Returns the error if it is one of this package; else a new one of class ``otherwise``."""
     return error if isinstance(error, RlSafeError) else otherwise(in_one_line(error))

@@ -1,7 +1,7 @@
-"""A decision that takes a while: each rank works for it, perhaps on a thread, and goes on meanwhile.
+"""A decision in the background: each rank does its part, perhaps on a thread, and goes on meanwhile.
 
-reported    each rank has done its part, or failed in it, and tells so
-decided     rank 0 has what all have reported, and decides
+reported    each rank has done its part or failed, and reports that
+decided     rank 0 has all reports, and decides
 concluded   every rank has read the decision
 """
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class PendingDecision:
-    """One rank's part in a decision to come; `start` begins it, `finish` or `poll` ends it."""
+    """One rank's part in a decision. `start` begins it; `finish` or `poll` ends it."""
 
     def __init__(
         self,
@@ -39,13 +39,12 @@ class PendingDecision:
         """Begins nothing yet.
 
         Args:
-            gathering: Of what every rank reports.
-            rank_id: This process; its rank 0 decides.
-            subject: What it is about, for errors, e.g. ``"save of /checkpoints/global_step_5"``.
+            gathering: Collects the ranks' reports.
+            rank_id: This process. The rank with number 0 decides.
+            subject: Subject of the decision, for errors, e.g. ``"save of /checkpoints/global_step_5"``.
             setting: The setting to raise if the time is too short, for errors.
-            error: The class of a failure that has no class of ours.
-            decide: Called on rank 0, perhaps on a thread, with what every rank has reported. Its value must be fit for
-                JSON.
+            error: The class for failures that are not errors of this package.
+            decide: Called on rank 0, perhaps on a thread, with every rank's report. Its value must be fit for JSON.
         """
         self._gathering, self._rank_id = gathering, rank_id
         self._subject, self._setting, self._error_class, self._decide_from = subject, setting, error, decide
@@ -56,7 +55,7 @@ class PendingDecision:
         self._is_reported = self._is_logged = False
 
     def start(self, work: Callable[[], Any], *, background: bool) -> None:
-        """Does this rank's part, here or on a thread. What fails is kept until the end.
+        """Does this rank's part, here or on a thread. Keeps a failure until the end instead of raising it.
 
         Args:
             work: Its value is this rank's report, and must be fit for JSON.
@@ -98,8 +97,8 @@ class PendingDecision:
         """Waits for rank 0's decision and returns its value.
 
         Raises:
-            RlSafeError: Of the class that the constructor got, if a rank has failed, on every rank; or if this rank has
-                not done its part, or rank 0 not decided, when the time is up.
+            RlSafeError: On every rank, if a rank has failed, in the class given to the constructor. Also if, when the
+                time is up, this rank has not done its part or rank 0 has not decided.
             PhaseTimeoutError: On every rank, naming the ranks that had not reported in time.
             StoreLostError: If the run's store is gone.
         """
@@ -114,15 +113,15 @@ class PendingDecision:
         return self._value(self._gathering.await_decision(deadline))
 
     def abandon(self, reason: str) -> None:
-        """Tells the others that this rank gives up; their `finish` then fails as soon as it can. Does not wait.
+        """Tells the others that this rank gives up, so that their `finish` fails soon. Does not wait.
 
-        What this rank is doing for it is left behind.
+        A thread that does this rank's part goes on alone.
 
         Raises:
             StoreLostError: If the run's store is gone.
         """
         failure = Failure(reason, kind=self._error_class.__name__, culprit=self._rank_id)
-        # Instead of what it may have reported before: rank 0 decides nothing that a rank has given up.
+        # This replaces an earlier report, because rank 0 must not decide if a rank has given up.
         self._gathering.report(failure=failure)
         if self._decides:
             self._gathering.conclude(failure=replace(failure, text=f"training rank 0: {reason}"))
@@ -149,7 +148,7 @@ class PendingDecision:
             raise self._error_class(f"training rank {self._rank_id.rank} {late}: to wait longer raise {self._setting}")
 
     def _report_once(self) -> None:
-        """Reports what the thread has done, once."""
+        """Reports the thread's result, once."""
         if self._working is not None and not self._is_reported:
             self._report(partial(self._working.wait, Deadline.after(0)))
 
@@ -180,7 +179,7 @@ class PendingDecision:
         return replace(failure, text=f"{failure.text}: make room there") if is_full else failure
 
     def _reports(self, deadline: Deadline) -> list[Any] | Exception:
-        """Returns what every rank has reported, or what keeps rank 0 from deciding."""
+        """Returns every rank's report, or the error that prevents a decision."""
         try:
             return self._gathering.values(deadline)
         except StoreLostError:

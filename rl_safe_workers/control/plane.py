@@ -2,12 +2,12 @@
 
     barrier             nobody goes on before all have come
     gathering           every rank reports, rank 0 decides, every rank learns of it
-    exchange_verdicts   every rank learns which ranks are well and which are missing
+    exchange_verdicts   every rank learns which ranks are well, failed or missing
     report_failure      a rank leaves its failure in the store, for the diagnosis
     sign_off            rank 0, which owns the store, stays until nobody needs it any more
 
-No collective and no process group takes part, so that nothing can be left hanging in one. Every message is signed; see
-`board`. A message that somebody removes is as one that was never sent: ranks are then named as missing that have come.
+It uses no collective and no process group, so no rank can hang in one. Every message is signed; see `board`. If
+somebody removes a message, it counts as never sent. An error may then name a rank as missing that has come.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from rl_safe_workers.root_cause import report_from_text, report_of, report_to_te
 logger = logging.getLogger(__name__)
 
 NO_VERDICT = "gave no verdict"
-"""The text of a rank in `ControlPlane.exchange_verdicts` that has said nothing."""
+"""The text in `ControlPlane.exchange_verdicts` for a rank that has given no verdict."""
 
 
 class ControlPlane:
     """One rank's place among ``size`` ranks that agree over a store.
 
-    Every rank of the world makes the same calls of a name, in the same order. Calls of different names are independent.
+    For each name, every rank of the world makes the same calls in the same order. Different names are independent.
     Every method raises StoreLostError if the process that owns the store has ended, and CommunicatorError, naming the
     key, for a message that no rank of this run has signed.
 
@@ -56,13 +56,13 @@ class ControlPlane:
     """
 
     def __init__(self, store: Store, *, world: str, rank: int, members: Sequence[RankId], secret: bytes) -> None:
-        """Takes a place. Not collective.
+        """Opens this process's place in the world. Not collective.
 
         Args:
-            store: A store that every rank is connected to; the plane takes a connection of its own.
+            store: A store to which every rank is connected. The plane opens a connection of its own.
             world: Name of the world; unique in the run, e.g. ``"training world"``.
-            rank: This process's rank in that world; 0 decides. A process outside the world, such as the one that has
-                started its ranks, gives -1: it may only look at `reported_failures`.
+            rank: This process's rank in that world; rank 0 decides. A process outside the world, such as the one that
+                has started its ranks, passes -1, and may only call `reported_failures`.
             members: The ranks of that world, in their order there.
             secret: The run's secret, 32 bytes.
         """
@@ -83,7 +83,7 @@ class ControlPlane:
         return other
 
     def scope(self, name: str) -> ControlPlane:
-        """Returns the same place with names of its own: what is called there is counted apart. Not collective."""
+        """Returns the same place with separate names: its operations are counted separately. Not collective."""
         other = self.of_world(self.world, rank=self.rank, members=self.members)
         other._scope = f"{self._scope}/{name}"
         return other
@@ -92,7 +92,7 @@ class ControlPlane:
         """Begins an operation of several steps. Not collective; every rank begins it.
 
         Args:
-            name: What it is, e.g. ``"save"``.
+            name: Name of the operation, e.g. ``"save"``.
             phase: The phase whose deadline counts, for errors.
 
         Raises:
@@ -108,7 +108,7 @@ class ControlPlane:
         """Waits for all others. Collective over: every rank of the world.
 
         Args:
-            phase: The phase, for errors; each is counted apart.
+            phase: The phase, for errors. Barriers of each phase are counted separately.
             deadline: Longest wait.
 
         Raises:
@@ -119,22 +119,22 @@ class ControlPlane:
         operation.forget_earlier()
 
     def gathering(self, name: str, *, phase: str) -> Gathering:
-        """As `begin`, for an operation of one step, in which every rank reports and rank 0 decides."""
+        """Begins an operation of one step, in which every rank reports and rank 0 decides. As `begin`."""
         return self.begin(name, phase=phase).gathering("decision")
 
     def exchange_verdicts(self, failure: str | None, *, phase: str, deadline: Deadline) -> dict[int, str]:
-        """Tells the others whether this rank is well, and learns who is not.
+        """Tells the others whether this rank is well, and learns which ranks are not.
 
-        Collective over: every rank of the world; it returns when the time is up, even if ranks are missing.
+        Collective over: every rank of the world. It returns when the time is up, even if ranks are missing.
 
         Args:
-            failure: None if all is well, else one line of what has failed.
+            failure: None if this rank is well, else its failure in one line.
             phase: The phase, for errors.
             deadline: Longest wait for all verdicts.
 
         Returns:
-            Failure by rank; empty if every rank is well. A rank that has given no verdict in time counts as failed, and
-            so does rank 0 if its store is gone.
+            Failure by rank; empty if every rank is well. A rank without a verdict in time counts as failed. So does
+            rank 0 if its store is gone.
         """
         try:
             operation = self.begin("verdicts", phase=phase)
@@ -144,9 +144,9 @@ class ControlPlane:
         return {rank: verdict for rank, verdict in verdicts.items() if verdict}
 
     def sign_off(self, phase: str, deadline: Deadline) -> None:
-        """Says that this rank needs the store no more. Rank 0, its owner, waits for all others; nobody else waits.
+        """Says that this rank no longer needs the store. Only rank 0, its owner, waits for all others.
 
-        After a `barrier` rank 0 could end its process, and the store with it, before the others have had their answer.
+        A `barrier` is not enough: rank 0 could end its process, and the store with it, before the others get an answer.
 
         Args:
             phase: The phase, for errors.
@@ -165,13 +165,13 @@ class ControlPlane:
             raise operation.late(missing, deadline)
 
     def report_failure(self, error: Exception, *, phase: str) -> None:
-        """Leaves this rank's failure in the store, for the search for the root cause. Does not wait.
+        """Writes this rank's failure to the store, for the search for the root cause. Does not wait.
 
-        Where the store is gone, too, it is only logged: the caller has an error to raise.
+        If the store is gone too, it only logs that, because the caller has an error to raise.
 
         Args:
-            error: What it has caught.
-            phase: The phase that it was in.
+            error: The error that this rank caught.
+            phase: The phase in which it was raised.
 
         Raises:
             ValueError: In a process outside the world.
@@ -185,7 +185,7 @@ class ControlPlane:
             logger.warning("%s; so nobody learns there of: %s", lost, first_line(error))
 
     def reported_failures(self) -> dict[RankId, RunError]:
-        """Returns what each rank has said of its failure. Not collective.
+        """Returns the failures that ranks have reported. Not collective.
 
         It waits for no rank, but hangs if the store's owner is stopped: give it a deadline (`run_bounded`).
 
@@ -206,12 +206,12 @@ class ControlPlane:
         return f"{self._scope}/failure/{rank}"
 
     def mailbox(self, name: str) -> Mailbox:
-        """Returns letter boxes between single ranks, by a name that is unique in the run. Not collective."""
+        """Returns a mailbox for messages between two ranks. Its name is unique in the run. Not collective."""
         return Mailbox(self._board, f"{self._scope}/{name}")
 
 
 class Operation:
-    """One numbered operation. Its keys are forgotten when a later one of its name has come to its end."""
+    """One numbered operation. Its keys are deleted at the end of a later operation with the same name."""
 
     def __init__(
         self, board: Board, name: str, number: int, *, phase: str, world: str, rank: int, members: Sequence[RankId]
@@ -225,7 +225,7 @@ class Operation:
         return Gathering(self, step)
 
     def put(self, key: str, contents: bytes) -> None:
-        """Writes a message that this rank is to forget."""
+        """Writes a message, which this rank deletes later."""
         self._board.put(self._keep(key), contents)
 
     def peek(self, key: str) -> bytes | None:
@@ -241,7 +241,7 @@ class Operation:
         return self._board.read([self._key(key) for key in keys], deadline.remaining())
 
     def first(self, key: str, contents: bytes) -> bytes:
-        """Writes a message unless another rank has; returns the one that is there then."""
+        """Writes a message unless another rank has; returns the message that is then there."""
         return self._board.first(self._keep(key), contents)
 
     def come(self, place: str, ranks: Sequence[int], text: str = "") -> None:
@@ -250,22 +250,22 @@ class Operation:
         self._board.note(self._keep(log) if self.rank == min(ranks) else self._key(log), self.rank, text)
 
     def arrive(self, place: str, ranks: Sequence[int], text: str = "") -> bool:
-        """As `come`; returns True if all of ``ranks`` have come. Whoever gets that lets the others go on, by `open`."""
+        """As `come`, and returns True if all of ``ranks`` have come. A rank that gets True must call `open`."""
         self.come(place, ranks, text)
         found, _ = self._board.notes(self._key(f"{place}/came"), at_least=len(ranks))
         return found.keys() >= set(ranks)
 
     def open(self, place: str) -> None:
-        """Lets those who wait at a place go on."""
+        """Lets the ranks that wait at a place go on."""
         self.put(f"{place}/open", b"")
 
     def is_open(self, place: str, timeout: timedelta) -> bool:
-        """Waits until those at a place may go on; returns False when the time is up."""
+        """Waits until a place is open; returns False when the time is up."""
         key = self._key(f"{place}/open")
         return self._board.wait([key], timeout) and self._board.peek(key) is not None
 
     def absent(self, place: str, ranks: Sequence[int]) -> list[int]:
-        """Returns those of the ranks that have not come to a place. Does not wait."""
+        """Returns the members of ``ranks`` that have not come to a place. Does not wait."""
         found, _ = self._board.notes(self._key(f"{place}/came"))
         return [rank for rank in ranks if rank not in found]
 
@@ -279,14 +279,14 @@ class Operation:
             self.open(place)
             return
         while not self.is_open(place, deadline.remaining()):
-            # Somebody may have removed what wakes this rank: that all have come counts.
+            # Somebody may have removed the key that wakes this rank. If all have come, go on anyway.
             if not (missing := self.absent(place, ranks)):
                 return
             if deadline.expired:
                 raise self.late(missing, deadline, place=place)
 
     def exchange(self, place: str, text: str, deadline: Deadline) -> dict[int, str]:
-        """Gives this rank's text and waits for those of all others. Collective over: every rank of the world.
+        """Publishes this rank's text and waits for the texts of all others. Collective over: every rank of the world.
 
         Returns:
             Text by rank; `NO_VERDICT` for a rank that has given none in time.
@@ -310,10 +310,10 @@ class Operation:
         """Returns the error of a wait for ranks that have not come.
 
         Args:
-            missing: Their ranks.
+            missing: The ranks that have not come.
             deadline: The deadline that has passed.
-            place: Where this rank has come to. If somebody else has written there, the error says so.
-            key: What all wait for although all have come; for the error.
+            place: The place that this rank has reached. If a stranger has written there, the error says so.
+            key: The key for which the ranks still wait if all have come; for the error.
         """
         detail = "" if key is None else f"all have come, and nothing is under key {self._key(key)!r} of the run's store"
         if place is not None:
@@ -332,11 +332,11 @@ class Operation:
         )
 
     def forget(self, *, but: str) -> None:
-        """Deletes what this rank has written, but for the keys of a place; once nobody waits elsewhere any more."""
+        """Deletes this rank's messages except those of a place. Call it once no rank waits at another place."""
         self._board.forget(self._name, before=self._number + 1, but=self._key(f"{but}/"))
 
     def forget_earlier(self) -> None:
-        """Deletes what this rank has written in earlier operations of the name; once all have begun this one."""
+        """Deletes this rank's messages of earlier operations with the name. Call it once all have begun this one."""
         self._board.forget(self._name, before=self._number)
 
     def _key(self, key: str) -> str:
@@ -359,13 +359,13 @@ class Report(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Report:
-        """Reads what `to_bytes` has made."""
+        """Rebuilds a report from the result of `to_bytes`."""
         failure, value = json.loads(data)
         return cls(None if failure is None else Failure.from_json(failure), value)
 
 
 class Gathering:
-    """Every rank reports, rank 0 decides, every rank learns of it: one after the other, or at once by `settle`."""
+    """Every rank reports, rank 0 decides, and every rank gets the decision. `settle` does these steps in one call."""
 
     def __init__(self, operation: Operation, step: str) -> None:
         """Made by `Operation.gathering`."""
@@ -375,7 +375,7 @@ class Gathering:
         self._is_concluded = False
 
     def report(self, value: Any = None, *, failure: Failure | None = None) -> None:
-        """Publishes this rank's report, or another in its place. Does not wait."""
+        """Publishes or replaces this rank's report. Does not wait."""
         operation = self._operation
         operation.put(self._reports[operation.rank], Report(failure, value).to_bytes())
         operation.come(self._step, range(operation.size))
@@ -396,11 +396,11 @@ class Gathering:
         return [Report.from_bytes(message) for message in messages]
 
     def values(self, deadline: Deadline) -> list[Any]:
-        """As `reports`: their values.
+        """Waits for every rank's report; returns the values by rank. Rank 0 calls it.
 
         Raises:
             PhaseTimeoutError: As `reports`.
-            RlSafeError: If a rank has failed: the first one's error, with the texts of all.
+            RlSafeError: If a rank has failed. It has the class of the first failure and the texts of all.
         """
         reports = self.reports(deadline)
         failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure is not None}
@@ -408,14 +408,14 @@ class Gathering:
             members = self._operation.members
             text = "; ".join(f"training rank {rank}: {failure.text}" for rank, failure in failures.items())
             first = next(iter(failures.values()))
-            # A rank that has failed with what it heard of another is no culprit.
+            # A rank that failed only because of another rank's failure is not the culprit.
             culprits = [failure.by(members[rank]).culprit for rank, failure in failures.items()]
             culprit = min((one for one in culprits if one is not None), default=members[min(failures)])
             raise replace(first, text=text, culprit=culprit, late=None).error()
         return [report.value for report in reports]
 
     def conclude(self, value: Any = None, *, failure: Failure | None = None) -> None:
-        """Publishes the decision. Rank 0 calls it; a second time it changes nothing."""
+        """Publishes the decision. Rank 0 calls it; a second call changes nothing."""
         if not self._is_concluded:
             self._is_concluded = True
             self._operation.put(self._decision, Report(failure, value).to_bytes())
@@ -445,20 +445,20 @@ class Gathering:
         decide: Callable[[Sequence[Any]], Any] = lambda reports: None,
         foreign: type[RlSafeError] = RunError,
     ) -> Any:
-        """Reports, has rank 0 decide upon all reports, and returns its decision; raises on every rank if one failed.
+        """Reports, lets rank 0 decide, and returns its decision. Raises on every rank if one has failed.
 
         Collective over: every rank of the world.
 
         Args:
             deadline: Longest wait, for the reports and for the decision.
-            failure: What this rank has failed with; None if it is well.
-            report: What it tells rank 0; fit for JSON.
+            failure: This rank's failure; None if it is well.
+            report: This rank's report to rank 0; fit for JSON.
             decide: Called on rank 0 with every rank's report if all are well. Its value must be fit for JSON.
-            foreign: What an error that is not of this package becomes on every rank.
+            foreign: The class that replaces an error that is not one of this package, on every rank.
 
         Raises:
-            RlSafeError: ``failure`` on the rank that has one, as one of ours; on the others the same kind of error,
-                naming that rank, as if ``decide`` raises.
+            RlSafeError: On the rank with a ``failure``, that failure as one of our errors. On the others, the same kind
+                of error, which names that rank. Also if ``decide`` raises.
             PhaseTimeoutError: On every rank, if some do not report in time; names them.
         """
         self.report(report, failure=None if failure is None else Failure.of(failure, otherwise=foreign))
@@ -476,7 +476,7 @@ class Gathering:
     def decide(
         self, deadline: Deadline, decide: Callable[[Sequence[Any]], Any], *, foreign: type[RlSafeError] = RunError
     ) -> None:
-        """Waits for all reports, decides and publishes it, be it a failure. Rank 0 calls it."""
+        """Waits for all reports, decides, and publishes the decision or the failure. Rank 0 calls it."""
         value, failure = None, None
         try:
             values = self.values(deadline)
@@ -504,14 +504,14 @@ class Gathering:
 
 
 class Mailbox:
-    """Messages that one rank leaves and one other takes."""
+    """Messages from one rank to one other rank."""
 
     def __init__(self, board: Board, name: str) -> None:
         """Made by `ControlPlane.mailbox`."""
         self._board, self._name = board, name
 
     def leave(self, key: str, contents: bytes = b"") -> None:
-        """Leaves a message. Does not wait."""
+        """Writes a message. Does not wait."""
         self._board.put(f"{self._name}/{key}", contents)
 
     def take(self, key: str, deadline: Deadline) -> bytes | None:

@@ -1,8 +1,8 @@
-"""Signs what ranks write to the run's store, and refuses what no rank of the run has signed.
+"""Signs the ranks' messages in the run's store, and refuses messages that no rank of the run has signed.
 
 TCPStore has no password: anyone at its port may write, append to and delete every key. So each message carries an
-HMAC-SHA256 over its key and its contents. Keys hold the number of their operation, so a message of an earlier operation
-does not pass for one of this.
+HMAC-SHA256 over its key and its contents. Keys contain the number of their operation, so nobody can replay a message of
+an earlier operation in a later one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Seal:
         """Takes the secret.
 
         Raises:
-            ValueError: If it has not `SECRET_BYTES` bytes.
+            ValueError: If it does not have `SECRET_BYTES` bytes.
         """
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"the secret of a run has {SECRET_BYTES} bytes, not {len(secret)}")
@@ -50,13 +50,13 @@ class Seal:
         return hmac.compare_digest(self.sign(key, contents), signature)
 
     def close(self, key: str, contents: bytes, *, compress: bool = True) -> bytes:
-        """Returns the message that carries contents under a key. Compressed, it is no text."""
+        """Returns a signed message with contents under a key. A compressed message is not text."""
         is_long = compress and len(contents) >= _COMPRESS_BYTES
         body = _DEFLATED + zlib.compress(contents, 1) if is_long else _PLAIN + contents
         return self.sign(key, body) + body
 
     def open(self, key: str, message: bytes) -> bytes:
-        """Returns the contents of a message; nothing of it is decompressed before it is checked.
+        """Checks the signature of a message, and only then decompresses and returns its contents.
 
         Raises:
             CommunicatorError: If no rank of this run has signed it; names the key.

@@ -1,10 +1,10 @@
-"""Gives one secret to the ranks of a host that has no channel of its own for it.
+"""Distributes one secret to the ranks of a host framework that has no channel of its own for it.
 
-    ranks of one machine     a file of mode 0600, whose path is in the store. No other user can read it, and none can
-                             put another in its place: what belongs to somebody else is refused. Its maker holds a lock
-                             on it. The file of a maker that was killed goes when the next one is made.
-    ranks of several         the store itself, until all have read it. That keeps out who connects later, and nobody
-                             who reads the store while the ranks meet: keep the network of a cluster closed.
+    ranks of one machine     a file of mode 0600, whose path is in the store. Other users cannot read it. They cannot
+                             replace it either, because readers refuse a file of another user. Its maker holds a lock on
+                             it. If the maker is killed, the next maker removes the file.
+    ranks of several         the store itself, until all have read it. A process that connects later cannot read it, but
+                             one that reads the store meanwhile can: keep the network of a cluster closed.
 
 A run of the built-in driver uses none of this: its secret travels in the Ray call that passes the store's address on.
 """
@@ -37,11 +37,11 @@ _PREFIX = "rl_safe_secret_"
 """Prefix of the names of files."""
 _LOOK_S = 0.02
 _own: bytes | None = None
-"""The secret that this process has made: a host may build its groups anew on one store."""
+"""The secret that this process has made. It is reused, because a host may rebuild its groups on one store."""
 
 
 class SharedSecret:
-    """The secret of a host's ranks, and where it is as long as some have yet to read it.
+    """The secret of a host's ranks, and the place where they read it, until all have.
 
     Attributes:
         secret: 32 bytes.
@@ -51,7 +51,7 @@ class SharedSecret:
         """Makes the secret on rank 0; waits for it elsewhere.
 
         Args:
-            store: A store that every rank is connected to.
+            store: A store to which every rank is connected.
             rank: This process's rank.
             size: Number of ranks.
             phase: The phase, for errors.
@@ -59,7 +59,7 @@ class SharedSecret:
 
         Raises:
             PhaseTimeoutError: If rank 0 does not make it in time.
-            CommunicatorError: If what is there is not of this user, or the store is gone.
+            CommunicatorError: If the file does not belong to this user, or the store is gone.
         """
         self._store: Any = store
         self._remove: weakref.finalize[..., Any] | None = None
@@ -79,7 +79,7 @@ class SharedSecret:
         if on_one_machine:
             _remove_leftovers()
             descriptor, place = _make_file()
-            # At the latest at the end of this process; what kills it leaves the file to the next maker.
+            # Remove the file at the latest when this process ends. If it is killed, the next maker removes the file.
             self._remove = weakref.finalize(self, _remove_file, descriptor, place)
             os.write(descriptor, _own)
         self._store.set(_KEY, place)
@@ -92,7 +92,7 @@ class SharedSecret:
                 try:
                     return _read_file(place) if on_one_machine else _from_hex(place)
                 except FileNotFoundError:
-                    pass  # of groups that were here before
+                    pass  # the file of earlier groups
             if deadline.expired:
                 raise PhaseTimeoutError(
                     phase=phase,
@@ -105,7 +105,7 @@ class SharedSecret:
             time.sleep(_LOOK_S)
 
     def withdraw(self) -> None:
-        """Removes it from where the others have read it, on rank 0; once all have. Idempotent."""
+        """Removes the secret's file or key, on rank 0. Call it once all have read it. Idempotent."""
         if not self._is_ours:
             return
         self._is_ours = False
@@ -117,7 +117,7 @@ class SharedSecret:
 
 
 def _is_one_machine(store: Store, size: int) -> bool:
-    """Checks whether all ranks run on this machine, from what nobody can forge through the store."""
+    """Checks whether all ranks run on this machine, by facts that nobody can forge through the store."""
     if env.local_world_size() == size:
         return True
     inner: Any = store
@@ -131,7 +131,7 @@ def _is_one_machine(store: Store, size: int) -> bool:
 
 
 def _make_file() -> tuple[int, str]:
-    """Makes an empty file of mode 0600, and locks it for as long as it is open. The lock ends with this process.
+    """Makes an empty file of mode 0600, and locks it while it is open. The lock ends with this process.
 
     Returns:
         Its descriptor and its path.
@@ -139,13 +139,13 @@ def _make_file() -> tuple[int, str]:
     while True:
         descriptor, path = tempfile.mkstemp(prefix=_PREFIX)
         try:
-            # Of the open file, and not of the process: a process may make two, and look for leftovers between them.
+            # Lock the open file, not the process: a process may make two files, and look for leftovers in between.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_taken = os.fstat(descriptor).st_nlink == 0
         except BlockingIOError:
             is_taken = True
         except OSError:
-            is_taken = False  # a file system without locks: there nobody removes what others have left
+            is_taken = False  # on a file system without locks, nobody removes leftovers
         if not is_taken:
             return descriptor, path
         os.close(descriptor)  # another maker has come before the lock, and removes it as a leftover
@@ -158,7 +158,7 @@ def _remove_file(descriptor: int, path: str) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Removes the files that makers of this user have left who were killed: nobody holds a lock on them."""
+    """Removes this user's files whose makers were killed, so that nobody holds a lock on them."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # no such file, gone meanwhile, or its maker lives
             descriptor = _open_private(path)
@@ -170,10 +170,10 @@ def _remove_leftovers() -> None:
 
 
 def _open_private(path: str | Path) -> int:
-    """Opens a regular file that this user has made for itself alone. Follows no link, and never blocks.
+    """Opens a regular file that belongs to this user and that no other user can access. Follows no link; never blocks.
 
     Raises:
-        OSError: If there is none.
+        OSError: If there is no such file.
         ValueError: If no file can have that name.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""Runs collectives that NCCL's timeout does not cover under a deadline of ours: every rank names the same culprit.
+"""Runs collectives that NCCL's timeout does not cover under our own deadline. Every rank names the same culprit.
 
 NCCL connects at the first collective of a group, and its timeouts do not count yet. So each rank first reports its
 arrival over the store. It then does the work in a thread that it can leave behind, and watches the store meanwhile for
@@ -28,17 +28,17 @@ from rl_safe_workers.ranks import trainer_id, trainer_ids
 T = TypeVar("T")
 
 _SLICE = timedelta(milliseconds=500)
-"""How long a rank waits before it looks whether another one has given up."""
+"""Time between two checks whether another rank has given up."""
 _LOOK_S = 0.02
-"""How long a rank waits before it looks who was the first to fail."""
+"""Seconds between two checks for the first failure."""
 _BEAT_S = 0.1
-"""How often a rank shows that it lives, while another one looks who does."""
+"""Seconds between two signs of life of a rank, while another rank looks for live ones."""
 _BETWEEN = b"null"
-"""Where a rank is that is in no part."""
+"""The place of a rank that is between two parts."""
 _COLLECTIVE = ("torch/distributed/distributed_c10d.py", "torch/cuda/__init__.py")
-"""Where a thread is that issues a collective, or waits for the device to finish it."""
+"""Source files of a thread that issues a collective, or waits for the device to finish it."""
 _NAMED = 4
-"""Missing ranks whose line of code is told."""
+"""Most missing ranks whose line of code an error names."""
 _END = "end"
 _GRACE = timedelta(seconds=1)
 """Extra time for ranks that depend on another rank's lookup."""
@@ -50,7 +50,7 @@ def _slot(name: str) -> str:
 
 
 def _elsewhere(thread: threading.Thread) -> str:
-    """Returns the line of code that a thread is at; empty if it is in a collective."""
+    """Returns the line of code that a thread executes; empty if it is in a collective."""
     frames = frames_of_thread(thread)
     if any(frame.file.endswith(_COLLECTIVE) for frame in frames):
         return ""
@@ -58,7 +58,7 @@ def _elsewhere(thread: threading.Thread) -> str:
 
 
 class Supervision:
-    """One piece of work of a phase among all training ranks, in parts that each concern some of them."""
+    """One piece of work of a phase, shared by all training ranks. It has parts, each for some of the ranks."""
 
     def __init__(self, control: ControlPlane, subject: str, *, phase: Phase, timeout: timedelta) -> None:
         """Begins; the deadline counts from now.
@@ -75,12 +75,12 @@ class Supervision:
         self._beats = 0
 
     def part(self, name: str, ranks: Sequence[int], work: Callable[[], Any]) -> Any:
-        """Does a part of the work once all who take part have come; returns its value.
+        """Does a part of the work once all ranks of the part have come; returns its value.
 
-        Keys are short, whatever the name: TCPStore drops a connection over a key of more than 8 KiB, which the ranks of
-        a large group fill.
+        Store keys are hashes of names, because TCPStore drops a connection over a key of more than 8 KiB, and the name
+        of a large group can be longer.
 
-        Collective over: ``ranks``. Every rank goes through its parts in an order that all agree on.
+        Collective over: ``ranks``. All ranks must do their common parts in the same order.
 
         Args:
             name: For errors; unique within the work, e.g. ``"EXPERT_DATA_PARALLEL_GROUP [0, 2]"``.
@@ -97,7 +97,7 @@ class Supervision:
         return value
 
     def alone(self, name: str, work: Callable[[], Any]) -> Any:
-        """Does what no other rank takes part in, but all wait for in the end; returns its value. Not collective.
+        """Does work of this rank alone, for which all ranks wait at the end; returns its value. Not collective.
 
         Args:
             name: For errors.
@@ -110,11 +110,11 @@ class Supervision:
         return self._run(name, work, [self._rank])
 
     def compare(self, name: str, mine: Mapping[str, Any], members: Sequence[Sequence[int]]) -> None:
-        """Makes sure that every rank has the same plan for what it shares with others.
+        """Checks that all members of each group have the same plan for it.
 
-        Collective over: the training world. Each rank compares with its next neighbour in every group: around a group
-        the comparisons close a ring, so equal neighbours mean that all members agree. Neighbours also compare the order
-        of the groups that they share.
+        Collective over: the training world. Each rank compares its plan with that of its next neighbour in every group.
+        The comparisons of a group form a ring, so if all neighbours agree, all members agree. Neighbours also compare
+        the order of the groups that they share.
 
         Args:
             name: For keys, e.g. ``"plan"``.
@@ -123,14 +123,14 @@ class Supervision:
 
         Raises:
             CommunicatorError: On every rank, if two plans differ.
-            PhaseTimeoutError: On every rank, if one publishes none in time.
+            PhaseTimeoutError: On every rank, if one does not publish its plan in time.
         """
         slots = [_slot(key) for key in mine]
         planned = json.loads(json.dumps(dict(zip(slots, mine.values(), strict=True))))
         self._operation.put(f"{name}/{self._rank}", json.dumps(planned).encode())
         everyone, what = range(self._size), f"the {self._phase}'s plan"
         self._operation.come(name, everyone)
-        # Who waits here for its neighbour is missed below by those whose neighbour has come.
+        # A rank that waits here for its neighbour is missing below for the ranks whose neighbour has come.
         self._operation.put(f"at/{self._rank}", json.dumps([name, what, list(everyone)]).encode())
         others: dict[int, dict[str, Any]] = {}
         for key, slot, ranks in zip(mine, slots, members, strict=True):
@@ -155,22 +155,22 @@ class Supervision:
         return None if found is None else json.loads(found[0])
 
     def finish(self) -> None:
-        """Waits until all training ranks are through. Collective over: the training world.
+        """Waits until all training ranks have finished. Collective over: the training world.
 
         Raises:
-            PhaseTimeoutError: As `part`, whichever part it was in.
+            PhaseTimeoutError: As `part`, for any part.
             CommunicatorError: As `part`.
         """
         self._deadline = self._deadline.plus(_GRACE)
         self._arrive(_END, f"the {self._phase}", range(self._size))
-        # All are through, so nobody reads these any more; of the call before nobody waits for the end either.
+        # All have finished, so nobody reads these keys any more. Nobody waits for the end of the earlier call either.
         self._operation.forget(but=_END)
         self._operation.forget_earlier()
 
     def _arrive(self, place: str, name: str, ranks: Sequence[int]) -> None:
         self._operation.put(f"at/{self._rank}", json.dumps([place, name, list(ranks)]).encode())
         if self._operation.arrive(place, ranks):
-            # Those who have come before may have given up since.
+            # Ranks that came earlier may have given up since.
             self._heed_failures()
             self._operation.open(place)
             return
@@ -183,11 +183,11 @@ class Supervision:
     def _await(
         self, come: Callable[[timedelta], T | None], absent: Callable[[], list[int]], *, part: str, ranks: Sequence[int]
     ) -> T:
-        """Waits for something and returns it; gives up with those that are absent when the time is up.
+        """Waits for a value and returns it. When the time is up, gives up and reports the absent ranks.
 
         Args:
-            come: Waits for it so long; returns None if it has not come.
-            absent: Says who is not there.
+            come: Waits for the value for a given time; returns None if it has not come.
+            absent: Returns the ranks that are not there.
             part: The part of the work, for errors.
             ranks: Training ranks that take part in it.
         """
@@ -195,7 +195,7 @@ class Supervision:
             self._beat()
             self._heed_failures()
             late_s = -self._deadline.left_s
-            # Whoever has come meanwhile may have gone on already, and says so at once unless it has died.
+            # If all have come meanwhile, one of them opens the place soon, unless it has died. So wait a moment more.
             if late_s > 0 and (absent() or late_s > _GRACE.total_seconds()):
                 self._let_one_judge()
                 if (found := come(self._slice())) is not None:
@@ -204,10 +204,10 @@ class Supervision:
         return found
 
     def _root(self, part: str, members: Sequence[int], missing: list[int]) -> tuple[str, Sequence[int], list[int]]:
-        """Returns the part that everyone waits for in the end, its members, and who is missing there.
+        """Returns the part for which all ranks wait directly or indirectly, its members, and the ranks missing there.
 
-        Who is missing here may be waiting at another group, for someone who is missing there, or be inside another
-        group's collective, which does not end.
+        A rank that is missing here may wait at another group, for a rank that is missing there. Or it may be inside
+        another group's collective, which does not end.
         """
         inside: dict[int, tuple[str, Sequence[int]]] = {}
         seen: set[int] = set()
@@ -229,7 +229,7 @@ class Supervision:
         return name, ranks, self._silent(ranks)
 
     def _slice(self) -> timedelta:
-        """Time until this rank looks whether another one has given up."""
+        """Returns the time until this rank next checks whether another one has given up."""
         return min(_SLICE, max(timedelta(milliseconds=1), timedelta(seconds=self._deadline.left_s)))
 
     def _run(self, name: str, work: Callable[[], Any], ranks: Sequence[int]) -> Any:
@@ -258,7 +258,7 @@ class Supervision:
         self._heed_failures()
 
     def _is_deadline(self, error: BaseException) -> bool:
-        """Returns True if a backend has only given up at the deadline, a little before us: its collectives share it."""
+        """Returns True if an error is only a backend's timeout, a little before our deadline, which it shares."""
         is_timeout = foreign_cause(error) is ForeignCause.TIMEOUT
         return is_timeout and self._deadline.left_s < _SLICE.total_seconds()
 
@@ -276,7 +276,7 @@ class Supervision:
             self._listen(2 * _SLICE + _GRACE)
 
     def _listen(self, patience: timedelta) -> None:
-        """Shows that this rank lives, until another one gives up or the time has passed."""
+        """Sends signs of life until another rank gives up or the time has passed."""
         until_s = time.monotonic() + patience.total_seconds()
         while time.monotonic() < until_s:
             self._beat()
@@ -284,9 +284,9 @@ class Supervision:
             time.sleep(_BEAT_S)
 
     def _silent(self, ranks: Sequence[int]) -> list[int]:
-        """Returns the members whose process does nothing any more, or that have not entered the collective.
+        """Returns the members that give no sign of life; if all do, those that have not entered the collective.
 
-        None if all are in it, and it does not end.
+        The list is empty if all members are in the collective, and it does not end.
         """
         before = [self._operation.peek(f"beat/{rank}") for rank in ranks]
         self._listen(2 * _SLICE)
@@ -308,8 +308,8 @@ class Supervision:
         self._give_up(name, Failure.of(late))
 
     def _report(self, name: str, error: BaseException) -> NoReturn:
-        """Tells all others, unless one of them was first; its failure is the cause of this one, then."""
-        # A broken connection is how the others' end shows itself; who was first says so within a slice.
+        """Reports an error to all others, unless another rank failed first, which then is the cause of this error."""
+        # A broken connection may be the effect of another rank's failure. That rank reports it within a slice.
         if isinstance(error, RuntimeError):
             self._wait_for_the_first()
         self._give_up(name, Failure.of(error), cause=error)

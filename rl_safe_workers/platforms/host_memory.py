@@ -1,4 +1,4 @@
-"""Host memory that processes can still get, within the limits of their container."""
+"""Reads the host memory that processes can still get, within the limits of their container."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def host_memory() -> HostMemory:
 def own_bytes() -> int | None:
     """Returns the bytes of host memory that this process alone holds: its anonymous pages, without files.
 
-    None where the kernel does not say so, as in some sandboxes.
+    It returns None if the kernel does not report it, as in some sandboxes.
     """
     try:
         lines = _OWN_STATUS.read_text(encoding="utf-8").splitlines()
@@ -44,7 +44,7 @@ def own_bytes() -> int | None:
 
 
 def shared_memory_bytes() -> int | None:
-    """Returns the bytes that are in use in ``/dev/shm``, by all processes of this machine; None without it."""
+    """Returns the bytes in use in ``/dev/shm``, by all processes of this machine; None if there is no ``/dev/shm``."""
     try:
         found = os.statvfs(_SHARED_MEMORY)
     except OSError:
@@ -64,8 +64,8 @@ def group_memory(pid: int) -> HostMemory | None:
 def _limits(own: Path | None = None) -> Iterator[tuple[int, int]]:
     """Yields limit and use of a process's memory, for its control group and each around it, of version 2 or 1.
 
-    A container may see its own group at the top, while its path is the one outside: what is not there is passed over.
-    Without a limit there is ``max``, or in version 1 a number that is larger than any memory.
+    In a container, a group's path may be its path outside, where the container sees no files. Such paths are skipped.
+    A group without a limit has ``max``, or in version 1 a number that is larger than any memory.
     """
     for folder, group, is_unified in _groups(own or OWN_CGROUP):
         limit, used, prefix = (
@@ -94,8 +94,8 @@ def oom_kills(files: Iterable[Path] | None = None) -> dict[Path, int]:
     """Returns how many processes the kernel has killed for want of memory, by the file of a control group that counts.
 
     Args:
-        files: The files; None: that of this process's group or, in a container that does not see it, of the first
-            group around it that is there.
+        files: The files to read. None for the file of this process's group, or of the first visible group around it if
+            a container hides the process's own.
     """
     if files is None:
         files = (
@@ -114,12 +114,12 @@ def oom_kills(files: Iterable[Path] | None = None) -> dict[Path, int]:
 
 
 def _number(path: Path) -> int | None:
-    """Returns what a file of a control group says; None where there is none, or it is ``max``."""
+    """Returns the number in a file of a control group; None if there is no file, or it says ``max``."""
     text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
     return int(text) if text.isdecimal() else None
 
 
 def _cached(path: Path, prefix: str) -> int:
-    """Returns the bytes of files that the kernel keeps in memory and gives up when it is short; not those of tmpfs."""
+    """Returns the bytes of cached files that the kernel can drop when memory is short; not those of tmpfs."""
     rows = dict(line.split() for line in path.read_text(encoding="utf-8").splitlines()) if path.is_file() else {}
     return sum(int(rows.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))

@@ -1,7 +1,7 @@
-"""Device memory of this process alone, as NVML tells it.
+"""Reads the device memory of this process alone from NVML.
 
-NVML lists processes by their ids. In a container it may list those of the machine, or none: the answer is used only
-after it has followed an allocation of ours.
+NVML lists processes by their ids. In a container it may list ids of the machine, or no process. So this module trusts
+the figure only after it has grown with an allocation of this process.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _PIECE_BYTES = 2 * 2**20
 
 @cache
 def process_memory(device: torch.device) -> Callable[[], int] | None:
-    """Returns a function for the bytes of device memory that this process uses; None if NVML does not tell them.
+    """Returns a function for the bytes of device memory that this process uses; None if NVML does not report them.
 
-    If NVML fails later, the function returns the last figure: no run ends over a figure.
+    If NVML fails later, the function returns the last figure, because no run should end for lack of a figure.
 
     Args:
-        device: A CUDA device of which this process has a context.
+        device: A CUDA device on which this process has a context.
     """
     try:
         read = _reader(device)
@@ -58,7 +58,7 @@ class _Steady:
 
 
 def _reader(device: torch.device) -> Callable[[], int]:
-    import pynvml  # of the wheel nvidia-ml-py, which vLLM brings
+    import pynvml  # from the wheel nvidia-ml-py, which vLLM installs
 
     pynvml.nvmlInit()
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -74,7 +74,7 @@ def _reader(device: torch.device) -> Callable[[], int]:
 
 @contextmanager
 def _allocated(device: torch.device, size: int) -> Iterator[None]:
-    """Holds device memory that torch's allocator does not know: it might serve the request from its cache."""
+    """Holds device memory during the body. Bypasses torch's allocator, which might use its cache for the request."""
     driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
     with torch.cuda.device(device):
         if code := driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)):

@@ -1,4 +1,4 @@
-"""The mixin that makes a Megatron actor safe beside vLLM: the methods of a `SafeTrainer`, on the actor."""
+"""The mixin that makes a Megatron actor safe beside vLLM. It gives the actor the methods of a `SafeTrainer`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 def _delegate(
     part: Callable[[SafeTrainer], object], method: Callable[Concatenate[Any, P], T]
 ) -> Callable[Concatenate[MegatronActorMixin, P], T]:
-    """Makes the actor's method of a part's method: same arguments, same docstring."""
+    """Makes a method of the actor from a part's method, with the same arguments and docstring."""
 
     @functools.wraps(method)
     def call(self: MegatronActorMixin, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -74,16 +74,16 @@ class MegatronActorMixin:
         features: Features | None = None,
         releases_comms: bool = False,
     ) -> None:
-        """Records this actor's place and settings. Touches no device and no network.
+        """Stores this actor's place and settings. Touches no device and no network.
 
         Args:
             training_rank: This process's rank in the training world.
             training_size: Number of trainers.
             rl_safe: Our settings.
             megatron: The parallel sizes and offload settings.
-            device: Where tensors are.
-            features: Features that decide which collectives the groups carry; None: taken from ``megatron``.
-            releases_comms: Whether an offload gives up the communicators' memory, too.
+            device: Device of the tensors.
+            features: Features that decide which collectives the groups carry; None to take them from ``megatron``.
+            releases_comms: Whether an offload also frees the communicators' memory.
         """
         self.safe = SafeTrainer(
             training_rank=training_rank,

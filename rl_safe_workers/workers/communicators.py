@@ -1,4 +1,4 @@
-"""Megatron's groups of a trainer, and their communicators: made with limits, connected early, watched for late ones."""
+"""Makes a trainer's Megatron groups with limits, connects them early, and watches for allocations after that."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class HostComms:
     """The collectives that a host framework adds to Megatron's own. An adapter overrides what applies to its host."""
 
     missing_groups = "call bootstrap() after init_groups()"
-    """The step to take where there has been no bootstrap, for errors."""
+    """Advice for errors if the bootstrap has not run."""
     makes_groups = False
-    """True if the host makes Megatron's groups, with the limits of `Communicators.limits`, or none."""
+    """True if the host itself makes Megatron's groups, with the limits of `Communicators.limits` or without limits."""
 
     def groups(self) -> HostGroups:
-        """Returns what the host itself issues on Megatron's groups, once they exist."""
+        """Returns the op classes that the host itself issues on Megatron's groups. Call it once the groups exist."""
         return ()
 
     def models(self, own: Features) -> Collection[Features]:
@@ -48,7 +48,7 @@ class HostComms:
         return (own,)
 
     def unlimited(self, megatron: MegatronConfig) -> Collection[str]:
-        """Returns keys of groups that the host sends weights over: they have a limit only if the user has set one."""
+        """Returns keys of groups over which the host sends weights. They get a limit only if the user has set one."""
         return ()
 
 
@@ -57,7 +57,7 @@ class Communicators(Part):
 
     Attributes:
         limits: Largest number of NCCL channels (CTAs) of each of a host's groups, by Megatron's group key.
-        report: What all bootstraps of these groups have cost; None until one has run.
+        report: The cost of all bootstraps of these groups; None until one has run.
     """
 
     def __init__(self, rank: TrainingRank, host: HostComms) -> None:
@@ -72,11 +72,11 @@ class Communicators(Part):
 
     @property
     def has_nccl(self) -> bool:
-        """True if groups are NCCL's."""
+        """True if the groups use NCCL."""
         return self.rank.device.type == "cuda"
 
     def plan(self) -> CommsPlan:
-        """Returns what the communicators will be, from the configuration alone. Not collective.
+        """Returns the plan of the communicators, from the configuration alone. Not collective.
 
         Raises:
             ConfigError: If ``rl_safe.bootstrap.max_ctas`` names an unknown group, or a value is not a number of CTAs.
@@ -84,7 +84,7 @@ class Communicators(Part):
         layout, features, settings = self._layout(), self._features(), self.rank.rl_safe.bootstrap
         own = settings.max_ctas.limits()
         if self._host.makes_groups:
-            CommsPlan.of(layout, features, own, budget=settings.budget)  # refuses settings that cannot be
+            CommsPlan.of(layout, features, own, budget=settings.budget)  # raises for invalid settings
             return CommsPlan.of(layout, features, self.limits, budget=False)
         return CommsPlan.of(layout, features, own, budget=settings.budget)
 
@@ -109,7 +109,7 @@ class Communicators(Part):
         return {key: max(plan[key] for plan in plans) for key in sorted(shared)}
 
     def world_options(self) -> Any:
-        """Returns the backend's options for a default group that we make; None for its own."""
+        """Returns the backend's options for a default group that we make; None for the backend's defaults."""
         return world_options(self.plan().limits) if self.has_nccl else None
 
     def init_groups(self, *, seed: int) -> None:
@@ -117,8 +117,8 @@ class Communicators(Part):
 
         Raises:
             ConfigError: As `plan`, before any group is made.
-            CommunicatorError: Before any is made, if the backend lacks what a group will carry, or the device has less
-                memory free than the groups will take.
+            CommunicatorError: Before any group is made, if the backend lacks an op class that a group will carry, or
+                the device has too little free memory for the groups.
         """
         plan = self.plan()
         plan.check_backend(dist.get_backend_config())
@@ -153,10 +153,10 @@ class Communicators(Part):
     def bootstrap(self) -> BootstrapReport:
         """Connects every communicator for every op class it will carry. Collective over: the training world.
 
-        Idempotent; call it again after groups were built anew, or for another model over the groups of a host.
+        Idempotent. Call it again after groups were rebuilt, or for another model over the groups of a host.
 
         Returns:
-            What each op class of each group has cost this rank; of a host's groups, in all bootstraps together.
+            The cost of each op class of each group on this rank. For a host's groups, the total of all bootstraps.
 
         Raises:
             CommunicatorError: On every rank, if plans differ or a rank fails; names it.
@@ -178,12 +178,12 @@ class Communicators(Part):
     def connect_all(
         self, probe: Callable[[], int] | None, *, phase: Phase = Phase.BOOTSTRAP, timeout: timedelta | None = None
     ) -> tuple[BootstrapReport, Mapping[str, frozenset[OpClass]]]:
-        """Connects every group; also after they were released. Collective over: the training world.
+        """Connects every group, initially or after a release. Collective over: the training world.
 
         Args:
-            probe: Tells the device memory that is not torch's.
+            probe: Returns the device memory outside torch's allocator.
             phase: The phase that this is part of, for errors.
-            timeout: Longest time for it; None: what is left of the phase.
+            timeout: Longest time for all groups; None for the rest of the phase.
 
         Returns:
             The report, and the op classes by torch's name of the group.
@@ -215,14 +215,14 @@ class Communicators(Part):
         return group.group.group_name in self._connected
 
     def late_allocations(self) -> list[LateAllocation]:
-        """Returns what the bootstrap has missed, as the first training steps showed. Not collective."""
+        """Returns the collectives that the bootstrap missed, found in the first training steps. Not collective."""
         return [] if self._late is None else list(self._late.found)
 
     def require(self, what: str) -> None:
         """Checks that the bootstrap has run. With ``bootstrap.on_missing=bootstrap`` it runs the bootstrap now.
 
         Args:
-            what: For the error, e.g. ``"offload"``.
+            what: Name of the caller's work, for the error, e.g. ``"offload"``.
 
         Raises:
             LifecycleError: If the bootstrap has not run and is not run now.
@@ -242,7 +242,7 @@ class Communicators(Part):
         )
 
     def before(self, phase: Phase) -> None:
-        """Holds every phase that needs connected communicators back until the bootstrap has run.
+        """Refuses a phase that needs connected communicators if the bootstrap has not run; see `require`.
 
         Raises:
             LifecycleError: As `require`.
@@ -252,7 +252,7 @@ class Communicators(Part):
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Looks in the first training steps for memory that collectives take late.
+        """Watches the first training steps for collectives that take memory after the bootstrap.
 
         Raises:
             CommunicatorError: If one does, and ``rl_safe.bootstrap.on_late`` is ``raise``.
@@ -266,12 +266,12 @@ class Communicators(Part):
 
     @contextmanager
     def watching(self, name: str, *, steps: int, refuse: bool) -> Iterator[None]:
-        """Looks in the body for memory that collectives take late. Not collective.
+        """Watches the body for collectives that take memory after the bootstrap. Not collective.
 
         Args:
             name: A name of the body, for errors.
             steps: Number of bodies with this name to watch.
-            refuse: True to raise an error for what is found; False to log a warning.
+            refuse: True to raise an error for findings; False to log a warning.
 
         Raises:
             CommunicatorError: If ``refuse``, and the bootstrap has missed something.

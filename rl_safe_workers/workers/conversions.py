@@ -1,4 +1,4 @@
-"""HF weights to Megatron's shards and back, on the training world alone."""
+"""Converts HF weights to Megatron's shards and back, on the training world alone."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from rl_safe_workers.worlds.training_rank import MegatronHost, Part, TrainingRan
 logger = logging.getLogger(__name__)
 
 SLACK_S = 2.0
-"""How much earlier than the phase's end rank 0 stops waiting for another run, so that all ranks learn why."""
+"""Seconds before the phase's end at which rank 0 stops waiting for another run, so that all ranks learn the reason."""
 
 
 class ConvertHost(MegatronHost, Protocol):
-    """The interface that a conversion needs of the host class besides."""
+    """The interface that a conversion needs of the host class, in addition to `MegatronHost`."""
 
     def load_hf_weights(self, path: str) -> None:
         """Reads the HF weights of a directory into the chunks, one by one. Collective over: the training world."""
@@ -58,7 +58,7 @@ class ConvertHost(MegatronHost, Protocol):
 
 
 class Conversions(Part):
-    """Converts with both of megatron-core's flags off. No rollout rank takes part; a result is whole or absent."""
+    """Converts with both of megatron-core's save flags off. No rollout rank takes part. A result is whole or absent."""
 
     def __init__(self, rank: TrainingRank, saves: CheckpointSaves) -> None:
         """Needs the part whose saver writes the shards."""
@@ -66,15 +66,16 @@ class Conversions(Part):
         self._saves = saves
 
     def convert_checkpoint(self, hf_dir: str | Path, out_dir: str | Path, *, overwrite: bool = False) -> Path:
-        """Reads HF weights into the model, weight by weight, and saves them as Megatron's shards, the model alone.
+        """Reads HF weights into the model, one by one, and saves only the model as Megatron's shards.
 
-        Collective over: the training world, in phase ``convert``. The model has the HF weights afterwards, whatever it
-        had before, and the optimizer's copies follow; its moments stay. If ``out_dir`` holds a complete conversion of
-        the same model in the same dtype, under any layout, nothing is read or written and the model stays as it is:
-        `load_model_weights` reads it. Two runs take turns at one place; the second uses what the first has made.
+        Collective over: the training world, in phase ``convert``. Afterwards the model and the optimizer's copies of
+        the parameters have the HF weights; the optimizer's moments stay. If ``out_dir`` already holds a complete
+        conversion of the same model in the same dtype, under any layout, nothing is read or written, and the model
+        stays as it is. `load_model_weights` reads such a conversion. If two runs convert to one place, the second waits
+        and then uses the result of the first.
 
         Args:
-            hf_dir: A local HF directory, seen by every trainer.
+            hf_dir: A local HF directory that every trainer sees.
             out_dir: The directory to make, on storage that every trainer sees.
             overwrite: Whether it may replace something else.
 
@@ -82,9 +83,9 @@ class Conversions(Part):
             The conversion's path.
 
         Raises:
-            CheckpointMismatchError: On every rank, if something else is there, with what it is.
-            CheckpointError: On every rank, if it cannot be written, or another run holds the place for too long. What
-                had the name before has it still.
+            CheckpointMismatchError: On every rank, if something else is there; the message says what it is.
+            CheckpointError: On every rank, if it cannot be written, or another run holds the place for too long. The
+                place then has what it had before.
             PhaseTimeoutError: If a trainer does not arrive in time; names it.
         """
         final = Path(out_dir).absolute()
@@ -108,16 +109,17 @@ class Conversions(Part):
     ) -> Path:
         """Writes the model's weights as an HF directory, between two steps of a training run.
 
-        Collective over: the training world, in phase ``convert``. Training rank 0 writes each weight as it is
-        gathered; besides the model a rank needs twice the largest weight at most. If rank 0 cannot write, all ranks go
-        through the rest of the gathers, so that none is left in one, and then raise.
+        Collective over: the training world, in phase ``convert``. Training rank 0 writes each weight when it is
+        gathered. Besides the model, a rank needs memory for at most twice the largest weight. If rank 0 cannot write,
+        all ranks do the remaining gathers, so that no rank hangs in one, and then raise.
 
         Args:
             out_dir: The directory to make; training rank 0 sees it.
             source: The HF directory that the model came from. Its configuration and tokenizer are copied, and the
                 weights of its MTP layers, which are not trained.
-            dtype: Of all weights; None: of each weight as in ``source``, or the model's where ``source`` has none.
-            max_shard_bytes: Bytes of weights in a file at most.
+            dtype: The dtype of all weights; None for each weight's dtype in ``source``, or the model's if ``source``
+                does not have the weight.
+            max_shard_bytes: Most bytes of weights in a file.
             overwrite: Whether ``out_dir`` may replace something.
 
         Returns:
@@ -161,7 +163,7 @@ class Conversions(Part):
 
     @contextmanager
     def _turn(self, final: Path, model: ConvertedModel, *, overwrite: bool) -> Iterator[bool]:
-        """Holds the place on rank 0 for the body, on every rank's behalf; yields whether the conversion is there."""
+        """Locks the place during the body, by rank 0 for all ranks. Yields True if the conversion is already there."""
         with ExitStack() as held:
 
             def decide() -> bool:
@@ -212,16 +214,16 @@ class Conversions(Part):
 
     @staticmethod
     def _drain(weights: Iterator[Any]) -> Exception | None:
-        """Goes through what is left of an export, so that no other rank is left in its collectives."""
+        """Takes the remaining items of an export, so that no other rank hangs in its collectives."""
         try:
-            deque(weights, maxlen=0)  # a loop would keep each item until it has the next
+            deque(weights, maxlen=0)  # a for loop would keep each item until the next one is made
         except Exception as error:
             return error
         return None
 
 
 def _prepare_export(final: Path, source: Path, *, overwrite: bool) -> dict[str, str]:
-    """Refuses a place that is taken; returns the name of the dtype of every weight in the source."""
+    """Refuses a place that is taken; returns the dtype's name of every weight in the source."""
     check_export(final, overwrite=overwrite)
     check_mtp_source(source)
     return {name: str(dtype).removeprefix("torch.") for name, dtype in HfReader(source).dtypes().items()}

@@ -1,4 +1,4 @@
-"""Watches this process's memory over the steps of a run, by owner, and warns of one that grows in each."""
+"""Watches this process's memory over the steps of a run, and warns of an owner that grows in each step."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ logger = logging.getLogger(__name__)
 
 HOST, SHARED = "host memory", "/dev/shm of this machine"
 TENSORS, OUTSIDE = "tensors on the device", "device memory outside torch, such as communicators,"
-"""The owners. torch's cache does not count: torch gives back what it holds."""
+"""The owners. torch's cache does not count, because torch can release it."""
 
 
 class MemoryWatch:
-    """The memory of one process, looked at once a step. Not collective."""
+    """Watches the memory of one process, once in each step. Not collective."""
 
     def __init__(self, who: str, device: torch.device, *, first_here: bool) -> None:
         """Looks at nothing yet.
 
         Args:
             who: Names the process in warnings.
-            device: Where its tensors are.
-            first_here: True if it tells of what the processes of its machine share.
+            device: Device of its tensors.
+            first_here: True if this process also watches the memory that all processes of its machine share.
         """
         self._who, self._device, self._first_here = who, device, first_here
         self._growth = MemoryGrowth()
@@ -40,11 +40,11 @@ class MemoryWatch:
 
     @property
     def growth_mib(self) -> float:
-        """MiB that the owner with the largest leak loses in a step; 0 if none was found."""
+        """MiB by which the owner with the largest leak grows in a step; 0 if there is no leak."""
         return self._growth.worst / 2**20
 
     def step(self) -> None:
-        """Takes in the memory at the end of a step. Warns of an owner that grows in each."""
+        """Reads the memory at the end of a step. Warns of an owner that grows in each step."""
         known = {HOST: own_bytes(), SHARED: shared_memory_bytes() if self._first_here else None}
         sizes = {owner: taken for owner, taken in known.items() if taken is not None}
         if self._outside is not None:
@@ -54,6 +54,6 @@ class MemoryWatch:
 
 
 def is_first_here(rank: int) -> bool:
-    """Returns True for one rank of each machine, as the launcher has told; without a launcher for rank 0."""
+    """Returns True for one rank of each machine, by the launcher's local ranks; without a launcher, for rank 0."""
     local = env.local_rank()
     return (rank if local is None else local) == 0

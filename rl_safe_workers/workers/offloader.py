@@ -1,4 +1,4 @@
-"""Megatron's state out of the rollout's way and back, bit for bit."""
+"""Moves Megatron's state to the host before a rollout, and back after it, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _ALIGNMENT = 16
 
 
 class _HostCopy:
-    """Tensors of a device with a place for them in host memory, which is pinned and kept from cycle to cycle.
+    """Device tensors with room for their copies in pinned host memory, which is kept from cycle to cycle.
 
-    At first they are scattered over many allocations. When they are brought back they become views of a single one,
-    which later cycles copy and free at once, as long as the tensors are the same: freeing thousands costs more than
-    copying them.
+    At first the tensors are scattered over many allocations. `give_back` makes them views of a single allocation. Later
+    cycles then copy and free that one, as long as the tensors are the same. To free thousands of allocations would cost
+    more than the copy.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
         self._places: list[tuple[int, int]] = []
-        """First byte and size of each."""
+        """Offset and size of each tensor, in bytes."""
         stop = 0
         for tensor in tensors:
             self._places.append((stop, tensor.nbytes))
             stop += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._host = host_buffer(stop, pinned=bool(tensors) and tensors[0].is_cuda)
         self._device = torch.empty(0, dtype=torch.uint8)
-        """The memory behind the tensors, once they have been brought back."""
+        """The single allocation behind the tensors, after `give_back`."""
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
-        """Returns True if these are the tensors that it was made for, with the sizes that they had."""
+        """Returns True if these are the tensors for which it was made, with unchanged sizes."""
         sizes = [size for _, size in self._places]
         return len(tensors) == len(sizes) and all(
             a is b and a.nbytes == size for a, b, size in zip(tensors, self.tensors, sizes, strict=True)
@@ -80,7 +80,7 @@ class _HostCopy:
         _synchronize(self.tensors)
 
     def _is_whole(self) -> bool:
-        """Returns True if the tensors still are where `give_back` has put them."""
+        """Returns True if the tensors are still views of the allocation that `give_back` made."""
         start = self._device.data_ptr()
         return self._device.nbytes > 0 and all(
             tensor.data_ptr() == start + offset for tensor, (offset, _) in zip(self.tensors, self._places, strict=True)
@@ -104,7 +104,7 @@ class Offloader(Part):
 
     Attributes:
         is_offloaded: Whether the state is in host memory.
-        releases_comms: Whether an offload gives up the communicators' memory, too.
+        releases_comms: Whether an offload also frees the communicators' memory.
     """
 
     def __init__(self, rank: TrainingRank, comms: Communicators, *, releases_comms: bool) -> None:
@@ -116,7 +116,7 @@ class Offloader(Part):
         self._host_optimizer: _HostCopy | None = None
         self._suspension: Suspension | None = None
         self._given_up_bytes = 0
-        """Device memory that the communicators gave up last."""
+        """Device memory that the last release or suspension of the communicators freed."""
 
     @property
     def suspends_comms(self) -> bool:
@@ -128,10 +128,10 @@ class Offloader(Part):
         )
 
     def before(self, phase: Phase) -> None:
-        """Refuses phases that use what is offloaded.
+        """Refuses a phase that uses offloaded state.
 
         Raises:
-            LifecycleError: If it is not back on the device.
+            LifecycleError: If the state is not back on the device.
         """
         if self.is_offloaded and phase in USES_STATE:
             raise LifecycleError(
@@ -142,8 +142,8 @@ class Offloader(Part):
     def offload(self) -> int:
         """Frees device memory before a rollout. Collective over: the training world. Idempotent.
 
-        With ``releases_comms`` the communicators' memory is freed, too: suspended where NCCL can do that, else dropped,
-        for which the world must have been made with a backend of ``comms.releasable``. `onload` brings them back.
+        With ``releases_comms`` it also frees the communicators' memory. It suspends them if NCCL can do that. Else it
+        releases them, for which the world must have a backend of ``comms.releasable``. `onload` restores them.
 
         Returns:
             Bytes of device memory freed on this rank.
@@ -158,13 +158,13 @@ class Offloader(Part):
             return freed + (self.release_comms() if self.releases_comms else 0)
 
     def release_comms(self, *, phase: Phase = Phase.OFFLOAD, missing_call: str = "onload()") -> int:
-        """Gives up the communicators of groups whose backend can make them again. Collective over: the training world.
+        """Suspends the communicators, or releases those of releasable groups. Collective over: the training world.
 
-        Part of `offload`, within its phase; or of a host's own offload.
+        It is part of `offload`, within its phase, or of a host's own offload.
 
         Args:
             phase: The phase that this is part of.
-            missing_call: What makes the groups usable again, for the error of a caller that uses one before.
+            missing_call: The call that makes the groups usable again, for the error of a caller that uses one before.
 
         Returns:
             Bytes of device memory freed on this rank.
@@ -199,7 +199,7 @@ class Offloader(Part):
         return before - probe() if probe is not None else 0
 
     def rebuild_comms(self, *, phase: Phase = Phase.ONLOAD) -> None:
-        """Makes and connects them again. Collective over: the training world. Part of `onload`, within its phase.
+        """Restores the communicators. Collective over: the training world. Part of `onload`, within its phase.
 
         Args:
             phase: The phase that this is part of.
@@ -225,7 +225,7 @@ class Offloader(Part):
     def _offload(self) -> int:
         freed = 0
         buffers = list(self._ddp_buffers())
-        # All copies first: if there is no host memory for them, nothing has been given up.
+        # Make all copies before anything is freed: if host memory is short, nothing is lost.
         if self.rank.megatron.param_offload:
             self._copy_params([buffer.param_data for buffer in buffers])
         if self.rank.megatron.optimizer_offload:
@@ -238,7 +238,7 @@ class Offloader(Part):
         if self.rank.megatron.optimizer_offload and self._host_optimizer is not None:
             freed += self._host_optimizer.release()
         if self.rank.device.type == "cuda":
-            # Of 32 MiB each, cut out of large free blocks in the middle of a step: one holds gigabytes back.
+            # These workspaces of 32 MiB lie in large blocks. A single one keeps gigabytes from being freed.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         return freed
@@ -258,12 +258,12 @@ class Offloader(Part):
         _synchronize(params)
 
     def onload(self) -> None:
-        """Brings everything back; gradients come back as zeros. Collective over: the training world. Idempotent."""
+        """Brings everything back to the device, gradients as zeros. Collective over: the training world. Idempotent."""
         with self.rank.phase(Phase.ONLOAD):
             if not self.is_offloaded:
                 return
             if self.releases_comms:
-                # First: NCCL takes its memory from the device itself, which torch may have filled after this.
+                # Communicators come first: NCCL allocates from the device itself, which torch may fill below.
                 self.rebuild_comms()
             buffers = list(self._ddp_buffers())
             if self.rank.megatron.param_offload:
@@ -290,7 +290,7 @@ class Offloader(Part):
         tensors: list[torch.Tensor] = []
         for part in getattr(self.rank.host.optimizer, "chained_optimizers", [self.rank.host.optimizer]):
             if part.optimizer is None:
-                continue  # Megatron's stub, on a rank without parameters of a kind
+                continue  # Megatron's stub, on a rank without parameters of this kind
             main = [param for group in part.optimizer.param_groups for param in group["params"]]
             tensors += [p for p in main if p.untyped_storage().data_ptr() not in in_buffers]
             for state in part.optimizer.state.values():

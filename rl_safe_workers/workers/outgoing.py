@@ -25,18 +25,18 @@ _NOTHING = ("nothing", torch.empty(0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """All weights in the order in which they are sent, and those among them that this rank takes part in making."""
+    """All weights in the order of sending, and the weights that this rank helps to make."""
 
     specs: tuple[WeightSpec, ...]
     mine: frozenset[str]
     is_collective: bool
-    """True if to make weights takes collectives of the training world, on some rank."""
+    """True if some rank needs collectives of the training world to make its weights."""
     weights: Callable[[], Weights]
-    """Starts over: yields those of this rank, in the order of ``specs``. May be collective at each item."""
+    """Yields this rank's weights from the start, in the order of ``specs``. May be collective at each item."""
 
     @classmethod
     def of_all(cls, export: Callable[[], Weights]) -> Outgoing:
-        """Takes an export that brings every weight to every rank; rank 0 sends. Collective over: the training world."""
+        """Uses an export that gives every weight to every rank; rank 0 sends. Collective over: the training world."""
         specs = tuple(
             WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
             for name, tensor in export()
@@ -45,10 +45,10 @@ class Outgoing:
 
     @classmethod
     def of_own(cls, own: Sequence[OwnWeight], *, training_rank: int) -> Outgoing:
-        """Takes the weights that each rank makes of its own parameters. Collective over: the training world.
+        """Uses the weights that each rank makes from its own parameters. Collective over: the training world.
 
-        A weight goes with the others of its kind, such as the same matrix of all experts of a layer, in the order of
-        the ranks that send them: vLLM holds those in one tensor, and a layer waits for all.
+        Weights of one kind, such as one matrix of all experts of a layer, are sent together, in the order of their
+        sending ranks. vLLM holds them in one tensor, and a layer waits for all of them.
 
         Raises:
             WeightSyncError: If two ranks would send the same weight.
@@ -61,7 +61,7 @@ class Outgoing:
         ]
         is_split = any(weight.is_split for weight in own)
         everyone = gather_json((mine, is_split), group=dist.group.WORLD)  # type: ignore[arg-type]
-        # Stable: the weights of one parameter stay in their order.
+        # The sort is stable, so the weights of one parameter keep their order.
         entries = sorted(chain.from_iterable(entries for entries, _ in everyone), key=lambda entry: entry[:3])
         specs = tuple(
             WeightSpec(name=name, dtype=dtype, shape=tuple(shape), source=source)
@@ -91,17 +91,17 @@ class Outgoing:
         training_rank: int,
         digest: Digest | None = None,
     ) -> None:
-        """Takes a bucket's weights, and on the rank that sends them copies them side by side.
+        """Takes a bucket's weights. On the sending rank, copies them side by side into the buffer.
 
         Args:
-            bucket: The next one.
-            weights: Of this rank, as `weights` yields them; those of the bucket are taken.
-            buffer: ``[bucket.size_bytes]`` of uint8; written on the bucket's source alone.
+            bucket: The next bucket.
+            weights: This rank's weights, as `weights` yields them. The call takes those of the bucket.
+            buffer: ``[bucket.size_bytes]`` of uint8; written only on the bucket's source.
             training_rank: This rank.
-            digest: Called on the bucket's source with weights that are about to be copied.
+            digest: Called on the bucket's source with the weights before they are copied.
 
         Raises:
-            WeightSyncError: If a weight is not what was announced.
+            WeightSyncError: If a weight does not match its announcement.
         """
         if bucket.source != training_rank:
             for spec in bucket.specs:
@@ -132,7 +132,7 @@ class Outgoing:
 
 
 def _copy(targets: list[torch.Tensor], tensors: list[torch.Tensor], digest: Digest | None) -> None:
-    """Copies all in one launch, for one for each expert costs more than the transfer; empties both lists."""
+    """Copies all in one launch, and empties both lists. A launch for each expert would cost more than the transfer."""
     if digest is not None:
         digest(tensors)
     copy_each(targets, tensors)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _ABORT = timedelta(seconds=10)
 """Longest time to abort groups that cannot be destroyed."""
 _JOINT_SHARE = 0.5
-"""Share of the teardown's time, to leave the joint group."""
+"""Share of the teardown's time for leaving the joint group."""
 
 
 class SafeTrainer(TrainingRank):
@@ -45,11 +45,11 @@ class SafeTrainer(TrainingRank):
         entry: How this rank comes into the training world.
         comms: Megatron's groups and their communicators.
         weights: Weight sync to rollout ranks.
-        saves: Checkpoints that are written.
-        loads: Checkpoints and conversions that are read.
-        conversions: HF weights to Megatron's shards and back.
-        offloader: The trainer's state out of the rollout's way.
-        memory: This process's memory over the steps; its host calls ``memory.step`` at the end of each.
+        saves: Saves of checkpoints.
+        loads: Loads of checkpoints and conversions.
+        conversions: Conversions of HF weights to Megatron's shards and back.
+        offloader: Offloads of the trainer's state during rollouts.
+        memory: Watch over this process's memory. The host calls ``memory.step`` at the end of each step.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class SafeTrainer(TrainingRank):
         releases_comms: bool = False,
         outside_timeout: timedelta | None = None,
     ) -> None:
-        """Records this rank's place and settings. Touches no device and no network.
+        """Stores this rank's place and settings. Touches no device and no network.
 
         Args:
             training_rank: This process's rank in the training world.
             training_size: Number of trainers.
             rl_safe: Our settings.
             megatron: The parallel sizes and offload settings.
-            device: Where tensors are.
+            device: Device of the tensors.
             host: The trainer's class, see `MegatronHost`; None if only groups and the exit are guarded.
-            features: Features that decide which collectives the groups carry; None: taken from ``megatron``.
-            host_comms: What a host framework adds to Megatron's communication; None: nothing.
-            releases_comms: Whether an offload gives up the communicators' memory, too.
-            outside_timeout: Longest wait of a collective outside of phases; None: as in the phase before.
+            features: Features that decide which collectives the groups carry; None to take them from ``megatron``.
+            host_comms: Collectives that a host framework adds to Megatron's; None for no additions.
+            releases_comms: Whether an offload also frees the communicators' memory.
+            outside_timeout: Longest wait of a collective outside of phases; None to keep the timeout of the last phase.
         """
         super().__init__(
             training_rank=training_rank,
@@ -98,12 +98,12 @@ class SafeTrainer(TrainingRank):
         self.conversions = Conversions(self, self.saves)
         self.offloader = Offloader(self, self.comms, releases_comms=releases_comms)
         self.memory = MemoryWatch(f"training rank {training_rank}", device, first_here=is_first_here(training_rank))
-        # A save in the background may need the bootstrap's result, and the offload refuses only what is left then.
+        # A background save may need the bootstrap's result. The offloader comes last, to refuse only what then remains.
         self.parts = (self.comms, self.saves, self.offloader)
         self._verdict: dict[int, str] | None = None
 
     def add_part(self, part: Part) -> None:
-        """Has a host's own part asked before each phase, after all others."""
+        """Adds a host's own part, which each phase calls after all other parts."""
         self.parts = (*self.parts, part)
 
     def teardown(self, failure: str | None = None) -> dict[int, str]:
@@ -113,7 +113,7 @@ class SafeTrainer(TrainingRank):
         this rank aborts its groups: to destroy them, NCCL would wait for that rank. The process can exit after that.
 
         Args:
-            failure: None if this rank is well, else one line of what failed.
+            failure: None if this rank is well, else its failure in one line.
 
         Returns:
             Failure by training rank; empty if every rank was well.
@@ -133,7 +133,7 @@ class SafeTrainer(TrainingRank):
                 failed = self.control.exchange_verdicts(failure, phase=Phase.TEARDOWN, deadline=self.deadline)
                 self._verdict = failed
                 if failed:
-                    # No warning, and no names: those that have failed may only have waited. The verdict comes later.
+                    # Log no warning and no names: a failed rank may only have waited. The verdict comes later.
                     logger.info("teardown: groups are aborted, because not every rank is well")
                     abort_groups(self.world, timeout=_ABORT)
                     return failed
@@ -148,7 +148,7 @@ class SafeTrainer(TrainingRank):
             return {}
 
     def _finish_everything(self) -> str | None:
-        """Lets the parts finish what must not reach into the teardown; returns what failed, or None."""
+        """Lets the parts finish work that must not overlap the teardown; returns the failure, or None."""
         try:
             self.before(Phase.TEARDOWN)
         except RlSafeError as error:
@@ -159,7 +159,7 @@ class SafeTrainer(TrainingRank):
     def _leave_joint_group(self, failure: str | None) -> str | None:
         """Leaves the joint group. It does not wait after a failure. Else NCCL waits for rollout ranks, up to a limit.
 
-        Returns what has failed, or None.
+        Returns the failure, or None.
         """
         if failure is not None:
             self.weights.leave(failed=True)
@@ -172,10 +172,10 @@ class SafeTrainer(TrainingRank):
         return None if left is None else in_one_line(left)
 
     def _give_up_everything(self, failure: str) -> str:
-        """Lets the parts tell the ranks that wait for this one that it has failed; returns what has failed."""
+        """Lets the parts tell waiting ranks that this rank has failed; returns the failure."""
         try:
             self.abort(failure)
         except RlSafeError as error:
-            # The verdicts say so, too: they are exchanged over the same store.
+            # The exchange of verdicts reports this again, because it uses the same store.
             logger.warning("teardown: %s", error)
         return failure

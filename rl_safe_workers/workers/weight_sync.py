@@ -1,4 +1,4 @@
-"""Weights on their way from the trainers to the rollout ranks, over the joint group."""
+"""Sends weights from the trainers to the rollout ranks, over the joint group."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ the agreement on the outcome."""
 
 @runtime_checkable
 class OwnWeightsHost(Protocol):
-    """A host that can tell which weights each rank has. Without this rank 0 sends them all."""
+    """A host that can tell which weights each rank has. For other hosts, rank 0 sends all weights."""
 
     def own_hf_weights(self) -> Sequence[OwnWeight] | None:
-        """Lists the HF weights that this rank takes part in making alone; None if it cannot tell."""
+        """Lists the HF weights that this rank helps to make, without other EP or PP ranks; None if it cannot tell."""
         ...
 
 
@@ -46,7 +46,7 @@ class WeightSync(Part):
 
     Attributes:
         joint_group: The group of trainers and rollout ranks; None before `join` and after `leave`.
-        sent: Digests of the weights that this rank sent last; without any if that sync was not to be proved.
+        sent: Digests of the weights that this rank sent last; empty if that sync took no digests.
     """
 
     def __init__(self, rank: TrainingRank, entry: WorldEntry) -> None:
@@ -55,11 +55,11 @@ class WeightSync(Part):
         self.joint_group: JointGroup | GpuPair | None = None
         self.sent = _NOT_PROVED
         self._digests: SentDigests | None = None
-        """Digests of the sync that goes on; None if it is not to be proved."""
+        """Digests of the current sync; None if it takes no digests."""
         self._colocated = False
         self._outgoing: Outgoing | None = None
         self._buckets: dict[int, list[Bucket]] = {}
-        """By ``bucket_bytes``."""
+        """Buckets by ``bucket_bytes``."""
 
     def join(
         self,
@@ -114,16 +114,16 @@ class WeightSync(Part):
             (group.abort if failed else group.close)()
 
     def detach(self) -> JointGroup | GpuPair | None:
-        """Returns the joint group, which is the caller's to close from now on; None if there is none."""
+        """Returns the joint group, which the caller must close from now on; None if there is none."""
         group, self.joint_group = self.joint_group, None
         return group
 
     def weight_specs(self) -> tuple[WeightSpec, ...]:
-        """Describes all HF weights in the order they are sent. Collective over: the training world.
+        """Describes all HF weights in the order of sending. Collective over: the training world.
 
-        Call it once the model is built, and again if it is built anew. A host that has ``own_hf_weights``, as
-        `MegatronPolicy` does, sends each weight from a rank that holds it; of any other, ``export_hf_weights`` brings
-        them all to training rank 0.
+        Call it once the model is built, and again after a rebuild. If the host has ``own_hf_weights``, like
+        `MegatronPolicy`, each weight is sent by a rank that holds it. Else ``export_hf_weights`` brings all weights to
+        training rank 0, which sends them.
         """
         host = self.rank.host
         own = host.own_hf_weights() if isinstance(host, OwnWeightsHost) else None
@@ -137,12 +137,12 @@ class WeightSync(Part):
     def send_weights(self, *, bucket_bytes: int, prove: bool = False) -> int:
         """Sends all HF weights to the rollout ranks, each from one rank that has it. Collective over: the joint group.
 
-        The trainers then agree on the outcome over the training world: when a rollout rank dies, torch reports the
-        failure on some of them only.
+        The trainers then agree on the outcome over the store. If a rollout rank dies, torch reports the failure only on
+        some trainers.
 
         Args:
-            bucket_bytes: Bytes per broadcast at most; a larger weight travels alone. Two are in memory at a time, and
-                some 64 MiB of weights that tensor parallelism splits.
+            bucket_bytes: Most bytes per broadcast; a larger weight travels alone. Two buckets are in memory at a time,
+                and some 64 MiB of weights that tensor parallelism splits.
             prove: Whether to take digests of the weights, for ``sent``.
 
         Returns:
@@ -150,8 +150,8 @@ class WeightSync(Part):
 
         Raises:
             LifecycleError: If `weight_specs` has not been called.
-            WeightSyncError: On every trainer, if it failed on any. The joint group is of no more use then: join its
-                next generation.
+            WeightSyncError: On every trainer, if it failed on any. The joint group is then unusable: join its next
+                generation.
         """
         if self._outgoing is None:
             raise LifecycleError(f"training rank {self.rank.training_rank}: call weight_specs() before send_weights()")
@@ -173,7 +173,7 @@ class WeightSync(Part):
             return sum(bucket.size_bytes for bucket in buckets)
 
     def _bucket_buffers(self, size_bytes: int) -> tuple[Failure | None, list[torch.Tensor]]:
-        """Returns room for two buckets, or why there is none."""
+        """Returns a failure or None, and buffers for two buckets."""
         try:
             return None, [torch.empty(size_bytes, dtype=torch.uint8, device=self.rank.device) for _ in range(2)]
         except RuntimeError as error:
@@ -183,12 +183,12 @@ class WeightSync(Part):
     def _send(
         self, buckets: list[Bucket], outgoing: Outgoing, buffers: list[torch.Tensor], failure: Failure | None
     ) -> Failure | None:
-        """Sends all buckets; returns what has failed. Goes on to the end for the sake of the others' collectives."""
+        """Sends all buckets; returns the failure, or None. Goes on after a failure, so that no other rank hangs."""
         group = self.joint_group
         if failure is None and group is None:
             failure = Failure("has not joined the joint group")
         if failure is not None:
-            # Whoever waits for this rank in the joint group hears of it at once.
+            # Ranks that wait for this one in the joint group then fail at once.
             self.leave(failed=True)
         elif group is not None:
             group.limit(_PAIR_SHARE * self.rank.remaining())
@@ -206,7 +206,7 @@ class WeightSync(Part):
             if failure is None and failed_now is None and group is not None:
                 try:
                     started = group.broadcast(buffer, source=bucket.source)
-                    # Only now, so that one bucket is packed while the one before it is sent.
+                    # Wait only now, so that this bucket is packed while the previous one is sent.
                     if on_its_way is not None:
                         on_its_way()
                     on_its_way = started
@@ -239,11 +239,11 @@ class WeightSync(Part):
         return None
 
     def _agree(self, failure: Failure | None) -> None:
-        """Raises on every trainer if one has failed. Over the store: the world's own groups may be what has failed."""
+        """Raises on every trainer if one has failed. Uses the store, because the world's own groups may have failed."""
         failed = self.rank.failed_ranks(Phase.SYNC, failure)
         if failed:
             self.leave(failed=True)
-            # A rank that has failed itself says so.
+            # A rank that has failed names itself.
             culprit = self.rank.training_rank if self.rank.training_rank in failed else min(failed)
             raise WeightSyncError(
                 f"weight sync failed on training rank {format_ranks(failed)}: {failed[culprit].text}",

@@ -1,4 +1,4 @@
-"""How a trainer comes into the training world: it makes the world, carves it out of a host's, or takes the host's."""
+"""Brings a trainer into the training world: makes the world, carves it out of a host's world, or takes the host's."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class WorldEntry(Part):
     """Brings a rank into the training world.
 
     Attributes:
-        door: Of the store, on the rank that serves it; else None.
-        job_key: The same on every rank of a host's world, secret, and no other job's; empty before `adopt_world`.
+        door: The store's door, on the rank that serves the store; else None.
+        job_key: A secret key, the same on every rank of a host's world and unique to the job; empty before
+            `adopt_world`.
     """
 
     def __init__(self, rank: TrainingRank, *, world_options: Callable[[], Any]) -> None:
@@ -34,7 +35,7 @@ class WorldEntry(Part):
 
         Args:
             rank: This rank.
-            world_options: Makes the backend's options of the default group; None for its own.
+            world_options: Returns the backend's options for the default group; None for the backend's defaults.
         """
         super().__init__(rank)
         self._world_options = world_options
@@ -50,7 +51,7 @@ class WorldEntry(Part):
         """Creates the training world as the default group: isolated mode. Collective over: all trainers.
 
         Args:
-            address: Where the store of `serve_store` listens.
+            address: Address of the store that `serve_store` started.
             backend: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
         """
         with self.rank.lifecycle.enter(Phase.WORLD):
@@ -108,7 +109,7 @@ class WorldEntry(Part):
         """
         rank, size = dist.get_rank(), dist.get_world_size()
         with self.rank.lifecycle.enter(Phase.WORLD):
-            # A connection of its own: NCCL waits in the group's for peers, and would keep everyone else out.
+            # Use a connection of its own: NCCL waits in the group's connection for peers, and blocks it for all others.
             connection = torch_groups.default_store().clone()
             self.rank.store = PrefixStore("rl_safe", connection)
             self.rank.world = TrainingWorld(training_rank=rank, size=size, joint_ranks=tuple(range(size)))

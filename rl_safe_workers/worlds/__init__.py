@@ -1,5 +1,5 @@
-"""The training world, one rank of it, the group with the rollout ranks, and the store that they meet at.
+"""The training world, one rank of it, the group with the rollout ranks, and the store where the ranks meet.
 
-A store's address comes in; a `TrainingWorld` or a `JointGroup` leaves. Only this room and ``comms`` create or destroy
-groups.
+The functions take a store's address, and make a `TrainingWorld` or a `JointGroup`. Only this folder and ``comms``
+create or destroy groups.
 """

@@ -1,4 +1,4 @@
-"""Where the store of a run is. Pure Python, so that a driver can pass it on without torch."""
+"""The address of a run's store. Pure Python, so that a driver can pass it on without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAddress:
-    """Where the store listens, and what its messages are signed with.
+    """The address where the store listens, and the secret that signs its messages.
 
     Example: ``StoreAddress(host="127.0.0.1", port=40123, secret=new_secret())``
     """
@@ -15,4 +15,4 @@ class StoreAddress:
     host: str
     port: int
     secret: bytes = field(repr=False)
-    """The run's secret, 32 bytes: its owner can forge any message. Keep it out of logs, errors and variables."""
+    """The run's secret, 32 bytes. Whoever has it can forge any message. Keep it out of logs, errors and variables."""

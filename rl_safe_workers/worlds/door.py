@@ -1,8 +1,8 @@
-"""Keeps new connections away from the run's store while nobody of the run has to connect.
+"""Keeps new connections away from the run's store while no process of the run has to connect.
 
 torch's TCPStore has no password: anyone at its port may read and write every key. On the loopback interface that
-is every user of the machine. A run connects in two phases only, ``world`` and ``joint``, so the port is shut in
-between: the kernel drops what asks for a connection. Connections that exist go on.
+is every user of the machine. A run connects only in the phases ``world`` and ``joint``. At other times the port is
+shut: the kernel drops connection requests. Existing connections go on.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Door:
-    """The door of one listening socket on the loopback interface; other interfaces have firewalls for this."""
+    """Shuts and opens one listening socket on the loopback interface. Other interfaces have firewalls for this."""
 
     def __init__(self, listener: socket.socket) -> None:
-        """Takes over a duplicate of the socket, and closes it with the last reference to the door. It is open."""
+        """Takes over a duplicate of the socket, and closes it with the last reference to the door. The door is open."""
         self._listener = listener
         weakref.finalize(self, listener.close)
         self._host, self._port = listener.getsockname()[:2]
         self._address = _plain(ipaddress.ip_address(self._host))
 
     def shut(self) -> None:
-        """Lets nobody in from now on.
+        """Refuses new connections from now on.
 
         Raises:
-            CommunicatorError: If another user of this machine is connected already; names user and socket.
+            CommunicatorError: If another user of this machine is already connected; names user and socket.
         """
         if not self._address.is_loopback:
             return
@@ -67,7 +67,7 @@ class Door:
             )
 
     def open(self) -> None:
-        """Lets everybody in again. Idempotent."""
+        """Accepts new connections again. Idempotent."""
         if self._address.is_loopback:
             try:
                 self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
@@ -83,7 +83,7 @@ class Door:
 
 
 def _connected_users(address: _Address, port: int) -> set[int]:
-    """Returns the users of this machine whose sockets are connected to an address and port of it."""
+    """Returns the users of this machine who have a socket connected to one of its addresses and ports."""
     users = set()
     for name in ("tcp", "tcp6"):
         table = Path("/proc/net") / name
@@ -97,7 +97,8 @@ def _connected_users(address: _Address, port: int) -> set[int]:
 def _read_peer(text: str) -> tuple[_Address, int]:
     """Reads an address and port of ``/proc/net/tcp``: ``0100007F:1F90`` is port 8080 of 127.0.0.1 on x86.
 
-    The kernel prints each 32 bits of an address, which are in network order, as a number of the machine.
+    The kernel prints each 32 bits of an address as a number in the machine's byte order, but stores them in network
+    order.
     """
     address, _, port = text.partition(":")
     words = [int(address[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(address), 8)]
@@ -105,6 +106,6 @@ def _read_peer(text: str) -> tuple[_Address, int]:
 
 
 def _plain(address: _Address) -> _Address:
-    """The address of IPv4 if it is one of IPv6 that stands for it."""
+    """Returns the IPv4 address if this is an IPv4-mapped IPv6 address; else the address itself."""
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address

@@ -1,7 +1,7 @@
-"""A training rank and the rollout rank on the same GPU: weights pass through memory that both have mapped.
+"""A training rank and a rollout rank on the same GPU. Weights pass through memory that both have mapped.
 
-NCCL refuses two ranks on one device, and the pair needs no network: the trainer lets the rollout rank map a buffer of
-its own (CUDA IPC), and the two agree over the run's store on who may use which half of it.
+NCCL refuses two ranks on one device, and the pair needs no network. The trainer shares a buffer with the rollout rank
+(CUDA IPC). The two agree over the run's store on which of them may use which half of the buffer.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import Role
 
 HALF_BYTES = 64 * 2**20
-"""One half is read while the other is filled."""
+"""Size of each half of the buffer. The reader reads one half while the trainer fills the other."""
 MEMORY_KEY = "memory"
-"""Where the trainer leaves the handle of its buffer in the store of the pair."""
+"""Key of the buffer's handle in the store of the pair."""
 _HANDLE_KEYS = ("handle", "size", "offset", "counter", "counter_offset", "event", "waits_for_event")
 """The fields of ``UntypedStorage._share_cuda_`` after the device, seen in torch 2.11 to 2.13. Each rank uses a device
 index of its own."""
 _COUNTER_FILE = re.compile(rb"/torch_\d+_\d+_\d+")
 """Name in shared memory of torch's reference counters (CudaIPCTypes.cpp). No other file may be opened as such."""
 _COUNTERS = 10_000
-"""Counters in such a file (CUDA_IPC_REF_COUNTER_FILE_SIZE in CudaIPCTypes.h)."""
+"""Number of counters in such a file (CUDA_IPC_REF_COUNTER_FILE_SIZE in CudaIPCTypes.h)."""
 _LONGEST_HANDLE = 4096
-"""Bytes. A CUDA IPC handle has 65 with the byte that torch puts before it; handles of expandable segments have more."""
+"""Longest handle in bytes. A CUDA IPC handle has 65, with torch's leading byte. Expandable segments need more."""
 
 
 class GpuPair:
-    """One side of a pair. Has the methods of `JointGroup` that a weight sync uses; every pair is on its own."""
+    """One side of a pair, with the methods of `JointGroup` that a weight sync uses. Pairs are independent."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class GpuPair:
             generation: Counts rebuilds; each uses store keys of its own.
             timeout: Longest wait for the others.
             device: The GPU.
-            sync_timeout: Longest wait for the other side in a sync; None: the same.
+            sync_timeout: Longest wait for the other side in a sync; None for ``timeout``.
 
         Raises:
             PhaseTimeoutError: Naming the ranks that did not come in time.
@@ -76,7 +76,7 @@ class GpuPair:
         self._mailbox = control.mailbox(f"pair/{generation}/{joint_rank % pairs}")
         self._turn, self._deadline = 0, Deadline.after(math.inf)
         self._unread: list[str] = []
-        """Keys that the reader sets, of the last turns."""
+        """Keys of the last turns, which the reader sets once it has read."""
         self._shared: torch.Tensor | None = None
         try:
             self._shared = self._share(device) if self._sends else self._map(device, timeout)
@@ -86,7 +86,7 @@ class GpuPair:
 
     def _share(self, device: torch.device) -> torch.Tensor:
         if device.type == "cuda":
-            # Not out of a large block that is free just now, which could then never be given back.
+            # Else the buffer may be cut out of a large free block, which torch could then never release.
             torch.cuda.empty_cache()
         shared = torch.empty(2 * HALF_BYTES, dtype=torch.uint8, device=device)
         self._mailbox.leave(MEMORY_KEY, describe_memory(shared).encode())
@@ -105,13 +105,13 @@ class GpuPair:
 
         Args:
             tensor: Same size on both sides; written in place on the rollout rank.
-            source: For the signature of `JointGroup.broadcast`: the trainer of each pair sends.
+            source: Unused, because the trainer always sends. `JointGroup.broadcast` has this argument.
 
         Returns:
-            For that signature, too: there is nothing more to wait for before the tensor is used.
+            A function that does nothing, as the counterpart of `JointGroup.broadcast`: the tensor can be used at once.
 
         Raises:
-            WeightSyncError: If the other side does not keep up; the memory is given up then.
+            WeightSyncError: If the other side does not keep up. The memory is then given up.
         """
         with self._working() as shared:
             flat = tensor.view(-1).view(torch.uint8)
@@ -135,7 +135,7 @@ class GpuPair:
         half = shared[self._turn % 2 * HALF_BYTES :][: block.numel()]
         filled, read = f"filled/{self._turn}", f"read/{self._turn}"
         if self._sends:
-            # The half is free once what was in it two turns ago has been read.
+            # The half is free once the reader has read its contents of two turns ago.
             self._wait_for_reader(behind=1)
             half.copy_(block)
             _synchronize(block)
@@ -149,7 +149,7 @@ class GpuPair:
         self._turn += 1
 
     def _take(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Waits for a message that this side alone reads, and removes it.
+        """Waits for a message to this side, returns and removes it.
 
         Raises:
             CommunicatorError: If it does not come in time.
@@ -162,26 +162,26 @@ class GpuPair:
         return message
 
     def _wait_for_reader(self, *, behind: int, timeout: timedelta | None = None) -> None:
-        """Waits until no more than ``behind`` turns are left to read."""
+        """Waits until at most ``behind`` turns are unread."""
         while len(self._unread) > behind:
             self._take(self._unread[0], timeout)
             del self._unread[0]
 
     def limit(self, timeout: timedelta) -> None:
-        """Bounds all waits from now on together, until it is called again.
+        """Sets a limit for the sum of all waits from now on, until the next call.
 
-        Each turn alone may wait for ``sync_timeout``, and there may be many.
+        Without it, each turn may wait for ``sync_timeout``, and there may be many turns.
         """
         self._deadline = Deadline.after(timeout)
 
     def flush(self, timeout: timedelta | None = None) -> None:
-        """Waits until everything passed so far has been read.
+        """Waits until the rollout rank has read everything that was passed so far.
 
         Args:
-            timeout: Longest wait for each of at most two turns; None: ``sync_timeout``. That of `limit` counts, too.
+            timeout: Longest wait for each of at most two turns; None for ``sync_timeout``. The `limit` also applies.
 
         Raises:
-            WeightSyncError: If the other side does not keep up; the memory is given up then.
+            WeightSyncError: If the other side does not keep up. The memory is then given up.
         """
         with self._working():
             self._wait_for_reader(behind=0, timeout=timeout)

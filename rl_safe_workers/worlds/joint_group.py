@@ -1,7 +1,7 @@
 """The joint group: trainers and rollout ranks, for weight sync, beside every default group.
 
-It is a bare process group on its own store prefix: it has no counter-given name, is not registered with
-``torch.distributed``, and no code that uses default groups can reach it.
+It is a bare process group on its own store prefix. It has no name from torch's counter and is not registered with
+``torch.distributed``, so code that uses default groups cannot reach it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHARE = 0.8
 
 
 def joint_world(generation: int) -> str:
-    """Names the world of trainers and rollout ranks, of which each rebuild makes another."""
+    """Returns the name of the world of trainers and rollout ranks. Each rebuild makes a new world."""
     return f"{_WORLD} {generation}"
 
 
@@ -66,8 +66,8 @@ class JointGroup:
             control: This process's place in the world `joint_world` of trainers and rollout ranks.
             generation: Counts rebuilds; each uses store keys of its own.
             timeout: Longest wait for the others.
-            device: Where the tensors are: a CPU makes a gloo group, a GPU one of NCCL.
-            sync_timeout: Longest wait of one broadcast, or, on a GPU, of a `flush`; None: the same.
+            device: Device of the tensors. A CPU makes a gloo group, a GPU an NCCL group.
+            sync_timeout: Longest wait of one broadcast, or of a `flush` on a GPU; None for ``timeout``.
 
         Raises:
             PhaseTimeoutError: Naming the ranks that did not come in time.
@@ -75,14 +75,14 @@ class JointGroup:
         """
         self.joint_rank, self.size, self.generation = control.rank, control.size, generation
         self._device, self._sync_timeout = device, sync_timeout or timeout
-        # The group by itself would wait for the missing, too, but could not say who they are.
+        # The group would also wait for missing ranks, but could not name them.
         control.barrier(Phase.JOINT, Deadline.after(timeout))
-        # Over a connection of its own: NCCL waits in it for peers without end, and would keep everyone else out.
+        # Use a connection of its own: NCCL waits in it for peers without end, and blocks it for all others.
         prefix = PrefixStore(f"{_PREFIX}/{generation}", control.store.clone())  # type: ignore[attr-defined]
         # The stubs leave out what it inherits from Backend.
         self._group: Any = None
         self._works: deque[Any] = deque()
-        """Broadcasts that nobody has waited for. Each keeps the connections open, so nobody else may hold one."""
+        """Broadcasts for which nobody has waited. Each keeps the connections open, so keep no reference elsewhere."""
         self._started = 0
         failure = self._connect(prefix, timeout)
         if failure is not None:
@@ -97,10 +97,10 @@ class JointGroup:
                 self._group = dist.ProcessGroupGloo(store, self.joint_rank, self.size, self._sync_timeout)
                 return None
             options = dist.ProcessGroupNCCL.Options()
-            # Its watchdog ends the whole process; `flush` raises before that.
+            # NCCL's watchdog would end the whole process at its timeout; `flush` raises before that.
             options._timeout = 2 * max(timeout, self._sync_timeout) + timedelta(seconds=60)
             self._group = dist.ProcessGroupNCCL(store, self.joint_rank, self.size, options)
-            # NCCL connects at the first collective, which would be in the middle of a run, when memory is full.
+            # Connect now: NCCL would connect at the first collective, in the middle of a run, when memory is full.
             self._group.broadcast(torch.zeros(1, device=self._device), 0).wait()
         except RuntimeError as error:
             return _failure(error)
@@ -119,13 +119,13 @@ class JointGroup:
             source: Joint rank that sends.
 
         Returns:
-            What waits for it, to be called before the tensor is used or freed: on a CPU it blocks until the tensor has
-            arrived; on a GPU it makes the current stream wait, and `flush` blocks.
+            A function that waits for the broadcast. Call it before the tensor is used or freed. On a CPU it blocks
+            until the tensor has arrived. On a GPU it makes the current stream wait, and `flush` blocks.
 
         Raises:
-            WeightSyncError: As what is returned does, too: if a peer is gone or the timeout passed; the group is
-                closed then. A rank can succeed where another fails, so the outcome must be agreed on over the training
-                world.
+            WeightSyncError: If a peer is gone or the timeout passed. The group is then closed. The returned function
+                raises it, too. One rank can succeed where another fails, so the trainers must agree on the outcome over
+                the training world.
         """
         self._check_open()
         try:
@@ -146,7 +146,7 @@ class JointGroup:
                 self._works.popleft().wait()
             except RuntimeError as error:
                 failure = _failure(error)
-        # Outside of the exception, whose traceback would keep the connections open.
+        # Raise outside the except block: the exception's traceback would keep the connections open.
         if failure is not None:
             raise self._failed(failure)
 
@@ -155,7 +155,7 @@ class JointGroup:
             raise WeightSyncError(f"joint rank {self.joint_rank}: the joint group is closed")
 
     def _failed(self, failure: Failure) -> WeightSyncError:
-        # Whoever waits for this rank hears of it at once, and not at the timeout.
+        # Ranks that wait for this one then fail at once, and not at the timeout.
         self.abort()
         text = f"joint rank {self.joint_rank}: broadcast over the joint group failed: {failure.text}"
         return WeightSyncError(text, foreign=failure.foreign)
@@ -164,12 +164,12 @@ class JointGroup:
         """Waits until everything broadcast so far has arrived. Collective over: the joint group.
 
         Args:
-            timeout: Longest wait; None: most of ``sync_timeout``, so that this ends before any group of the training
-                world gives up what hangs behind these broadcasts on the same stream.
+            timeout: Longest wait; None for most of ``sync_timeout``. The wait then ends before a collective of the
+                training world, queued behind these broadcasts on the same stream, times out.
 
         Raises:
-            WeightSyncError: If that takes longer, as when a peer is gone, which NCCL does not notice; the group is
-                closed then.
+            WeightSyncError: If it takes longer, e.g. because a peer is gone, which NCCL does not notice. The group is
+                then closed.
         """
         self._check_open()
         if self._device.type == "cuda" and (failure := self._wait(timeout or _SHARE * self._sync_timeout)):
@@ -177,7 +177,7 @@ class JointGroup:
             raise WeightSyncError(text, foreign=failure.foreign)
 
     def _wait(self, timeout: timedelta) -> Failure | None:
-        """Waits for the current stream; gives the group up and says what failed if it does not end well."""
+        """Waits for the current stream. If that fails, gives up the group and returns the failure."""
         try:
             if wait_for_stream(self._device, timeout):
                 return None
@@ -189,10 +189,10 @@ class JointGroup:
         return failure
 
     def limit(self, timeout: timedelta) -> None:
-        """Bounds the next broadcasts together, where each waits for a reader; here `flush` does."""
+        """Does nothing: here `flush` bounds the wait. In a `GpuPair`, it bounds the next broadcasts together."""
 
     def abort(self) -> None:
-        """Gives the group up, with whatever is under way in it. Not collective, does not wait; idempotent."""
+        """Gives up the group and its unfinished operations. Not collective, does not wait; idempotent."""
         group, self._group = self._group, None
         self._works.clear()
         if group is None:
@@ -201,7 +201,7 @@ class JointGroup:
             group.abort()
             return
         group.shutdown()
-        # The last reference goes on a thread: gloo ends a broadcast under way at its timeout only, and waits for that.
+        # Drop the last reference on a thread: gloo waits there until the timeout of an unfinished broadcast.
         last = [group]
         del group
         Background(last.clear, name="leaving the joint group")
@@ -220,9 +220,9 @@ def _failure(error: RuntimeError) -> Failure:
 
 
 def wait_for_stream(device: torch.device, timeout: timedelta) -> bool:
-    """Waits for what is queued on a GPU's current stream; returns whether it ended in time.
+    """Waits for the queue of a GPU's current stream; returns True if it ended in time.
 
-    Raises RuntimeError if the device has failed. Asks and sleeps in turn, because torch's own waits have no deadline.
+    Raises RuntimeError if the device has failed. It polls, because torch's own waits have no deadline.
     """
     done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record(torch.cuda.current_stream(device))

@@ -23,7 +23,7 @@ from rl_safe_workers.worlds.training_world import TrainingWorld, set_group_timeo
 T = TypeVar("T")
 
 _ON_STORAGE = (Phase.SAVE, Phase.LOAD, Phase.CONVERT)
-"""Phases in which what fails without an error of ours is a checkpoint, or the storage that it is on."""
+"""Phases in which an error that is not ours comes from a checkpoint or its storage."""
 
 
 class MegatronHost(Protocol):
@@ -40,7 +40,7 @@ class MegatronHost(Protocol):
 
 
 class Part:
-    """Something that keeps a trainer safe. It is asked before each phase, may watch over it, and can be aborted."""
+    """A part that keeps a trainer safe. The trainer calls it before, during and after each phase, and to abort."""
 
     def __init__(self, rank: TrainingRank) -> None:
         self.rank = rank
@@ -57,13 +57,13 @@ class Part:
         return nullcontext()
 
     def failed(self, phase: Phase, error: Exception) -> None:
-        """Hears what a phase has failed with, which is raised then. Does not wait and does not raise."""
+        """Gets the error of a failed phase, before the phase raises it. Does not wait and does not raise."""
 
     def abort(self, reason: str) -> None:
-        """Tells the others that this rank will not finish what they may wait for. Does not wait.
+        """Tells the other ranks that this rank will not finish work for which they may wait. Does not wait.
 
         Args:
-            reason: What has failed, in one line.
+            reason: The failure, in one line.
         """
 
 
@@ -71,18 +71,18 @@ class TrainingRank:
     """One rank of the training world.
 
     Attributes:
-        host: The trainer's class, for parts that need its model; None if it has none to show.
+        host: The trainer's class, for parts that need its model; None if it offers no model.
         training_rank: This process's rank in the training world.
         training_size: Number of trainers.
         rl_safe: Our settings.
         megatron: The parallel sizes and offload settings.
-        device: Where tensors are.
-        features: What the host knows of its model that decides about collectives; None: taken from ``megatron``.
+        device: Device of the tensors.
+        features: Features of the model that decide which collectives run; None to take them from ``megatron``.
         lifecycle: The phases that this rank has been through.
-        parts: Asked before each phase, in this order.
-        outside_timeout: Longest wait of a collective outside of phases; None: as in the phase before.
-        bounds_collectives: Whether a phase's deadline bounds the collectives in it, by the timeouts of the groups.
-        deadline: Of the current phase.
+        parts: The parts, in the order in which they are called before each phase.
+        outside_timeout: Longest wait of a collective outside of phases; None to keep the timeout of the last phase.
+        bounds_collectives: Whether a phase sets the groups' timeouts, so that its deadline bounds its collectives.
+        deadline: The deadline of the current phase.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TrainingRank:
         features: Features | None = None,
         outside_timeout: timedelta | None = None,
     ) -> None:
-        """Records this rank's place and settings. Touches no device and no network."""
+        """Stores this rank's place and settings. Touches no device and no network."""
         self.training_rank, self.training_size = training_rank, training_size
         self.rl_safe, self.megatron, self.device = rl_safe, megatron, device
         self.host, self.features, self.outside_timeout = host, features, outside_timeout
@@ -185,7 +185,7 @@ class TrainingRank:
         return self.deadline.remaining()
 
     def before(self, phase: Phase) -> None:
-        """Asks each part whether a phase may begin.
+        """Lets each part prepare for a phase, or refuse it.
 
         Raises:
             RlSafeError: If a part refuses it.
@@ -218,7 +218,7 @@ class TrainingRank:
 
     @contextmanager
     def _telling(self, phase: Phase) -> Iterator[None]:
-        """Tells the parts of the body's failure."""
+        """Tells the parts about an error of the body."""
         try:
             yield
         except Exception as error:
@@ -241,23 +241,23 @@ class TrainingRank:
         """Tells the ranks that wait for this one that it has failed. Does not wait.
 
         Args:
-            reason: What has failed, in one line.
+            reason: The failure, in one line.
         """
         for part in self.parts:
             part.abort(reason)
 
     def together(self, phase: Phase, work: Callable[[], T], *, failure: Exception | None = None) -> T:
-        """Does something on training rank 0 once all are well; every rank returns its value, or raises if it did.
+        """Does work on training rank 0 if all ranks are well. Every rank returns the work's value, or raises its error.
 
         Collective over: the training world, through the store, within the current phase's deadline.
 
         Args:
             phase: The current phase.
-            work: Called on rank 0 alone; its value must be fit for JSON.
-            failure: What this rank has failed with; it then fails on every rank, and nothing is done.
+            work: Called on rank 0 only; its value must be fit for JSON.
+            failure: This rank's failure. Every rank then raises, and the work is not done.
 
         Raises:
-            RlSafeError: This rank's own failure, or the same kind of error with that of others.
+            RlSafeError: This rank's own failure, or the same kind of error as on the rank that failed.
         """
         foreign = CheckpointError if phase in _ON_STORAGE else RunError
         gathering = self.control.gathering(f"together/{phase}", phase=phase)
@@ -265,7 +265,7 @@ class TrainingRank:
         return value
 
     def failed_ranks(self, phase: Phase, failure: Failure | None) -> dict[int, Failure]:
-        """Tells the others what this rank has failed with, and returns everyone's failures by training rank.
+        """Tells the others this rank's failure, and returns all failures by training rank.
 
         Collective over: the training world, through the store, within the current phase's deadline.
         """

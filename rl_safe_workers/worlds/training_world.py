@@ -1,9 +1,9 @@
-"""The training world: the default process group of every rank that holds Megatron state, and of no other.
+"""The training world: the default process group of every rank that holds Megatron state, and of no other rank.
 
 Megatron and torch's checkpoint code use the default group freely (planning, barriers, parameter-group exchange),
 so the only way to keep their collectives away from rollout ranks is that the default group *is* the training world:
 
-- isolated mode: it is created so, by `init_training_world`;
+- isolated mode: `init_training_world` creates the default group from trainers alone;
 - carved mode: the host's default group already holds rollout ranks, and `carve_training_world` makes the training
   ranks' subgroup the default one before Megatron initialises.
 """
@@ -34,9 +34,10 @@ class TrainingWorld:
         training_rank: Rank among the trainers, 0 to ``size`` - 1.
         size: Number of trainers.
         joint_ranks: Rank in the host's default group of each training rank; the identity in isolated mode.
-        host_group: The host's default group in carved mode, which is the default one again after teardown; else None.
+        host_group: The host's default group in carved mode, which becomes the default one again after teardown; None in
+            isolated mode.
         host_groups: Every group that the host had before the carving.
-        host_group_count: torch's counter of groups at that time, by which it names the next one.
+        host_group_count: torch's counter of groups at that time, from which torch makes the name of the next group.
     """
 
     training_rank: int
@@ -52,12 +53,12 @@ def init_training_world(
 ) -> TrainingWorld:
     """Creates the training world as the default group. Collective over: all trainers.
 
-    ``device_id`` is not bound: an eager default group turns every later group into a split of it, in which all of
-    its ranks must take part (NeMo RL 3189).
+    It does not bind a ``device_id``. With one, the default group connects eagerly, and every later group is a split of
+    it, in which all of its ranks must take part (NeMo RL 3189).
 
     Args:
-        store: The run's store; keys go under the prefix ``train``, over a connection of their own: NCCL waits in it
-            for peers without end, and would keep everyone else out.
+        store: The run's store. The group's keys have the prefix ``train``. It uses a connection of its own, because
+            NCCL waits in it for peers without end and blocks it for all others.
         training_rank: This process's rank.
         size: Number of trainers.
         backend: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
@@ -140,8 +141,8 @@ def carve_training_world(
 def set_group_timeouts(timeout: timedelta) -> None:
     """Bounds every later collective of the training world's groups. Not collective; microseconds.
 
-    Groups keep the timeout that they were created with, and a new group does not inherit its parent's; without this a
-    collective of a one-minute phase could wait for as long as the longest phase may take.
+    A group keeps the timeout of its creation, and does not inherit that of its parent. Without this call, a collective
+    of a one-minute phase could wait as long as the longest phase may take.
     """
     if dist.is_initialized():
         groups = [group for group in torch_groups.megatron_groups() if group is not None]
@@ -150,9 +151,9 @@ def set_group_timeouts(timeout: timedelta) -> None:
 
 
 def device_of_world() -> torch.device:
-    """Returns where the default group's tensors are. Not collective.
+    """Returns the device of the default group's tensors. Not collective.
 
-    Several backends of one group have no common name, so the one for GPUs counts.
+    If the group has several backends, the one for GPUs counts.
     """
     backends = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
     if "nccl" in backends.get("cuda", "") and torch.cuda.is_available():

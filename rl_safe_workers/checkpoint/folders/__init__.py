@@ -1,5 +1,5 @@
-"""The folders of checkpoints: what makes one complete, whose it is, how it comes and goes.
+"""The folders of checkpoints: what makes one complete, who owns it, how it is made and removed.
 
-A path comes in. A manifest, a claim or a refusal leaves. Every write here survives a crash of the machine. Nothing here
-imports torch.
+The functions take a path. They return a manifest, claim a folder or refuse. Every write survives a crash of the
+machine. Nothing here imports torch.
 """

@@ -20,15 +20,15 @@ RUN_LOCK = "run.lock"
 
 @contextmanager
 def claimed(folders: Mapping[str, Path]) -> Iterator[None]:
-    """Holds folders against every other run; makes those that are not there, and removes them if they stay empty.
+    """Locks folders against every other run. Creates missing folders, and removes them at the end if they stay empty.
 
-    The locks end with this process, whatever it dies of. They hold between hosts that share the file system.
+    The locks end with this process, however it dies. They work between hosts that share the file system.
 
     Args:
         folders: Absolute paths, by the configuration key that names each.
 
     Raises:
-        ConfigError: If a folder cannot be made, or another run holds it; then names that run's process.
+        ConfigError: If a folder cannot be made, or another run holds it. The message names that run's process.
     """
     made: list[Path] = []
     try:

@@ -37,13 +37,13 @@ HF_FILES = "huggingface"
 OURS = (SHARDS, HF_FILES)
 """Entries at the top of a conversion, besides its manifest."""
 KEY = "conversion"
-"""Where the manifest says that it is one, and in which dtype."""
+"""Key in the manifest's ``driver_state`` that marks a conversion and holds its dtype."""
 ADVICE = "choose another place, or overwrite it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertedModel:
-    """The source of a conversion, whatever the layout.
+    """The model and dtype of a conversion, independent of the layout.
 
     Example: ``ConvertedModel(fingerprint="0123456789abcdef", dtype="bfloat16")``
     """
@@ -60,14 +60,14 @@ def lock_path(final: Path) -> Path:
 
 
 def converted_dtype(driver_state: Mapping[str, Any]) -> str | None:
-    """Returns the dtype that a manifest's ``driver_state`` says a conversion has; None if it is of no conversion."""
+    """Returns the dtype of a conversion from its manifest's ``driver_state``; None if this is not a conversion."""
     claim = driver_state.get(KEY)
     dtype = claim.get("dtype") if isinstance(claim, dict) else None
     return dtype if isinstance(dtype, str) else None
 
 
 def _why_another(final: Path, wanted: ConvertedModel) -> str | None:
-    """Returns why a directory is none that this conversion may replace; None if it may."""
+    """Returns the reason why this conversion may not replace a directory; None if it may."""
     if (reason := why_foreign(final)) is not None:
         return reason
     try:
@@ -95,12 +95,12 @@ def find_conversion(final: Path, wanted: ConvertedModel, *, overwrite: bool = Fa
         overwrite: Whether a conversion may replace something else.
 
     Returns:
-        The manifest of a complete conversion of that model; None if it has to be made: there is none, or one that is
-        truncated.
+        The manifest of a complete conversion of that model; None if there is none or it is truncated, so that it has
+        to be made.
 
     Raises:
-        CheckpointMismatchError: If something else is there, with what it is, unless ``overwrite``; or if something
-            that is not ours has a name that is needed to make it.
+        CheckpointMismatchError: If something else is at ``final`` and ``overwrite`` is False; the message says what it
+            is. Also if something that is not ours has a temporary name that the conversion needs.
     """
     if os.path.lexists(final):
         shown = printable(str(final))
@@ -138,14 +138,14 @@ def publish_conversion(
     Args:
         pending: The directory in progress, with shards and HF files.
         final: Its final name.
-        model: What it is of.
+        model: The converted model and its dtype.
         layout: Parallel sizes of the conversion, for the record; a load may have any other.
         files: Size and digest of every file in ``pending``, see `Manifest`.
         overwrite: Whether it may replace something else.
 
     Raises:
-        CheckpointError: If something has the final name that may not be replaced.
-        OSError: If that cannot be written.
+        CheckpointError: If something has the final name and may not be replaced.
+        OSError: If the manifest or the final name cannot be written.
     """
     manifest = Manifest(
         step=0,
@@ -173,10 +173,10 @@ class MegatronWeights:
     """None for a checkpoint that another program wrote."""
 
     def check_is_of(self, fingerprint: str | None, *, path: Path) -> None:
-        """Refuses a checkpoint of another model, as far as its manifest tells.
+        """Refuses a checkpoint whose manifest names another model. Accepts one without a manifest.
 
         Args:
-            fingerprint: Of the HF directory that it must be of; None: any.
+            fingerprint: Fingerprint of the HF directory that the weights must come from; None accepts any.
             path: The checkpoint, for the error.
 
         Raises:
@@ -190,7 +190,7 @@ def find_megatron_weights(path: Path) -> MegatronWeights:
     """Finds the shards of a conversion, of a training checkpoint, or of a torch_dist directory of another program.
 
     Raises:
-        CheckpointError: If it is none of these, or ours and not complete.
+        CheckpointError: If it is none of these, or if it is one of ours and not complete.
     """
     # Megatron-core writes this file last (serialization.py:421).
     if not (path / MANIFEST).is_file() and (path / "metadata.json").is_file():
@@ -200,11 +200,11 @@ def find_megatron_weights(path: Path) -> MegatronWeights:
 
 
 def own_hf_files(checkpoint: Path) -> Path | None:
-    """The folder of a checkpoint with the configuration of its model; None if there is none.
+    """Returns the folder of a checkpoint with the configuration of its model; None if there is none.
 
     Raises:
-        CheckpointError: If it cannot be read, or has a link that leads out of the checkpoint: what lies there would be
-            read and copied.
+        CheckpointError: If the folder cannot be read, or has a link that leads out of the checkpoint. A caller would
+            read and copy the link's target.
     """
     folder = checkpoint / HF_FILES
     try:

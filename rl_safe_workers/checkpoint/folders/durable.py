@@ -13,7 +13,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Gives an OSError of the body the path, if it has none: a failed write of an open file does not tell it."""
+    """Adds the path to an OSError of the body that has none, such as that of a failed write to an open file."""
     try:
         yield
     except OSError as error:
@@ -38,10 +38,10 @@ def temporary_path(path: Path) -> Path:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Writes a file that is not there yet. Never through a link, never into something that is there.
+    """Creates a new file and writes it. Never follows a link and never writes into something that exists.
 
     Raises:
-        OSError: If the name is taken; or if the file cannot be written, which then is not there.
+        OSError: If the name is taken, or the file cannot be written. In the second case no file is left.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -56,10 +56,10 @@ def write_new(path: Path, text: str) -> None:
 def write_durably(path: Path, text: str) -> None:
     """Replaces a file atomically and durably: after a crash it has its old or its new contents.
 
-    A link is replaced by the file; what it leads to stays as it is.
+    If the path is a link, the file replaces the link. The link's target stays as it is.
 
     Raises:
-        OSError: If the file cannot be written, or something has the name `temporary_path`.
+        OSError: If the file cannot be written, or something exists at `temporary_path`.
     """
     temporary = temporary_path(path)
     write_new(temporary, text)

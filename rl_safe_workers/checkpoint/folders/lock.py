@@ -1,7 +1,7 @@
 """A lock between runs, on a shared file. The holder writes its name there; the lock ends with its process.
 
-The file names its holder from its first moment on: it is written under another name and linked to its own. What is
-there and does not name a holder is no lock of ours: it is neither emptied nor removed.
+The file names its holder from its first moment on: it is written under another name and then linked to its own. A file
+that does not name a holder is not our lock, so it is neither emptied nor removed.
 
 Pure Python: starts in milliseconds.
 """
@@ -33,9 +33,10 @@ POLL_S = 0.2
 _LIMIT_BYTES = 4096
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _held: set[tuple[int, int]] = set()
-"""Device and inode of the locks that this process holds. It must not open one again: closing it would let it go."""
+"""Device and inode of the locks that this process holds. It must not open such a file again: closing any descriptor of
+the file releases the lock."""
 _changing = threading.Lock()
-"""Held by the thread that takes or leaves a lock."""
+"""Held by the thread that is taking or releasing a lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class Holder:
 
     @classmethod
     def parse(cls, text: bytes) -> Holder | None:
-        """Reads what a lock's file says; None if it is no lock of ours."""
+        """Parses the contents of a lock's file; None if it is not our lock."""
         try:
             fields = json.loads(text)
             host, pid = fields["host"], fields["pid"]
@@ -68,9 +69,9 @@ def _me() -> Holder:
 def _try_lock(descriptor: int) -> bool:
     """Takes the lock if nobody has it.
 
-    A POSIX record lock: it ends with the process, works between hosts over NFS and Lustre, and is not inherited, so
-    that a writer process which outlives a killed trainer does not keep it. (``flock``, and with it the filelock
-    library, fails the last; filelock also empties the file in which the holder is named.)
+    The lock is a POSIX record lock. It ends with the process, and it works between hosts over NFS and Lustre. Child
+    processes do not inherit it, so a writer process that outlives a killed trainer does not keep it. ``flock``, which
+    the filelock library uses, is inherited. Filelock also empties the file, which would erase the holder's name.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,7 +87,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _is_current(descriptor: int, path: Path) -> bool:
-    """Returns True if the open file is still the one of that name: a holder removes it before letting go."""
+    """Returns True if the path still leads to the open file: a holder removes the file before it releases the lock."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except (FileNotFoundError, NotADirectoryError):  # also if something else took the place of its folder
@@ -94,7 +95,7 @@ def _is_current(descriptor: int, path: Path) -> bool:
 
 
 def check_lock(path: Path) -> None:
-    """Refuses a lock's name that something else has. Writes nothing, and does not wait.
+    """Refuses a path for a lock that something else occupies. Writes nothing, and does not wait.
 
     Raises:
         CheckpointError: One line, with the name and what to do.
@@ -140,7 +141,7 @@ def _make(path: Path) -> None:
         if error.errno not in _NO_HARD_LINKS:
             raise
         with suppress(FileExistsError):
-            _write(path)  # a process that finds it before it is written refuses it
+            _write(path)  # a process that found an unfinished file would refuse it
     finally:
         own.unlink(missing_ok=True)
 
@@ -154,7 +155,7 @@ def _write(path: Path) -> None:
 
 
 def _open(path: Path) -> int:
-    """Opens what has the lock's name, and makes it if nothing has.
+    """Opens the lock's file, and creates it if it does not exist.
 
     Raises:
         CheckpointError: If it is a link, or not a regular file.
@@ -168,11 +169,11 @@ def _open(path: Path) -> int:
                 raise _not_a_lock(path)
             return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # its holder has let it go
+            continue  # its holder has released it
 
 
 def _try_acquire(path: Path) -> int | None:
-    """Takes the lock; None while another process has it. Returns the descriptor that keeps it."""
+    """Takes the lock and returns the descriptor that keeps it; None while another process has it."""
     with _changing:
         return None if _is_held_here(path) else _try_to_take(path)
 
@@ -193,7 +194,8 @@ def _try_to_take(path: Path) -> int | None:
                 opened.pop_all()
                 _held.add(_identity(os.fstat(descriptor)))
                 return descriptor
-            # Of a process that has ended. Removed while it is held: a waiting process notices and makes a new one.
+            # The file's process has ended. Remove it while the lock is held: a waiting process notices and makes a new
+            # file.
             path.unlink()
 
 
@@ -207,7 +209,7 @@ def _is_held_here(path: Path) -> bool:
 def _let_go(descriptor: int, path: Path) -> None:
     with _changing:
         if _is_current(descriptor, path):
-            path.unlink(missing_ok=True)  # while it is held: a waiting process notices and makes a new one
+            path.unlink(missing_ok=True)  # while the lock is held: a waiting process notices and makes a new file
         _held.discard(_identity(os.fstat(descriptor)))
         os.close(descriptor)
 
@@ -216,21 +218,21 @@ def _let_go(descriptor: int, path: Path) -> None:
 def exclusive(path: Path, *, timeout: timedelta, setting: str, what: str | None = None) -> Iterator[bool]:
     """Holds a lock for the body, against every other process on every host that shares the file system.
 
-    Against another thread of this process as well, and against a second lock on the same path in it.
+    It also excludes other threads of this process, and a second lock on the same path in this process.
 
     Args:
-        path: The lock's file; its folder exists. Removed when the lock is let go.
+        path: The lock's file; its folder exists. The file is removed when the lock is released.
         timeout: Longest wait; zero tries once.
-        setting: The configuration key for the error: with a timeout the one that moves it, without one the one to
-            change to another place.
+        setting: The configuration key that the error names. With a timeout, the key that sets it; without one, the key
+            that sets the folder.
         what: What is locked, for the error; None: the file.
 
     Yields:
         Whether another process had it first.
 
     Raises:
-        CheckpointError: If another process still has it when the time is up, naming host and process; or if the file
-            cannot be made or locked, or is no lock of ours.
+        CheckpointError: If another process still has it when the time is up; the message names host and process. Also
+            if the file cannot be made or locked, or is not our lock.
     """
     started_s, has_waited, shown = time.monotonic(), False, printable(what or str(path))
     try:

@@ -8,17 +8,17 @@
       global_step_20.incomplete/           a save in progress, or one that failed; never picked up
         .rl_safe.json                      marks it as ours
 
-A directory with a valid manifest is a checkpoint whatever its suffix: a process that dies between the renames of a
-commit leaves one under its temporary name, and it is found there.
+A directory with a valid manifest is a checkpoint whatever its suffix. A process that dies between the renames of a
+commit leaves a checkpoint under its temporary name, and a load finds it there.
 
-The newest checkpoint is the one with the highest serial, which is one more than that of every checkpoint that was in
-the directory at its commit. So the order is that of the commits: neither a clock nor the step rules it. A run that
-went back to step 10 and saves step 12 makes a newer checkpoint than the step 20 of before, which is removed first.
-Checkpoints without a serial, of schema 2, are older than all that have one; the time of their save sorts these.
+The newest checkpoint is the one with the highest serial. A commit takes a serial one above the highest in its
+directory. So the order is the order of commits, and depends neither on a clock nor on the step. If a run goes back to
+step 10 and saves step 12, this checkpoint is newer than the earlier step 20, and retention removes step 20 first.
+Checkpoints of schema 2 have no serial. They count as older than all others, and are sorted by the time of their save.
 
 A checkpoint that was copied here, or forged, may have any serial. The tracker file names the checkpoint that was saved
-last: a serial of more than one above its serial does not come from this directory. Such a checkpoint is older than all
-others, and retention leaves it alone.
+last. A serial more than one above that checkpoint's serial does not come from this directory. A checkpoint with such a
+serial counts as older than all others, and retention leaves it alone.
 
 Pure Python: starts in milliseconds.
 """
@@ -43,7 +43,7 @@ from rl_safe_workers.model_files import read_model_json
 
 SHARDS = "dist_ckpt"
 OLDEST_SCHEMA = 2
-"""Oldest manifest that a load takes."""
+"""Oldest manifest schema that a load accepts."""
 _PROBE_BYTES = 64 * 2**10
 """How much of each end of a weight file goes into the fingerprint."""
 UNTRACKED_SERIALS = 10**6
@@ -58,7 +58,7 @@ class Manifest:
     schema: int = SCHEMA
     step: int
     serial: int = field(default=0, compare=False)
-    """Number of the commit in its directory, see above, given by it; 0 in schema 2 and for conversions."""
+    """Number of the commit in its directory, see above. The commit sets it; 0 in schema 2 and for conversions."""
     model_fingerprint: str
     """Digest of the model's architecture, see `model_fingerprint`."""
     layout: dict[str, int]
@@ -71,7 +71,7 @@ class Manifest:
     driver_state: dict[str, Any]
     """The driver's own state: data position."""
     digests: dict[str, str]
-    """Digest of each training rank's state, by rank, if it was asked for."""
+    """Digest of each training rank's state, by rank; empty if the save was not asked for digests."""
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -80,10 +80,10 @@ class Manifest:
 
 
 def model_fingerprint(model_path: str | Path) -> str:
-    """Digest of a HF directory: what of ``config.json`` makes the architecture, and both ends of each weight file.
+    """Digest of an HF directory: the architecture fields of ``config.json``, and both ends of each weight file.
 
-    The beginning of a safetensors file lists its tensors; a sample of the data tells one model's weights from
-    another's of the same shape without reading hundreds of gigabytes.
+    The beginning of a safetensors file lists its tensors. The sample of data tells two models of the same shape apart
+    without reading hundreds of gigabytes.
     """
     directory = Path(model_path)
     config = read_model_json(directory / "config.json")
@@ -105,7 +105,7 @@ def step_dir(root: Path, step: int) -> Path:
 
 
 def file_sizes(directory: Path) -> dict[str, int]:
-    """Size in bytes of every file under a directory, by relative path, sorted; manifest and marker left out."""
+    """Returns the size in bytes of every file under a directory but manifest and marker, sorted by relative path."""
     left_out = {directory / MANIFEST, directory / MARKER}
     files = sorted(Path(entry.path) for entry in entries_below(directory) if entry.is_file())
     return {str(path.relative_to(directory)): path.stat().st_size for path in files if path not in left_out}
@@ -142,13 +142,13 @@ class Found:
     complete: list[tuple[Path, Manifest]]
     """Newest first, see above."""
     damaged: list[CheckpointError]
-    """One for each that has a manifest but is not what it says."""
+    """One error for each checkpoint that does not match its manifest."""
     highest_serial: int
     """A checkpoint with a higher serial was not saved in this directory, see above."""
 
 
 def find_checkpoints(root: Path) -> Found:
-    """Looks through a directory of checkpoints. What has no manifest is passed over: a save that did not finish."""
+    """Lists the checkpoints in a directory. Skips an entry without a manifest: its save did not finish."""
     complete: list[tuple[Path, Manifest]] = []
     damaged: list[CheckpointError] = []
     for path, step in _step_dirs(root):
@@ -177,7 +177,7 @@ def _highest_serial(root: Path) -> int:
 
 
 def step_entries(root: Path) -> list[tuple[Path, re.Match[str]]]:
-    """Returns whatever is named as a checkpoint in a directory, sorted, with the match of `ownership.STEP_DIR`.
+    """Returns each entry of a directory with the name of a checkpoint, and the match of `ownership.STEP_DIR`; sorted.
 
     Raises:
         CheckpointError: If the directory cannot be read.
@@ -190,7 +190,7 @@ def step_entries(root: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 def _step_dirs(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yields what is named as a checkpoint and has something by the name of a manifest, with its step."""
+    """Yields each entry with the name of a checkpoint that has a manifest, valid or not, and its step."""
     for path, match in step_entries(root):
         if os.path.lexists(path / MANIFEST):
             yield path, int(match[1])

@@ -1,7 +1,7 @@
-"""Reads manifests of any schema that was ever written, however damaged the checkpoint around them.
+"""Reads manifests of every schema so far, even in a damaged checkpoint.
 
-A manifest is data that somebody else may have made. It is read up to a size, from within its checkpoint alone, and
-counts only if every type, range and path in it is sane (`manifest_schema`).
+Somebody else may have made a manifest. So the reader limits its size, and follows no link out of the checkpoint. It
+accepts a manifest only if every type, range and path in it is sane (`manifest_schema`).
 
 Pure Python: starts in milliseconds.
 """
@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 MAX_SERIAL = 10**9
 """No directory sees a billion saves: a manifest with a higher serial is not valid."""
 MAX_FILES = 2**18
-"""Most files of a manifest: a rank writes one, and there are a few besides, so 131,072 ranks have half as many."""
+"""Most files of a manifest. Each rank writes one file, and there are a few more: 131,072 ranks need half of this."""
 MANIFEST_BYTES = 40 * 2**20
 """Size limit of a manifest: `MAX_FILES` at 160 bytes each. A shard's name, size and digest take 100."""
 
@@ -90,7 +90,7 @@ def check_manifest_json(fields: Mapping[str, Any], *, where: str) -> None:
     """
     from rl_safe_workers.checkpoint.folders.manifest_schema import manifest_complaint
 
-    # Before they are checked one by one.
+    # Check the numbers of entries before the entries themselves.
     for name, section in fields.items():
         if isinstance(section, Mapping) and len(section) > MAX_FILES:
             raise CheckpointError(

@@ -17,7 +17,7 @@ from rl_safe_workers.foreign_files import printable
 
 MAX_STEP = 10**12
 MAX_TIME_S = 4102444800.0
-"""The year 2100. No limit by this machine's clock, which may be behind."""
+"""The year 2100. The limit is not this machine's own time, because its clock may be slow."""
 MAX_BYTES = 2**60
 MAX_NAME_BYTES = 4096
 """Longest path that Linux takes."""
@@ -115,7 +115,7 @@ def manifest_complaint(fields: Mapping[str, Any]) -> str | None:
 
 
 _AT_ONCE = 1_000
-"""Entries of a section that are checked together. Pydantic describes all that is wrong before it returns."""
+"""Number of entries that are checked together. Pydantic describes every error before it returns."""
 _LONG = ("files", "digests", "layout", "versions")
 """Sections that may have many entries."""
 

@@ -1,4 +1,4 @@
-"""Which folders are ours to remove or replace, and the one way to remove them. Nothing else is ever touched.
+"""Decides which folders are ours to remove or replace, and removes them. It touches nothing else.
 
 A folder is ours if it is a real directory, no link, and
 
@@ -6,11 +6,11 @@ A folder is ours if it is a real directory, no link, and
 - it has a valid manifest, and holds nothing but files that the manifest lists, and folders for them; or
 - its name ends in ``.incomplete`` and it has our marker, ``.rl_safe.json``, which says what it may hold.
 
-The marker is the first file of a folder in progress, and goes when the folder has its final name. A manifest becomes
-the marker when its checkpoint is removed, so that a removal that was cut short is known for one.
+The marker is the first file of a folder in progress, and is removed when the folder has its final name. When a
+checkpoint is removed, its manifest becomes the marker, so that the next run recognises an interrupted removal.
 
-A removal unlinks the files that were looked at, one by one, each in the directory that was looked at. It follows no
-link. What somebody adds meanwhile stays.
+A removal unlinks exactly the files that it listed before, one by one, each in the directory where it was listed. It
+follows no link. A file that somebody adds meanwhile stays.
 
 Pure Python: starts in milliseconds.
 """
@@ -51,12 +51,12 @@ class _Contents:
 
 
 def claim(pending: Path, *, what: str, holds: Sequence[str] | None) -> None:
-    """Makes a new folder that is ours from its first moment on. Its parent exists.
+    """Makes a new folder that is ours from its first moment on. Its parent must exist.
 
     Args:
         pending: The folder, with a name that ends in ``.incomplete``.
-        what: What will be in it, e.g. ``"a save of step 5"``.
-        holds: Names of what will be at its top, besides a manifest; None: anything, links too.
+        what: Description of its contents, e.g. ``"a save of step 5"``.
+        holds: Names of its future top-level entries, besides a manifest; None: anything, links too.
 
     Raises:
         OSError: If the name is taken, or the folder cannot be written.
@@ -69,7 +69,7 @@ def mark(folder: Path, *, what: str, holds: Sequence[str] | None) -> None:
     """Puts our marker in a folder; see `claim`. It counts once the name ends in ``.incomplete``.
 
     Raises:
-        OSError: If there is one, or the folder cannot be written.
+        OSError: If it has a marker already, or cannot be written.
     """
     fields = {
         "host": socket.gethostname(),
@@ -87,7 +87,7 @@ def release(folder: Path) -> None:
 
 
 def why_foreign(folder: Path) -> str | None:
-    """Returns why something is not ours to remove or replace, to follow its name; None if it is ours or not there.
+    """Returns why a folder is not ours to remove or replace; None if it is ours or missing. The text follows its name.
 
     Example: ``"holds notes.txt, which its manifest does not list"``
     """
@@ -102,11 +102,11 @@ def why_foreign(folder: Path) -> str | None:
 
 
 def check_ours(folder: Path, *, advice: str) -> None:
-    """Refuses to replace what is not ours.
+    """Refuses a folder that is not ours to replace.
 
     Args:
         folder: May be missing.
-        advice: What else to do than to move the folder away, e.g. ``"choose another place"``.
+        advice: The alternative to moving the folder away, e.g. ``"choose another place"``.
 
     Raises:
         CheckpointError: One line, with the name of the folder and what to do.
@@ -116,18 +116,18 @@ def check_ours(folder: Path, *, advice: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder that is ours. Half of one is never taken for a whole one, and is known as ours.
+    """Removes a folder that is ours. A half-removed folder never counts as a checkpoint, and is still known as ours.
 
     Raises:
-        CheckpointError: If it is not ours, or what is left of an earlier removal under its name is not.
-        OSError: If something cannot be removed, or was added meanwhile.
+        CheckpointError: If it is not ours, or if a folder with its temporary name is not ours.
+        OSError: If something cannot be removed, or somebody added something meanwhile.
     """
     advice = "remove it yourself"
     check_ours(folder, advice=advice)
     if not os.path.lexists(folder):
         return
     if not folder.name.endswith(INCOMPLETE):
-        # Under a name by which the next run finds what is left if this is interrupted.
+        # If this is interrupted, the next run finds the rest by this name.
         aside = folder.with_name(folder.name + REPLACED)
         remove(aside)
         folder = folder.rename(aside)
@@ -200,7 +200,7 @@ def _why_unmarked(contents: _Contents, marker: Mapping[str, Any]) -> str | None:
 
 
 def _read_marker(folder: Path) -> dict[str, Any] | None:
-    """Returns what the marker says; None if it is none."""
+    """Returns the fields of the marker; None if there is no valid one."""
     from rl_safe_workers.checkpoint.folders.manifest_schema import Marker, complaint
 
     try:
@@ -216,7 +216,7 @@ def _why_linked(contents: _Contents) -> str | None:
 
 
 def _unlink(folder: Path, contents: _Contents) -> None:
-    """Removes what was seen, but the marker. Deepest first; a directory goes only if it is empty by then."""
+    """Removes the listed contents but the marker, deepest first. A directory goes only if it is empty by then."""
     seen: Collection[str] = contents.files | contents.others
     for at, folder_names, file_names, descriptor in os.fwalk(folder, topdown=False, follow_symlinks=False):
         prefix = Path(at).relative_to(folder)

@@ -1,4 +1,4 @@
-"""A directory under its final name only when it is complete.
+"""Makes a directory under a temporary name, and renames it to its final name when it is complete.
 
 Pure Python: starts in milliseconds.
 """
@@ -19,12 +19,12 @@ ADVICE = "choose another place"
 
 
 def pending_path(final: Path) -> Path:
-    """Where a directory is made before it has its final name, in the same folder."""
+    """Returns the temporary path of a directory that is being made, beside its final path."""
     return final.with_name(final.name + INCOMPLETE)
 
 
 def make_parent(final: Path) -> None:
-    """Makes the folder that a directory will be in.
+    """Makes the parent folder of a directory.
 
     Raises:
         CheckpointError: If it cannot be made.
@@ -36,7 +36,7 @@ def make_parent(final: Path) -> None:
 
 
 def check_pending(final: Path) -> None:
-    """Refuses to make a directory where its temporary names are taken by something that is not ours. Writes nothing.
+    """Refuses a directory if something that is not ours has one of its temporary names. Writes nothing.
 
     Raises:
         CheckpointError: One line, with the name of what is in the way.
@@ -47,7 +47,7 @@ def check_pending(final: Path) -> None:
 
 
 def check_export(final: Path, *, overwrite: bool) -> None:
-    """Refuses a place for an HF directory that is taken. Writes nothing.
+    """Refuses a path for an HF directory if something is there. Writes nothing.
 
     Raises:
         CheckpointMismatchError: One line, with the name of what is in the way.
@@ -64,15 +64,15 @@ def check_export(final: Path, *, overwrite: bool) -> None:
 
 
 def start_pending(final: Path, *, what: str, holds: Sequence[str] | None = None) -> Path:
-    """Makes an empty directory to fill, in the place of one that an interrupted run has left.
+    """Makes an empty directory to fill. Replaces one that an interrupted run has left.
 
     Args:
         final: The name that the directory will have.
-        what: What will be in it, e.g. ``"a conversion"``.
-        holds: Names of what will be at its top, besides a manifest; None: anything.
+        what: Description of its contents, e.g. ``"a conversion"``.
+        holds: Names of its future top-level entries, besides a manifest; None: anything.
 
     Raises:
-        CheckpointError: If it cannot be made, or its name is taken by something that is not ours.
+        CheckpointError: If it cannot be made, or something that is not ours has its name.
     """
     make_parent(final)
     pending = pending_path(final)
@@ -86,17 +86,17 @@ def start_pending(final: Path, *, what: str, holds: Sequence[str] | None = None)
 
 
 def publish(pending: Path, final: Path, *, overwrite: bool = False) -> None:
-    """Makes everything in a directory durable and gives it its final name; what had that name is removed after.
+    """Makes everything in a directory durable and gives it its final name. Then removes what had that name before.
 
     Args:
         pending: The directory, from `start_pending`.
         final: Its final name.
-        overwrite: Whether it may replace a directory that is not ours. Never a link, nor what is no directory.
+        overwrite: Whether it may replace a directory that is not ours. It never replaces a link or a file.
 
     Raises:
-        CheckpointError: If something has the final name that may not be replaced. It keeps it.
-        OSError: If something cannot be made durable or renamed; what had the name then has it still, or is found
-            beside it under the name with ``.replaced.incomplete`` if the machine stopped between the two renames.
+        CheckpointError: If something has the final name and may not be replaced. It stays there.
+        OSError: If something cannot be made durable or renamed. The old directory then still has the name. If the
+            machine stopped between the two renames, it is beside the name, with the suffix ``.replaced.incomplete``.
     """
     for path in sorted(pending.rglob("*")):
         fsync(path)
@@ -115,13 +115,13 @@ def publish(pending: Path, final: Path, *, overwrite: bool = False) -> None:
             release(final)
         raise
     fsync(final.parent)
-    # Not before: a directory in progress without a marker would not be known as ours.
+    # Only now: without a marker, a directory in progress would not be recognised as ours.
     release(final)
     remove(replaced)
 
 
 def _give_up(final: Path, *, overwrite: bool) -> None:
-    """Checks that what has a name may be replaced; what the caller was told to overwrite becomes ours."""
+    """Checks that the directory with the final name may be replaced. With ``overwrite``, marks it as ours."""
     if final.is_symlink() or not final.is_dir():
         raise CheckpointError(f"{printable(str(final))} {_kind(final)}: it is left alone; {ADVICE}")
     if overwrite:
@@ -137,19 +137,19 @@ def _kind(final: Path) -> str:
 
 @contextmanager
 def removed_on_failure(pending: Path, *, what: str) -> Iterator[None]:
-    """Removes a directory in progress when the body fails, and turns the system's refusals into ours.
+    """Removes a directory in progress when the body fails, and turns an OSError into a CheckpointError.
 
     Args:
         pending: The directory.
         what: What is being written, for the error, e.g. ``"the conversion"``.
 
     Raises:
-        CheckpointError: In the place of an OSError: a full disk, a missing permission, a vanished directory.
+        CheckpointError: Instead of an OSError, e.g. for a full disk, a missing permission or a vanished directory.
     """
     try:
         yield
     except BaseException as error:
-        # What cannot be removed is an incomplete directory by its name, and the next run removes it.
+        # If the removal fails, the name still marks the directory as incomplete, and the next run removes it.
         with suppress(OSError, CheckpointError):
             remove(pending)
         if isinstance(error, OSError):

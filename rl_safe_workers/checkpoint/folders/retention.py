@@ -1,4 +1,4 @@
-"""How checkpoints come into a directory and leave it. What is not ours there is left alone, see `ownership`.
+"""Adds checkpoints to a directory and removes old ones. Leaves alone what is not ours, see `ownership`.
 
     start_save → (every rank writes shards) → commit → prune
 
@@ -59,7 +59,7 @@ def check_places(root: Path, step: int) -> None:
 
 
 def start_save(root: Path, step: int) -> None:
-    """Makes the ``.incomplete`` directory of a save, with an empty one for the shards. Settles ``root`` first.
+    """Makes the ``.incomplete`` directory of a save, with an empty directory for the shards. Settles ``root`` first.
 
     Call on one rank, while no save is in progress in ``root``.
 
@@ -84,15 +84,15 @@ def commit(pending: Path, manifest: Manifest, *, durable: Container[str] = ()) -
 
     Args:
         pending: The directory.
-        manifest: What it holds. Its serial is given here.
+        manifest: Describes the directory. This call sets its serial.
         durable: Names of files that their writers have synced already.
 
     Returns:
         The checkpoint's final path.
 
     Raises:
-        CheckpointError: If something that is not ours has the final name. It keeps it, and the checkpoint is complete
-            under its temporary name. Or if the manifest is none that could be read again.
+        CheckpointError: If something that is not ours has the final name. It stays there, and the checkpoint is
+            complete under its temporary name. Also if a load would refuse the manifest.
         OSError: If something cannot be written.
     """
     root, final = pending.parent, step_dir(pending.parent, manifest.step)
@@ -116,9 +116,9 @@ def commit(pending: Path, manifest: Manifest, *, durable: Container[str] = ()) -
 
 
 def settle(root: Path) -> None:
-    """Finishes what an interrupted commit left in a directory, and removes what no save will finish.
+    """Finishes an interrupted commit in a directory, and removes saves that nobody will finish.
 
-    Call on one rank, while no save is in progress there. What is not ours is left alone, with one warning.
+    Call on one rank, while no save is in progress there. Leaves alone what is not ours, with one warning.
 
     Raises:
         CheckpointError: If the directory cannot be read.
@@ -146,7 +146,7 @@ def _settle(pending: Path, final: Path, *, was_replaced: bool) -> None:
     elif (was_replaced and os.path.lexists(final)) or (there is not None and there.order > found.order):
         _remove_or_warn(pending)
     else:
-        # The commit had come to its renames: this is the newer of the two.
+        # The commit stopped at its renames: this directory is the newer of the two.
         remove(final)
         pending.rename(final)
         release(final)
@@ -162,16 +162,16 @@ def _complete(checkpoint: Path) -> Manifest | None:
 def prune(root: Path, *, keep_last: int, but: Path | None = None) -> list[Path]:
     """Removes all of our complete checkpoints but the newest ``keep_last``; 0 keeps all.
 
-    What is not ours, or cannot be removed, stays with one warning: the save that this follows is good all the same.
-    What is not ours takes no place of the newest.
+    A checkpoint that is not ours or cannot be removed stays, with one warning: the save before this call is still good.
+    Checkpoints that are not ours do not count towards ``keep_last``.
 
     Args:
         root: Directory of the checkpoints.
         keep_last: Number of checkpoints to keep.
-        but: Stays, however old it looks.
+        but: A checkpoint that stays, however old it looks.
 
     Returns:
-        What was removed.
+        The checkpoints that were removed.
     """
     if not keep_last:
         return []

@@ -1,4 +1,4 @@
-"""A directory of torch_dist shards whose place a host framework has chosen, and in which a step is saved again.
+"""Prepares a directory of torch_dist shards that a host framework has chosen and may save the same step to again.
 
 Pure Python: starts in milliseconds.
 """
@@ -18,11 +18,11 @@ _FILES = re.compile(r"__[0-9]+_[0-9]+\.distcp|common\.pt|\.metadata\.tmp")
 
 
 def check_no_links(path: Path, *, below: Path) -> None:
-    """Refuses a path that leads through a link: what is behind it is not the host's to replace.
+    """Refuses a path that leads through a link: the host must not replace files behind it.
 
     Args:
         path: May be missing.
-        below: The directory above all that the host has made; it may be a link, or lie behind one.
+        below: The directory that contains everything that the host has made. It may be a link, or lie behind one.
 
     Raises:
         NotADirectoryError: Naming the link.
@@ -35,14 +35,14 @@ def check_no_links(path: Path, *, below: Path) -> None:
 
 
 def clear_shards(directory: Path, *, below: Path) -> None:
-    """Makes a directory without shards, out of one that an earlier save of the step may have left.
+    """Makes a directory, or removes the shards of an earlier save of the step from it.
 
-    What is removed are the files that a save writes, by name: what an earlier one has left is no checkpoint from
-    here on. Everything else stays.
+    It removes files with the names that a save writes, and leaves everything else. From here on, the earlier save is no
+    longer a checkpoint.
 
     Args:
         directory: Made if it is missing, with its parents.
-        below: As for `check_no_links`; looked at only if there is something to remove.
+        below: As for `check_no_links`. Used only if there is something to remove.
 
     Raises:
         OSError: If something cannot be removed, or lies behind a link.

@@ -17,11 +17,11 @@ _LIMIT_BYTES = 64
 
 
 def check_tracker(root: Path, *, advice: str) -> None:
-    """Refuses a tracker file that is no regular file with a number in it: it is not ours to replace.
+    """Refuses a tracker file that is not a regular file with a number in it: it is not ours to replace.
 
     Args:
         root: Directory of the checkpoints.
-        advice: What else to do than to move the file away.
+        advice: The alternative to moving the file away.
 
     Raises:
         CheckpointError: One line, with its name.
@@ -44,7 +44,7 @@ def read_tracker(root: Path) -> int | None:
 
 
 def write_tracker(root: Path, step: int) -> None:
-    """Names the newest complete checkpoint. Durable and atomic: a reader finds a whole number.
+    """Writes the step of the newest complete checkpoint. Durable and atomic: a reader never finds part of a number.
 
     Raises:
         CheckpointError: If something that is not ours has its name.

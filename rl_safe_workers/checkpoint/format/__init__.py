@@ -1,4 +1,4 @@
 """The bytes of a torch_dist checkpoint: metadata, archives, pickles, and the rectangles that tensors are cut into.
 
-Foreign bytes come in; plain records leave. Nothing of them is executed, and nothing here imports torch.
+The readers turn foreign bytes into plain records. They execute none of the bytes, and nothing here imports torch.
 """

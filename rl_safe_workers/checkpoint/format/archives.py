@@ -1,7 +1,7 @@
 """The bytes of a checkpoint: digests of whole files, and the records of archives of ``torch.save``.
 
-Such an archive is a ZIP file of records that are stored as they are, one after another. Any other may inflate to any
-size, or give one record the bytes of another, and is refused.
+Such an archive is a ZIP file of uncompressed records, one after another. Every other ZIP file is refused: it could
+inflate to any size, or give two records the same bytes.
 
 Pure Python: starts in milliseconds.
 """
@@ -27,7 +27,7 @@ _BLOCK_BYTES = 4 * 2**20
 _DIRECTORY_BYTES = 16 * 2**20
 """Largest table of contents of an archive: some hundred thousand records."""
 PICKLE_BYTES = 16 * 2**20
-"""Largest pickle of an archive; tensors are beside it. A usual one has kilobytes."""
+"""Largest pickle of an archive, without the tensors. A usual one has kilobytes."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 1
 _UNREADABLE = (
@@ -42,7 +42,7 @@ _UNREADABLE = (
     ValueError,
     struct.error,
 )
-"""Errors that zipfile raises for a damaged archive: any field of it may hold anything."""
+"""Errors that zipfile raises for a damaged archive, in which any field may have any value."""
 
 
 def crc32_of(path: Path, *, within: Path | None = None) -> str:
@@ -56,7 +56,7 @@ def crc32_of(path: Path, *, within: Path | None = None) -> str:
 
 
 def _crc_of(file: BinaryIO, start: int, stop: int) -> int:
-    """CRC-32 of a byte range. A hole is not read, since what zeros do to it follows from their number."""
+    """CRC-32 of a byte range. It does not read holes: the effect of zeros follows from their number."""
     crc = 0
     for begin, until in data_extents(file, start, stop):
         crc = _after_zeros(crc, begin - start)
@@ -67,7 +67,7 @@ def _crc_of(file: BinaryIO, start: int, stop: int) -> int:
 
 
 def _after_zeros(crc: int, count: int) -> int:
-    """Continues a CRC-32 over zeros. Each byte multiplies its register by x^8, so all together by a power of that."""
+    """Continues a CRC-32 over zeros. Each zero byte multiplies the register by x^8, so all of them by x^(8 * count)."""
     if not count:
         return crc
     power, base = 1 << 31, 1 << 23
@@ -79,7 +79,7 @@ def _after_zeros(crc: int, count: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Product of two polynomials modulo that of CRC-32; the highest bit is the constant term."""
+    """Multiplies two polynomials modulo the CRC-32 polynomial; the highest bit is the constant term."""
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -89,7 +89,7 @@ def _product(a: int, b: int) -> int:
 
 
 class _Slice(io.RawIOBase):
-    """A byte range of an open file as a file of its own, from which a table of contents can be read and no more."""
+    """A byte range of an open file, as a file for zipfile. Refuses a read larger than any table of contents."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -131,7 +131,7 @@ class Archive:
     """The records of one archive, by name, without the folder that all their names begin with.
 
     Raises:
-        CheckpointError: In the constructor, if it is no archive as torch.save writes it.
+        CheckpointError: In the constructor, if torch.save does not write such an archive.
     """
 
     def __init__(self, file: BinaryIO, offset: int, length: int, *, source: str) -> None:
@@ -139,7 +139,7 @@ class Archive:
 
         Args:
             file: The file, which stays open.
-            offset: Where in it the archive begins.
+            offset: Offset of the archive in the file.
             length: Bytes of the archive.
             source: How errors name it.
         """
@@ -182,7 +182,7 @@ class Archive:
         return self._entries[name].crc
 
     def place(self, name: str) -> tuple[int, int]:
-        """Where in the file a record starts and stops.
+        """Returns the offsets in the file at which a record starts and stops.
 
         Raises:
             CheckpointError: If there is none of that name, or its header is damaged.
@@ -200,7 +200,7 @@ class Archive:
         """Reads a record into a writable buffer of its size, and compares its checksum.
 
         Raises:
-            CheckpointError: If the bytes are not those that were saved.
+            CheckpointError: If the bytes do not have their checksum.
         """
         start, stop = self.place(name)
         rest = memoryview(buffer).cast("B")
@@ -210,7 +210,7 @@ class Archive:
             raise CheckpointError(f"{self.source} does not have the bytes that were saved: checksum of {_shown(name)}")
 
     def damaged(self) -> str | None:
-        """Name of the first record whose checksum does not fit; None if all do."""
+        """Returns the name of the first record whose bytes do not have its checksum; None if there is none."""
         for name, entry in self._entries.items():
             if _crc_of(self._file, *self.place(name)) != entry.crc:
                 return name
@@ -263,11 +263,10 @@ def _checked(found: list[zipfile.ZipInfo], end: int) -> Mapping[str, _Entry]:
 
 
 def damaged_archives(path: Path, places: list[ByteRange], *, within: Path) -> Iterator[tuple[ByteRange, str]]:
-    """Reads archives of one file through and yields those whose checksums do not fit, with what is wrong.
+    """Reads archives of one file and yields each one with a wrong checksum, and a description of the error.
 
-    What is between the records of an archive, headers and padding, has no checksum: a flipped bit there may go
-    unnoticed, and so does it by torch.load. An archive that begins within another is passed over, so that no byte is
-    read twice.
+    Headers and padding between the records have no checksum. A flipped bit there may go unnoticed, here and in
+    torch.load. An archive that begins within another one is skipped, so that no byte is read twice.
 
     Raises:
         OSError: As `open_foreign`.

@@ -1,8 +1,8 @@
 """Ranges of a row-major array as rectangles.
 
-The distributed optimizer gives each data-parallel rank a range of a parameter's elements, wherever that range begins
-and ends; checkpoints are made of rectangles. A range of a matrix is at most three: the rest of the row it begins in,
-whole rows, and the beginning of the row it ends in.
+The distributed optimizer gives each data-parallel rank a range of a parameter's elements, which may begin and end
+anywhere. Checkpoints consist of rectangles. A range of a matrix is at most three rectangles: the rest of its first row,
+the whole rows after it, and the beginning of its last row.
 
 Pure Python: starts in milliseconds.
 """
@@ -17,7 +17,7 @@ from rl_safe_workers.checkpoint.format.rectangles import Index
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A rectangle whose elements follow each other in the row-major array that it is part of."""
+    """A rectangle of a row-major array whose elements are contiguous in that array."""
 
     start: int
     """Position of its first element in the flattened array."""

@@ -10,7 +10,7 @@ Names = Mapping[str, tuple[str, ...]]
 ITEM_BITS: Mapping[str, int] = {
     **dict.fromkeys(("bool", "int8", "uint8", "qint8", "quint8", "bits8"), 8),
     **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 8),
-    # Two to a byte: a tensor of n of them has n bytes, each of two values.
+    # Each element packs two values into one byte.
     "float4_e2m1fn_x2": 8,
     **dict.fromkeys(("bfloat16", "float16", "int16", "uint16", "bits16"), 16),
     **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32"), 32),
@@ -131,7 +131,7 @@ LAYER_RECIPES: Names = {
 LAYER_FORMAT = "transformer_engine.common.recipe.Format"
 LAYER_FORMAT_VALUE = "transformer_engine.common.recipe._FormatHelper"
 STORED = frozenset({"torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes"})
-"""A tensor that is pickled without ``torch.save`` brings its storage as bytes, for one of these functions.
+"""Functions that make a storage from bytes. A tensor that is pickled without ``torch.save`` names one of them.
 
 megatron-core puts its own in torch's place since 0.19 (megatron/core/__init__.py:58).
 """

@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way of code that makes a million objects and drops none."""
+"""Pauses Python's garbage collector for code that makes a million objects and drops none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pauses the garbage collector, which spends longer on a million new objects than it takes to make them."""
+    """Pauses the garbage collector. For a million new objects, it takes longer than their creation."""
     enabled = gc.isenabled()
     gc.disable()
     try:

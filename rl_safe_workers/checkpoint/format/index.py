@@ -3,8 +3,8 @@
     index = read_index(Path("checkpoints/global_step_10"))
     index.tensors["decoder.final_layernorm.weight"].chunks[0].place     ByteRange(file='__0_0.distcp', ...)
 
-It reads what we, verl, NeMo RL and Megatron-LM write through megatron-core 0.15 to 0.20, without torch. The pickle is
-read in a bounded child, which hands back plain JSON; what is made of that is checked field by field.
+It reads checkpoints that we, verl, NeMo RL and Megatron-LM write through megatron-core 0.15 to 0.20, without torch. A
+child process with limits reads the pickle and returns plain JSON. This module then checks every field of the JSON.
 
 Pure Python: starts in milliseconds.
 """
@@ -68,7 +68,7 @@ class Chunk:
     offsets: Index
     sizes: Index
     place: ByteRange | None
-    """None if the checkpoint does not say where it lies: it is damaged."""
+    """None if the checkpoint is damaged and does not say where the chunk lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class CheckpointIndex:
     objects: Mapping[str, ByteRange | None]
     """By unique key, ``"rng_state/shard_0_2"``; None as in `Chunk`."""
     unclaimed: tuple[str, ...]
-    """Bytes that belong to no tensor or object of the checkpoint, described; a sound one has none."""
+    """Descriptions of bytes that belong to no tensor or object. A sound checkpoint has none."""
 
     @property
     def common_object(self) -> str | None:
@@ -131,7 +131,8 @@ def locate(directory: Path) -> Location:
 
     Raises:
         UsageError: If there is no such directory.
-        CheckpointError: If it holds no checkpoint, or several; the message says what was looked for.
+        CheckpointError: If it holds no checkpoint, or several. The message says where the function looked, or names
+            the checkpoints.
     """
     try:
         if not directory.is_dir():
@@ -160,7 +161,7 @@ def _shown(text: object) -> str:
 
 
 def _is_in(path: Path, directory: Path) -> bool:
-    """Returns True if a path is in a directory once links are followed; those that lead elsewhere are passed over."""
+    """Returns True if a path is not a link, or a link to a place within the directory. The search skips other links."""
     return not path.is_symlink() or path.resolve().is_relative_to(directory.resolve())
 
 
@@ -174,13 +175,13 @@ def _at(directory: Path) -> Location | None:
 
 
 def read_index(directory: Path) -> CheckpointIndex:
-    """Reads a checkpoint's metadata; see `locate` for what the directory may be. Runs nothing that it asks for.
+    """Reads a checkpoint's metadata, and executes nothing from it. See `locate` for what the directory may be.
 
     Raises:
         UsageError: If there is no such directory.
-        CheckpointError: If it holds no checkpoint, or one whose metadata is missing, malformed, or takes more memory or
-            time to read than one of its size.
-        UnsafeCheckpointError: If the metadata asks for a class that no checkpoint needs or a file outside.
+        CheckpointError: If it holds no checkpoint, or if the metadata is missing, malformed, or takes more memory or
+            time to read than its size justifies.
+        UnsafeCheckpointError: If the metadata names a class that no checkpoint needs, or a file outside the checkpoint.
     """
     location = locate(directory)
     read_format(location)
@@ -199,7 +200,7 @@ def read_records(location: Location) -> CheckpointIndex:
 
 
 def limits_of(location: Location) -> Limits:
-    """Returns the limits for reading and checking a checkpoint's metadata: by its size, at least twice the real need.
+    """Returns the limits for reading and checking a checkpoint's metadata: at least twice the need for its size.
 
     Raises:
         CheckpointError: If it is missing, or no regular file of the checkpoint.
@@ -223,7 +224,7 @@ def limits_of(location: Location) -> Limits:
 
 
 _MIB_PER_MIB = 28
-"""Memory by size of the metadata: twice what it takes."""
+"""Memory limit per size of the metadata, twice the real need."""
 _CPU_S_PER_MIB = 1.0
 
 
@@ -252,7 +253,7 @@ def read_format(location: Location) -> Format:
 
 
 def _to_index(location: Location, fields: Any) -> CheckpointIndex:
-    """Makes an index of what `metadata_fields` says, which may be anything of the kinds that JSON has.
+    """Makes an index from the JSON of `metadata_fields`, in which any field may have any JSON type.
 
     Raises:
         UnsafeCheckpointError: If it places bytes outside the checkpoint.
@@ -273,7 +274,7 @@ def _to_index(location: Location, fields: Any) -> CheckpointIndex:
 
 
 def _tensor(dtype: Any, shape: Any, chunks: Any, path: Path, checked: set[str]) -> TensorEntry:
-    # All numbers of a tensor at once: there are a million of them.
+    # Check all numbers of a tensor in one call: there may be a million.
     _check_sizes([shape, *(chunk[0] for chunk in chunks), *(chunk[1] for chunk in chunks)])
     return TensorEntry(
         _text(dtype),

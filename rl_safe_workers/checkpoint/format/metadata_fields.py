@@ -70,7 +70,7 @@ def _shown(key: Any, offset: Any) -> str:
 
 
 def _places(storage: Any) -> tuple[_Places, list[str]]:
-    """Places by key and offset of the chunk, None for objects; and those that come twice, described."""
+    """Returns places by key and chunk offset (None for an object), and descriptions of places that occur twice."""
     places: _Places = {}
     twice: list[str] = []
     for index, info in _mapping(storage).items():
@@ -94,7 +94,7 @@ def _tensor(key: Any, fields: Mapping[str, Any], places: _Places) -> tuple[Any, 
 
 
 def _fields(record: object, *kinds: str) -> dict[str, Any]:
-    """The fields of a record of one of the kinds; a pickle may put anything anywhere."""
+    """Returns the fields of a record, after a check of its kind: a pickle may put anything anywhere."""
     if not isinstance(record, Record) or type(record).__name__ not in kinds:
         raise TypeError(f"{type(record).__name__} in the place of {kinds[0]}")
     return vars(record)

@@ -1,7 +1,8 @@
-"""Exact questions about many rectangles of one tensor, in near-linear time.
+"""Answers exactly, and in near-linear time, how many rectangles of one tensor overlap and cover it.
 
-A rectangle is ``(offsets, sizes)``, a tuple of integers each, one per dimension. Checkpoints cut tensors into regular
-grids almost always, where hashing answers; what is irregular is cut apart first and swept only where it cannot be.
+A rectangle is ``(offsets, sizes)``, each a tuple with one integer per dimension. Almost all checkpoints cut tensors
+into regular grids, where hashing is enough. An irregular group is split by planes between its rectangles. A group that
+no plane splits is compared by a sweep.
 
 Pure Python: starts in milliseconds.
 """
@@ -25,7 +26,7 @@ def overlaps(a: Rectangle, b: Rectangle) -> bool:
 
 
 def is_within(rectangle: Rectangle, shape: Index) -> bool:
-    """Returns True if a rectangle has a shape's dimensions and lies in its bounds."""
+    """Returns True if a rectangle has as many dimensions as a shape and lies in its bounds."""
     offsets, sizes = rectangle
     return len(offsets) == len(sizes) == len(shape) and all(
         p >= 0 and n >= 0 and p + n <= size for p, n, size in zip(offsets, sizes, shape, strict=True)
@@ -52,7 +53,7 @@ def find_overlap(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle]
 
 
 def uncovered(rectangles: Sequence[Rectangle], shape: Index) -> Iterator[str]:
-    """Says what keeps rectangles from covering a shape exactly once; yields nothing if they do."""
+    """Yields a sentence for each reason why rectangles do not cover a shape exactly once; nothing if they do."""
     inside = [rectangle for rectangle in rectangles if is_within(rectangle, shape)]
     for offsets, sizes in rectangles if len(inside) < len(rectangles) else ():
         if not is_within((offsets, sizes), shape):
@@ -73,7 +74,7 @@ def _axes(group: Sequence[Rectangle]) -> list[Axis]:
 
 
 def _are_disjoint(axes: Sequence[Axis]) -> bool:
-    """Returns True if a group lies on a grid: two rectangles of it are then apart, or have the same offsets."""
+    """Returns True if a group lies on a grid. Two of its rectangles are then disjoint, or have the same offsets."""
     return all(p + m <= q for axis in axes for (p, m), (q, _) in pairwise(axis))
 
 
@@ -87,7 +88,7 @@ def _find_equal(group: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | Non
 
 
 def _cut_apart(group: list[Rectangle]) -> list[list[Rectangle]]:
-    """Splits a group where a plane passes between its rectangles; empty if none does."""
+    """Splits a group at planes that pass between its rectangles; empty if there is no such plane."""
     for dim in range(len(group[0][0])):
         parts: list[list[Rectangle]] = []
         reach = -1
@@ -108,7 +109,7 @@ def _busiest_dim(group: Sequence[Rectangle]) -> int:
 
 
 def _sweep(group: list[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
-    """Compares each rectangle with those that a plane moving along the busiest dimension still cuts."""
+    """Moves a plane along the busiest dimension, and compares each rectangle with those that the plane still cuts."""
     dim = _busiest_dim(group)
     cut: list[Rectangle] = []
     for rectangle in sorted(group, key=lambda r: r[0][dim]):
@@ -121,10 +122,10 @@ def _sweep(group: list[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
 
 
 class Lookup:
-    """Finds which of many disjoint rectangles a needed one touches, without looking at all of them.
+    """Finds which of many disjoint rectangles overlap a needed one, without looking at all of them.
 
     Args:
-        rectangles: All of the same number of dimensions.
+        rectangles: Disjoint rectangles with the same number of dimensions.
     """
 
     def __init__(self, rectangles: Sequence[Rectangle]) -> None:

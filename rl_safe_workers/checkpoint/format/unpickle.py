@@ -1,15 +1,16 @@
-"""Reads the pickles of a torch_dist checkpoint without running anything they ask for.
+"""Reads the pickles of a torch_dist checkpoint without calling anything that they name.
 
-A pickle is a program that may call whatever it can name. Three readers keep it from that:
+A pickle is a program that may call whatever it can name. Three readers prevent this:
 
-* ``.metadata``, which may be large, goes through Python's own reader, where each listed name gives a stand-in: an inert
-  `Record` that keeps what it was given. It may still waste memory or time, so it is called in a bounded child alone.
-* The small pickles within archives of ``torch.save`` go through `read_tree`, which calls, hashes and compares nothing:
-  it gives a tree of plain values and of what was to be called with what.
+* ``.metadata``, which may be large, goes through Python's own reader. Each listed name gives a stand-in there: an inert
+  `Record` that keeps its arguments. The pickle may still waste memory or time, so only a child process with limits
+  reads it.
+* The small pickles within archives of ``torch.save`` go through `read_tree`, which calls, hashes and compares nothing.
+  It returns a tree of plain values and of calls that nobody has made.
 * The extra state of a layer, which Transformer Engine pickles itself, goes through `read_layer_tree`. It is like
   `read_tree`, for the opcodes and names of such a state.
 
-All refuse a name that is not listed before anything is made of it.
+Each reader refuses a name that is not listed, before it makes anything of it.
 
 Pure Python: starts in milliseconds.
 """
@@ -33,15 +34,15 @@ from rl_safe_workers.foreign_files import MALFORMED, TEXT_CHARACTERS, described,
 METADATA_BYTES = 16 * 2**30
 """Largest ``.metadata``."""
 STEPS = 10**6
-"""How much a pickle within an archive may hold: reads of its opcodes and their arguments. A usual one has thousands."""
+"""Most reads of opcodes and arguments in a pickle within an archive. A usual pickle has thousands."""
 
 
 class _Refused(Exception):
-    """Carries the name that a pickle asked for and did not get."""
+    """Carries the name that a reader refused."""
 
 
 class _Sealed(type):
-    """Makes a class read-only: BUILD sets attributes of whatever lies on the stack, and that may be a class."""
+    """Makes a class read-only. The opcode BUILD sets attributes of any object on the stack, even of a class."""
 
     def __setattr__(cls, name: str, value: object) -> NoReturn:
         raise TypeError(f"a pickle may not change {cls.__name__}")
@@ -50,7 +51,7 @@ class _Sealed(type):
 
 
 class Record(metaclass=_Sealed):
-    """Stands for an object of a foreign class. Its fields are ``vars(record)``, never methods called on it."""
+    """Stands for an object of a foreign class. Read its fields with ``vars(record)``; never call a method of it."""
 
     def __init__(self, *args: object) -> None:
         vars(self)["args"] = args
@@ -68,7 +69,7 @@ class EnumMember(Record):
 
 
 class _Getattr(metaclass=_Sealed):
-    """``getattr`` as Python 3.11.0 pickles enum members with; nothing else may be had with it."""
+    """Stands for ``getattr``, with which Python 3.11.0 pickles enum members. It gives nothing else."""
 
     def __new__(cls, owner: object, name: object) -> EnumMember:  # type: ignore[misc]
         if not (isinstance(owner, _Sealed) and issubclass(owner, EnumMember) and isinstance(name, str)):
@@ -77,7 +78,7 @@ class _Getattr(metaclass=_Sealed):
 
 
 class _First(metaclass=_Sealed):
-    """A function whose argument serves as its result."""
+    """Stands for a function and returns its argument."""
 
     def __new__(cls, value: object) -> Any:
         return value
@@ -102,12 +103,12 @@ METADATA_NAMES: Mapping[tuple[str, str], Any] = MappingProxyType(
         ("torch.serialization", "_get_layout"): _First,
     }
 )
-"""Names that ``.metadata`` may ask for: ``(module, name)`` to the stand-in that it gets."""
+"""Stand-in for each name that ``.metadata`` may use, by ``(module, name)``."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Looks a name up in the list, and nowhere else: dots in it reach nothing."""
+        """Looks a name up in the list and nowhere else. A dotted name reaches no attribute."""
         try:
             return METADATA_NAMES[module, name]
         except KeyError:
@@ -115,7 +116,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata_record(path: Path, *, within: Path) -> Record:
-    """Reads a torch_dist ``.metadata`` file into records. For a bounded child: it may take any memory and time.
+    """Reads a torch_dist ``.metadata`` file into records. Only for a bounded child: it may take any memory or time.
 
     Raises:
         UnsafeCheckpointError: If it asks for a name that the format does not need; the message has the name.
@@ -125,7 +126,7 @@ def read_metadata_record(path: Path, *, within: Path) -> Record:
         data = read_foreign(path, limit_bytes=METADATA_BYTES, within=within)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; is this a torch_dist checkpoint?") from error
-    # EXT opcodes take what an earlier, unrestricted pickle has cached past find_class.
+    # EXT opcodes bypass find_class: they use objects that an earlier, unrestricted pickle has cached.
     copyreg.clear_extension_cache()
     with gc_paused():
         record = _load(_MetadataUnpickler(io.BytesIO(data)), str(path))
@@ -159,7 +160,7 @@ class Name:
 
 
 class Pairs:
-    """Alternating keys and values that are to be a dict. Nobody has hashed them."""
+    """Alternating keys and values of a dict that is not yet made. Nothing has hashed them."""
 
     __slots__ = ("items",)
 
@@ -175,13 +176,13 @@ class Call:
     def __init__(self, name: str, args: tuple[Any, ...]) -> None:
         self.name, self.args = name, args
         self.state: Any = None
-        """State that is then to be set on the result."""
+        """State that the pickle sets on the result."""
         self.items: list[Any] = []
-        """Items that are then to be added to it: elements, or alternating keys and values."""
+        """Items that the pickle adds to the result: elements, or alternating keys and values."""
 
 
 class _Steps(io.BytesIO):
-    """Bytes that are read so many times and no more."""
+    """Bytes that allow a limited number of reads."""
 
     left = STEPS
 
@@ -230,7 +231,7 @@ _OPCODES = (
 
 
 class _TreeUnpickler(pickle._Unpickler):
-    """The reader in Python, whose opcodes can be left out or replaced one by one."""
+    """Python's own unpickler, not the one in C: here single opcodes can be removed or replaced."""
 
     dispatch: ClassVar[dict[int, Any]] = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}
     listed: ClassVar[frozenset[str]] = names.TREE_NAMES
@@ -244,7 +245,7 @@ class _TreeUnpickler(pickle._Unpickler):
         return Name(text)
 
     def persistent_load(self, pid: Any) -> Call:
-        """Stands in for a storage, which ``torch.save`` keeps beside the pickle."""
+        """Returns a call that stands for a storage, which ``torch.save`` keeps beside the pickle."""
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
             raise pickle.UnpicklingError("a persistent id that is no storage")
         return Call("storage", pid[1:])
@@ -308,7 +309,7 @@ class _TreeUnpickler(pickle._Unpickler):
 def read_tree(data: bytes, *, source: str) -> Any:
     """Reads the pickle of an archive of ``torch.save`` into a tree of values, `Name`, `Pairs` and `Call`.
 
-    The tree may hold one part in many places, or in itself. Takes memory and time by the length of the data.
+    The tree may hold one part in many places, or in itself. Memory and time are proportional to the length of the data.
 
     Args:
         data: The record ``data.pkl``.
@@ -344,7 +345,7 @@ class _LayerUnpickler(_TreeUnpickler):
 
 class _StorageUnpickler(_TreeUnpickler):
     def persistent_load(self, pid: Any) -> Call:
-        """Stands in for the storage. It has a sixth field here, the part of another storage that it is."""
+        """Returns a call that stands for the storage. A sixth field says which part of another storage it is."""
         if type(pid) is not tuple or len(pid) != 6 or pid[5] is not None:
             raise pickle.UnpicklingError("a persistent id that is no storage")
         return super().persistent_load(pid[:5])
@@ -367,10 +368,10 @@ def read_layer_tree(data: bytes, *, source: str) -> Any:
 
 
 def read_storage(data: bytes, *, source: str) -> tuple[Call, bytes]:
-    """Reads a storage that ``torch.save`` has written in its format from before archives.
+    """Reads a storage that ``torch.save`` has written in its old format, without an archive.
 
-    That is a row of pickles: a magic number, a version, facts about the machine, the storage, and its key. The number
-    of elements follows, in eight bytes, and then the elements.
+    That format is a sequence of pickles: a magic number, a version, facts about the machine, the storage, and its key.
+    After them come the number of elements, in eight bytes, and the elements.
 
     Args:
         data: All of it.
@@ -392,4 +393,4 @@ def read_storage(data: bytes, *, source: str) -> tuple[Call, bytes]:
 
 
 _MAGIC, _VERSION, _COUNT_BYTES = 0x1950A86A20F9469CFC6C, 1001, 8
-"""The beginning of the format from before archives, see torch/serialization.py."""
+"""Facts of the old format, see torch/serialization.py."""

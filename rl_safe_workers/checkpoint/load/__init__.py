@@ -1,1 +1,1 @@
-"""A load under any layout: each rank reads its own parts. ``loader.py`` comes first."""
+"""A load under any layout: each rank reads its own parts. Start with ``loader.py``."""

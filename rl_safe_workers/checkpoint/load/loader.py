@@ -1,6 +1,6 @@
 """Loads a torch_dist checkpoint under any layout without a collective: each rank reads what it needs.
 
-Every byte is read here, and megatron-core opens no file of a checkpoint: its own readers trust what they read.
+This module reads every byte itself. Megatron-core opens no file of a checkpoint, because its readers trust their input.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ from rl_safe_workers.worlds.training_rank import Part
 logger = logging.getLogger(__name__)
 
 OPEN_FILES = 32
-"""Files that a load has open at once: a checkpoint of a thousand ranks has a thousand."""
+"""Most files that a load keeps open: a checkpoint of a thousand ranks has a thousand files."""
 LISTED = 10
-"""Keys that an error names at most."""
+"""Most keys that an error names."""
 OURS_TO_IGNORE = ("rng_state/", "common_state/")
-"""Objects that a load may leave out: random states of another number of ranks, and the common state."""
+"""Key prefixes of objects that a load may leave unread: random states of another number of ranks, and the common
+state."""
 OBJECT_BYTES = 512 * 2**20
 """Largest object, or common state; a usual one has kilobytes."""
 ENVELOPE_BYTES = 2**20
-"""Bytes that an archive may have around a tensor's elements; torch.save takes a thousandth of it."""
+"""Most bytes of an archive beside a tensor's elements; torch.save needs a thousandth of this."""
 
 
 def read_content_metadata(directory: Path) -> dict[str, Any] | None:
@@ -96,13 +97,14 @@ class Loader:
 
         Args:
             describe: Makes Megatron's sharded state dict, for loading.
-            directory: Of the shards.
-            timeout: For each of the two agreements: that all is there, and that all has been read and restored.
+            directory: Directory of the shards.
+            timeout: Longest wait for each of the two agreements: that all keys are there, and that all ranks have read
+                and restored their parts.
             restore: Puts what was loaded in place.
-            strict: Whether a key that no rank asks for is an error; one that is missing always is.
+            strict: Whether a key that no rank asks for is an error. A missing key is always an error.
 
         Returns:
-            The state dict with tensors and objects in the place of their descriptions, and the common state.
+            The state dict with loaded tensors and objects instead of their descriptions, and the common state.
 
         Raises:
             CheckpointMismatchError: On every rank, with the missing and unexpected keys and shapes that differ.
@@ -144,8 +146,8 @@ class Loader:
 
 
 def compare(parts: Split, index: CheckpointIndex) -> str:
-    """Says what of a rank's shards the checkpoint does not have, or has in another shape; empty if it has them all."""
-    # A layer without its extra state begins as a new one does: it has none in a checkpoint of Megatron's local layers.
+    """Names the shards of a rank that the checkpoint lacks or has in another shape; empty if it has them all."""
+    # An extra state may be missing, as in a checkpoint of Megatron's local layers. The layer then starts as a new one.
     objects = {shard.unique_key for shard in parts.objects if EXTRA_STATE not in shard.unique_key}
     missing = objects - index.objects.keys()
     other = set()
@@ -164,7 +166,7 @@ def _check_fit(reports: Sequence[tuple[list[str], str]], index: CheckpointIndex 
     asked = {key for keys, _ in reports for key in keys}
     stored = [] if index is None else [*index.tensors, *index.objects]
     left_out = sorted(key for key in stored if key not in asked and not key.startswith(OURS_TO_IGNORE))
-    # Local layers have no use for the extra states of Transformer Engine's.
+    # Local layers do not use the extra states of Transformer Engine's layers.
     unexpected = [key for key in left_out if EXTRA_STATE not in key]
     if unexpected and strict:
         complaints.append(f"unexpected: {_shorten(unexpected)}")
@@ -180,7 +182,7 @@ def _shorten(names: Sequence[str]) -> str:
 
 
 def _read_shards(state: dict[str, Any], index: CheckpointIndex, blobs: Blobs) -> dict[str, Any]:
-    """Returns the state dict with tensors and objects in the place of sharded ones."""
+    """Returns the state dict with loaded tensors and objects instead of sharded ones."""
     parts = split(state)
     for shard in parts.tensors:
         if shard.data is None:
@@ -199,9 +201,9 @@ def _read_shards(state: dict[str, Any], index: CheckpointIndex, blobs: Blobs) ->
 
 
 def _layer_state(value: Any, key: str) -> Any:
-    """Returns the extra state of a layer, which runs nothing when the layer unpickles it."""
-    if isinstance(value, io.BytesIO):  # of Transformer Engine before 2.0
-        with TemporaryFile() as file:  # an archive is read by the descriptor of its file
+    """Returns the extra state of a layer, made safe: it executes nothing when the layer unpickles it."""
+    if isinstance(value, io.BytesIO):  # written by Transformer Engine before 2.0
+        with TemporaryFile() as file:  # Archive reads by file descriptor
             size = file.write(value.getbuffer())
             file.flush()
             return pickled(load_value(Archive(file, 0, size, source=key))) if size else None
@@ -217,11 +219,11 @@ def _data_of(state: Any) -> Any:
 
 
 def load_value(archive: Archive) -> Any:
-    """Makes the value that an archive of ``torch.save`` holds, on the host.
+    """Loads the value in an archive of ``torch.save`` to host memory.
 
     Raises:
         UnsafeCheckpointError: If it asks for a name that no checkpoint needs; the message has the name.
-        CheckpointError: If it is damaged, of a class that is not installed here, or has more parts than a value may.
+        CheckpointError: If it is damaged, needs a class that is not installed here, or has too many parts.
     """
     try:
         with gc_paused():
@@ -274,10 +276,10 @@ class Blobs:
         return value[0]
 
     def load_common(self, index: CheckpointIndex | None) -> dict[str, Any]:
-        """Reads what every rank holds alike: ``common.pt``, or the object that takes its place.
+        """Reads the common state, which is the same on every rank: ``common.pt``, or the object that replaces it.
 
         Args:
-            index: Of the checkpoint; None if it has the file.
+            index: The checkpoint's index; None if it has ``common.pt``.
 
         Raises:
             CheckpointError: If there is neither, or it is damaged.
@@ -298,7 +300,7 @@ class Blobs:
 
         Args:
             chunk: The part.
-            key: Of the tensor.
+            key: Key of the tensor.
             nbytes: Size of its elements in bytes.
 
         Raises:
@@ -323,7 +325,7 @@ class Blobs:
         return Archive(self._opened(place.file), place.offset, place.length, source=f"{key} in {where},")
 
     def _dense(self, archive: Archive) -> Archive:
-        """Refuses an archive of no tensor that is too large, or of which little is on the disk."""
+        """Refuses an archive of an object that is too large or mostly a hole."""
         if archive.length > OBJECT_BYTES:
             raise CheckpointError(f"{archive.source} has {archive.length} bytes; take another one")
         if archive.hole_bytes > HOLE_BYTES:
@@ -331,7 +333,7 @@ class Blobs:
         return archive
 
     def _opened(self, name: str) -> BinaryIO:
-        """The file, by its whole name: another folder may have one of the same."""
+        """Returns the open file. The key is the whole relative path: files in two folders may have one name."""
         file = self._files.pop(name, None)
         if file is None:
             try:
@@ -365,14 +367,14 @@ def read_pieces(tensors: Sequence[ShardedTensor], index: CheckpointIndex, blobs:
 
 
 def _stored(piece: Piece, entry: TensorEntry) -> Index:
-    """Shape of what the checkpoint has of a piece: all of it, unless the shard allows another global shape."""
+    """Shape of the part of a piece that the checkpoint has: all of it, unless the shard allows another global shape."""
     return tuple(
         max(0, min(size, whole - at)) for at, size, whole in zip(piece.offset, piece.shape, entry.shape, strict=True)
     )
 
 
 def _covering(piece: Piece, entry: TensorEntry) -> list[_Overlap]:
-    """The chunks that overlap a piece, which cover it exactly once.
+    """Returns the chunks that overlap a piece, after a check that they cover it exactly once.
 
     Raises:
         CheckpointError: If they do not.
@@ -388,7 +390,7 @@ def _covering(piece: Piece, entry: TensorEntry) -> list[_Overlap]:
 
 
 _Overlap = tuple[Chunk, tuple[slice, ...], tuple[slice, ...]]
-"""A chunk, and what it shares with a piece: where in the chunk, and where in the piece."""
+"""A chunk, and its overlap with a piece, as slices of the chunk and as slices of the piece."""
 
 
 def _overlaps(piece: Piece, chunks: Iterable[Chunk]) -> Iterator[_Overlap]:
@@ -413,8 +415,8 @@ class CheckpointLoads(Part):
     ) -> Manifest:
         """Loads model, optimizer and random state, saved under any layout.
 
-        Collective over: the training world, in phase ``load``, through the store. Under another layout than it was
-        saved with, the random state stays what the seed made it.
+        Collective over: the training world, in phase ``load``, through the store. If the layout is not that of the
+        save, the random state is not loaded and stays as the seed made it.
 
         Args:
             path: A ``global_step_N`` directory.
@@ -428,8 +430,8 @@ class CheckpointLoads(Part):
         Raises:
             CheckpointError: If the checkpoint is not complete or damaged, or this rank's state does not have the
                 digest that was saved.
-            CheckpointMismatchError: If it belongs to another model, with the keys that are missing or unexpected.
-            PhaseTimeoutError: If a trainer does not arrive in time; names it.
+            CheckpointMismatchError: If it belongs to another model; the message names missing and unexpected keys.
+            PhaseTimeoutError: If a trainer does not arrive in time; the message names it.
         """
         path = Path(path).absolute()
         found: list[Manifest] = []
@@ -475,13 +477,15 @@ class CheckpointLoads(Part):
             )
 
     def load_model_weights(self, path: str | Path, *, fingerprint: str | None = None) -> None:
-        """Loads the model alone from a conversion or a training checkpoint, saved under any layout.
+        """Loads only the model from a conversion or a training checkpoint, saved under any layout.
 
-        Collective over: the training world, in phase ``load``. The optimizer's copies follow; its moments stay.
+        Collective over: the training world, in phase ``load``. It updates the optimizer's copies of the parameters, and
+        leaves the moments as they are.
 
         Args:
-            path: What `convert_checkpoint` or ``save_checkpoint`` made, or another program's torch_dist directory.
-            fingerprint: Of the HF directory that it must be of; None: any.
+            path: A directory that `convert_checkpoint` or ``save_checkpoint`` made, or another program's torch_dist
+                directory.
+            fingerprint: Fingerprint of the HF directory that the weights must come from; None accepts any.
 
         Raises:
             CheckpointError: If it is no checkpoint, or not complete.
@@ -491,7 +495,7 @@ class CheckpointLoads(Part):
         with self.rank.phase(Phase.LOAD):
             weights = find_megatron_weights(path)
             weights.check_is_of(fingerprint, path=path)
-            # A training checkpoint holds more than the model.
+            # Not strict: a training checkpoint holds more than the model.
             Loader(self.rank.control).load(
                 lambda: model_state(self.rank.host.chunks, read_content_metadata(weights.shards)),
                 weights.shards,

@@ -1,4 +1,4 @@
-"""A save: planned by each rank alone, agreed on over the store, written by all, made complete by the manifest.
+"""A save: each rank plans alone, the ranks agree over the store, each writes a file, and the manifest completes it.
 
-``saver.py`` comes first. ``save_plan.py`` and ``balance.py`` decide which rank writes what.
+Start with ``saver.py``. ``save_plan.py`` and ``balance.py`` decide which rank writes what.
 """

@@ -1,7 +1,7 @@
-"""Which replica writes what: a rule that every rank computes alone, so that bytes are even without any exchange.
+"""Decides which replica writes what. Every rank computes the rule alone, so the bytes are even without communication.
 
 With Megatron's fully-parallel wrapper off, replica 0 writes every replicated byte and the others wait for it. All
-replicas of a set of tensors see the same set, so each can share it out in the same way and take its own share.
+replicas see the same set of tensors. So each one can divide the set in the same way and take its own share.
 
 Pure Python.
 """
@@ -17,7 +17,7 @@ from math import ceil
 CUT_FRACTION = 16
 """A tensor larger than this fraction of a replica's share is cut into parts of about that size."""
 CUT_BYTES = 2**20
-"""No part is smaller than about this: what a save and every later load cost is the number of parts."""
+"""No part is smaller than about this, because the cost of a save and of every later load is the number of parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +32,15 @@ class Load:
 
 
 def share_out(loads: Sequence[Load], *, replicas: int, replica: int) -> list[list[slice]]:
-    """Returns the rows of each tensor that one replica writes, as slices in order; none of most tensors.
+    """Returns the rows of each tensor that one replica writes, as slices in order. For most tensors there are none.
 
     Every row of every tensor is written by exactly one replica. The largest share exceeds the mean by the size of one
     part at most.
 
     Args:
         loads: The same tensors on every replica, in any order.
-        replicas: How many ranks hold them.
-        replica: The one that asks.
+        replicas: Number of ranks that hold the tensors.
+        replica: Index of the replica whose rows are returned.
     """
     limit = max(CUT_BYTES, sum(load.size_bytes for load in loads) / replicas / CUT_FRACTION)
     parts = [(i, rows) for i, load in enumerate(loads) for rows in _cut(load, limit)]
@@ -70,7 +70,7 @@ def _cut(load: Load, limit: float) -> list[slice]:
 
 
 def _joined(slices: list[slice]) -> list[slice]:
-    """The same rows in as few slices as possible, in order."""
+    """Joins slices: returns the same rows in as few slices as possible, in order."""
     joined: list[slice] = []
     for rows in sorted(slices, key=lambda rows: rows.start):
         if joined and joined[-1].stop == rows.start:

@@ -1,8 +1,9 @@
 """Writes HF weights into safetensors files as they come, one tensor in memory at a time.
 
-A safetensors file begins with a header that lists every tensor's place, which is known only after the last one. So
-room for it is left free and filled at the end; the format says of it: "The header data MUST begin with a `{` character
-(0x7B)" and "The header data MAY be trailing padded with whitespace (0x20)" (safetensors, README, section Format).
+A safetensors file begins with a header that lists every tensor's place. The places are known only after the last
+tensor. So the writer reserves room for the header and fills it at the end. The format allows that: "The header data
+MUST begin with a `{` character (0x7B)" and "The header data MAY be trailing padded with whitespace (0x20)"
+(safetensors, README, section Format).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
-"""Largest file; transformers itself takes as much for a file of a large model."""
+"""Largest file; transformers uses the same limit for a large model."""
 HEADER_BYTES = 2**18
-"""Room for the header of one file: some 1500 tensors. A file that has used it up is closed and the next one begun."""
+"""Room for the header of one file, enough for some 1500 tensors. When it is full, the writer begins the next file."""
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
 """Files of an HF directory besides weights: configuration, tokenizer, licence. No code."""
 COPIED_BYTES = 2**30
-"""Largest of them; a tokenizer has some megabytes."""
+"""Largest size of such a file; a tokenizer has some megabytes."""
 _METADATA = {"format": "pt"}
 _NAMES = {
     torch.float64: "F64",
@@ -58,7 +59,7 @@ def _entry(name: str, tensor: torch.Tensor, start: int) -> dict[str, Any]:
 
 
 def _length(entry: Mapping[str, Any]) -> int:
-    """Bytes that an entry takes in the header, with what separates it from the next."""
+    """Returns the bytes that an entry takes in the header, with its separator."""
     return len(json.dumps(entry, separators=(",", ":")))
 
 
@@ -67,7 +68,7 @@ class ShardFile:
 
     Attributes:
         path: The file.
-        names: What it holds so far.
+        names: Names of the tensors that it holds so far.
         size_bytes: Bytes of tensors so far.
     """
 
@@ -91,7 +92,7 @@ class ShardFile:
         return [name for name in self._header if name != "__metadata__"]
 
     def has_room(self, name: str, tensor: torch.Tensor) -> bool:
-        """Returns True if the header has room for a tensor, and the data ends where one of its dtype may begin.
+        """Returns True if the header has room for a tensor, and the end of the data is aligned for its dtype.
 
         The format allows no gap between tensors, and readers map them as arrays, which must be aligned.
         """
@@ -99,7 +100,7 @@ class ShardFile:
         return is_aligned and self._used + _length(_entry(name, tensor, self.size_bytes)) <= self._header_bytes
 
     def append(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes a tensor that `has_room`; it is contiguous and in host memory.
+        """Writes a tensor for which `has_room` is True. The tensor is contiguous and in host memory.
 
         Raises:
             OSError: If it cannot be written.
@@ -111,7 +112,7 @@ class ShardFile:
         self.size_bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Writes the header and closes the file; it is made durable with its directory.
+        """Writes the header and closes the file. The caller makes it durable together with its directory.
 
         Raises:
             OSError: If it cannot be written.
@@ -128,12 +129,12 @@ class ShardFile:
 
 def _write_all(file: Any, tensor: torch.Tensor) -> None:
     storage, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize
-    # A slice of a storage shares its memory. Unlike numpy() on the tensor, which may be a live parameter, it leaves
-    # the storage itself fit for an offload's resize.
+    # A slice of a storage shares its memory, and an offload can still resize the storage. After numpy() on the tensor,
+    # which may be a live parameter, it could not.
     alias = torch.empty(0, dtype=torch.uint8).set_(storage[start : start + tensor.nbytes])
     rest = memoryview(cast(Any, alias.numpy()))
     while len(rest):
-        rest = rest[file.write(rest) :]  # an unbuffered file may take a part only, at most 2 GiB on Linux
+        rest = rest[file.write(rest) :]  # one write to an unbuffered file may be partial, at most 2 GiB on Linux
 
 
 class HfWeightsWriter:
@@ -146,7 +147,7 @@ class HfWeightsWriter:
 
         Args:
             directory: Existing directory without weights.
-            max_shard_bytes: Bytes of tensors in a file at most; a larger tensor has a file of its own.
+            max_shard_bytes: Most bytes of tensors in a file; a larger tensor has a file of its own.
             header_bytes: Room for the header of each file; a multiple of 8.
         """
         self._directory, self._max_shard_bytes, self._header_bytes = directory, max_shard_bytes, header_bytes
@@ -190,10 +191,10 @@ class HfWeightsWriter:
         self._files.append(ShardFile(path, header_bytes=self._header_bytes))
 
     def finish(self) -> None:
-        """Closes the last file, and names them all as transformers does: one alone, several with an index.
+        """Closes the last file and gives all files transformers' names: one name alone, or several and an index.
 
         Raises:
-            OSError: If that cannot be written.
+            OSError: If a header or the index cannot be written, or a file cannot be renamed.
         """
         if not self._files:
             self._begin_file()
@@ -214,7 +215,7 @@ class HfWeightsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the files; those of a writer that was not finished cannot be read."""
+        """Closes the files. Without `finish`, nobody can read them."""
         for file in self._files:
             file.abandon()
 
@@ -229,7 +230,7 @@ def copy_hf_files(source: Path, target: Path, *, dtype: str | None = None) -> No
     Args:
         source: The HF directory.
         target: An existing directory.
-        dtype: What ``config.json`` is to say of the weights, e.g. ``"bfloat16"``; None: as it does.
+        dtype: The dtype of the weights to write into ``config.json``, e.g. ``"bfloat16"``; None leaves it unchanged.
 
     Raises:
         OSError: If something cannot be read or written.
@@ -255,26 +256,27 @@ def write_hf_directory(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> None:
-    """Writes an HF directory from a stream of weights; it appears whole or not at all. Not collective by itself.
+    """Writes an HF directory from a stream of weights. It appears whole or not at all. Not collective by itself.
 
     Args:
         final: The directory to make.
-        weights: Names and whole tensors, on any device. At most one is held, and a copy of it in the file's dtype.
-        source: The HF directory that the model came from, whose configuration and tokenizer are copied.
-        dtypes: The dtype of each weight in ``source``; of one that is not in it the tensor's own is kept.
+        weights: Names and whole tensors, on any device. At most one tensor is in memory, with a copy in the file's
+            dtype.
+        source: The model's original HF directory, for configuration and tokenizer.
+        dtypes: The dtype of each weight in ``source``. A weight that is not listed keeps its own dtype.
         dtype: One dtype for all weights instead.
-        max_shard_bytes: Bytes of tensors in a file at most.
-        overwrite: True: a directory that is there is replaced once the new one is complete.
+        max_shard_bytes: Most bytes of tensors in a file.
+        overwrite: True to replace an existing directory, once the new one is complete.
 
     Raises:
-        CheckpointError: If it cannot be written; nothing is left under the final name, or what was there before is.
+        CheckpointError: If it cannot be written. The final name then has what it had before, or nothing.
     """
     pending = start_pending(final, what="HF weights")
     with removed_on_failure(pending, what="the HF weights"):
         with HfWeightsWriter(pending, max_shard_bytes=max_shard_bytes) as writer:
             for name, tensor in weights:
                 writer.add(name, tensor.to(dtype or dtypes.get(name, tensor.dtype)))
-                del tensor  # the next one is made before the loop would let go of it
+                del tensor  # else the loop would keep it while the next one is made
             writer.finish()
         if absent := sorted(dtypes.keys() - writer.names):
             logger.warning(

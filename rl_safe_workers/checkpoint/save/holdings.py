@@ -1,6 +1,7 @@
-"""Holdings: what each rank holds and writes, compared before a byte is written, and the metadata made of them.
+"""Compares holdings, the tensors and objects that each rank holds and writes, and makes the metadata from them.
 
-Training rank 0 keeps the holdings of all ranks. While no rank's digest changes, a save exchanges nothing but digests.
+The comparison comes before a save writes anything.
+Training rank 0 keeps the holdings of all ranks. While no rank's digest changes, a save exchanges only digests.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from rl_safe_workers.ranks import format_ranks
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of which a rank holds something."""
+    """A tensor that a rank holds, whole or in part."""
 
     key: str
     dtype: str
     """E.g. ``"torch.float32"``."""
     global_shape: Index
     chunks: list[tuple[Index, Index]]
-    """Offset and shape of each part that this rank writes, in the order of its file; none if replicas write it."""
+    """Offset and shape of each part that this rank writes, in the order of its file; empty if replicas write it all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Holdings:
 
 
 def find_mismatch(everyone: Sequence[Holdings]) -> str | None:
-    """Compares the holdings of all ranks: says what the first key in order is about which they do not agree.
+    """Compares the holdings of all ranks; describes the first key on which they disagree. None if there is none.
 
     Every rank must give a key the same dtype and global shape, and together they must write every element once.
     """
@@ -98,7 +99,7 @@ def _disagreement(key: str, held: Sequence[tuple[int, Entry]]) -> str | None:
 
 
 def _gap(key: str, held: Sequence[tuple[int, Entry]]) -> str | None:
-    """Finds what is written never, twice or outside. Overlaps that make up for gaps are left to the audit."""
+    """Finds elements that are written never, twice or outside. Leaves overlaps as large as the gaps to the audit."""
     chunks = [(rank, offset, shape) for rank, entry in held for offset, shape in entry.chunks]
     global_shape, ranks = held[0][1].global_shape, format_ranks(sorted({rank for rank, _ in held}))
     writers: dict[Index, int] = {}
@@ -124,7 +125,7 @@ def _doubled_object(everyone: Sequence[Holdings]) -> str | None:
 
 
 def to_metadata(everyone: Sequence[Holdings]) -> Metadata:
-    """Makes the metadata of a torch_dist checkpoint, but for where in the files things are."""
+    """Makes the metadata of a torch_dist checkpoint, without the places in the files."""
     tensors: dict[str, TensorStorageMetadata] = {}
     for holdings in everyone:
         for entry in holdings.entries:
@@ -142,13 +143,13 @@ def to_metadata(everyone: Sequence[Holdings]) -> Metadata:
 
 
 def places(holdings: Holdings, file: str, lengths: Sequence[int], blobs: Sequence[int]) -> Mapping[MetadataIndex, Any]:
-    """Where a rank's chunks and objects lie in its file, in the form of torch_dist's metadata.
+    """Returns the places of a rank's chunks and objects in its file, in the form of torch_dist's metadata.
 
     Args:
-        holdings: The rank's.
+        holdings: The rank's holdings.
         file: Name of the file.
         lengths: Bytes of each chunk, then of each blob, one after another in the file.
-        blobs: Which blob each object has; equal objects share one.
+        blobs: Index of the blob of each object; equal objects share one.
     """
     starts = [0, *accumulate(lengths)]
     found = {}

@@ -37,7 +37,7 @@ def make_manifest(
     layout: Mapping[str, int],
     driver_state: dict[str, Any],
 ) -> Manifest:
-    """Describes a finished directory: files of other ranks as they reported them, the few others as they are read."""
+    """Describes a finished directory. Takes the ranks' own reports of their files, and reads the few other files."""
     return Manifest(
         step=step,
         model_fingerprint=fingerprint,

@@ -16,10 +16,10 @@ from rl_safe_workers.config import CheckpointConfig
 
 
 def _keep_results_in_process() -> None:
-    """Spares the helper process that megatron-core spawns for its results queue.
+    """Prevents the helper process that megatron-core would spawn for its results queue.
 
-    It would import the main program again, taking seconds of the first save, and outlive a killed rank
-    (filesystem_async.py:51). Only saves that another process writes need it; this one is synchronous.
+    The helper would import the main program again, which takes seconds of the first save. It would also outlive a
+    killed rank (filesystem_async.py:51). Only a save in another process needs it, and this save is synchronous.
     """
     if getattr(filesystem_async, "_results_queue", None) is None:
         filesystem_async._results_queue = queue.Queue()
@@ -33,7 +33,7 @@ def save_with_megatron(
     Args:
         state: Megatron's sharded state dict.
         directory: Existing, empty directory, the same on every rank.
-        config: Which of its flags are on.
+        config: Megatron's flags for a save.
         content_metadata: How the state dict was made, for the loader.
     """
     _keep_results_in_process()

@@ -1,4 +1,4 @@
-"""Plans: what a rank writes of its state, decided alone and kept as long as the structure stays the same."""
+"""Plans which parts of its state a rank writes. A rank plans alone, and keeps the plan while the structure stays."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rl_safe_workers.checkpoint.save.holdings import Entry, Holdings
 from rl_safe_workers.checkpoint.state.pieces import Piece, coalesce, signature
 
 EXPERT_MARK = ".experts."
-"""In the keys of expert parameters, which are replicated over the expert data-parallel group."""
+"""Substring of the keys of expert parameters, which are replicated over the expert data-parallel group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """How many ranks hold each tensor whose replica id is ``(0, 0, rank in the data-parallel group)``."""
+    """Number of ranks that hold each tensor whose replica id is ``(0, 0, rank in the data-parallel group)``."""
 
     dense: int = 1
     """Size of the data-parallel group with context parallelism."""
@@ -30,7 +30,7 @@ class Replicas:
     """True if optimizer state is replicated like the parameters; a DistributedOptimizer's is not."""
 
     def of(self, key: str) -> int:
-        """How many ranks hold the tensor of a key."""
+        """Returns the number of ranks that hold the tensor with a key."""
         if "optimizer." in key and not self.optimizer:
             return 1
         return self.expert if EXPERT_MARK in key else self.dense
@@ -38,12 +38,12 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The parts that a rank writes, as long as the structure of its state stays the same."""
+    """The parts that a rank writes. A plan is valid while the structure of the rank's state stays the same."""
 
     signature: list[tuple[Any, ...]]
     object_keys: list[str]
     writes: list[tuple[Piece, slice]]
-    """In the order of the file; rows along the first axis."""
+    """Pieces in the order of the file, each with the rows of its first axis to write."""
     holdings: Holdings
     digest: str
     size_bytes: int
@@ -63,9 +63,9 @@ def make_plan(tensors: list[ShardedTensor], object_keys: list[str], replicas: Re
     """Decides, alone, what this rank writes.
 
     Args:
-        tensors: Megatron's sharded tensors, every replica.
+        tensors: Megatron's sharded tensors, also those that other replicas write.
         object_keys: Unique keys of the objects that this rank writes.
-        replicas: How many ranks hold each.
+        replicas: Number of ranks that hold each tensor.
     """
     pieces = coalesce(tensors)
     writes = sorted(_writes(pieces, replicas), key=lambda write: write[0].key)
@@ -101,8 +101,8 @@ def _entries(pieces: list[Piece], writes: list[tuple[Piece, slice]]) -> list[Ent
 
 
 def _replica_sets(pieces: list[Piece], replicas: Replicas) -> list[tuple[list[Piece], int, int]]:
-    """Pieces that the same ranks hold, with how many those are and which of them this is."""
-    # Dense and expert tensors are held by different groups, also where those are of one size.
+    """Groups pieces by the set of ranks that hold them. Returns pieces, number of replicas and this rank's replica."""
+    # Different groups hold dense and expert tensors, even if the groups have one size.
     sets: dict[tuple[bool, int, int], list[Piece]] = {}
     for piece in pieces:
         count, replica_id, is_expert = replicas.of(piece.key), piece.replica_id, EXPERT_MARK in piece.key

@@ -1,4 +1,4 @@
-"""Reports of the ranks to rank 0 before a save, and if the copies of a save in the background fit into host memory."""
+"""The ranks' reports to rank 0 before a save, and a check that the copies of a background save fit into host memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class StartReport:
     digest: str
     """The digest of the rank's holdings."""
     size_bytes: int
-    """Bytes that it writes."""
+    """Bytes that the rank writes."""
     host: str
     """See `comms.hosts.own_host`."""
     staged_bytes: int
     """New host memory for the copy that a save in the background writes."""
     free_memory_bytes: int
-    """Host memory that is free; 0 if ``staged_bytes`` is."""
+    """Free host memory; 0 if ``staged_bytes`` is 0."""
 
 
 def short_of_memory(reports: Sequence[StartReport]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Saves a training world's state without a collective: planned alone, agreed on over the store, written at once.
+"""Saves a training world's state without a collective: each rank plans alone, all agree over the store, all write.
 
-One save goes through these steps. Whatever fails on one rank fails the save on all, within the deadline:
+One save goes through these steps. A failure on one rank fails the save on all ranks, within the deadline:
 
-    plan       each rank: pieces, who writes them (balance), the holdings of both; kept while the structure stays
+    plan       each rank: its pieces, which replica writes them (balance), its holdings; kept while the structure stays
     prepare    agreement: every rank can save, holdings match, the disk has room
     write      each rank: one file, durable; here, or staged and on a thread beside the training
     commit     rank 0, once all have written: .metadata, metadata.json, then what the caller adds (the manifest)
@@ -62,19 +62,19 @@ class Written:
     file: WrittenFile | None
     """None if it had nothing to write."""
     blobs: list[int]
-    """Which blob at the end of the file belongs to each object of the holdings."""
+    """For each object of the holdings, the index of its blob at the end of the file."""
     note: str
-    """Anything that the caller wants to tell the commit."""
+    """Text from the caller to the commit."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Written:
-        """Reads what JSON has made of ``asdict``."""
+        """Rebuilds a report from the JSON of ``asdict``."""
         file = None if fields["file"] is None else WrittenFile(**fields["file"])
         return cls(file=file, blobs=fields["blobs"], note=fields["note"])
 
 
 Commit = Callable[[Mapping[str, WrittenFile], Sequence[str]], Any]
-"""Given every file written, by name, and every rank's note; its value must be fit for JSON."""
+"""Takes the written files by name, and every rank's note. Returns a value that JSON can hold."""
 
 
 class Saver:
@@ -85,7 +85,7 @@ class Saver:
         self._plan: Plan | None = None
         self._staging = Staging()
         self._compared: list[tuple[str, Holdings]] = []
-        """On rank 0, of every rank: the digest and the holdings that were last compared."""
+        """Digest and holdings of every rank from the last comparison; empty on other ranks than 0."""
         self._pending: PendingDecision | None = None
 
     @property
@@ -106,18 +106,18 @@ class Saver:
         background: bool,
         note: str = "",
     ) -> None:
-        """Plans, agrees and writes; in the background only a copy is made. `finish` must follow.
+        """Plans, agrees and writes. With ``background``, copies the state for a thread to write. `finish` must follow.
 
         Args:
             state: Megatron's sharded state dict.
             directory: Where the shards go, on storage that every rank sees. ``prepare`` makes it.
             content_metadata: How the state dict was made, for the loader.
-            prepare: Called on rank 0 before anything is written. What it raises, every rank does.
+            prepare: Called on rank 0 before anything is written. If it raises, every rank raises.
             commit: Called on rank 0 once every shard is durable and megatron-core's metadata is written. `finish`
                 returns its value.
-            timeout: For each agreement before the writing.
+            timeout: Longest wait for each agreement before the writing.
             background: Whether to write on a thread.
-            note: For the commit.
+            note: Text for the commit.
 
         Raises:
             CheckpointError: On every rank, if one cannot save, the ranks' tensors do not match, or there is no room.
@@ -157,7 +157,7 @@ class Saver:
             error=CheckpointError,
             decide=lambda written: self._commit(directory, [Written.from_json(fields) for fields in written], commit),
         )
-        # One at a time: a piece of many experts is a copy of them.
+        # Make one tensor at a time: a piece of many experts is a copy of them.
         pieces: Iterable[torch.Tensor] = (piece.tensor(data, rows) for piece, rows in plan.writes)
         if not background:
             pieces = self._staging.one_by_one(pieces, plan.largest_bytes)
@@ -165,7 +165,7 @@ class Saver:
             try:
                 pieces = self._staging.copy(pieces, plan.size_bytes)
             except Exception as error:
-                # The others are on their way already, and have to be told.
+                # Do not raise yet: the others have begun to write, and `finish` must tell them.
                 failure = error
 
         def write() -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Saver:
         self._pending.start(write, background=background)
 
     def fail(self, error: Exception, timeout: timedelta) -> NoReturn:
-        """Takes the place of `begin` or `save_with` on a rank that cannot describe its state: no rank saves.
+        """Makes the save fail on every rank. A rank that cannot describe its state calls it instead of `begin`.
 
         Raises:
             CheckpointError: Always, on every rank.
@@ -198,7 +198,7 @@ class Saver:
         timeout: timedelta,
         note: str = "",
     ) -> Any:
-        """Wraps another's save, which may be collective, in the same steps: all are ready, all have written, commit.
+        """Runs another program's save, which may be collective, in the same steps: agree, write, commit.
 
         Raises:
             CheckpointError: On every rank, if one has failed.
@@ -249,7 +249,7 @@ class Saver:
             )
 
     def _decide_start(self, reports: Sequence[StartReport], directory: Path) -> bool:
-        """Decides on rank 0 whether there is room, and whether holdings have to be compared."""
+        """Checks on rank 0 that the disk has room; returns True if holdings must be compared."""
         for warning in short_of_memory(reports):
             logger.warning("save of %s: %s", directory.parent, warning)
         needed, free = sum(report.size_bytes for report in reports), shutil.disk_usage(directory).free
@@ -264,7 +264,7 @@ class Saver:
         self._compared = [(one.digest(), one) for one in holdings]
 
     def advance(self) -> None:
-        """Moves a save in the background on, without waiting; how it ended is for `poll` or `finish` to say.
+        """Advances a save in the background, without waiting. `poll` or `finish` says how it ended.
 
         Not collective.
 
@@ -277,8 +277,8 @@ class Saver:
     def poll(self) -> bool:
         """Moves a save in the background on, without waiting. Not collective.
 
-        Ranks learn at different times that a save has failed. So that they stay in step, the failure is logged here
-        and raised by `finish`, on every rank.
+        Ranks learn at different times that a save has failed. So this method only logs the failure, and `finish` raises
+        it on every rank. That keeps the ranks in step.
 
         Returns:
             Whether it is still in progress.
@@ -294,10 +294,10 @@ class Saver:
         return outcome is None
 
     def finish(self, timeout: timedelta) -> Any:
-        """Waits until the save is committed; returns what the commit did, on every rank. None if there is no save.
+        """Waits until the save is committed; returns the commit's value on every rank, or None if there is no save.
 
         Raises:
-            CheckpointError: On every rank, if a rank could not write or rank 0 not commit.
+            CheckpointError: On every rank, if a rank could not write or rank 0 could not commit.
             PhaseTimeoutError: Naming the ranks that had not written in time.
             CommunicatorError: If the run's store is gone.
         """
@@ -305,12 +305,12 @@ class Saver:
         return None if pending is None else pending.finish(Deadline.after(timeout))
 
     def abandon(self, reason: str) -> None:
-        """Gives up a save in flight and tells the others, whose `finish` then fails as soon as it can. Does not wait.
+        """Gives up a save in flight and tells the others, so that their `finish` fails soon. Does not wait.
 
-        Not collective: for a rank that will not get to the end of the save. What it is writing is left behind.
+        Not collective: for a rank that will not reach the end of the save. Its thread may go on writing.
 
         Args:
-            reason: What has happened, in one line.
+            reason: The cause, in one line.
 
         Raises:
             CommunicatorError: If the run's store is gone.
@@ -336,9 +336,9 @@ class Saver:
 
 
 class CheckpointSaves(Part):
-    """Writes ``global_step_N`` directories that exist only when complete; no rollout rank takes part.
+    """Writes ``global_step_N`` directories, which exist only when complete. No rollout rank takes part.
 
-    A save issues no collective at all: ranks agree over the run's store, so that none can be left hanging.
+    A save issues no collective. The ranks agree over the run's store, so no rank can hang in a collective.
     """
 
     def __init__(self, rank: TrainingRank) -> None:
@@ -346,7 +346,7 @@ class CheckpointSaves(Part):
         self._saver: Saver | None = None
 
     def open_saver(self) -> Saver:
-        """Returns the rank's saver, made when first used: it needs the store and Megatron's groups."""
+        """Returns the rank's saver. Makes it at the first call, because it needs the store and Megatron's groups."""
         if self._saver is None:
             dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             replicas = Replicas(dense=dense, expert=parallel_state.get_expert_data_parallel_world_size())
@@ -354,11 +354,12 @@ class CheckpointSaves(Part):
         return self._saver
 
     def before(self, phase: Phase) -> None:
-        """Finishes a save in the background before a phase that it must not reach into; else moves it on.
+        """Finishes a background save before a phase that it must not overlap; advances it before other phases.
 
         Raises:
-            CheckpointError: On every rank, before one of those phases, if the save has failed. Other phases do not
-                raise it: ranks learn of it at different times, and one that raised would leave the others waiting.
+            CheckpointError: On every rank, if the save has failed and this is such a phase. Before other phases nothing
+                is raised: ranks learn of the failure at different times, and a rank that raised would leave the others
+                waiting.
         """
         if self._saver is not None and self._saver.in_flight:
             if phase in SAVE_ENDS_BEFORE:
@@ -367,7 +368,7 @@ class CheckpointSaves(Part):
                 self._saver.advance()
 
     def abort(self, reason: str) -> None:
-        """Gives up a save in the background, so that the others need not wait for this rank."""
+        """Gives up a background save, so that the others do not wait for this rank."""
         if self._saver is not None:
             self._saver.abandon(reason)
 
@@ -383,10 +384,10 @@ class CheckpointSaves(Part):
     ) -> Path:
         """Saves model, optimizer, random state and the driver's state.
 
-        Collective over: the training world, in phase ``save``, through the store. No process group takes part, unless
-        one of Megatron's flags is on, or DDP has put off gathers of parameters (`complete_param_gathers`). With
-        ``background`` it returns once this rank's state is copied to host memory; `poll_checkpoint` and
-        `finalize_checkpoint` see to the rest.
+        Collective over: the training world, in phase ``save``, through the store. It uses a process group only if one
+        of Megatron's flags is on, or if DDP has deferred gathers of parameters (`complete_param_gathers`). With
+        ``background`` it returns once this rank's state is copied to host memory. `poll_checkpoint` and
+        `finalize_checkpoint` do the rest.
 
         Args:
             root: Directory of all checkpoints, on storage that every trainer sees.
@@ -394,22 +395,22 @@ class CheckpointSaves(Part):
             fingerprint: Digest of the model's architecture.
             layout: Parallel sizes, for the record: a load may have others.
             driver_state: JSON-friendly state of the driver: the data position.
-            background: Whether to write while training goes on; None: as ``rl_safe.checkpoint.async_save`` says.
+            background: Whether to write while training goes on; None to follow ``rl_safe.checkpoint.async_save``.
 
         Returns:
             The checkpoint's path, which exists once the save is committed.
 
         Raises:
-            CheckpointError: On every rank, if one cannot write, there is no room, or the ranks' tensors do not match;
-                the previous checkpoint stays as it was.
-            PhaseTimeoutError: If a trainer does not arrive, or has not written, in time; names it.
+            CheckpointError: On every rank, if one cannot write, there is no room, or the ranks' tensors do not match.
+                The previous checkpoint stays as it was.
+            PhaseTimeoutError: If a trainer does not arrive or write in time; the message names it.
         """
         root = Path(root).absolute()
         config = self.rank.rl_safe.checkpoint
         background = config.async_save if background is None else background
         final = step_dir(root, step)
         pending = pending_path(final)
-        # A save in the background has its manifest written when the caller's own may have gone on.
+        # A background save writes its manifest later, when the caller may have changed its own dict.
         driver_state = copy.deepcopy(driver_state)
         with self.rank.phase(Phase.SAVE):
             if self.rank.training_rank == 0:
@@ -421,7 +422,7 @@ class CheckpointSaves(Part):
                     config.fully_parallel_save,
                     config.validate_access_integrity,
                 )
-            # Before anything that may fail on one rank alone: the others would wait for it.
+            # This comes before anything that may fail on one rank alone, because the others would wait in the gather.
             complete_param_gathers(self.rank.host.chunks)
             saver = self.open_saver()
             try:
@@ -469,7 +470,7 @@ class CheckpointSaves(Part):
             return final
 
     def _check_default_group(self) -> None:
-        """Refuses a default group that is not the training world: Megatron describes what a rank holds by its ranks."""
+        """Refuses a default group that is not the training world: Megatron describes a rank's state by its ranks."""
         if (dist.get_rank(), dist.get_world_size()) != (self.rank.training_rank, self.rank.training_size):
             raise CheckpointError(
                 f"training rank {self.rank.training_rank} of {self.rank.training_size} is rank {dist.get_rank()} of "
@@ -477,10 +478,10 @@ class CheckpointSaves(Part):
             )
 
     def poll_checkpoint(self) -> bool:
-        """Moves a save in the background on, without waiting. Not collective: ranks may call it as often as they like.
+        """Advances a background save, without waiting. Not collective: ranks may call it as often as they like.
 
-        Every phase does it by itself when it is entered. Ranks learn at different times that a save has failed, so the
-        failure is logged here and raised by `finalize_checkpoint`, or by a phase that calls it, on every rank.
+        Every phase does this at its start. Ranks learn at different times that a save has failed, so this method only
+        logs the failure. `finalize_checkpoint`, or a phase that calls it, raises it on every rank.
 
         Returns:
             Whether the save is still in progress.
@@ -491,10 +492,10 @@ class CheckpointSaves(Part):
         return self._saver is not None and self._saver.poll()
 
     def finalize_checkpoint(self) -> Path | None:
-        """Waits for a save in the background to be committed. Collective over: the training world, through the store.
+        """Waits until a background save is committed. Collective over: the training world, through the store.
 
-        The phases offload, save, load, convert and teardown do it by themselves. The deadline is that of phase
-        ``save``, from now on.
+        The phases offload, save, load, convert and teardown do this at their start. The deadline is the timeout of
+        phase ``save``, counted from this call.
 
         Returns:
             The checkpoint's path; None if no save is in progress.

@@ -1,4 +1,4 @@
-"""Copies of a rank's shards in host memory: of all, to write them while training goes on, or of one after another."""
+"""Copies a rank's shards to host memory: all at once, to write them while training goes on, or one after another."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def missing_bytes(self, size_bytes: int) -> int:
-        """Returns the host memory that a `copy` of this size takes beyond what is kept from earlier saves."""
+        """Returns the bytes of host memory that a `copy` of this size needs beyond the buffer of earlier saves."""
         return 0 if self._buffer.nbytes >= size_bytes else _with_spare(size_bytes)
 
     def copy(self, tensors: Iterable[torch.Tensor], size_bytes: int) -> list[torch.Tensor]:
         """Copies tensors into the buffer. They may change as soon as this returns.
 
         Args:
-            tensors: At most ``size_bytes`` in all, taken one at a time.
-            size_bytes: Their size without any alignment.
+            tensors: Tensors, taken one at a time.
+            size_bytes: Upper bound of their total size, without alignment.
 
         Returns:
             Host tensors of the same dtypes and shapes, valid until the next call.
@@ -51,7 +51,7 @@ class Staging:
         return copies
 
     def one_by_one(self, tensors: Iterable[torch.Tensor], largest_bytes: int) -> Iterator[torch.Tensor]:
-        """Yields a host copy of each tensor that lies on a device, valid until the next one; others as they are."""
+        """Yields a host copy of each tensor on a device, valid until the next one. Yields host tensors as they are."""
         for tensor in tensors:
             if tensor.is_cuda:
                 self._reserve(largest_bytes)
@@ -63,5 +63,5 @@ class Staging:
 
     def _reserve(self, size_bytes: int) -> None:
         if self._buffer.nbytes < size_bytes:
-            # What has been copied so far stays in the buffer before, which lives as long as its views.
+            # Earlier copies stay in the old buffer, which lives as long as its views.
             self._buffer = host_buffer(_with_spare(size_bytes), pinned=torch.cuda.is_available())

@@ -20,12 +20,12 @@ from rl_safe_workers.control.deadline import Thread
 from rl_safe_workers.errors import CheckpointError
 
 DIGEST = "crc32"
-"""Enough against damage by hardware; a stronger one would cost more than the disk on a fast machine."""
+"""CRC-32 finds damage by hardware. A stronger digest would take longer than a fast disk."""
 
 _BUFFER_BYTES = 2**20
-"""torch.save writes a small tensor in some forty parts."""
+"""Size of the write buffer: torch.save writes a small tensor in some forty parts."""
 _FLUSH_BYTES = 8 * 2**20
-"""How much is written between two syncs in the background."""
+"""Bytes between two syncs in the background."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class WrittenFile:
 
 
 class _DigestedFile:
-    """A file for torch.save: counts and digests the bytes on their way."""
+    """A file for torch.save that counts and digests the bytes that it writes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -62,10 +62,12 @@ class _DigestedFile:
 
 @contextmanager
 def _flushing(file: IO[bytes]) -> Iterator[Callable[[int], None]]:
-    """Yields what to tell how much has been written: the disk then works beside the body, not only at the last sync.
+    """Yields a function that takes the number of bytes written so far. A thread then syncs them, beside the body.
+
+    So the disk does not begin its work only at the last sync.
 
     Raises:
-        OSError: What the syncs met. The kernel tells of a failed write once: a last sync would no longer know.
+        OSError: If a sync failed. The kernel reports a failed write only once, so the last sync would not report it.
     """
     asked = SimpleQueue[bool]()
     flushed = 0
@@ -100,14 +102,14 @@ def _flush_when_asked(descriptor: int, asked: SimpleQueue[bool], failures: list[
 
 
 def write_items(path: Path, items: Iterable[torch.Tensor | bytes]) -> WrittenFile:
-    """Writes tensors, each as torch.save makes it, and ready-made objects one after another, and syncs the file.
+    """Writes tensors, each in torch.save's format, and serialized objects one after another, and syncs the file.
 
-    Tensors on a device are copied to the host one at a time. The interpreter's lock is free during the copies,
-    checksums and writes of large tensors, so that a thread can write beside a training step.
+    It copies tensors on a device to the host one at a time. Copies, checksums and writes of large tensors release the
+    interpreter's lock, so a thread can write beside a training step.
 
     Args:
         path: A file that does not exist yet.
-        items: Contiguous tensors, and bytes.
+        items: Contiguous tensors, and serialized objects as bytes.
 
     Raises:
         OSError: If the file cannot be written or made durable.
@@ -131,23 +133,23 @@ def write_items(path: Path, items: Iterable[torch.Tensor | bytes]) -> WrittenFil
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the host with a storage of its own: torch.save writes the whole storage that a view is of."""
+    """Returns the tensor on the host with a storage of its own: torch.save would write the whole storage of a view."""
     host = tensor.detach().cpu()
     storage = host.untyped_storage()
     if storage.nbytes() == host.nbytes:
         return host
     start = host.storage_offset() * host.itemsize
-    # A slice of a storage shares its memory, and unlike numpy() leaves the storage itself fit for an offload's resize.
+    # A slice of a storage shares its memory, and an offload can still resize the storage. After numpy() it could not.
     shared: torch.UntypedStorage = storage[start : start + host.nbytes]
     return host.new_empty(0).set_(shared, 0, host.shape, host.stride())
 
 
 def file_records(directory: Path, written: Mapping[str, WrittenFile]) -> dict[str, dict[str, Any]]:
-    """Size and digest of every file under a directory but its marker, as a manifest has them.
+    """Returns size and digest of every file under a directory but its marker, in the manifest's form.
 
     Args:
         directory: The directory.
-        written: Files that ranks have reported, by name; the others, few and small, are read.
+        written: Files that ranks have reported, by name. The function reads the others, which are few and small.
 
     Raises:
         CheckpointError: If a file that a rank has written is gone, or of another size.

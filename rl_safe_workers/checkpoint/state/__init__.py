@@ -1,4 +1,4 @@
 """A rank's state, as parts of global tensors: model chunks, optimizer state, random state, common state.
 
-Live Megatron objects come in; shards leave, each a view of the live tensor.
+The functions take live Megatron objects, and return shards, each a view of the live tensor.
 """

@@ -1,8 +1,8 @@
 """Loads a state dict into layers that Megatron-Bridge has given adapters.
 
 Its wrapper keeps the layer as ``to_wrap`` and the adapter as ``adapter``. In its state dict, the layer's tensors have
-the names that they had without an adapter (peft/adapter_wrapper.py:147 in 0.6.2). Torch does not load them under these.
-Bridge itself loads a layer before it wraps it, and later the adapter alone.
+the names that they had without an adapter (peft/adapter_wrapper.py:147 in 0.6.2). Torch cannot load them by these
+names. Bridge itself loads a layer before it wraps it, and later loads only the adapter.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _LAYER, _ADAPTER, _OUTER = "to_wrap", "adapter", "module."
 
 
 def load_layers(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads all that ``state_dict`` of a model chunk names. Not collective.
+    """Loads a state dict into a model chunk, adapters included. Not collective.
 
     Args:
         chunk: May be wrapped in DistributedDataParallel, or in Float16Module.
-        state: Under the names of the chunk's own ``state_dict``.
+        state: Tensors by their names in the chunk's own ``state_dict``.
     """
     wrappers = {_inner(name) for name, module in chunk.named_modules() if _LAYER in module._modules}
     chunk.load_state_dict({_with_layer(name, wrappers): value for name, value in state.items()} if wrappers else state)
@@ -39,14 +39,14 @@ def layout_bound(chunks: Iterable[torch.nn.Module]) -> str:
 
 
 def _inner(name: str) -> str:
-    """The name without those of the wrappers around the model, whose state dicts leave them out."""
+    """Returns the name without the parts for wrappers around the model, which state dicts omit."""
     while name.startswith(_OUTER):
         name = name.removeprefix(_OUTER)
     return name
 
 
 def _with_layer(name: str, wrappers: set[str]) -> str:
-    """The name by which torch finds a tensor: that of a layer with an adapter has one part more."""
+    """Returns torch's name of a tensor: a tensor of a layer with an adapter has one more part in its name."""
     parts = name.split(".")
     for length in range(1, len(parts)):
         if ".".join(parts[:length]) in wrappers and parts[length] != _ADAPTER:

@@ -15,14 +15,14 @@ from rl_safe_workers.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A strided view of a tensor, and the rectangle of a global tensor that it is."""
+    """A strided view of a tensor, and its rectangle in a global tensor."""
 
     start: int
-    """First element, counted from the tensor's own."""
+    """Offset of the first element from the tensor's first element."""
     shape: Index
     strides: Index
     place: ShardedTensor
-    """Without data. Prepended axes are explicit, of size 1, so that ``prepend_axis_num`` is 0."""
+    """The sharded tensor without data. Prepended axes are explicit, of size 1, so ``prepend_axis_num`` is 0."""
 
     @property
     def is_contiguous(self) -> bool:
@@ -31,8 +31,8 @@ class Window:
         return all(n == 1 or a == b for n, a, b in zip(self.shape, self.strides, wanted, strict=True))
 
     def of(self, tensor: torch.Tensor) -> ShardedTensor:
-        """The view of a detached tensor, shared with it, at its place."""
-        # Not dataclasses.replace, which would check again what was checked once, at ten times the cost.
+        """Returns this window of a detached tensor as a sharded tensor. It shares the tensor's memory."""
+        # dataclasses.replace would repeat the checks, at ten times the cost.
         shard: ShardedTensor = object.__new__(ShardedTensor)
         shard.__dict__.update(self.place.__dict__)
         shard.data = tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.start)
@@ -40,14 +40,14 @@ class Window:
 
 
 def windows_of(tensor: torch.Tensor, sharded: ShardedTensor | ShardedTensorFactory) -> tuple[Window, ...]:
-    """Where a model's tensor lies in global tensors: one window, or one for each part that a factory splits off.
+    """Returns a tensor's windows in global tensors: one, or one for each part that a factory splits off.
 
     Args:
         tensor: A parameter or buffer.
-        sharded: What the model's ``sharded_state_dict`` made of it.
+        sharded: Its entry in the model's ``sharded_state_dict``.
 
     Raises:
-        CheckpointError: If a factory makes copies: what is loaded into them would not reach the tensor.
+        CheckpointError: If a factory makes copies: values loaded into them would not reach the tensor.
     """
     built = sharded.build() if isinstance(sharded, ShardedTensorFactory) else [sharded]
     parts: list[ShardedTensor] = list(built.values()) if isinstance(built, dict) else built
@@ -63,7 +63,7 @@ def windows_of(tensor: torch.Tensor, sharded: ShardedTensor | ShardedTensorFacto
 def _window(tensor: torch.Tensor, part: ShardedTensor) -> Window:
     ones = (1,) * part.prepend_axis_num
     shape = ones + tuple(part.local_shape)
-    # A regular grid is not claimed: the optimizer's rectangles of the same tensor lie on none.
+    # Do not claim a regular grid: the optimizer's rectangles of the same tensor do not lie on one.
     place = replace(part, data=None, local_shape=shape, prepend_axis_num=0, axis_fragmentations=None)
     strides = tuple(part.data.numel() for _ in ones) + part.data.stride()
     return Window(part.data.storage_offset() - tensor.storage_offset(), shape, strides, place)
@@ -84,7 +84,7 @@ class ChunkLayout:
 
     Args:
         chunk: A model chunk wrapped in DistributedDataParallel.
-        stock: What the ``sharded_state_dict`` of the module within made, in a format like `state.CONTENT_METADATA`.
+        stock: The ``sharded_state_dict`` of the wrapped module, in a format like `state.CONTENT_METADATA`.
 
     Raises:
         CheckpointError: As `windows_of`.
@@ -99,12 +99,12 @@ class ChunkLayout:
                 self._slots.append(_slot(name, sharded, places))
             else:
                 self._others[name] = sharded
-        # The extra state of layers in 8 or 4 bits, their scales, changes with every step.
+        # The extra state of 8-bit and 4-bit layers holds their scales, and changes with every step.
         is_scaled = getattr(chunk.config, "fp8", None) or getattr(chunk.config, "fp4", None)
         self._is_constant = not self._others or not is_scaled
 
     def is_current(self) -> bool:
-        """Returns True if the module's tensors are still those that this was built of."""
+        """Returns True if the module still has the tensors from which this layout was built."""
         return self._is_constant and all(slot.owner.get(slot.name) is slot.tensor for slot in self._slots)
 
     def windows(self) -> dict[int, tuple[Window, ...]]:
@@ -112,7 +112,7 @@ class ChunkLayout:
         return {id(slot.tensor): tuple(window for _, window in slot.windows) for slot in self._slots}
 
     def shards(self) -> dict[str, Any]:
-        """Returns the chunk's entries of a state dict, by name. Several windows of one tensor are numbered. No copy."""
+        """Returns the chunk's entries of a state dict, without a copy. Windows of one tensor get numbered names."""
         found = dict(self._others)
         for slot in self._slots:
             tensor = slot.tensor.detach()
@@ -122,7 +122,7 @@ class ChunkLayout:
 
 
 def _places(module: torch.nn.Module) -> dict[int, tuple[dict[str, torch.Tensor | None], str]]:
-    """The registry and name under which a module keeps each parameter and buffer, by ``id``."""
+    """Returns the registry and name under which a module keeps each parameter and buffer, by the tensor's ``id``."""
     registries: list[dict[str, Any]] = [r for m in module.modules() for r in (m._buffers, m._parameters)]
     return {id(t): (registry, name) for registry in registries for name, t in registry.items() if t is not None}
 

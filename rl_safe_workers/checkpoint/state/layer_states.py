@@ -1,8 +1,8 @@
 """Makes the extra state of a layer safe to give to the layer.
 
-Transformer Engine keeps the scales of 8-bit layers as bytes, and unpickles them when a state dict is loaded
-(transformer_engine/pytorch/module/base.py:881, as of 2.12). Bytes of a checkpoint could run anything there, also in a
-run without 8-bit layers. So they are read here without running them, and what they say is pickled anew.
+Transformer Engine keeps the scales of 8-bit layers as bytes, and unpickles them when it loads a state dict
+(transformer_engine/pytorch/module/base.py:881, as of 2.12). Bytes from a checkpoint could execute anything there, even
+in a run without 8-bit layers. So this module reads the bytes without executing them, and pickles their values anew.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ EXTRA_STATE = "_extra_state"
 
 
 def safe_layer_state(value: Any, key: str) -> Any:
-    """Returns an extra state that runs nothing when a layer unpickles it, and means the same.
+    """Returns an equal extra state that executes nothing when a layer unpickles it.
 
     Args:
-        value: What a checkpoint has under the key. Transformer Engine unpickles bytes, which are a uint8 tensor, empty
-            without 8-bit layers. Anything else is returned as it is.
+        value: The checkpoint's value of the key. Transformer Engine unpickles the bytes of a uint8 tensor, which is
+            empty without 8-bit layers. Any other value is returned as it is.
         key: Its key, for errors.
 
     Raises:
         UnsafeCheckpointError: If it asks for a name that no layer's state needs; the message has the name.
-        CheckpointError: If it is damaged, or of a class that is not installed here.
+        CheckpointError: If it is damaged, or needs a class that is not installed here.
     """
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.uint8 or not value.numel():
         return value
@@ -39,9 +39,10 @@ def safe_layer_state(value: Any, key: str) -> Any:
 
 
 def extra_states(model: torch.nn.Module) -> dict[str, Any]:
-    """Returns what the extra states of a model's layers say, by the layer's name. Empty ones are left out.
+    """Returns the values of the extra states of a model's layers, by the layer's name. Omits empty ones.
 
-    The same scales have other bytes in each process, since a pickle names storages by their addresses.
+    Compare these values, not the bytes: equal scales have other bytes in each process, since a pickle names storages by
+    their addresses.
     """
     layers = ((name, layer) for name, layer in model.named_modules() if type(layer).get_extra_state is not _NO_STATE)
     states = ((f"{name}.{EXTRA_STATE}", layer.get_extra_state()) for name, layer in layers)
@@ -56,12 +57,12 @@ _NO_STATE = torch.nn.Module.get_extra_state
 
 
 def pickled(value: Any) -> torch.Tensor | None:
-    """Returns a value as Transformer Engine's ``set_extra_state`` takes it."""
+    """Returns a value in the form that Transformer Engine's ``set_extra_state`` takes."""
     return None if value is None else torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def layer_state_value(state: torch.Tensor, key: str) -> Any:
-    """Returns what an extra state says: a recipe, scales and plain values. Errors as `safe_layer_state`."""
+    """Returns the value of an extra state: a recipe, scales and plain values. Errors as `safe_layer_state`."""
     tree = read_layer_tree(state.cpu().numpy().tobytes(), source=key)
     try:
         made, _ = make_value(tree, _no_records)

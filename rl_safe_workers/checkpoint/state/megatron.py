@@ -1,9 +1,8 @@
-"""Calls into megatron-core itself: the common state in the form of its version, objects as it stores them, and
-state dicts as it loads them.
+"""Calls megatron-core to store the common state, serialize objects and merge loaded state dicts as it does.
 
-Looks at what the installed version does instead of its number: up to 0.18 the common state becomes ``common.pt``
-(strategies/common.py:42 in 0.16.1), from 0.19 on an object among the shards (serialization.py:431 in 0.19.2). Here
-it is always the file, and with 0.19 the object as well, so that each version reads the checkpoints of the others.
+It looks at what the installed version does, not at its number. Up to 0.18 the common state becomes ``common.pt``
+(strategies/common.py:42 in 0.16.1). From 0.19 on it becomes an object among the shards (serialization.py:431 in
+0.19.2). A save here always writes the file, and with 0.19 the object too, so every version can read the checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ CONTENT_METADATA_KEY = "content_metadata"
 
 
 class _Capture(TorchDistSaveShardedStrategy):
-    """A strategy that keeps what it is given instead of saving it."""
+    """A save strategy that keeps the state dict instead of writing it."""
 
     def __init__(self) -> None:
         super().__init__(*FORMAT)
@@ -47,7 +46,7 @@ class _Capture(TorchDistSaveShardedStrategy):
 
 
 def store_common(common: dict[str, Any], directory: Path, content_metadata: dict[str, Any]) -> list[ShardedObject]:
-    """Has megatron-core store what every rank holds alike. Not collective; training rank 0 calls it.
+    """Lets megatron-core store the common state, which is the same on every rank. Not collective; for training rank 0.
 
     Args:
         common: The state dict without anything sharded.
@@ -55,14 +54,14 @@ def store_common(common: dict[str, Any], directory: Path, content_metadata: dict
         content_metadata: How the sharded state dict was made, for the loader.
 
     Returns:
-        Objects that are to be written with the shards, beside ``common.pt``; none up to megatron-core 0.18.
+        Objects that the caller must write with the shards, beside ``common.pt``; none up to megatron-core 0.18.
 
     Raises:
-        OSError: If that file cannot be written.
-        CheckpointError: If this is not rank 0 of the default group, too: megatron-core then stores nothing.
+        OSError: If ``common.pt`` cannot be written.
+        CheckpointError: If this rank is not also rank 0 of the default group: megatron-core then stores nothing.
     """
     capture = _Capture()
-    # As an asynchronous save: the other kind ends in a barrier.
+    # Call it as an asynchronous save, because a synchronous one ends in a barrier.
     dist_checkpointing.save(
         dict(common),
         str(directory),
@@ -73,29 +72,30 @@ def store_common(common: dict[str, Any], directory: Path, content_metadata: dict
     )
     objects = [v for v in capture.state.values() if isinstance(v, ShardedObject) and is_main_replica(v.replica_id)]
     if not objects and not (directory / COMMON).is_file():
-        # Without a word (serialization.py:431, strategies/common.py:42): the checkpoint could not be loaded.
+        # Megatron-core stored nothing and said nothing (serialization.py:431, strategies/common.py:42). Nobody could
+        # load the checkpoint.
         raise CheckpointError(
             f"training rank 0 is rank {dist.get_rank()} of the default group, so that megatron-core does not store the "
             "common state: the default group must be the training world (init_world or carve_world)"
         )
     if not (directory / COMMON).is_file():
-        # So that versions before 0.19 can read it, too; 0.19 reads either.
+        # Versions before 0.19 need the file; 0.19 reads either.
         torch.save({**common, CONTENT_METADATA_KEY: dict(content_metadata)}, directory / COMMON)
     return objects
 
 
 def write_format(directory: Path) -> None:
-    """Writes ``metadata.json``, by which megatron-core knows a checkpoint of its own. Training rank 0 calls it."""
+    """Writes ``metadata.json``, by which megatron-core recognises its checkpoints. Training rank 0 calls it."""
     save_config(CheckpointingConfig(*FORMAT), str(directory))
 
 
 def serialize_objects(objects: Iterable[ShardedObject]) -> tuple[list[str], list[int], list[bytes]]:
-    """Serializes the objects that this rank writes, as megatron-core does, equal ones once.
+    """Serializes the objects that this rank writes, as megatron-core does. Serializes equal objects once.
 
     Transformer Engine has an extra state for each expert and matrix, thousands of them and nearly all alike.
 
     Returns:
-        Unique keys; for each the number of its blob; the blobs.
+        The unique keys, the index of the blob of each key, and the blobs.
     """
     by_key: defaultdict[str, list[Any]] = defaultdict(list)
     for item in objects:
@@ -120,7 +120,7 @@ def _serialize(data: list[Any], memory: dict[Any, bytes]) -> bytes:
 
 
 def _identity(data: list[Any]) -> Any:
-    """A key that is equal for equal extra states; None for what is not one."""
+    """Returns a key that is equal for equal extra states; None for any other object."""
     (value,) = data if len(data) == 1 else (data,)
     if value is None:
         return "none"
@@ -135,7 +135,7 @@ class StateFilling:
     """Does what ``dist_checkpointing.load`` does with a state dict (serialization.py:62 to 180), but reads no file.
 
     Attributes:
-        shards: What of the state dict is sharded, to be read.
+        shards: The sharded part of the state dict, for the caller to read.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -145,14 +145,14 @@ class StateFilling:
         self.shards, _ = extract_sharded_base(state)
 
     def finish(self, common: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
-        """Puts the state dict together.
+        """Merges the common state and the shards into the state dict.
 
         Args:
             common: The common state of the checkpoint.
-            read: `shards`, with tensors and objects in their places.
+            read: `shards`, with loaded tensors and objects instead of their descriptions.
 
         Raises:
-            CheckpointError: If the common state has something in the place of what is sharded.
+            CheckpointError: If the common state has a value where the state dict is sharded.
         """
         try:
             merge(common, self._kept)

@@ -13,7 +13,7 @@ from rl_safe_workers.checkpoint.state.state import CONTENT_METADATA, chunk_keys
 
 
 def _unwrapped(chunk: Any) -> Any:
-    # Of what DistributedDataParallel wraps: its own sharded state has a prefix that its load does not expect.
+    # Use the wrapped module: the sharded state of DistributedDataParallel has a prefix that its load does not expect.
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
@@ -25,7 +25,7 @@ def model_state(chunks: Sequence[Any], metadata: dict[str, Any] | None = None) -
         metadata: The format; None for `CONTENT_METADATA`.
     """
     return {
-        # A copy: Megatron writes its data-parallel group of the time into what it is given (transformer/utils.py:205).
+        # Pass a copy: Megatron writes its current data-parallel group into the dict (transformer/utils.py:205).
         key: _unwrapped(chunk).sharded_state_dict(metadata=dict(metadata or CONTENT_METADATA))
         for key, chunk in zip(chunk_keys(chunks), chunks, strict=True)
     }
@@ -33,7 +33,7 @@ def model_state(chunks: Sequence[Any], metadata: dict[str, Any] | None = None) -
 
 @torch.no_grad()
 def restore_model(chunks: Sequence[Any], optimizer: Any, state: dict[str, Any]) -> None:
-    """Puts a loaded state dict in place, and the optimizer's copies of the parameters with it. Not collective."""
+    """Loads a state dict into the model, and updates the optimizer's copies of the parameters. Not collective."""
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
         load_layers(_unwrapped(chunk), state[key])
     if optimizer is not None:

@@ -1,9 +1,9 @@
 """The distributed optimizer's state as rectangles of global tensors.
 
 Megatron's ``fully_reshardable`` format stores the state of a parameter as a tensor of the parameter's shape, which any
-layout can load, but first gathers the whole state of a data-parallel group on every one of its ranks
+layout can load. But it first gathers the whole state of a data-parallel group on every rank of the group
 (distrib_optimizer.py:1030). Here each rank describes the range that it owns as a few rectangles of the same tensors,
-under the same keys, and gathers nothing: each reads the other's checkpoints.
+under the same keys, and gathers nothing. Megatron can read these checkpoints, and this module those of Megatron.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ FULLY_RESHARDABLE = "fully_reshardable"
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers that Megatron chains, one for dense and one for expert parameters, or the only one."""
+    """Returns the optimizers that Megatron chains (one for dense and one for expert parameters), or the only one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def is_in_place(optimizer: Any) -> bool:
-    """Returns True if all state lies in memory as it is stored.
+    """Returns True if all optimizer state has the same form in memory as in a checkpoint.
 
-    Not so with the precision-aware optimizer, which scales it, and the one that keeps some of it on the host:
-    Megatron's own code then describes it, with a gather.
+    It returns False for the precision-aware optimizer, which scales the state, and for an optimizer that keeps some
+    state on the host. Megatron's own code then describes the state, with a gather.
     """
     return all(
         isinstance(part, DistributedOptimizer)
@@ -49,7 +49,7 @@ def is_in_place(optimizer: Any) -> bool:
 
 
 def allocate_state(optimizer: Any) -> None:
-    """Allocates what the first step would, zeros."""
+    """Allocates the state that the first step would allocate, filled with zeros."""
     for part in parts_of(optimizer):
         if getattr(part, "is_stub_optimizer", False) or part.init_state_fn is None:
             continue
@@ -60,7 +60,7 @@ def allocate_state(optimizer: Any) -> None:
 
 
 def is_torch_adam(part: Any) -> bool:
-    """Returns True if torch's own Adam is wrapped; Transformer Engine's counts steps per group and needs no help."""
+    """Returns True for torch's own Adam, which counts steps per parameter. Transformer Engine's counts per group."""
     return isinstance(part.optimizer, torch.optim.Adam)
 
 
@@ -105,15 +105,15 @@ class OptimizerLayout:
         return _Owned(group, order, windows)
 
     def _flats(self, group: int, order: int) -> dict[str, torch.Tensor]:
-        """The fp32 parameters and each state tensor of a range, all one-dimensional."""
+        """Returns the fp32 parameters and each state tensor of a range, all one-dimensional."""
         main = self.part.optimizer.param_groups[group]["params"][order]
         state = self.part.optimizer.state[main]
-        # Step counts are kept with the groups.
+        # The parameter groups have the step counts.
         tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and k != "step"}
         return {"param": main.detach(), **tensors}
 
     def shards(self) -> dict[str, ShardedTensor]:
-        """Every rectangle, viewed as the state lies in memory now. Not collective; no copy."""
+        """Returns every rectangle as a view of the state in memory. Not collective; no copy."""
         found = {}
         for owned in self._owned:
             flats = self._flats(owned.group, owned.order)
@@ -125,12 +125,12 @@ class OptimizerLayout:
 
 
 def _owned_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
-    """The parameters of which this rank owns a range; a stub, made where all are frozen, has none."""
+    """Yields the parameters of which this rank owns a range. A stub, made if all parameters are frozen, has none."""
     return iter(getattr(part, "model_param_gbuf_map", {}))
 
 
 def _slice(window: Window, start: int, stop: int) -> Iterator[Window]:
-    """The rectangles of a window that lie in the flat parameter's range; their starts count from the range's."""
+    """Yields the rectangles of a window in a range of the flat parameter. Their starts count from the range's start."""
     place, size = window.place, prod(window.shape)
     if not window.is_contiguous:
         raise CheckpointError(
@@ -150,10 +150,10 @@ def _of_state(window: Window, key: str, dtype: torch.dtype, replica: Index | Non
 
 
 def _replica_id(parameter: ShardedTensor, part: Any) -> Index:
-    """Which copy of an optimizer shard this rank holds; all zero for the one that is written.
+    """Returns the replica id of this rank's optimizer shard. The copy with only zeros is the one that is written.
 
-    A parameter's is (pipeline, tensor, data), the last its rank among those that hold the same parameter. They share
-    its optimizer state: all of them, or as many groups of them as there are copies of the state.
+    The replica id of a parameter is (pipeline, tensor, data). The last is this rank's position among the ranks that
+    hold the parameter. These ranks share one copy of its optimizer state, or form one group for each copy.
     """
     pipeline, tensor, data = parameter.replica_id
     mine, rank = dist.get_process_group_ranks(part.data_parallel_group), dist.get_rank()
@@ -193,16 +193,16 @@ def _groups(part: Any) -> list[dict[str, Any]]:
 
 
 def _step_of(part: Any) -> float | int | None:
-    """Steps taken, of which torch's Adam keeps a count with each parameter; None if none is known on this rank."""
+    """Returns the number of steps, which torch's Adam counts for each parameter; None if this rank has no count."""
     if is_torch_adam(part):
         return next((float(state["step"]) for state in part.optimizer.state.values()), None)
     return next((int(group["step"]) for group in _groups(part) if "step" in group), None)
 
 
 def restore_common(optimizer: Any, saved: dict[Any, Any]) -> None:
-    """Puts parameter groups, step counts and gradient scaler in place. Not collective.
+    """Restores parameter groups, step counts and gradient scaler. Not collective.
 
-    The checkpoint may have chained another number of optimizers: without expert parallelism Megatron makes one.
+    The run that saved may have chained another number of optimizers: without expert parallelism Megatron makes one.
 
     Raises:
         CheckpointMismatchError: If the checkpoint lacks a parameter group that this run has.
@@ -223,17 +223,17 @@ def restore_common(optimizer: Any, saved: dict[Any, Any]) -> None:
 
 
 def _count_in_integers(part: Any) -> None:
-    """Makes the steps that torch's Adam counted, in floats, what Transformer Engine's expects."""
+    """Converts step counts to integers for Transformer Engine's Adam: torch's Adam counts in floats."""
     for group in _groups(part):
         if "step" in group:
             group["step"] = int(group["step"])
 
 
 def saved_parts(saved: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The state of each optimizer that a checkpoint's run had chained, or of its only one."""
+    """Returns the state of each optimizer in a checkpoint: of those that the run had chained, or of the only one."""
     if "optimizer" in saved:
         return [saved]
-    # Beside the parts that were saved may lie what a run with another number of them asked for.
+    # A load under another number of optimizers may have added parts that were not saved. They lack "optimizer".
     parts = {index: part for index, part in saved.items() if isinstance(index, int) and "optimizer" in part}
     return [parts[index] for index in sorted(parts)]
 
@@ -244,7 +244,7 @@ def _identity(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _match(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """The saved group most like one of this run: same multipliers, then as many other settings as possible."""
+    """Returns the saved group most like one of this run: equal multipliers, then as many equal settings as possible."""
     mine = _identity(group)
 
     def likeness(other: dict[str, Any]) -> int:
@@ -263,7 +263,7 @@ def _match(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def set_adam_steps(part: Any, step: float) -> None:
-    """Gives each parameter of torch's Adam its own count of steps, as a run that never loaded has."""
+    """Gives each parameter of torch's Adam its own step count, as in a run that has loaded nothing."""
     for of_parameter in part.optimizer.state.values():
         of_parameter["step"] = torch.tensor(step)
     for group in part.optimizer.param_groups:

@@ -1,9 +1,9 @@
 """Pieces: the parts of global tensors that a rank holds, few and large.
 
-The cost of a torch_dist save is its number of sharded tensors, not its bytes, and Megatron makes one per expert,
-matrix and optimizer state. Here neighbours become one piece: all local experts of a layer and matrix are one chunk
-``[num_local_experts, ...]`` of the global tensor ``[num_experts, ...]`` that Megatron's own saves have, under the
-same key, so that each reads the other's checkpoints.
+The cost of a torch_dist save depends on its number of sharded tensors, not on its bytes. Megatron makes one for each
+expert, matrix and optimizer state. Here neighbours become one piece: all local experts of a layer and matrix are one
+chunk ``[num_local_experts, ...]`` of the global tensor ``[num_experts, ...]``. Megatron's own saves have the same
+global tensor under the same key, so each side can read the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Part:
     """One of the sharded tensors that a piece is made of."""
 
     number: int
-    """Its place in the list of sharded tensors."""
+    """Index in the list of sharded tensors."""
     start: Index
-    """Where its first element lies in the piece."""
+    """Place of its first element in the piece."""
     shape: Index
     """With a leading 1 for each axis that Megatron prepends."""
 
@@ -53,10 +53,10 @@ class Piece:
     offset: Index
     shape: Index
     replica_id: Any
-    """Megatron's: an integer or a tuple, all zero for the main replica."""
+    """Megatron's replica id: an integer or a tuple, only zeros for the main replica."""
     parts: tuple[Part, ...]
     is_stack: bool = False
-    """True if each part is one row of the first axis, as an expert is, in order."""
+    """True if each part is one row of the first axis, in order, as with experts."""
 
     @property
     def size_bytes(self) -> int:
@@ -65,11 +65,11 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """Length of its first axis, along which it can be cut; 1 for a scalar."""
+        """Length of the first axis, along which the piece can be cut; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     def tensor(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
-        """Rows of the piece along its first axis: a view of the one part if it is contiguous, else a new tensor.
+        """Returns rows of the piece along its first axis: a view if it has one contiguous part, else a new tensor.
 
         Args:
             tensors: Data of the sharded tensors by `Part.number`.
@@ -80,7 +80,7 @@ class Piece:
             whole = whole.view(self.shape) if whole.is_contiguous() else whole.reshape(self.shape)
             return whole[rows].contiguous() if self.shape else whole
         if self.is_stack:
-            # One call for all experts: a copy_ for each costs ten times as much.
+            # One call stacks all experts: a copy_ for each would take ten times as long.
             return _stack([tensors[part.number] for part in self.parts[rows]], self.shape[1:])
         whole = tensors[self.parts[0].number].new_empty(self.shape)
         self.gather(tensors, whole)
@@ -92,15 +92,15 @@ class Piece:
             _region(into, part).copy_(tensors[part.number].detach().view(part.shape))
 
     def buffer(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A tensor of the piece's shape to read into: the one part itself if it is contiguous, else a new one."""
+        """Returns a tensor of the piece's shape to read into: a single contiguous part itself, else a new tensor."""
         first = tensors[self.parts[0].number].detach()
         if len(self.parts) == 1 and first.is_contiguous():
             return first.view(self.shape)
-        # What is read is on the host; a stack of parts goes to the device once.
+        # The bytes are read on the host. A stack of parts then goes to the device once.
         return torch.empty(self.shape, dtype=self.dtype)
 
     def scatter(self, tensors: Sequence[torch.Tensor], loaded: torch.Tensor) -> None:
-        """Copies what `buffer` gave, filled, into the parts."""
+        """Copies a filled `buffer` into the parts."""
         if len(self.parts) == 1 and tensors[self.parts[0].number].is_contiguous():
             return
         if self.is_stack:
@@ -128,11 +128,11 @@ class Split:
     tensors: list[ShardedTensor]
     objects: list[ShardedObject]
     common: dict[str, Any]
-    """The same dict without those, and without what that leaves empty: what every rank holds alike."""
+    """The rest of the dict, the same on every rank. Dicts and lists that became empty are left out."""
 
 
 def split(state: dict[str, Any]) -> Split:
-    """Takes apart what is stored apart, in the dict's order, factories built."""
+    """Separates sharded tensors and objects from the common state, in the dict's order. Builds factories."""
     found = Split([], [], {})
     for key, value in state.items():
         if (rest := _split(value, found)) is not _APART:
@@ -141,11 +141,11 @@ def split(state: dict[str, Any]) -> Split:
 
 
 _APART = object()
-"""Marks a value that is stored apart."""
+"""Marks a value that does not belong to the common state."""
 
 
 def _split(value: Any, found: Split) -> Any:
-    # The most by far: tens of thousands.
+    # This is by far the most frequent case: tens of thousands of values.
     if type(value) is ShardedTensor:
         found.tensors.append(value)
         return _APART
@@ -173,8 +173,7 @@ signature = attrgetter("key", "global_offset", "local_shape", "dtype", "replica_
 def coalesce(shards: Sequence[ShardedTensor]) -> list[Piece]:
     """Joins neighbours of one global tensor, axis by axis, into as few pieces as possible.
 
-    Sharded tensors join if they have the same key, dtype and replica id, and differ in their place along one axis
-    only, without a gap.
+    Sharded tensors join if they have the same key, dtype and replica id, and lie side by side along one axis.
     """
     by_tensor: defaultdict[Any, list[Piece]] = defaultdict(list)
     for number, shard in enumerate(shards):
@@ -191,7 +190,7 @@ def _to_piece(number: int, shard: ShardedTensor) -> Piece:
 
 
 def _join(pieces: list[Piece]) -> list[Piece]:
-    # From the last axis, so that the halves of a gated layer become whole rows before rows become experts.
+    # Begin with the last axis, so that halves of a gated layer become whole rows before the rows become experts.
     for axis in reversed(range(len(pieces[0].shape))):
         if len(pieces) == 1:
             break

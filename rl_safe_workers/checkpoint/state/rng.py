@@ -11,9 +11,10 @@ from megatron.core import tensor_parallel
 
 
 def rng_state() -> dict[str, Any]:
-    """This process's random state: Python, numpy, torch, and Megatron's tracker; only tensors, numbers and strings.
+    """Returns this process's random state: Python, numpy, torch, and Megatron's tracker.
 
-    So ``torch.load(weights_only=True)`` reads it; numpy's own arrays would need a pickle that can run code.
+    It consists of tensors, numbers and strings only, so that ``torch.load(weights_only=True)`` reads it. Numpy's arrays
+    would need a pickle that can run code.
     """
     name, keys, *rest = np.random.get_state()
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
@@ -36,7 +37,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = dict(state["tracker"])
     for key, generator in tracker.get_states().items():
-        if isinstance(generator, torch.Generator):  # those of CUDA graphs are the generators themselves
+        if isinstance(generator, torch.Generator):  # with CUDA graphs, the states are the generators themselves
             generator.set_state(states[key])
             states[key] = generator
     tracker.set_states(states)

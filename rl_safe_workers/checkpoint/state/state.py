@@ -2,7 +2,7 @@
 
     {"model": {name: ShardedTensor},              or "model0", "model1", ... with virtual pipeline stages
      "optimizer": {"optimizer": {"param_groups": ...}, "param_state": {name: ShardedTensor},
-                   "param_state_sharding_type": "fully_reshardable"},       by number where Megatron chains several
+                   "param_state_sharding_type": "fully_reshardable"},       one by number for each chained optimizer
      "rng_state": ShardedObject}
 
 Every ShardedTensor is a view of the live tensor: a save copies nothing to describe it, and a load writes in place.
@@ -40,25 +40,26 @@ from rl_safe_workers.checkpoint.state.rng import rng_state, set_rng_state
 logger = logging.getLogger(__name__)
 
 CONTENT_METADATA: dict[str, Any] = {
-    # Optimizer state as tensors of the parameters' shapes; the default, fully_sharded_model_space, raises since 0.16.
+    # Store optimizer state in the parameters' shapes. The default, fully_sharded_model_space, raises since 0.16.
     "distrib_optim_sharding_type": FULLY_RESHARDABLE,
-    # A tensor for each layer, not one for all: a tensor's chunks are planned together, at a cost above linear.
+    # One tensor for each layer, not one for all: the plan of one tensor's chunks takes more than linear time.
     "non_homogeneous_layers": True,
-    # The experts of a layer in one tensor, not one each.
+    # One tensor for all experts of a layer, not one for each.
     "singleton_local_shards": False,
-    # Keys do not name the optimizer of Megatron's chain that they are of: the chain depends on the layout.
+    # Keys do not contain the number of the chained optimizer, because the chain depends on the layout.
     "chained_optim_avoid_prefix": True,
 }
-"""Megatron's description of a checkpoint's format; saved with it, stock frameworks choose by it how to load."""
+"""Megatron's description of a checkpoint's format. A save stores it, and other frameworks read it to choose how to
+load."""
 
 
 def chunk_keys(chunks: Sequence[Any]) -> list[str]:
-    """Megatron-LM's keys of the model chunks; those of the tensors do not depend on them."""
+    """Returns Megatron-LM's keys of the model chunks. The keys of tensors do not depend on them."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
 class StateLayout:
-    """Where all of a rank's state lies in global tensors: built once, then only the views are made anew.
+    """The places of a rank's state in global tensors. It is built once; each save only makes new views.
 
     Args:
         chunks: Model chunks wrapped in DistributedDataParallel.
@@ -69,9 +70,9 @@ class StateLayout:
     def __init__(self, chunks: Sequence[Any], optimizer: Any, metadata: dict[str, Any]) -> None:
         self.metadata = dict(metadata)
         self._chunk_ids = [id(chunk) for chunk in chunks]
-        # A copy with the group: Megatron writes it into the dict that it is given (transformer/utils.py:205).
+        # Copy the dict and add the group: Megatron would write the group into the caller's (transformer/utils.py:205).
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        # Of what DistributedDataParallel wraps: its own load passes the keys on without its prefix.
+        # Use the wrapped modules: the load of DistributedDataParallel passes the keys on without its prefix.
         self._chunks = [
             ChunkLayout(chunk, chunk.module.sharded_state_dict(metadata={**metadata, "dp_cp_group": group}))
             for chunk in chunks
@@ -82,7 +83,7 @@ class StateLayout:
             self._parts = [OptimizerLayout(part, windows) for part in parts_of(optimizer)]
 
     def is_current(self, chunks: Sequence[Any], metadata: dict[str, Any] | None) -> bool:
-        """Returns True if the model's tensors are still those that it was built of."""
+        """Returns True if the chunks and their tensors are still those of this layout, and the format is the same."""
         return (
             metadata in (None, self.metadata)
             and self._chunk_ids == [id(chunk) for chunk in chunks]
@@ -90,11 +91,11 @@ class StateLayout:
         )
 
     def model(self) -> dict[str, dict[str, Any]]:
-        """The model's part of the state dict. Not collective."""
+        """Returns the model's part of the state dict. Not collective."""
         return {key: chunk.shards() for key, chunk in zip(chunk_keys(self._chunks), self._chunks, strict=True)}
 
     def optimizer(self) -> dict[Any, Any] | None:
-        """The optimizer's part; None if it is for Megatron to describe. Not collective."""
+        """Returns the optimizer's part; None if Megatron must describe it. Not collective."""
         if self._parts is None:
             return None
         states = [{**common_state(layout.part), "param_state": layout.shards()} for layout in self._parts]
@@ -105,12 +106,12 @@ _LAYOUT = "_rl_safe_layout"
 
 
 def state_layout(chunks: Sequence[Any], optimizer: Any, metadata: dict[str, Any] | None = None) -> StateLayout:
-    """The layout of a rank's state; kept on the optimizer, to live and die with it. Not collective.
+    """Returns the layout of a rank's state. Keeps it on the optimizer, so that it lives as long. Not collective.
 
     Args:
         chunks: Model chunks wrapped in DistributedDataParallel.
         optimizer: Megatron's DistributedOptimizer.
-        metadata: A format; None for that of the last call, or else `CONTENT_METADATA`.
+        metadata: A format; None for the format of the last call, or `CONTENT_METADATA` at the first.
 
     Raises:
         CheckpointError: If a parameter is stored in a form that rectangles cannot describe.
@@ -137,8 +138,8 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Describes model, optimizer and random state, to be saved or loaded.
 
-    Not collective with `CONTENT_METADATA` and any optimizer whose state lies in memory as it is stored; else Megatron
-    describes the optimizer, Collective over: the training world.
+    Not collective with `CONTENT_METADATA`, if the optimizer's state has the same form in memory as in a checkpoint.
+    Else Megatron describes the optimizer. Collective over: the training world.
 
     Args:
         chunks: Model chunks wrapped in DistributedDataParallel.
@@ -146,9 +147,9 @@ def sharded_state(
         training_rank: This process's rank.
         size: Number of trainers.
         is_loading: Whether the result describes what to load.
-        metadata: The format, if not `CONTENT_METADATA`: that of the checkpoint to load.
-        rng: Whether to include the random state, which belongs to a rank of a layout: leave it out of a load under
-            another layout, or of a checkpoint that others wrote.
+        metadata: The format of the checkpoint to load; None for `CONTENT_METADATA`.
+        rng: Whether to include the random state. It belongs to one rank of one layout. So leave it out when you load
+            under another layout, or load a checkpoint from another program.
 
     Raises:
         CheckpointError: If a parameter is stored in a form that rectangles cannot describe.
@@ -177,10 +178,10 @@ def _stock_optimizer_state(
 
 @torch.no_grad()
 def restore_state(chunks: Sequence[Any], optimizer: Any, state: dict[str, Any]) -> None:
-    """Puts a loaded state dict in place: what `sharded_state` described with ``is_loading``, loaded. Not collective.
+    """Restores the loaded state dict that `sharded_state` described with ``is_loading``. Not collective.
 
-    Tensors that the loader wrote where they belong are left alone, and need not be in ``state`` at all. Without
-    ``rng_state`` the random state stays what the seed made it.
+    Tensors that the loader wrote in place are left alone, and may be missing in ``state``. Without ``rng_state``, the
+    random state stays as the seed made it.
     """
     layout = state_layout(chunks, optimizer)
     for (key, live), chunk in zip(layout.model().items(), chunks, strict=True):
@@ -204,7 +205,7 @@ def _put(live: dict[str, Any], loaded: dict[str, Any]) -> None:
 
 
 def _put_extra_state(chunk: Any, loaded: dict[str, Any]) -> None:
-    """Gives layers the extra state that is not a tensor of theirs; only Transformer Engine's have any."""
+    """Gives layers their extra states. Only Transformer Engine's layers have any."""
     extra = {name: value for name, value in loaded.items() if EXTRA_STATE in name}
     if extra:
         load_layers(chunk, {**chunk.module.state_dict(keep_vars=True), **extra})
@@ -226,8 +227,8 @@ def _restore_optimizer(live: dict[Any, Any] | None, optimizer: Any, loaded: dict
 def _undo_shared_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
     """Undoes what Megatron's load does to the step count of torch's Adam.
 
-    It puts the count before the load over the loaded one (distrib_optimizer.py:1674, 940), in one tensor that all
-    parameters share and each of them would then count up (distrib_optimizer.py:825).
+    It overwrites the loaded count with the count before the load (distrib_optimizer.py:1674, 940). It also puts the
+    count into one tensor that all parameters share, which each of them would then increment (distrib_optimizer.py:825).
     """
     for part, of_part in zip(parts_of(optimizer), saved_parts(loaded), strict=True):
         if is_torch_adam(part):
@@ -236,7 +237,7 @@ def _undo_shared_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
 
 def _update(digest: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
-        # A copy even on CPU: numpy() would leave the storage of the tensor itself unfit for an offload's resize.
+        # Copy even on CPU: after numpy() on the tensor itself, an offload could not resize its storage.
         host = value.detach().to("cpu", copy=True)
         digest.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray):
@@ -266,7 +267,7 @@ def state_digest(chunks: Sequence[Any], optimizer: Any) -> str:
         inner = part.optimizer.state_dict()
         _update(digest, inner["state"])
         _update(digest, [{k: v for k, v in g.items() if k != "params"} for g in inner["param_groups"]])
-        # With bf16 the fp32 parameters live here alone.
+        # With bf16, only the optimizer has the fp32 parameters.
         _update(digest, [group["params"] for group in part.optimizer.param_groups])
     _update(digest, rng_state())
     return digest.hexdigest()

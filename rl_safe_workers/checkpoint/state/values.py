@@ -1,11 +1,12 @@
-"""Makes values of what archives of ``torch.save`` hold: tensors, and the arguments and states of other programs.
+"""Makes values from archives of ``torch.save``: tensors, and arguments and states of other programs.
 
-No reader of pickles runs here. `unpickle.read_tree` gives what a pickle says, and here is made what a table knows how
-to make. Nothing of what the archive says is ever set on a class or called.
+This module does not unpickle. `unpickle.read_tree` returns a tree of a pickle's contents, and this module makes the
+values for which a table has a maker. It never calls anything that the archive names, and never sets an attribute of a
+class.
 
-This runs in trainers, so time and memory are bounded whatever the file says: a value has at most half a million parts,
-of which a call costs twenty, and a copy one for each sixteen bytes; and a dict or set has few keys other than text and
-small integers, whose hashes a file can choose.
+It runs in trainers, so time and memory are bounded for every file. A value has at most half a million parts. A call
+costs twenty parts, and a copy costs one part for each sixteen bytes. A file can choose the hashes of keys other than
+text and small integers, so a dict or set may have only few of those.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ from rl_safe_workers.checkpoint.format.format_names import (
 from rl_safe_workers.checkpoint.format.unpickle import Call, Name, Pairs, read_storage
 
 PARTS = 500_000
-"""Most parts of a value, each counted wherever it is: a pickle names an object again in two bytes."""
+"""Most parts of a value. A part counts again at each place where it occurs: a pickle repeats an object in two bytes."""
 _CALL_PARTS = 20
-"""Parts that a call costs: an object of torch takes some microseconds and up to a kilobyte."""
+"""Number of parts that a call costs: an object of torch takes some microseconds and up to a kilobyte."""
 _COPY_BYTES = 16
-"""Bytes that cost a part when they are copied."""
+"""Number of copied bytes that cost one part."""
 CHOSEN_KEYS = 1_000
-"""Keys of dicts and elements of sets whose hashes their maker can choose: of alike ones each is compared with all."""
+"""Most dict keys and set elements with hashes that the file can choose: each key is compared with all that collide."""
 _SMALL = 2**20
-"""Integers below have hashes that are few of them alike in any table."""
+"""Only few integers below this can collide in a hash table."""
 _KEY_MEMBERS = 4
-"""Members of a tuple that is a key. Megatron's optimizer has keys of two dtypes."""
+"""Most members of a tuple that is a key. Megatron's optimizer has keys of two dtypes."""
 _KEY_KINDS = (str, int, float, bytes, enum.Enum, torch.dtype, type(None))
-"""Types of a key, and of the members of one that is a tuple; bool is an int."""
+"""Types of a key, and of the members of a tuple that is a key; bool is an int."""
 _DTYPE = re.compile(r"[biufc]\d{1,2}|[SU]\d{1,6}")
 _SHORT = {int, str, bytes, datetime.timedelta, datetime.timezone}
 _SHORT_LENGTH = 4096
-"""Longest text that an object is made of: the longest path of Linux."""
+"""Longest text or bytes in the arguments of an object: the longest path of Linux."""
 _DIMENSIONS, _LARGEST = 64, 2**63 - 1
 """Most dimensions of an array or tensor, and its largest size."""
 
@@ -68,11 +69,12 @@ def make_value(tree: Any, size_of: Callable[[str], int]) -> tuple[Any, dict[str,
         size_of: Returns the bytes of a record of the archive, by its name.
 
     Returns:
-        The value, and the storages of its tensors by the record that holds their bytes: uint8, to be filled.
+        The value, and the storages of its tensors by the record that holds their bytes. The storages are uint8, and the
+        caller must fill them.
 
     Raises:
-        Exception: Of `MALFORMED`, RuntimeError or ImportError, if the tree is damaged, of a class that is not installed
-            here, or has more parts than a value may.
+        Exception: One of `MALFORMED`, RuntimeError or ImportError, if the tree is damaged, needs a class that is not
+            installed here, or has too many parts.
     """
     maker = _Maker(size_of)
     value = maker.make(tree)
@@ -80,7 +82,7 @@ def make_value(tree: Any, size_of: Callable[[str], int]) -> tuple[Any, dict[str,
 
 
 class _Maker:
-    """Makes one value, part by part, and counts what it makes: a part that is in many places is made for each."""
+    """Makes one value and counts its parts. It makes a part anew for each place where the part occurs."""
 
     def __init__(self, size_of: Callable[[str], int]) -> None:
         """Makes nothing yet."""
@@ -106,7 +108,7 @@ class _Maker:
         return part
 
     def _spend(self, parts: int = 1, *, copied: int = 0) -> None:
-        """Counts what is made; ``copied`` is in bytes."""
+        """Counts new parts and ``copied`` bytes; raises if there are too many."""
         self._parts -= parts + copied // _COPY_BYTES
         if self._parts < 0:
             raise ValueError(f"more than {PARTS} parts")
@@ -142,7 +144,7 @@ class _Maker:
         raise TypeError(f"a call of {call.name}")
 
     def plain(self, call: Call) -> Any:
-        """An object that is no more than its fields."""
+        """Makes an object that has fields and nothing else."""
         found = _class(call.name)
         if call.args or call.items:
             raise TypeError(f"arguments for a {call.name}")
@@ -157,44 +159,44 @@ class _Maker:
         return fields
 
     def stream(self, call: Call) -> io.BytesIO:
-        """A stream in memory, at the position it had."""
+        """Makes a stream in memory, at its stored position."""
         data, position, _ = (b"", 0, None) if call.state is None else self.make(call.state)
         stream = io.BytesIO(_of(data, bytes))
         stream.seek(_of(position, int))
         return stream
 
     def text_as_bytes(self, text: Any = "", encoding: Any = "latin-1") -> bytes:
-        """Bytes, which protocol 2 keeps as text."""
+        """Makes bytes from text, as which protocol 2 stores them."""
         if _of(encoding, str) not in ("latin1", "latin-1"):
             raise ValueError("an encoding that no pickle has")
         self._spend(copied=len(_of(text, str)))
         return bytes(text.encode("latin-1"))
 
     def content(self, content: Any = "", encoding: Any = "latin-1") -> bytes:
-        """Bytes of bytes or of text; a number would be a size to allocate."""
+        """Makes bytes from bytes or text. Refuses a number, for which ``bytes`` would allocate that size."""
         return _of(self.make(content), bytes) if type(content) is Call else self.text_as_bytes(content, encoding)
 
     def member(self, owner: Any, name: Any) -> Any:
-        """A member of an enum, as Python 3.11.0 pickles it."""
+        """Makes a member of an enum, as Python 3.11.0 pickles it."""
         return _enum(_of(owner, Name).text)[_of(name, str)]
 
     def simple(self, kind: Callable[..., Any]) -> Callable[..., Any]:
-        """A constructor that takes no more than what it is given."""
+        """Returns a maker for a class whose objects need no more memory than their arguments."""
 
         def call(*args: Any) -> Any:
             values = [_short(self.make(arg)) for arg in args]
-            # A path is taken apart: a member of its own for every other character.
+            # A path may have a part for every second character.
             self._spend(sum(len(value) for value in values if isinstance(value, str | bytes)))
             return kind(*values)
 
         return call
 
     def collected(self, items: Any) -> list[Any]:
-        """The elements of a set."""
+        """Makes the elements of a set."""
         return [self._hashable(item) for item in _of(items, list, tuple)]
 
     def storage(self, kind: Any, key: Any, location: Any, count: Any) -> tuple[torch.Tensor, torch.dtype]:
-        """A storage, made once, and the dtype that its kind has."""
+        """Makes a storage once, and returns it with the dtype of its kind."""
         dtype = _storage_dtype(kind)
         record = f"data/{_of(key, str)}"
         size = self._size_of(record)
@@ -205,7 +207,7 @@ class _Maker:
         return self.storages[record], dtype
 
     def stored(self, content: Any) -> tuple[torch.Tensor, torch.dtype]:
-        """A storage that a pickle brings along as bytes, and the dtype that its kind has."""
+        """Makes a storage whose bytes are in the pickle, and returns it with the dtype of its kind."""
         call, elements = read_storage(_of(self.make(content), bytes), source="a storage")
         kind, _, _, count = call.args
         dtype = _storage_dtype(kind)
@@ -225,7 +227,7 @@ class _Maker:
         dtype: Any = None,
         _: Any = None,
     ) -> torch.Tensor:
-        """A tensor within its storage, each element of which it has once."""
+        """Makes a tensor. Refuses one with more elements than its storage."""
         stored = self.stored if _of(storage, Call).name in STORED else self.storage
         data, of_storage = stored(*storage.args)
         wanted = of_storage if type(dtype) is not Name else _constant(dtype.text)
@@ -235,11 +237,11 @@ class _Maker:
         return data.view(wanted).as_strided(sizes, strides, _of(offset, int)).requires_grad_(_of(grad, bool))
 
     def parameter(self, data: Any, grad: Any, hooks: Any) -> torch.nn.Parameter:
-        """A parameter of a module."""
+        """Makes a parameter of a module."""
         return torch.nn.Parameter(_of(self.make(data), torch.Tensor), requires_grad=_of(grad, bool))
 
     def dtype(self, call: Call) -> np.dtype[Any]:
-        """A dtype of numpy, of numbers or text."""
+        """Makes a dtype of numpy for numbers or text."""
         code, *_ = call.args
         if not _DTYPE.fullmatch(_of(code, str)):
             raise ValueError("a dtype that no checkpoint needs")
@@ -248,16 +250,16 @@ class _Maker:
         return found
 
     def scalar(self, dtype: Any, data: Any) -> Any:
-        """A number of numpy's."""
+        """Makes a scalar of numpy."""
         return self._array(data, (), dtype, "C")[()]
 
     def array(self, call: Call) -> np.ndarray[Any, Any]:
-        """An array of numpy's; its state is all it has."""
+        """Makes an array of numpy from its state."""
         _, shape, dtype, is_fortran, data = _of(call.state, tuple)
         return self._array(data, shape, dtype, "F" if _of(is_fortran, bool) else "C")
 
     def array_of_buffer(self, data: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray[Any, Any]:
-        """An array of numpy's, as protocol 5 has it."""
+        """Makes an array of numpy, as protocol 5 pickles it."""
         return self._array(data, shape, dtype, "F" if order == "F" else "C")
 
     def _array(self, data: Any, shape: Any, dtype: Any, order: Any) -> np.ndarray[Any, Any]:
@@ -270,14 +272,14 @@ class _Maker:
 
 
 def _of(value: Any, *kinds: type) -> Any:
-    """The value if it is of one of the kinds."""
+    """Returns the value if it has one of the types; else raises."""
     if not isinstance(value, kinds):
         raise TypeError(f"{type(value).__name__} in the place of {kinds[0].__name__}")
     return value
 
 
 def _short(value: Any) -> Any:
-    """The value if an object may be made of it without a look at what it does with it."""
+    """Returns the value if it is small enough to be an argument of any constructor; else raises."""
     if type(value) not in _SHORT or (isinstance(value, str | bytes) and len(value) > _SHORT_LENGTH):
         raise TypeError(f"a {type(value).__name__} to make an object of")
     return value
@@ -291,7 +293,7 @@ def _storage_dtype(kind: Any) -> torch.dtype:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """The value if it can be the shape or the strides of an array; the product of others may take a day."""
+    """Returns the value if it can be a shape or strides; else raises, since the product of its sizes may take a day."""
     sizes: tuple[int, ...] = _of(value, tuple)
     if len(sizes) > _DIMENSIONS or not all(type(size) is int and 0 <= size <= _LARGEST for size in sizes):
         raise ValueError("a shape that no array has")
@@ -311,7 +313,7 @@ def _enum(name: str) -> Any:
 
 
 def _constant(name: str) -> Any:
-    """Returns the dtype, or the type of Python's, that a name alone stands for."""
+    """Returns the dtype, or the Python type, that a name stands for."""
     module, _, found = name.rpartition(".")
     if module == "torch" and found in ITEM_BITS:
         return getattr(torch, found)
@@ -353,7 +355,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     **{f"numpy.{core}.multiarray.scalar": _Maker.scalar for core in ("core", "_core")},
     **{f"numpy.{core}.numeric._frombuffer": _Maker.array_of_buffer for core in ("core", "_core")},
 }
-"""How to make what has no state, of the arguments of the call."""
+"""Makers of values without a state, which take the arguments of the call."""
 
 _STATEFUL: dict[str, Callable[[_Maker, Call], Any]] = {
     **{f"{kind.__module__}.{kind.__name__}": _Maker.plain for kind in (argparse.Namespace, types.SimpleNamespace)},
@@ -369,7 +371,7 @@ _STATEFUL: dict[str, Callable[[_Maker, Call], Any]] = {
     "numpy.dtype": _Maker.dtype,
     **{f"numpy.{core}.multiarray._reconstruct": _Maker.array for core in ("core", "_core")},
 }
-"""How to make what has a state."""
+"""Makers of values with a state."""
 
 
 def _default(maker: _Maker, call: Call) -> defaultdict[Any, Any]:
@@ -383,4 +385,4 @@ _COLLECTIONS: dict[str, Callable[[_Maker, Call], Any]] = {
     "collections.OrderedDict": lambda maker, call: OrderedDict(maker._pairs(call.items)),
     "collections.defaultdict": _default,
 }
-"""How to make what is filled after it is made."""
+"""Makers of values that are filled after they are made."""
