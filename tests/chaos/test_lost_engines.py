@@ -138,6 +138,7 @@ def test_a_run_goes_on_with_the_other_engine(
     go_on(LAST_ENGINE + 1, [fault], undisturbed, tmp_path, monkeypatch)
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(400)
 def test_a_run_waits_for_the_new_engine_when_none_is_left(
     undisturbed: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

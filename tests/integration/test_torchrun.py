@@ -152,7 +152,9 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_in_seconds(tmp_path: P
     done = _run(tmp_path, script, ranks=4)
     ended_s = time.time()
     assert done.returncode != 0
-    (mark,) = tmp_path.glob("stopped_*")
+    marks = list(tmp_path.glob("stopped_*"))
+    assert len(marks) == 1, done.stderr[-3000:]
+    (mark,) = marks
     assert ended_s - float(mark.name.removeprefix("stopped_")) < 3 + SLACK_S
     told = re.findall(r"trainer rank 1 \(process (\d+)\) is stopped \(SIGSTOP\)", done.stderr)
     assert len(told) == 1, done.stderr
