@@ -7,14 +7,17 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
+from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.adapters.rank_answers import RankNotes, listen_in
 from rl_safe_workers.adapters.shards import ShardWriter
-from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups
-from rl_safe_workers.config import MegatronConfig, RlSafeConfig
+from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups, world_options
+from rl_safe_workers.config import BootstrapConfig, MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.control.plane import NO_VERDICT
 from rl_safe_workers.diagnostics.blame import blame
@@ -32,6 +35,8 @@ from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.rollout.sync_proof import SentWeights
+from rl_safe_workers.topology.budget import LIMITS
+from rl_safe_workers.topology.groups import Traffic
 from rl_safe_workers.workers.communicators import HostComms
 from rl_safe_workers.workers.safe_trainer import SafeTrainer
 from rl_safe_workers.worlds.training_world import device_of_world
@@ -42,6 +47,22 @@ _HEARD = timedelta(seconds=5)
 """How long a rank that has failed alone waits for the others to hear of it."""
 _TOLD = timedelta(seconds=2)
 """Timeout of each step after a failure: reporting it, exchanging verdicts, and reading the other ranks' reports."""
+
+
+def limited_world(settings: BootstrapConfig, *, stages: int) -> AbstractContextManager[None]:
+    """Limits the NCCL channels of a default group that the host makes in the body.
+
+    Without pipeline stages, hosts send scalars and small objects over it. One channel is enough for them. The group
+    then takes 22 MiB of device memory instead of 484, see ``docs/communicators.md``.
+
+    Args:
+        settings: ``budget=false`` turns the limit off.
+        stages: Number of pipeline stages. The group may carry activations between stages, so it then has no limit.
+    """
+    if stages != 1 or not settings.budget or not torch.cuda.is_available():
+        return nullcontext()
+    limits = {"world": LIMITS[Traffic.CONTROL]}
+    return replaced(dist, "init_process_group", lambda init: partial(init, pg_options=world_options(limits)))
 
 
 class HostedTrainer:

@@ -44,13 +44,20 @@ def limits_of_groups() -> dict[str, int]:
     Raises:
         CommunicatorError: If Megatron's groups do not exist.
     """
-    found = {}
-    for live in live_groups():
-        for backend in torch_groups.backends_of(live.group):
-            limit = getattr(getattr(backend.options, "config", None), "max_ctas", 0)
-            if live.kind is not None and 1 <= limit <= NCCL_MAXIMUM:
-                found[live.kind.key] = limit
-    return found
+    return {
+        live.kind.key: limit
+        for live in live_groups()
+        if live.kind is not None and (limit := limit_of(live.group)) is not None
+    }
+
+
+def limit_of(group: Any) -> int | None:
+    """Returns the limit in CTAs with which NCCL's group was made; None if it has none, or is another backend's."""
+    for backend in torch_groups.backends_of(group):
+        limit = int(getattr(getattr(backend.options, "config", None), "max_ctas", 0))
+        if 1 <= limit <= NCCL_MAXIMUM:
+            return limit
+    return None
 
 
 def init_megatron_groups(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rl_safe_workers.comms.bootstrap import Bootstrap, HostGroups
 from rl_safe_workers.comms.late import LateWatch
 from rl_safe_workers.comms.live_groups import LiveGroup
-from rl_safe_workers.comms.megatron_groups import init_megatron_groups, world_options
+from rl_safe_workers.comms.megatron_groups import init_megatron_groups, limit_of, world_options
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation, add_reports
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.control.failure import Failure
@@ -95,7 +95,9 @@ class Communicators(Part):
         return self.rank.features or Features.of(self.rank.megatron)
 
     def wanted_limits(self) -> dict[str, int]:
-        """Returns channel limits that fit all models that share a host's groups. The default group has no limit.
+        """Returns channel limits that fit all models that share a host's groups.
+
+        The default group exists by now: its limit is the one that it was made with.
 
         Raises:
             ConfigError: As `plan`.
@@ -106,7 +108,9 @@ class Communicators(Part):
         plans = [CommsPlan.of(layout, model, own, budget=settings.budget).limits for model in models]
         free = {"world", *(set(self._host.unlimited(self.rank.megatron)) - own.keys())}
         shared = set.intersection(*(set(plan) for plan in plans)) - free
-        return {key: max(plan[key] for plan in plans) for key in sorted(shared)}
+        found = {key: max(plan[key] for plan in plans) for key in sorted(shared)}
+        made = limit_of(dist.group.WORLD) if dist.is_initialized() else None
+        return found if made is None else {"world": made, **found}
 
     def world_options(self) -> Any:
         """Returns the backend's options for a default group that we make; None for the backend's defaults."""

@@ -9,9 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from rl_safe_workers import channel_limits, standalone
+from rl_safe_workers.adapters import hosting
 from rl_safe_workers.comms import megatron_groups
+from rl_safe_workers.config import BootstrapConfig
 from rl_safe_workers.errors import ConfigError, LayoutError
 from rl_safe_workers.topology.groups import KINDS, Features
 
@@ -99,3 +103,25 @@ def test_limits_are_read_from_nccls_groups(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(megatron_groups, "live_groups", lambda: live)
     monkeypatch.setattr(megatron_groups.torch_groups, "backends_of", lambda limit: [gloo, nccl(limit)])
     assert megatron_groups.limits_of_groups() == {"world": 1, "ep": 16}
+
+
+@pytest.mark.parametrize(
+    ("stages", "budget", "has_gpu", "expected"),
+    [
+        (1, True, True, {"timeout": 5, "pg_options": {"world": 1}}),
+        (2, True, True, {"timeout": 5}),
+        (1, False, True, {"timeout": 5}),
+        (1, True, False, {"timeout": 5}),
+    ],
+)
+def test_a_hosts_default_group_is_limited_unless_it_may_carry_activations(
+    stages: int, budget: bool, has_gpu: bool, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: made.append(options))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(hosting, "world_options", lambda limits: limits)
+    with hosting.limited_world(BootstrapConfig(budget=budget), stages=stages):
+        dist.init_process_group(timeout=5)
+    dist.init_process_group(backend="other")
+    assert made == [expected, {"backend": "other"}]

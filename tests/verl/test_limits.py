@@ -14,6 +14,7 @@ from rl_safe_workers.adapters.verl.settings import VerlSettings
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.topology.groups import Features
+from rl_safe_workers.workers import communicators
 from rl_safe_workers.workers.safe_trainer import SafeTrainer
 
 MOE = Features(moe=True, moe_dispatcher="alltoall")
@@ -67,8 +68,11 @@ def test_limits_that_were_set_hold_for_every_engine_and_without_a_budget() -> No
     assert limits_of({"bootstrap": {"budget": False, "max_ctas": {"ep": 4}}}) == {"ep": 4}
 
 
-def test_the_default_group_has_no_limit() -> None:
-    assert "world" not in limits_of()
+@pytest.mark.parametrize("made", [None, 1])
+def test_the_default_group_keeps_the_limit_that_it_was_made_with(made, monkeypatch) -> None:
+    monkeypatch.setattr(communicators.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(communicators, "limit_of", lambda group: made)
+    assert limits_of().get("world") == made
 
 
 def test_groups_that_changes_of_weights_are_gathered_over_have_no_limit() -> None:

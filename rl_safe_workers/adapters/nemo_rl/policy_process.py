@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers.adapters.hosting import HostedTrainer
+from rl_safe_workers.adapters.hosting import HostedTrainer, limited_world
 from rl_safe_workers.adapters.nemo_rl.bridge_features import features_of
 from rl_safe_workers.adapters.nemo_rl.bridge_saves import BridgeSaves
 from rl_safe_workers.adapters.nemo_rl.conversion import convert, is_from_hf
@@ -101,7 +101,9 @@ class PolicyProcess(HostedTrainer):
             workers: How many policy workers there are; None if not known.
         """
         with ExitStack() as stack:
-            stack.enter_context(replaced(host, "setup_distributed", lambda f: self._setting_up_world(f, workers)))
+            stages = config["megatron_cfg"].get("pipeline_model_parallel_size", 1)
+            world = functools.partial(self._setting_up_world, workers=workers, stages=stages)
+            stack.enter_context(replaced(host, "setup_distributed", world))
             stack.enter_context(replaced(host, "handle_model_import", lambda f: self._importing_model(f)))
             stack.enter_context(replaced(host, "setup_model_and_optimizer", lambda f: self._building(f)))
             stack.enter_context(replaced(parallel_state, "initialize_model_parallel", self._creating_groups))
@@ -117,7 +119,9 @@ class PolicyProcess(HostedTrainer):
         # A warning, because NeMo RL shows nothing less of other packages.
         logger.warning("rl_safe active: training rank %d of %d", self.trainer.training_rank, self.trainer.training_size)
 
-    def _setting_up_world(self, original: Callable[[], None], workers: int | None) -> Callable[[], None]:
+    def _setting_up_world(
+        self, original: Callable[[], None], *, workers: int | None, stages: int
+    ) -> Callable[[], None]:
         timeout = timedelta(seconds=self.settings.timeouts.world)
 
         def setup_distributed() -> None:
@@ -126,7 +130,10 @@ class PolicyProcess(HostedTrainer):
             def with_timeout(init: Callable[..., None]) -> Callable[..., None]:
                 return lambda *args, **kwargs: init(*args, **{**kwargs, "timeout": timeout})
 
-            with replaced(dist, "init_process_group", with_timeout):
+            with (
+                limited_world(self.settings.bootstrap, stages=stages),
+                replaced(dist, "init_process_group", with_timeout),
+            ):
                 original()
             self._take_world(workers)
 

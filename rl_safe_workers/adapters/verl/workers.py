@@ -16,6 +16,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from rl_safe_workers.adapters.given_comms import world_backend
+from rl_safe_workers.adapters.hosting import limited_world
 from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.coroutine_update import CoroutineUpdate, RolloutCalls
@@ -63,11 +64,12 @@ class SafeTrainingWorker(_Calls, TrainingWorker):
         listen()
         settings, is_cpu = environment.settings(), environment.is_cpu()
         backend = "gloo" if is_cpu else None
+        stages = getattr(config.engine_config, "pipeline_model_parallel_size", 2)
         if settings.release_comms:
-            stages = getattr(config.engine_config, "pipeline_model_parallel_size", 2)
             backend = world_backend(is_cpu=is_cpu, sends_unbatched=stages > 1)
         # verl passes no timeout (engine_workers.py:89) and returns early where there is a group.
-        initialize_global_process_group_ray(settings.nccl_timeout, backend=backend)
+        with limited_world(settings.bootstrap, stages=stages):
+            initialize_global_process_group_ray(settings.nccl_timeout, backend=backend)
         super().__init__(config)
         if self.engine_config.strategy == STRATEGY and not hasattr(self.engine, "process"):
             raise ConfigError(
