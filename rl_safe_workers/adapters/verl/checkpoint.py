@@ -60,7 +60,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     @classmethod
     def take_over(cls, manager: MegatronCheckpointManager, process: TrainerProcess, name: str) -> SafeCheckpointManager:
-        """Returns our manager with the state of verl's. verl constructs its manager by name (transformer_impl.py:627)."""
+        """Returns our manager with the state of verl's, which verl constructs by name (transformer_impl.py:627)."""
         ours: SafeCheckpointManager = cls.__new__(cls)
         ours.__dict__.update(manager.__dict__)
         ours.process, ours.name, ours._savers = process, name, {}

@@ -44,7 +44,7 @@ REGISTRY: tuple[HostName, ...] = (
     *_named(_ENGINE_BASE, "takes our engines", "EngineRegistry.register(cls, model_type, backend, device, vendor)"),
     *_named(_ENGINE_BASE, "chooses our engines", "EngineRegistry.get_engine_cls(cls, model_type, backend)"),
 )
-"""The names that the plugin needs in every process of a job. They are in one small file, so a check of them is quick."""
+"""The names that the plugin needs in every process of a job. They are in one small file, so the check is quick."""
 
 NAMES: tuple[HostName, ...] = (
     *REGISTRY,

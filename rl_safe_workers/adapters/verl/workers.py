@@ -39,7 +39,7 @@ class _Calls:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def teardown_groups(self, failure: str | None = None) -> dict[int, str]:
-        """Ends the groups of this process, in agreement with all ranks. Idempotent. Collective over: the training world.
+        """Ends this process's groups, in agreement with all ranks. Idempotent. Collective over: the training world.
 
         Args:
             failure: One line about a failure here or in the driver; None if nothing has failed.
@@ -98,7 +98,7 @@ class _Syncs(_Calls):
         """Sends weights as verl does, as phase ``sync``. Collective over: the training world.
 
         Raises:
-            PhaseTimeoutError: If the sync does not end in time. Names the ranks or the rollout engine that it waits for.
+            PhaseTimeoutError: If the sync does not end in time; names the ranks or the engine that it waits for.
         """
         stock = functools.partial(super().update_weights, global_steps=global_steps, mode=mode)  # type: ignore[misc]
         return await CoroutineUpdate(trainer_process(), stock, calls=self._rollout_calls).run()
