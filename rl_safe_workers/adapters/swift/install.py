@@ -32,7 +32,7 @@ def job() -> Any:
 
 
 def install() -> None:
-    """Replaces names that `swift_contract` lists. Idempotent. Does nothing in a data loader's worker or without Megatron.
+    """Replaces names that `swift_contract` lists. Idempotent. Does nothing in a data loader or without Megatron.
 
     Raises:
         ConfigError: If the settings cannot be used, or if ms-swift lacks something that we need; names it.

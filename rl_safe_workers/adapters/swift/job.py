@@ -83,7 +83,7 @@ class SwiftComms(HostComms):
 
 
 class SwiftJob(HostedTrainer):
-    """The trainer behind ms-swift's pipelines. It has the world, groups, bootstrap, phases with deadlines, saves, exit."""
+    """The trainer behind ms-swift's pipelines. It has the world, groups, bootstrap, phases, saves and the exit."""
 
     def __init__(self, settings: SwiftSettings, *, is_actor: bool = False) -> None:
         """Records the settings, and does nothing else.
@@ -94,7 +94,7 @@ class SwiftJob(HostedTrainer):
         """
         self.settings, self._is_actor = settings, is_actor
         self.rollout_group: Any = None
-        """The group of ranks with the same samples. None without context parallelism: ms-swift uses one of Megatron's."""
+        """The group of ranks with the same samples. None without context parallelism: then ms-swift uses Megatron's."""
         self._given: GivenComms | None = None
         self._comms = SwiftComms()
         self.saves: PendingShards | None = None
@@ -445,8 +445,8 @@ class SwiftJob(HostedTrainer):
     def fail_with(self, error: BaseException) -> None:
         """Ends this rank's part of the job after a failure: tells the other ranks, and logs where the failure began.
 
-        Not collective. `HostedTrainer.end_failed` says how long it takes. It logs its own errors. In Ray mode the driver
-        ends the other ranks, and says where the failure began.
+        Not collective. `HostedTrainer.end_failed` says how long it takes. It logs its own errors. In Ray mode the
+        driver ends the other ranks, and says where the failure began.
         """
         if self._has_ended:
             return

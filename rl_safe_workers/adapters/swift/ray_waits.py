@@ -94,8 +94,8 @@ class RayWaits:
 
         Args:
             references: One reference, or a list.
-            what: What is waited for, unless `waiting` says so.
-            phases: Likewise.
+            what: The work that is waited for, unless `waiting` names it.
+            phases: The phases of that work, unless `waiting` names them.
 
         Raises:
             JobError: If an actor fails or does not answer in time; names it. Then every actor has been ended.

@@ -119,7 +119,7 @@ class RolloutPhases:
         return prepare_vllm_client
 
     def generating(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``_generate_and_score_completions``: makes it phase ``rollout`` inside a step's or evaluation's phase."""
+        """Wraps ``_generate_and_score_completions``: makes it phase ``rollout`` within a step or an evaluation."""
 
         @functools.wraps(original)
         def generate_and_score_completions(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ class RolloutPhases:
         return move_model_to_vllm
 
     def scoring(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``_maybe_compute_logps``, which runs for each micro-batch: begins phase ``logprob``, which continues."""
+        """Wraps ``_maybe_compute_logps``, which runs for each micro-batch: begins phase ``logprob`` and stays in it."""
 
         @functools.wraps(original)
         def maybe_compute_logps(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ class RolloutPhases:
         return maybe_compute_logps
 
     def offloading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``offload_context``: refuses it before the bootstrap; in generation, gives the communicators' memory."""
+        """Wraps ``offload_context``: refuses it before the bootstrap; gives the communicators' memory in generation."""
 
         @contextmanager
         @functools.wraps(original)
@@ -212,7 +212,7 @@ class EngineWatch:
 
 
 class PatientClient:
-    """Wraps ms-swift's client of vLLM servers. Its calls end by the phase's deadline. Passes everything else through."""
+    """Wraps ms-swift's client of vLLM servers. Ends its calls at the phase's deadline. Passes all else through."""
 
     def __init__(self, client: Any, job: SwiftJob) -> None:
         """Wraps the client.

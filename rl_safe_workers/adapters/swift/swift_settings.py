@@ -39,7 +39,7 @@ class SwiftSettings(ProvableSettings):
     """True if communicators give their memory to vLLM on the same GPUs during generation."""
 
     def rl_safe(self, **timeouts: float) -> RlSafeConfig:
-        """Returns the settings for a `SafeTrainer` without ``outside``, which is not a phase; see `HostSettings.rl_safe`."""
+        """Returns the settings for a `SafeTrainer`, without ``outside``, which is not a phase."""
         seconds = {"groups": self.timeouts.bootstrap, **self.timeouts.model_dump(exclude={"outside"}), **timeouts}
         return RlSafeConfig(timeouts=TimeoutsConfig(**seconds), bootstrap=self.bootstrap)
 
