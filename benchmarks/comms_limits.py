@@ -27,8 +27,8 @@ from rl_safe_workers.worlds.store import serve_store
 SIZES = (2, 4) if HOSTS == "one" else (2,)
 LIMITS = (None, 20, 16, 12, 9, 8, 4, 1) if HOSTS == "one" else (None, 8, 4, 2, 1)
 MESSAGES_MIB = (8, 32, 256) if HOSTS == "one" else (2, 8, 32)
-"""Sizes of messages. Sockets carry about 2 GiB/s, a hundredth of NVLink. Four ranks on one GPU take ten times as long as
-two."""
+"""Sizes of messages. Sockets carry about 2 GiB/s, a hundredth of NVLink. Four ranks on one GPU take ten times as long
+as two."""
 CLASSES = (OpClass.REDUCE, OpClass.GATHER_SCATTER, OpClass.ALL_TO_ALL, OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "batched_p2p", "unbatched_p2p")
 """Collectives of `CLASSES`, in the order in which a group connects them."""

@@ -61,7 +61,7 @@ def collectives(group: dist.ProcessGroup, out: torch.Tensor, given: torch.Tensor
 
 
 def measure(rank: int, ranks: int) -> Iterator[dict[str, Any]]:
-    """Yields a record for each collective of each group: the bytes of its first call, and the seconds of each message."""
+    """Yields a record for each collective of each group, with bytes of its first call or seconds of a message."""
     device = torch.device("cuda", torch.cuda.current_device())
     probe = outside_torch(device) or (lambda: 0)
     largest = max(MESSAGES_MIB)

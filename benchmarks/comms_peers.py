@@ -19,7 +19,7 @@ def nothing(device: torch.device) -> None:
 
 
 def eight_groups(device: torch.device) -> None:
-    """Runs an all_reduce of one element on eight groups, like ms-swift 9602 (swift/megatron/trainers/base.py:623-655)."""
+    """Runs a one-element all_reduce on eight groups, like ms-swift 9602 (swift/megatron/trainers/base.py:623-655)."""
     groups = (
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_data_parallel_group(),
@@ -36,7 +36,7 @@ def eight_groups(device: torch.device) -> None:
 
 
 def partial_expert_barrier(device: torch.device) -> None:
-    """Runs a barrier on the group between the parts of expert data parallelism, if there are any, like ms-swift 9486."""
+    """Runs a barrier on the group between the parts of expert data parallelism, if any, like ms-swift 9486."""
     group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     if group is not None:
         dist.barrier(group=group)

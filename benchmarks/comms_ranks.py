@@ -117,7 +117,7 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
 
 
 def _release_and_rebuild(worker: TrainerWorker, batch: SequenceBatch, figures: list[Any]) -> dict[str, float]:
-    """Runs cycles of release, rebuild and step; returns the median cycle's bytes and seconds, and the growth since cycle 2.
+    """Runs cycles of release, rebuild and step; returns the median's bytes and seconds, and growth since the second.
 
     Adds each step's figures to ``figures``.
     """

@@ -93,7 +93,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
 
 def placements(gpus: int) -> list[str]:
-    """Returns the names in `PLACEMENTS` that fit the number of GPUs. The placement for one GPU fits only a single GPU."""
+    """Returns the names in `PLACEMENTS` that fit the number of GPUs. The placement for one GPU fits only one GPU."""
     return [name for name in PLACEMENTS if min(gpus, 2) <= int(name[0]) <= gpus]
 
 
@@ -211,7 +211,7 @@ def _last(events: Sequence[Mapping[str, Any]], role: Role, phase: Phase) -> list
 
 
 def resume(folder: Path, report: Callable[[str], None]) -> Row:
-    """Compares the parameters that two ranks have saved, in the colocated run under ``folder``, with four ranks' load."""
+    """Counts the digests of the parameters when two ranks and four ranks load the colocated run's checkpoint."""
     folder = folder / "2_GPUs_colocated"
     (checkpoint,) = folder.rglob("global_step_20")
     digests = set()

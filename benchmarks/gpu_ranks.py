@@ -234,7 +234,7 @@ class Trainer(Ranks):
         self.values["digest"] = _digest_of(digests)
 
     def layers(self) -> None:
-        """Digests a checkpoint as read by our loader and by megatron-core's own, and measures the gap of 8-bit layers."""
+        """Digests a checkpoint as read by our loader and by megatron-core's; measures the gap of 8-bit layers."""
         self.start()
         fp8, path = self.config.megatron.fp8, Path(os.environ[CHECKPOINT])
         # The logits must not be split.

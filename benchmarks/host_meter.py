@@ -26,8 +26,8 @@ import torch
 FOLDER = "RL_SAFE_METER"
 """Environment variable: the folder of the records. Without it nothing is metered."""
 FAULT = "RL_SAFE_METER_FAULT"
-"""Environment variable: ``NAME:CALL:RANK:HOW``. The fault happens at the beginning of the call, which is counted from 0.
-HOW is ``raise``, ``kill``, ``stop`` (the process is stopped) or ``hang`` (it sleeps, and ends when it is asked to)."""
+"""Environment variable: ``NAME:CALL:RANK:HOW``. The fault happens at the beginning of a call; calls count from 0. HOW
+is ``raise``, ``kill``, ``stop`` (the process is stopped) or ``hang`` (it sleeps, and ends when it is asked to)."""
 TURNS = "RL_SAFE_METER_TURNS"
 """Environment variable: ``FOLDER:NAME:OTHER``. This job is NAME, and takes turns with the job OTHER. ``{rank}`` in
 FOLDER stands for the process's rank: then each rank takes turns with the same rank of the other job."""

@@ -13,7 +13,7 @@ STATES = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeInventory:
-    """Weights and moments of an MoE model, with one sharded tensor per expert and matrix, like Megatron's SequentialMLP.
+    """Weights and moments of an MoE model. Each expert's matrix is a sharded tensor, as in Megatron's SequentialMLP.
 
     With the sizes below, on four ranks at EP2, each rank has 18,720 sharded tensors. That is the inventory of
     Qwen3-30B-A3B at hidden size 16.
