@@ -61,7 +61,7 @@ class JobVerdict:
     """Finds out once why a job has failed."""
 
     def __init__(self, parties: Callable[[], Sequence[Party]], evidence: Path) -> None:
-        """Asks nobody yet.
+        """Asks no process yet.
 
         Args:
             parties: Lists the processes of the job that exist by now.

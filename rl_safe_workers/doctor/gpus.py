@@ -50,7 +50,7 @@ def _gather(subject: Subject) -> Gpus:
 
 
 def judge(gpus: Gpus, subject: Subject) -> Report:
-    """Compares the GPUs with what the run needs."""
+    """Compares the GPUs with the needs of the run."""
     if gpus.torch.values is None:
         return _no_answer(gpus.torch.reason, subject)
     facts = [Fact(name="GPUs", value=_devices(gpus.devices))]

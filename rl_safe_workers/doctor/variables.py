@@ -138,7 +138,8 @@ def _gloo_elsewhere(value: str, around: Surroundings) -> bool:
 def _nccl_elsewhere(value: str, around: Surroundings) -> bool:
     """Returns True if the value selects no interface of this machine.
 
-    NCCL uses interfaces whose names begin with a given name; after ``=``, equal one; after ``^``, all others.
+    NCCL uses interfaces whose names begin with a given name. After ``=``, the names must be equal. After ``^``, it uses
+    all other interfaces.
     """
     if not around.gpus or not value or value.startswith("^"):
         return False

@@ -2,7 +2,7 @@
 
 NeMo RL takes a conversion for finished if the folder ``iter_0000000`` exists (models/megatron/setup.py:579). But a run
 that was killed during the save also leaves this folder behind. Here the import writes to a directory with a temporary
-name. It gets its final name once every rank has written. An unfinished import is made anew.
+name. It gets its final name once every rank has written. An unfinished import is repeated.
 """
 
 from __future__ import annotations

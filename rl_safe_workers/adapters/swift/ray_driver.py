@@ -91,8 +91,8 @@ class RayJob(RayStandIn):
     def _end(self) -> None:
         """Ends the job when this process ends. After a failure it exits at once, like `job_processes.exiting_at_once`.
 
-        Then functions do not run that were registered with atexit before the plugin was imported. One is Ray's, but Ray
-        is already shut down.
+        In that case, functions that were registered with atexit before the plugin was imported do not run. One of them
+        is Ray's, but Ray is already shut down.
         """
         self.shutdown()
         if self.waits.failure is not None:

@@ -28,7 +28,7 @@ class ProvedWorkerExtension(ProvedWorker, vLLMColocateWorkerExtension):
     """The weights that were received in this sync."""
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
-        """Receives weights as verl does; then reads them back, if they are to be proved."""
+        """Receives weights as verl does. Reads them back if they are to be proved."""
         self._rl_safe_specs = ()
         with self._rl_safe_proving():
             super().update_weights_from_ipc(*args, **kwargs)

@@ -52,7 +52,7 @@ class StepTracker:
         Args:
             engine: The engine's name.
             step_folder: verl's folder of the step.
-            then: Is called once every engine has saved the step, and the rank that writes the file has named it there.
+            then: Is called once every engine has saved the step. The rank that writes the file has then named the step.
         """
         self._saved[step_folder][engine] = then
 
