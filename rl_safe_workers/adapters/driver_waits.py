@@ -123,7 +123,7 @@ class DriverWaits:
         try:
             yield
         except BaseException:
-            if self.failed_in is None:  # a wait inside the body has set a more exact phase
+            if self.failed_in is None:  # else a wait inside the body has set a more exact phase
                 self.failed_in = phase
             raise
 
