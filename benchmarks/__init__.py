@@ -1,1 +1,1 @@
-"""The package's promises, each measured beside its peer. Not in the wheel; ``rl-safe bench NAME`` runs one."""
+"""Measures the package's promises, each beside a peer. Not in the wheel; ``rl-safe bench NAME`` runs one benchmark."""

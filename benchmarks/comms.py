@@ -1,6 +1,6 @@
-"""Communicators: what our bootstrap takes, and leaves for later, against what others do and against nothing.
+"""Compares the memory that our bootstrap takes early and leaves for later with other warm-ups and with none.
 
-Needs four GPUs, or two for smaller layouts. Every figure is of the rank that takes most, in one run of the command.
+Needs four GPUs, or two for smaller layouts. Every figure is from the rank that takes most, in one run of the command.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ LARGE = SeededModelConfig(
     num_experts=8,
     num_experts_per_tok=2,
 )
-"""Large enough that a step is dominated by its products."""
+"""A model so large that matrix products dominate a step."""
 LARGE_BATCH = ("actor.ppo_micro_batch_size_per_gpu=8",)
 ROWS, TOKENS = 32, 1024
 WARMUPS = ("ours", "nothing", "eight groups", "a barrier", "every group", "ours, releasing")
 OURS, NOTHING, EVERY, RELEASES = "ours", "nothing", "every group", "ours, releasing"
 DROPS = "ours, releasing without suspend"
-"""Communicators are dropped and made again, whatever NCCL can do."""
+"""Our way, but communicators are always dropped and made again, even if NCCL can suspend them."""
 MIB = 2**20
 JOB_S = 120.0
 _FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Megatron asks for CUDA on import. Asked without NVML, CUDA works in no child of that process."""
+"""Megatron checks for CUDA on import. If it does that without NVML, CUDA fails in every fork of that process."""
 MODULE = "benchmarks.comms_ranks"
 
 
@@ -83,7 +83,7 @@ SMALL_LAYOUTS = (
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Runs every layout of four ranks, or else of two, with every way of warming up; takes some twelve minutes.
+    """Runs all layouts of four ranks, else of two, with each way of warming up. Takes about twelve minutes.
 
     Raises:
         ResourceError: If there are fewer than two GPUs.
@@ -100,10 +100,10 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
 
 def layouts_for(gpus: int) -> Sequence[Layout]:
-    """Returns the layouts of four ranks, or of two where there are fewer than four GPUs.
+    """Returns the layouts of four ranks, or of two if there are fewer than four GPUs.
 
     Raises:
-        ResourceError: If there are fewer than two.
+        ResourceError: If there are fewer than two GPUs.
     """
     if gpus < SMALL_LAYOUTS[0].ranks:
         raise ResourceError(f"bench comms: needs 4 GPUs, or 2 for smaller layouts; there are {gpus}")
@@ -124,14 +124,14 @@ def run_layouts(
     """Runs layouts one after the other; returns the worst rank's figures by layout and way.
 
     Args:
-        folder: For the jobs and their results.
-        layouts: What to run.
-        overrides: Of the recipe, for all.
+        folder: Folder for the jobs and their results.
+        layouts: The layouts to run.
+        overrides: Overrides of the recipe, for all layouts.
         rows: Sequences of a step on each data-parallel rank.
-        tokens: Of each sequence.
+        tokens: Tokens of each sequence.
         report: Takes a line of progress after each layout.
         warmups: The ways to compare.
-        recipe: For the device and the rest.
+        recipe: The recipe, for the device and all other settings.
     """
     found = {}
     for number, layout in enumerate(layouts):
@@ -168,7 +168,7 @@ def _run_layout(
 
 
 def _differing(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> int:
-    """Counts the steps of both jobs whose figures differ, bit for bit, on some rank."""
+    """Returns the number of steps whose figures differ in any bit between the two jobs, on any rank."""
     differing: set[int] = set()
     for of_rank in zip(one, other, strict=True):
         steps = zip(*(found["figures"] for found in of_rank), strict=True)
@@ -182,11 +182,11 @@ def run_jobs(
     """Runs jobs in one process for each rank; returns the results by job and rank.
 
     Args:
-        module: As for `run_processes`. It ends with `forks.run_jobs_of_rank`, or does as that does.
-        jobs: Fields of each job, fit for JSON.
+        module: See `run_processes`. It calls `forks.run_jobs_of_rank` at its end, or does the same.
+        jobs: Fields of each job, as JSON values.
         out: An empty folder, for the jobs and their results.
         ranks: Number of ranks.
-        what: For errors.
+        what: Name of the benchmark, for errors.
         job_s: Longest time of a job, in seconds.
 
     Raises:
@@ -205,12 +205,12 @@ def run_processes(module: str, arguments: Sequence[str], out: Path, *, ranks: in
     """Runs a module on every rank, on its GPU (`gpu_variables`): ``python -m MODULE RANK ARGUMENTS...``.
 
     Args:
-        module: Its name.
-        arguments: After the rank.
-        out: Where the ranks leave complaints, as ``*.error``.
-        ranks: How many.
-        what: For errors.
-        timeout_s: Longest time.
+        module: The module's name.
+        arguments: Arguments after the rank.
+        out: Folder in which the ranks leave their errors, as ``*.error``.
+        ranks: Number of ranks.
+        what: Name of the benchmark, for errors.
+        timeout_s: Longest time, in seconds.
 
     Raises:
         RunError: If a rank fails, or does not end in time.
@@ -252,7 +252,7 @@ def _worst(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def rows(layout: str, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
-    """The table of one layout."""
+    """Returns the table of one layout."""
     total = {way: figures["warm_bytes"] + figures["late_bytes"] for way, figures in found.items()}
     ours = found[OURS]
     made = [
@@ -286,7 +286,7 @@ def rows(layout: str, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
 
 
 def release_rows(name: str, cycle: Mapping[str, float]) -> list[Row]:
-    """The table of a job that releases."""
+    """Returns the table of a job that releases communicators."""
     taken = cycle["warm_bytes"] + cycle["late_bytes"] - cycle["kernel_bytes"]
     return [
         gpu_row(

@@ -1,8 +1,8 @@
-"""Measures the bandwidth and the memory that a limit of CTAs costs each kind of collective: the budget's reasons.
+"""Measures how a limit of CTAs changes the bandwidth and memory of each kind of collective. The budget relies on it.
 
-Needs four GPUs, or two for groups of two. Groups of two and of four ranks, each rank in one; the figures are of rank 0.
-With ``RL_SAFE_BENCH_HOSTS=apart``, NCCL believes that each of two ranks is on a host of its own, reached over sockets.
-Both may then share a GPU, so one is enough.
+Needs four GPUs, or two for groups of two only. The ranks form groups of two, then of four. The figures are from rank 0.
+With ``RL_SAFE_BENCH_HOSTS=apart``, NCCL believes that each of two ranks is on its own host, connected by sockets. Both
+ranks may then share a GPU, so one GPU is enough.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from rl_safe_workers.worlds.store import serve_store
 SIZES = (2, 4) if HOSTS == "one" else (2,)
 LIMITS = (None, 20, 16, 12, 9, 8, 4, 1) if HOSTS == "one" else (None, 8, 4, 2, 1)
 MESSAGES_MIB = (8, 32, 256) if HOSTS == "one" else (2, 8, 32)
-"""Sockets carry some 2 GiB/s, a hundredth of NVLink. Four ranks that share a GPU take ten times as long as two."""
+"""Sizes of messages. Sockets carry about 2 GiB/s, a hundredth of NVLink. Four ranks on one GPU take ten times as long
+as two."""
 CLASSES = (OpClass.REDUCE, OpClass.GATHER_SCATTER, OpClass.ALL_TO_ALL, OpClass.BATCHED_P2P, OpClass.UNBATCHED_P2P)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "batched_p2p", "unbatched_p2p")
-"""In the order in which a group connects them: those of `CLASSES`."""
+"""Collectives of `CLASSES`, in the order in which a group connects them."""
 SCALAR = "all_reduce of a scalar"
 JOB_S = 300.0
 MODULE = "benchmarks.comms_limits_ranks"
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Runs every limit on groups of two and of four; takes a minute and a half.
+    """Runs every limit on groups of two and of four. Takes a minute and a half.
 
     Raises:
         ResourceError: If there are fewer than two GPUs. Ranks on hosts of their own need only one.
         RunError: If a rank fails.
     """
     gpus = count_gpus()
-    most = max(SIZES) if HOSTS == "apart" and gpus else gpus  # which ranks may share
+    most = max(SIZES) if HOSTS == "apart" and gpus else gpus  # with "apart", ranks may share a GPU
     if most < min(SIZES):
         raise ResourceError(f"bench comms_limits: needs 4 GPUs, or 2 for groups of two only; there are {gpus}")
     ranks = max(size for size in SIZES if size <= most)
@@ -59,7 +60,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
 
 def rows(records: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The table: bandwidth of the worse of two large messages, against NCCL's own channels; and the memory model's."""
+    """Returns the table: the bandwidth against NCCL's own channels, worst of two large messages, and the memory."""
     kernels, *groups = records
     free = {record["size"]: record["seconds"] for record in groups if record["max_ctas"] is None}
     made = []

@@ -1,6 +1,6 @@
-"""One rank of the limits' benchmark: ``python -m benchmarks.comms_limits_ranks RANK SIZE PORT OUT``.
+"""Runs one rank of ``comms_limits``: ``python -m benchmarks.comms_limits_ranks RANK SIZE PORT OUT``.
 
-All ranks form groups of two, then, if there are as many, of four, one after the other, each with another limit of CTAs.
+The ranks form groups of two, then of four if there are four ranks. They make one group per limit of CTAs, in turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CALLS, _LARGE_CALLS = (20, 6) if HOSTS == "one" else (5, 2)
 
 
 def collectives(group: dist.ProcessGroup, out: torch.Tensor, given: torch.Tensor) -> dict[str, Callable[[int], None]]:
-    """Returns a group's collectives by name. Each takes the number of elements that one rank has of the message."""
+    """Returns a group's collectives by name. Each takes the number of the message's elements that one rank holds."""
     ranks = dist.get_process_group_ranks(group)
     size, me = len(ranks), dist.get_rank(group)
     following, previous = ranks[(me + 1) % size], ranks[(me - 1) % size]
@@ -43,7 +43,7 @@ def collectives(group: dist.ProcessGroup, out: torch.Tensor, given: torch.Tensor
             work.wait()
 
     def unbatched(n: int, *, back: bool = False) -> None:
-        # In pairs: even ranks send to odd ones, or the other way round.
+        # In pairs: even ranks send to odd ranks, or odd ranks to even ranks.
         if (me % 2 == 0) is not back:
             dist.send(given[:n], ranks[me ^ 1], group=group)
         else:
@@ -61,7 +61,7 @@ def collectives(group: dist.ProcessGroup, out: torch.Tensor, given: torch.Tensor
 
 
 def measure(rank: int, ranks: int) -> Iterator[dict[str, Any]]:
-    """Yields a record for each collective of each group: bytes of its first call, or seconds of a message."""
+    """Yields a record for each collective of each group, with bytes of its first call or seconds of a message."""
     device = torch.device("cuda", torch.cuda.current_device())
     probe = outside_torch(device) or (lambda: 0)
     largest = max(MESSAGES_MIB)
@@ -70,7 +70,7 @@ def measure(rank: int, ranks: int) -> Iterator[dict[str, Any]]:
     with loaded_kernels(device, probe, timeout=WAIT) as kernels:
         yield {"size": 1, "max_ctas": 1, "bytes": {"kernels": kernels.bytes}, "seconds": {}}
     for size in (size for size in SIZES if size <= ranks):
-        # The first is for the clocks, and for what CUDA loads late.
+        # The first group is discarded: it warms up the clocks, and CUDA loads the rest of its code.
         for discarded, limit in ((True, None), *((False, limit) for limit in LIMITS)):
             group = _group(rank, ranks, size, limit)
             calls, seconds = collectives(group, out, given), {}
@@ -97,7 +97,7 @@ def _group(rank: int, ranks: int, size: int, limit: int | None) -> Any:
 
 
 def _settle(probe: Callable[[], int]) -> None:
-    """Waits until memory has not changed for a while: communicators may end in a thread."""
+    """Waits until memory has stopped changing, because communicators may end in a thread."""
     before, used = -1, probe()
     while used != before:
         time.sleep(_WHILE_S)
@@ -134,7 +134,7 @@ def main() -> None:
     rank, ranks, port, out = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     torch.cuda.set_device(0)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=WAIT)
-    # The barriers of the default group go over gloo: they touch no device.
+    # The default group uses gloo, so that its barriers touch no device.
     dist.init_process_group("gloo", store=dist.PrefixStore("limits", store), rank=rank, world_size=ranks)
     records = []
     try:

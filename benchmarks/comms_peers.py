@@ -1,6 +1,6 @@
-"""Ways in which other projects treat communicators before the first step, as faithfully as a few lines can be.
+"""Shows in a few lines how other projects warm up communicators before the first step.
 
-Each is collective over the training world, after Megatron's groups were made.
+Each function is collective over the training world. Call it after Megatron's groups were made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def nothing(device: torch.device) -> None:
 
 
 def eight_groups(device: torch.device) -> None:
-    """One all_reduce of one element on eight groups: ms-swift 9602 (swift/megatron/trainers/base.py:623-655)."""
+    """Runs a one-element all_reduce on eight groups, like ms-swift 9602 (swift/megatron/trainers/base.py:623-655)."""
     groups = (
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_data_parallel_group(),
@@ -36,14 +36,14 @@ def eight_groups(device: torch.device) -> None:
 
 
 def partial_expert_barrier(device: torch.device) -> None:
-    """One barrier on the group between the parts of expert data parallelism, where there are any: ms-swift 9486."""
+    """Runs a barrier on the group between the parts of expert data parallelism, if any, like ms-swift 9486."""
     group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     if group is not None:
         dist.barrier(group=group)
 
 
 def every_group(device: torch.device) -> None:
-    """One all_reduce of one element on every group that Megatron made, whatever its size."""
+    """Runs an all_reduce of one element on every group that Megatron has made, whatever its size."""
     seen = set()
     for group in [dist.group.WORLD, *parallel_state._global_process_group_list]:
         if group is not None and id(group) not in seen:
@@ -57,4 +57,4 @@ WARMUPS: Mapping[str, Warmup] = {
     "a barrier": partial_expert_barrier,
     "every group": every_group,
 }
-"""By the name in the table."""
+"""The warm-ups, by their names in the table."""

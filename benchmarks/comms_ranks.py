@@ -1,7 +1,7 @@
-"""One rank of the communicators' benchmark: ``python -m benchmarks.comms_ranks RANK JOBS``.
+"""Runs one rank of the benchmark ``comms``: ``python -m benchmarks.comms_ranks RANK JOBS``.
 
-Every job runs in a fork of this process, which has imported everything and touched no device: communicators do not
-outlive a job, and nobody waits for imports.
+Every job runs in a fork of this process, which has imported everything but touched no device. So communicators end with
+their job, and no job waits for imports.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from rl_safe_workers.worlds.address import StoreAddress
 
 FIRST_STEPS = 3
 TIMED_STEPS = {OURS: 30, "nothing": 30}
-"""Steps differ by their communicators' limits alone: those of the budget, and NCCL's own."""
+"""Number of timed steps by way. These ways differ only in the limits of communicators: the budget's or NCCL's own."""
 CYCLES = 20
-"""Cycles of a step, a release and a rebuild."""
+"""Number of cycles of a step, a release and a rebuild."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +59,22 @@ class Job:
 
 
 def measure(job: Job, rank: int) -> dict[str, Any]:
-    """Warms up, builds, steps; returns bytes and seconds of this rank, and whose the bytes are."""
+    """Warms up, builds the model and trains; returns this rank's bytes, with their owners, and its seconds."""
     releasing = ["rollout.release_comms=always"]
     ways = {OURS: [], RELEASES: releasing, DROPS: releasing}
     if job.warmup == DROPS:
         nccl_suspend.why_not = lambda: "not wanted"
     settings = ways.get(job.warmup, ["rl_safe.bootstrap.budget=false"])
-    # Steps so small that routing stays as it is, and a step the same work.
+    # With updates this small, routing does not change, and each step does the same work.
     always = ["rl_safe.bootstrap.watch_steps=0", "actor.optim.lr=1e-6"]
     config = load_recipe(job.recipe, [*job.overrides, *settings, *always])
     worker = TrainerWorker(config, training_rank=rank)
     worker.start(time.time())
     if job.warmup in ways:
-        make_deterministic()  # as long as their figures are compared
+        make_deterministic()  # because the figures of steps are compared
     worker.enter_world(StoreAddress(host="127.0.0.1", port=job.port, secret=bytes.fromhex(job.secret)))
     worker.groups()
-    torch.zeros(1, device=worker.device)  # CUDA loads what fills tensors, which is no communicator's
+    torch.zeros(1, device=worker.device)  # CUDA now loads its fill kernel, which must not count as a communicator's
     synchronize(worker.device)
     taken, started_s, report = Taken(worker.device), time.perf_counter(), None
     if job.warmup in ways:
@@ -117,7 +117,7 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
 
 
 def _release_and_rebuild(worker: TrainerWorker, batch: SequenceBatch, figures: list[Any]) -> dict[str, float]:
-    """Cycles of release, rebuild and step: bytes and seconds of the median cycle, and growth since the second.
+    """Runs cycles of release, rebuild and step; returns the median's bytes and seconds, and growth since the second.
 
     Adds each step's figures to ``figures``.
     """

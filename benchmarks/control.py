@@ -1,7 +1,7 @@
-"""The cost of a signature: operations of the control plane, signed and unsigned, by turns in one run.
+"""Measures the cost of signatures: runs the control plane's operations, signed and unsigned in turns.
 
-The ranks take their turns in one thread, whose processor time is taken: a signature costs nothing else. A figure is
-what a rank spends on one operation, the mean of all ranks.
+All ranks run in one thread, and the benchmark measures that thread's processor time, the only cost of a signature. A
+figure is the time of one rank for one operation, as the mean over all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rl_safe_workers.versions import installed_versions
 
 RANKS, ROUNDS, CALLS = 3, 20, 50
 DEAREST_US = 100
-"""Most microseconds that signatures may cost a rank in one operation."""
+"""Largest cost of signatures for a rank in one operation, in microseconds."""
 _PATIENCE = timedelta(seconds=60)
 _REPORT = "x" * 500
 
@@ -31,14 +31,14 @@ Call = Callable[[list[ControlPlane], Deadline], object]
 
 
 class Unsigned(Seal):
-    """Signs nothing and takes everything."""
+    """Signs nothing, and accepts every message."""
 
     def sign(self, key: str, contents: bytes) -> bytes:
-        """Returns no signature, of the usual length."""
+        """Returns a constant instead of a signature, with the usual length."""
         return b"0" * 64
 
     def is_signed(self, key: str, contents: bytes, signature: bytes) -> bool:
-        """Takes whatever is there."""
+        """Accepts any signature."""
         return True
 
 
@@ -79,7 +79,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     for name, call in OPERATIONS.items():
         times: dict[bool, list[float]] = {True: [], False: []}
         for number in range(2 * ROUNDS):
-            is_signed = number % 4 in (0, 3)  # so that neither is always the first
+            is_signed = number % 4 in (0, 3)  # so that neither kind is always first
             times[is_signed].append(_microseconds(signed if is_signed else unsigned, call))
         ours, peer = median(times[True]), median(times[False])
         report(f"{name}: {json.dumps({'signed_us': round(ours, 1), 'unsigned_us': round(peer, 1)})}")

@@ -1,6 +1,6 @@
-"""The main job with every layout of trainers and of vLLM engines: do they agree, and is each sync proved?
+"""Runs the main job with every layout of trainers and vLLM engines. Checks that they agree, and that syncs are proved.
 
-It runs on CPU; on two GPUs, which trainers and engines share, if there are two.
+It runs on CPU, or on two GPUs if there are two. Trainers and engines then share the GPUs.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
 }
 ON_GPUS = ("cluster.colocated=true",)
 ROLLOUTS_ON_GPUS = 2
-"""Each trainer shares its GPU with a rollout rank."""
+"""Number of rollout ranks on GPUs. Each shares its GPU with a trainer."""
 GAP_ON_GPUS = at_most(0.03)
-"""In bf16."""
+"""Largest gap of log-probabilities on GPUs, in bf16."""
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
@@ -47,7 +47,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
     Raises:
         ConfigError: If this is no checkout with recipes.
-        RunError: If a run fails, as one does whose sync puts wrong weights into an engine twice.
+        RunError: If a run fails, e.g. because a sync puts wrong weights into an engine twice.
     """
     require_recipe("engine_layouts")
     on_gpus = count_gpus() >= ROLLOUTS_ON_GPUS

@@ -1,7 +1,7 @@
-"""How long ranks take to end that have every communicator alive, against torch's own end.
+"""Measures how long ranks with live communicators take to end, against torch's own way of ending.
 
-Needs two or four GPUs. From the moment that the ranks begin to end until the last process is gone, CUDA's and Python's
-own ends included.
+Needs two or four GPUs. The time runs from the moment when the ranks begin to end until the last process is gone. It
+includes the shutdown of CUDA and Python.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.worlds.store import serve_store
 
 TIMES: Mapping[str, int] = {EVERY: 20, OURS: 3, EVERY_TORCH: 3}
-"""How often each way is run."""
+"""Number of runs of each way."""
 LONGEST_S = 8.0
 JOB_S = 60.0
 MODULE = "benchmarks.exits_ranks"
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Runs the first layout that fits; takes some five minutes.
+    """Runs the first layout that fits. Takes about five minutes.
 
     Args:
         report: Takes a line of progress at the end.
@@ -51,14 +51,14 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 def run_ways(
     folder: Path, layout: Layout, overrides: Sequence[str], times: Mapping[str, int], *, recipe: Path
 ) -> dict[str, list[float]]:
-    """Runs each way as often as it is to; returns the seconds of each end by way.
+    """Runs each way the given number of times; returns the seconds of each end by way.
 
     Args:
-        folder: For the jobs and their results.
-        layout: Of the ranks.
-        overrides: Of the recipe.
-        times: How often, by way.
-        recipe: For the device and the rest.
+        folder: Folder for the jobs and their results.
+        layout: Layout of the ranks.
+        overrides: Overrides of the recipe.
+        times: Number of runs, by way.
+        recipe: The recipe, for the device and all other settings.
     """
     ways = [way for way, count in times.items() for _ in range(count)]
     stores = [serve_store("127.0.0.1", timeout=timedelta(minutes=5)) for _ in ways]
@@ -82,7 +82,7 @@ def run_ways(
 
 
 def rows(layout: str, found: Mapping[str, Sequence[float]]) -> list[Row]:
-    """The table."""
+    """Returns the table."""
     every = found[EVERY]
     soon = sum(seconds <= LONGEST_S for seconds in every)
     return [

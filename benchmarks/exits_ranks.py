@@ -1,6 +1,6 @@
-"""One rank of the exits' benchmark: ``python -m benchmarks.exits_ranks RANK JOBS``.
+"""Runs one rank of the benchmark ``exits``: ``python -m benchmarks.exits_ranks RANK JOBS``.
 
-Every job is a fork of this process, which waits for its end.
+Every job runs in a fork of this process, which waits for the fork's end.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Job:
     """
 
     way: str
-    """`OURS`: our bootstrap and our end. `EVERY`: every group of Megatron's warmed up without limits, and our end.
-    `EVERY_TORCH`: the same with ``destroy_model_parallel`` and ``destroy_process_group``."""
+    """`OURS`: our bootstrap and our end. `EVERY`: all of Megatron's groups warmed up without limits, and our end.
+    `EVERY_TORCH`: the same, but ended by ``destroy_model_parallel`` and ``destroy_process_group``."""
     recipe: str
     overrides: list[str]
     port: int
@@ -45,7 +45,7 @@ class Job:
 
 
 def live_and_end(job: Job, rank: int) -> dict[str, float]:
-    """Builds everything, and ends; returns when the end began, as ``began_at`` in Unix seconds."""
+    """Builds everything, then ends it; returns the start of the end as ``began_at``, in Unix seconds."""
     limits = [] if job.way == OURS else ["rl_safe.bootstrap.budget=false"]
     config = load_recipe(job.recipe, [*job.overrides, *limits])
     worker = TrainerWorker(config, training_rank=rank)
@@ -64,7 +64,7 @@ def live_and_end(job: Job, rank: int) -> dict[str, float]:
         dist.destroy_process_group()
     else:
         worker.teardown()
-    # What an interpreter does at its end; a fork has none of its own.
+    # An interpreter does this at its end. A fork would skip it.
     atexit._run_exitfuncs()
     gc.collect()
     return {"began_at": began_at}

@@ -1,4 +1,4 @@
-"""Jobs in forks: each begins with everything imported and no device touched, and leaves nothing behind when it ends."""
+"""Runs jobs in forks. Each fork begins with everything imported and no device touched, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 
 def in_a_fork(work: Callable[[], Mapping[str, Any]], result: Path) -> bool:
-    """Does work in a fork of this process and waits for its end; returns whether all went well.
+    """Runs work in a fork of this process and waits for its end; returns True if it succeeded.
 
     Args:
-        work: Returns what is fit for JSON.
-        result: Where that goes; the traceback of a failure goes beside it, as ``.error``.
+        work: Returns JSON values.
+        result: File for these values. The traceback of a failure goes to a file beside it, with the suffix ``.error``.
     """
     child = os.fork()
     if child == 0:
@@ -36,8 +36,8 @@ def in_a_fork(work: Callable[[], Mapping[str, Any]], result: Path) -> bool:
 def run_jobs_of_rank(measure: Callable[[Mapping[str, Any], int], Mapping[str, Any]]) -> None:
     """Runs this rank's part of all jobs, one after the other, each in a fork; ends the process.
 
-    The command line is ``RANK JOBS``; ``JOBS`` is a JSON file. ``<number>_<rank>.json`` beside it gets a job's fields
-    and figures. The exit status is 1 if a job has failed.
+    The command line is ``RANK JOBS``; ``JOBS`` is a JSON file. It writes each job's fields and figures to
+    ``<number>_<rank>.json`` beside that file. The exit status is 1 if a job has failed.
 
     Args:
         measure: Takes the fields of a job and the rank; returns the figures.

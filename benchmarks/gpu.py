@@ -1,6 +1,6 @@
-"""The main job on GPUs, and what a larger model costs: sync, offload, steps, saves, memory, against plain ones.
+"""Runs the main job on GPUs, and compares a larger model's sync, offload, steps, saves and memory with plain ones.
 
-Uses all GPUs of this machine, four at most. A single GPU runs the main job alone, with trainer and vLLM on it.
+Uses all GPUs of this machine, at most four. A single GPU runs only the main job, with trainer and vLLM on it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ PLACEMENTS: Mapping[str, Sequence[str]] = {
     "2_GPUs_colocated": ("cluster.colocated=true", *_SPLIT),
     "4_GPUs": _SPLIT,
 }
-"""Overrides of the recipe, by name; the first character is the number of GPUs."""
+"""Overrides of the recipe, by placement. The first character of a name is the number of GPUs."""
 HOSTS = os.environ.get("RL_SAFE_BENCH_HOSTS", "one")
-"""The hosts that NCCL sees in some benchmarks: ``one``, ``two`` of two ranks each, or one for each rank (``apart``)."""
+"""The hosts that NCCL sees in some benchmarks: ``one``, ``two`` with two ranks each, or one per rank (``apart``)."""
 LARGE = SeededModelConfig(
     num_hidden_layers=10,
     hidden_size=2048,
@@ -60,20 +60,20 @@ LARGE = SeededModelConfig(
     num_experts=64,
     num_experts_per_tok=4,
 )
-"""3.1 B parameters."""
+"""A model of 3.1 B parameters."""
 NEEDED = ("context", "communicators", "other")
-"""Owners whose memory stays after an offload and a sleep."""
+"""Owners whose memory stays on the device after an offload and a sleep."""
 LAST_STEPS = 5
 JOB_S, RUN_S, INTERRUPTED_S = 500.0, 240.0, 60.0
 RANKS = "benchmarks.gpu_ranks"
 CHECKPOINT = "RL_SAFE_BENCH_CHECKPOINT"
-"""Environment variable: what a job is to load."""
+"""Environment variable: the checkpoint that a job loads."""
 BROADCAST_BYTES = "RL_SAFE_BENCH_BROADCAST_BYTES"
-"""Environment variable: how many bytes a job is to broadcast."""
+"""Environment variable: the number of bytes that a job broadcasts."""
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Runs everything that the GPUs of this machine allow; takes some ten minutes and 100 GiB of disk.
+    """Runs everything that the GPUs of this machine allow. Takes about ten minutes and 100 GiB of disk.
 
     Args:
         report: Takes a line of progress after each part.
@@ -93,15 +93,15 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
 
 def placements(gpus: int) -> list[str]:
-    """Returns those of `PLACEMENTS` that fit the number of GPUs. The one for one GPU fits a single GPU only."""
+    """Returns the names in `PLACEMENTS` that fit the number of GPUs. The placement for one GPU fits only one GPU."""
     return [name for name in PLACEMENTS if min(gpus, 2) <= int(name[0]) <= gpus]
 
 
 def gpu_variables(rank: int, ranks: int) -> dict[str, str]:
     """Returns the environment variables that give a rank its GPU.
 
-    If there are fewer GPUs than ranks, ranks share GPUs. NCCL then believes that those of one GPU are on different
-    hosts, which sockets connect: with two GPUs, ranks 0 and 1 are on one host, 2 and 3 on another. See `HOSTS`, too.
+    If there are fewer GPUs than ranks, ranks share GPUs. NCCL then believes that ranks on one GPU are on different
+    hosts, connected by sockets. With two GPUs, ranks 0 and 1 are on one host, 2 and 3 on another. See also `HOSTS`.
     """
     gpus = count_gpus() or ranks
     ranks_of_host = 1 if HOSTS == "apart" else gpus
@@ -113,7 +113,7 @@ def gpu_variables(rank: int, ranks: int) -> dict[str, str]:
 
 
 def main_job(folder: Path, placement: str, report: Callable[[str], None], overrides: Sequence[str] = ()) -> list[Row]:
-    """The recipe in one placement, with more overrides, in a folder of the placement's name under ``folder``."""
+    """Runs the recipe in one placement, with more overrides, in a folder below ``folder`` with the placement's name."""
     found = run_recipe(folder / placement, [*PLACEMENTS[placement], *overrides])
     report(f"{placement}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())}")
     figures = [
@@ -134,7 +134,7 @@ def main_job(folder: Path, placement: str, report: Callable[[str], None], overri
 
 
 def run_recipe(folder: Path, overrides: Sequence[str]) -> dict[str, float]:
-    """Runs the quickstart for GPUs in an empty folder and looks at it from outside."""
+    """Runs the quickstart for GPUs in an empty folder, and measures it from outside."""
     folder.mkdir()
     command = module_command("rl_safe_workers", "run", str(RECIPE), "trainer.run_name=bench", *overrides)
     before_mib = gpu_memory_mib()
@@ -170,7 +170,7 @@ def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
     try:
         _, complaint = process.communicate(timeout=RUN_S)
     except subprocess.TimeoutExpired:
-        # Killed, it could not take its own processes along.
+        # If it were killed, it could not end its own processes.
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=INTERRUPTED_S)
         raise RunError(f"bench gpu: a run did not end within {RUN_S:.0f} s") from None
@@ -182,7 +182,7 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _processes_of(folder: Path) -> int:
-    """Living processes that work in a folder."""
+    """Returns the number of living processes that work in a folder."""
     found = 0
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -191,9 +191,10 @@ def _processes_of(folder: Path) -> int:
 
 
 def free_share(events: Sequence[Mapping[str, Any]], *, total_bytes: int) -> float:
-    """Memory free after an offload, over all but what trainer and sleeping rollout rank cannot give back.
+    """Returns the free share of the memory that trainer and sleeping rollout rank can give back, after an offload.
 
-    Those are contexts, communicators and loaded kernels. The worst pair, after its last offload.
+    They cannot give back contexts, communicators and loaded kernels. The share is that of the worst pair of ranks,
+    after its last offload.
     """
     rollouts = {e["rank"]: e["bytes"] for e in _last(events, Role.ROLLOUT, Phase.ROLLOUT)}
     shares: list[float] = []
@@ -204,13 +205,13 @@ def free_share(events: Sequence[Mapping[str, Any]], *, total_bytes: int) -> floa
 
 
 def _last(events: Sequence[Mapping[str, Any]], role: Role, phase: Phase) -> list[Mapping[str, Any]]:
-    """The last event of each rank."""
+    """Returns the last event of each rank."""
     found = {e["rank"]: e for e in sorted(events, key=lambda e: e["end_s"]) if (e["role"], e["phase"]) == (role, phase)}
     return [found[rank] for rank in sorted(found)]
 
 
 def resume(folder: Path, report: Callable[[str], None]) -> Row:
-    """Returns True if four ranks have the parameters that two have saved, in the colocated run under ``folder``."""
+    """Counts the digests of the parameters when two ranks and four ranks load the colocated run's checkpoint."""
     folder = folder / "2_GPUs_colocated"
     (checkpoint,) = folder.rglob("global_step_20")
     digests = set()
@@ -226,13 +227,13 @@ def resume(folder: Path, report: Callable[[str], None]) -> Row:
 
 
 def make_model(path: Path, spec: SeededModelConfig) -> None:
-    """Makes a seeded model in bf16, in a process of its own, whose memory goes with it."""
+    """Makes a seeded model in bf16 in a separate process, so that its memory is freed."""
     make = module_command("rl_safe_workers.models.seeded", str(path), spec.model_dump_json(), "bfloat16")
     subprocess.run(make, check=True, timeout=RUN_S)
 
 
 def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list[Row]:
-    """Sync, steps, offload and saves of a model of 3 B parameters, with two trainers and what GPUs are left."""
+    """Measures sync, steps, offload and saves of a 3 B model, with two trainers and rollouts on the remaining GPUs."""
     model = folder / "large"
     started_s = time.monotonic()
     make_model(model, LARGE)
@@ -276,13 +277,13 @@ def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list
 def run_ranks(
     job: str, overrides: Sequence[str], *, rollouts: int = 0, variables: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Runs a job of ``gpu_ranks`` on GPUs (`gpu_variables`), trainers first; returns what training rank 0 found.
+    """Runs a job of ``gpu_ranks`` on GPUs (`gpu_variables`), trainers first; returns training rank 0's figures.
 
     Args:
         job: Name of a method of `gpu_ranks.Trainer`.
-        overrides: Of the recipe.
-        rollouts: How many rollout ranks take part.
-        variables: For the ranks' environment.
+        overrides: Overrides of the recipe.
+        rollouts: Number of rollout ranks.
+        variables: Variables for the ranks' environment.
     """
     config = with_absolute_paths(load_recipe(RECIPE, overrides))
     config.cluster.num_rollouts = rollouts
@@ -312,7 +313,7 @@ def run_ranks(
 
 
 def _outputs(processes: Sequence[subprocess.Popen[str]], roles: Sequence[tuple[str, int]], job: str) -> list[str]:
-    """Waits for all, but no longer than for the first that fails."""
+    """Waits for all processes, or until the first one fails; returns their outputs."""
     with ThreadPoolExecutor(len(processes)) as pool:
         waiting = {pool.submit(p.communicate, timeout=JOB_S): i for i, p in enumerate(processes)}
         outputs = [""] * len(processes)

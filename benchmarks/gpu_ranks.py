@@ -1,7 +1,7 @@
-"""One rank of the GPU benchmark: ``python -m benchmarks.gpu_ranks ROLE RANK PORT JOB CONFIG``.
+"""Runs one rank of the benchmark ``gpu``: ``python -m benchmarks.gpu_ranks ROLE RANK PORT JOB CONFIG``.
 
-Trainers and rollout ranks without Ray: what Ray adds is seconds at the start, and nothing to a figure. Training rank 0
-prints its figures as JSON.
+Trainers and rollout ranks run without Ray, which would add seconds to the start but nothing to a figure. Training rank
+0 prints its figures as JSON.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 
 ROUNDS = 4
-"""How often each thing is timed; the first, which allocates, is not counted."""
+"""Number of times that each thing is timed. The first time, which allocates, does not count."""
 BLOCKS, BLOCK_STEPS = 10, 10
-"""Blocks of each way to take steps, and steps of a block."""
+"""Number of blocks of each way to take steps, and number of steps of a block."""
 STEP_ROUNDS = 9
-"""Rounds of steps. The host's time to launch thousands of kernels varies by some 10 %."""
+"""Number of rounds of steps. The host's time to launch thousands of kernels varies by about 10 %."""
 ROWS, TOKENS = 8, 512
 """Rows and tokens of a training step, on each data-parallel rank."""
 PATIENCE = timedelta(minutes=5)
 
 
 class Ranks:
-    """Meeting points and clocks over the store, for both roles."""
+    """The base of both roles: meeting points over the store, and clocks."""
 
     def __init__(self, config: RunConfig, address: StoreAddress) -> None:
         self.config, self.address = config, address
@@ -63,7 +63,7 @@ class Ranks:
         self._meetings = 0
 
     def meet(self) -> None:
-        """Waits until trainers and rollout ranks have come as far."""
+        """Waits until all trainers and rollout ranks have reached this point."""
         self._meetings += 1
         key = f"bench/meeting/{self._meetings}"
         if self.store.add(f"{key}/came", 1) == self.trainers + self.rollouts:
@@ -72,7 +72,7 @@ class Ranks:
 
 
 class Rollout(Ranks):
-    """A rollout rank: receives."""
+    """A rollout rank, which receives weights."""
 
     def __init__(self, config: RunConfig, address: StoreAddress, rank: int) -> None:
         from rl_safe_workers.rollout.vllm import VllmRollout
@@ -81,7 +81,7 @@ class Rollout(Ranks):
         self.rank, self.worker = rank, VllmRollout(config, rollout_rank=rank)
 
     def receive(self) -> None:
-        """Takes the weights as often as the trainers send them."""
+        """Receives the weights as often as the trainers send them."""
         self.worker.start(time.time())
         specs = [WeightSpec(**{**s, "shape": tuple(s["shape"])}) for s in json.loads(self.store.get("bench/specs"))]
         self.worker.join(self.address, range(self.rollouts), specs)
@@ -95,7 +95,7 @@ class Rollout(Ranks):
 
 
 class Trainer(Ranks):
-    """A training rank: times."""
+    """A training rank, which times the work."""
 
     def __init__(self, config: RunConfig, address: StoreAddress, rank: int) -> None:
         from rl_safe_workers.trainer.trainer_worker import TrainerWorker
@@ -107,7 +107,7 @@ class Trainer(Ranks):
         self.layout = asdict(layout_of(config))
 
     def start(self) -> None:
-        """Goes as far as a model with its HF weights."""
+        """Starts the worker, up to a model with its HF weights."""
         self.worker.start(time.time())
         self.worker.enter_world(self.address)
         self.worker.groups()
@@ -118,7 +118,7 @@ class Trainer(Ranks):
             self.values["weight_bytes"] = sum(spec.size_bytes for spec in specs)
 
     def timed(self, name: str, work: Callable[[], Any]) -> Any:
-        """Times work that all trainers begin together, until the last has done it, device included."""
+        """Times work that all trainers begin together, until the last one and its device have finished."""
         dist.barrier()
         self._synchronize()
         started_s = time.perf_counter()
@@ -133,7 +133,7 @@ class Trainer(Ranks):
             torch.cuda.synchronize()
 
     def speeds(self) -> None:
-        """Syncs, steps, offloads."""
+        """Times syncs, steps and offloads."""
         self.start()
         if self.rollouts:
             self._sync()
@@ -142,13 +142,13 @@ class Trainer(Ranks):
         self.values["device_bytes"] = {e.phase: dict(e.device_bytes) for e in self.worker.safe.lifecycle.drain_events()}
 
     def syncs(self) -> None:
-        """Syncs alone."""
+        """Times only syncs."""
         self.start()
         self._sync()
         self.values["first_sync"] = self.seconds["sync"][0]
 
     def broadcasts(self) -> None:
-        """Broadcasts of `BROADCAST_BYTES` from rank 0, over a communicator of NCCL's default size."""
+        """Times broadcasts of `BROADCAST_BYTES` from rank 0, over a communicator of NCCL's default size."""
         self.start()
         group = dist.new_group(backend="nccl" if self.worker.device.type == "cuda" else "gloo")
         whole = torch.empty(int(os.environ[BROADCAST_BYTES]), dtype=torch.uint8, device=self.worker.device)
@@ -156,7 +156,7 @@ class Trainer(Ranks):
             self.timed("broadcast", lambda: dist.broadcast(whole, src=0, group=group))
 
     def _sync(self) -> None:
-        """Weight syncs, until the last rollout rank has its weights in place, and broadcasts of as many bytes."""
+        """Times weight syncs, until the last rollout rank has its weights in place, and broadcasts of as many bytes."""
         self.worker.meet_rollouts(range(self.rollouts))
         for _ in range(ROUNDS):
             self.meet()
@@ -178,7 +178,7 @@ class Trainer(Ranks):
             self.timed("broadcast", lambda: dist.broadcast(whole, src=0))
 
     def _steps(self, batch: Any) -> None:
-        """Training steps, ours and those of a loop over Megatron alone, by turns."""
+        """Times training steps in turns: ours, and those of a loop over Megatron alone."""
         for _ in range(STEP_ROUNDS):
             self.timed("step", partial(self.worker.train, batch, len(batch)))
             self.timed("bare_step", partial(_bare_step, self.worker, batch))
@@ -196,7 +196,7 @@ class Trainer(Ranks):
             self.timed("to_device", lambda: device.copy_(host, non_blocking=True))
 
     def saves(self) -> None:
-        """Saves, sync and async, of a model with an optimizer that has taken a step, and plain writes."""
+        """Times sync and async saves of a model whose optimizer has taken a step, and plain writes."""
         self.start()
         batch = _batch(self.rank)
         self.worker.train(batch, len(batch))
@@ -215,7 +215,7 @@ class Trainer(Ranks):
     def repeatable_steps(self) -> None:
         """Takes steps with deterministic settings and prints a digest of every bit of the state."""
         cuda.make_deterministic()
-        # Part of the state, and new in every process.
+        # These generators are part of the state, and differ in every process.
         random.seed(0)
         np.random.seed(0)
         self.start()
@@ -229,12 +229,12 @@ class Trainer(Ranks):
         self.start()
         path = Path(os.environ[CHECKPOINT])
         self.worker.load_checkpoint(path, fingerprint=model_fingerprint(self.config.model.path), layout=self.layout)
-        # Under another layout the weights come in another order.
+        # Another layout yields the weights in another order.
         digests = {name: _digest(tensor) for name, tensor in self.worker.export_hf_weights()}
         self.values["digest"] = _digest_of(digests)
 
     def layers(self) -> None:
-        """Digests a checkpoint as our loader and megatron-core's own have read it; and the gap of 8-bit layers."""
+        """Digests a checkpoint as read by our loader and by megatron-core's; measures the gap of 8-bit layers."""
         self.start()
         fp8, path = self.config.megatron.fp8, Path(os.environ[CHECKPOINT])
         # The logits must not be split.
@@ -252,13 +252,13 @@ class Trainer(Ranks):
         self.values["stock"] = self._digests()
 
     def _digests(self) -> dict[str, Any]:
-        """Returns digests of all HF weights, and of what the extra states of all layers say."""
+        """Returns digests of all HF weights, and of the values in the extra states of all layers."""
         weights = {name: _digest(tensor) for name, tensor in self.worker.export_hf_weights()}
         states = _layer_states(self.worker.chunks)
         return {"weights": _digest_of(weights), "extra_states": _digest_of(states), "count": len(states)}
 
     def blocks(self) -> None:
-        """Times blocks of training steps, ours and those of a loop over Megatron alone, by turns."""
+        """Times blocks of training steps in turns: ours, and those of a loop over Megatron alone."""
         self.start()
         batch = _batch(self.rank)
         ways = {"ours": partial(self.worker.train, batch, len(batch)), "bare": partial(_bare_step, self.worker, batch)}
@@ -270,7 +270,7 @@ class Trainer(Ranks):
         self.values["ratios"] = [a / b for a, b in zip(self.seconds["ours"], self.seconds["bare"], strict=True)]
 
     def end(self) -> None:
-        """Takes the worlds down; training rank 0 prints what was found."""
+        """Tears the worlds down. Training rank 0 first prints its figures."""
         if self.rank == 0:
             found = {**{name: median(values[1:] or values) for name, values in self.seconds.items()}, **self.values}
             sys.stdout.write(json.dumps(found) + "\n")
@@ -279,7 +279,7 @@ class Trainer(Ranks):
 
 
 def _plain_logprobs(config: RunConfig, fp8: str | None, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns log-probabilities ``[b, s - 1]`` of tokens under the HF weights, with 8-bit layers or without."""
+    """Returns log-probabilities ``[b, s - 1]`` of tokens under the HF weights, with or without 8-bit layers."""
     bridge = open_bridge(
         config.model.path,
         dtype=torch.bfloat16,
@@ -308,7 +308,7 @@ def _forget(chunks: Any) -> None:
 
 
 def _layer_states(chunks: Any) -> dict[str, str]:
-    """Returns a digest of each extra state that says something, by its key in a checkpoint, of all ranks."""
+    """Returns the values of each extra state that is not empty, as text, by its key in a checkpoint, from all ranks."""
     objects = split(model_state(chunks)).objects
     states = {item.unique_key: item.data for item in objects if EXTRA_STATE in item.key}
     mine = {
@@ -358,7 +358,7 @@ def _batch(rank: int) -> Any:
 
 
 def _bare_step(worker: Any, batch: Any) -> None:
-    """A step as Megatron's own training loop takes it: the same model, optimizer, micro-batches and tokens."""
+    """Takes a step like Megatron's own training loop, with the same model, optimizer, micro-batches and tokens."""
     from megatron.core import tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -396,7 +396,7 @@ def _bare_step(worker: Any, batch: Any) -> None:
 
 
 def _copied_bytes(worker: Any) -> int:
-    """Bytes that an offload copies; it only frees the gradients."""
+    """Returns the bytes that an offload copies. It frees the gradients without a copy."""
     from rl_safe_workers.platforms.device_memory import megatron_owned
 
     held = megatron_owned(worker.chunks, worker.optimizer, device_type=worker.device.type)

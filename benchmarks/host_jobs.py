@@ -1,4 +1,4 @@
-"""Jobs of host frameworks: started in a folder of their own, ended in time, and looked at from outside."""
+"""Runs jobs of host frameworks, each in its own folder. Ends them in time, and measures them from outside."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ OFFLINE = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RES_OPTIONS": "attempts:0",
     "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "rl_safe_bench_inductor"),
-    # Else each training process starts as many processes that compile as there are cores.
+    # Without this, each training process starts one compiling process per core.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "WANDB_MODE": "disabled",
 }
-"""Environment variables of a job on a machine without a network. All jobs share what torch compiles."""
+"""Environment variables of a job on a machine without a network. All jobs share the cache of torch's compiler."""
 LOGS = "RL_SAFE_BENCH_LOGS"
 """Environment variable: a folder that keeps the logs of the jobs."""
 _SETTLE_S = 20.0
-"""How long Ray may take to end its own processes, once the command has ended."""
+"""Seconds that Ray may take to end its own processes after the command has ended."""
 
 
 class Job:
@@ -48,11 +48,11 @@ class Job:
         """Starts the job.
 
         Args:
-            name: For the table.
+            name: Name in the table.
             command: The command line.
             folder: A folder that does not exist.
             variables: Environment variables, added to `OFFLINE`.
-            fault: For `host_meter.FAULT`.
+            fault: The value of `host_meter.FAULT`.
         """
         self.name, self.folder, self._mark = name, folder, uuid.uuid4().hex
         self.calls_folder = folder / "calls"
@@ -89,7 +89,7 @@ class Job:
         return found
 
     def left(self, settle_s: float = _SETTLE_S) -> list[str]:
-        """Returns the command lines of the processes that outlive the command by more than some seconds."""
+        """Returns the command lines of the processes that outlive the command by more than ``settle_s``."""
         deadline = time.monotonic() + settle_s
         while (found := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -100,7 +100,7 @@ class Job:
         return lines
 
     def end(self) -> None:
-        """Kills what is left of the job, and keeps its log if `LOGS` says where."""
+        """Kills the remaining processes of the job, and copies its log to the folder in `LOGS`, if that is set."""
         for process in self.processes():
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
@@ -114,5 +114,5 @@ class Job:
         return re.sub(r"\x1b\[[0-9;]*m", "", (self.folder / "log").read_text(errors="replace"))
 
     def calls(self, name: str = "") -> list[host_meter.Call]:
-        """Returns the records of the job, or those of one name."""
+        """Returns the records of the job, or only those with a name."""
         return [call for call in host_meter.read_calls(self.calls_folder) if name in ("", call.name)]

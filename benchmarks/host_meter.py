@@ -1,7 +1,7 @@
-"""Meters calls of a host framework, in stock runs and in ours alike: seconds, device memory, faults, turns.
+"""Meters calls of a host framework in stock runs and in ours: records seconds and memory, causes faults, takes turns.
 
 A glue module for each host names the methods. The environment variable `FOLDER` names a folder that the processes of a
-job share. Each process writes its calls there, one JSON object a line.
+job share. Each process writes its calls there, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 FOLDER = "RL_SAFE_METER"
 """Environment variable: the folder of the records. Without it nothing is metered."""
 FAULT = "RL_SAFE_METER_FAULT"
-"""Environment variable: ``NAME:CALL:RANK:HOW``. The fault happens as the call begins, its number counted from 0. HOW is
-``raise``, ``kill``, ``stop`` for a process that is stopped, or ``hang`` for one that sleeps, and ends if it is told."""
+"""Environment variable: ``NAME:CALL:RANK:HOW``. The fault happens at the beginning of a call; calls count from 0. HOW
+is ``raise``, ``kill``, ``stop`` (the process is stopped) or ``hang`` (it sleeps, and ends when it is asked to)."""
 TURNS = "RL_SAFE_METER_TURNS"
 """Environment variable: ``FOLDER:NAME:OTHER``. This job is NAME, and takes turns with the job OTHER. ``{rank}`` in
 FOLDER stands for the process's rank: then each rank takes turns with the same rank of the other job."""
@@ -50,9 +50,9 @@ class Call:
     started_s: float
     """Seconds since the epoch."""
     seconds: float
-    """Includes the GPU work that the call queued."""
+    """Seconds of the call, including the GPU work that it has queued."""
     outside_torch: int | None
-    """Device memory of the process that torch's allocator does not hold; None if NVML does not tell it."""
+    """Device memory of the process that torch's allocator does not hold; None if NVML does not report it."""
     torch_reserved: int
 
 
@@ -86,14 +86,14 @@ def watch(owner: type | ModuleType, method: str, name: str) -> None:
 def take_turns(owner: type, first: str, last: str | None = None, *, left_out: int = 0) -> None:
     """Lets two jobs alternate. A turn begins with a call of one method, and ends when a call of another returns.
 
-    The first turn waits until the other job of `TURNS` comes to its first turn, too. A job that has ended is not
-    waited for.
+    The first turn waits until the other job of `TURNS` also comes to its first turn. Nobody waits for a job that has
+    ended.
 
     Args:
-        owner: The class, or a module, of both.
+        owner: The class or module of both methods.
         first: Name of the method that begins a turn.
-        last: Name of the method that ends it; None: the same.
-        left_out: The first calls, which take no turns: both jobs may warm up at the same time.
+        last: Name of the method that ends the turn; None: the same method.
+        left_out: Number of first calls that take no turns, so that both jobs may warm up at the same time.
     """
     if TURNS not in os.environ:
         return
@@ -124,10 +124,10 @@ def take_turns(owner: type, first: str, last: str | None = None, *, left_out: in
 
 
 def leave_first_turn_to(folder: Path, *, had_the_last: str) -> None:
-    """Makes a folder for turns, with the order of the jobs fixed: ranks of one job wait for each other.
+    """Makes a folder for turns and fixes which job begins, because the ranks of one job wait for each other.
 
     Args:
-        folder: Does not exist.
+        folder: The folder, which must not exist.
         had_the_last: Name of the job that does not begin.
     """
     folder.mkdir()
@@ -136,14 +136,14 @@ def leave_first_turn_to(folder: Path, *, had_the_last: str) -> None:
 
 @contextmanager
 def no_turns(folder: Path) -> Iterator[None]:
-    """Lets no job begin a turn for a while."""
+    """Prevents all jobs from beginning a turn while the body runs."""
     with (folder / _TURNS_FILE).open("a") as turns:
         fcntl.flock(turns, fcntl.LOCK_EX)
         yield
 
 
 def read_calls(folder: Path) -> list[Call]:
-    """Returns all records of a job, in the order of their start. A line that a killed process cut off is left out."""
+    """Returns all records of a job, in the order of their start. Skips a line that a killed process has cut off."""
     lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().split("\n")[:-1]]
     return sorted((Call(**json.loads(line)) for line in lines), key=lambda call: call.started_s)
 
@@ -206,7 +206,7 @@ def _synchronize() -> None:
 
 
 class _Turns:
-    """A lock of two jobs. The job that had the last turn waits, as long as the other runs."""
+    """A lock of two jobs. The job that had the last turn waits as long as the other job runs."""
 
     def __init__(self, folder: Path, mine: str, other: str) -> None:
         self._mine, self._other = folder / f"{mine}.pid", folder / f"{other}.pid"

@@ -1,9 +1,9 @@
-"""Installs the wheel into the pinned environments of verl, ms-swift and NeMo RL, as ``pip install --dry-run`` would.
+"""Counts the pins of verl, ms-swift and NeMo RL that installing the wheel would move, by ``pip install --dry-run``.
 
-An environment of a host is a virtual environment of its Python in which every pinned package is known by name and
-version. None of them is downloaded. verl and NeMo RL pin in the ``uv.lock`` of a checkout, which ``VERL_SRC`` and
-``NEMO_RL_SRC`` name: one environment for each set of extras. ms-swift pins ranges, which uv resolves for Linux. Needs a
-package index.
+The environment of a host is a virtual environment of its Python. It has the name and version of every pinned package,
+but downloads none of them. verl and NeMo RL pin packages in the ``uv.lock`` of a checkout (``VERL_SRC``,
+``NEMO_RL_SRC``), with one environment for each set of extras. ms-swift pins ranges, which uv resolves for Linux. Needs
+a package index.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ SWIFT = (
     *("nvitop", "optimum", "pre-commit", "py-spy", "pybind11", "qwen_omni_utils", "qwen_vl_utils", "soundfile", "timm"),
     "wandb",
 )
-"""ms-swift with the torch, vLLM and modelscope of the newest image that its installation page names, and with what its
-requirements/install_all.sh adds (both of 2026-08-22). Without its extra ``eval``, which needs an older numpy."""
+"""Requirements of ms-swift: torch, vLLM and modelscope from the newest image on its installation page, and the packages
+that its requirements/install_all.sh adds (both of 2026-08-22). Leaves out its extra ``eval``, which needs an older
+numpy."""
 SWIFT_AS_OF = "2026-11-23"
-"""Packages that were published later are not looked at."""
+"""Date of the resolution. Packages that were published later are ignored."""
 HELP_S = 0.5
-"""Seconds that ``rl-safe --help`` may take where nothing is installed but what the wheel requires."""
+"""Seconds that ``rl-safe --help`` may take if only the wheel and its requirements are installed."""
 
 Pins = Mapping[str, str]
 
@@ -59,11 +60,11 @@ class Host:
 
     name: str
     python: str
-    """Such as ``"3.12"``."""
+    """Version of Python, e.g. ``"3.12"``."""
     checkout: str | None
     """Environment variable that names a checkout with a ``uv.lock``; None: uv resolves `SWIFT`."""
     extras: tuple[str, ...] = ()
-    """Extras of the checkout that make this environment."""
+    """Extras of the checkout that this environment includes."""
 
 
 HOSTS = (
@@ -76,10 +77,10 @@ HOSTS = (
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Returns the number of pins that an installation would move, for each host that is there.
+    """Returns the number of pins that an installation would move, for each host that is available.
 
     Raises:
-        ConfigError: If a host's pins cannot be had, or its Python is not installed.
+        ConfigError: If a host's pins cannot be read, or if its Python is not installed.
     """
     with tempfile.TemporaryDirectory(prefix="rl_safe_installs_") as folder:
         wheel = _build_wheel(Path(folder))
@@ -120,7 +121,7 @@ def _build_wheel(folder: Path) -> Path:
 
 
 def _measure_help(wheel: Path, venv: Path) -> Row:
-    """Returns the seconds of the fastest of five ``rl-safe --help`` in an environment with the wheel alone."""
+    """Returns the seconds of the fastest of five runs of ``rl-safe --help``, in an environment with only the wheel."""
     _run([sys.executable, "-m", "venv", str(venv)])
     _run([str(venv / "bin/python"), "-m", "pip", "install", "--quiet", str(wheel)])
     seconds = []
@@ -146,7 +147,7 @@ def _install_uv(venv: Path) -> Path:
 
 
 def _locked(checkout: Path, host: Host, uv: Path) -> dict[str, str]:
-    """Returns name and version of each package that a lock has for a Python on Linux; not those without a version."""
+    """Returns the version of each package that a lock has for a Python on Linux. Skips packages without a version."""
     options = ["--frozen", "--no-dev", "--no-emit-project", "--no-hashes", "--no-annotate", "--no-header"]
     extras = [word for extra in host.extras for word in ("--extra", extra)]
     python = ["--no-python-downloads", "--python", _find_python(host.python)]
@@ -164,7 +165,7 @@ def _locked(checkout: Path, host: Host, uv: Path) -> dict[str, str]:
 
 
 def _version_in_lock(packages: Sequence[Mapping[str, Any]], asked: Requirement) -> str | None:
-    """Version of what is from no index: a commit, or a wheel at an address."""
+    """Returns the version of a package that is not from an index but from a commit, or a wheel at an address."""
     url, commit = str(asked.url), str(asked.url).rpartition("@")[2]
     for package in packages:
         source = package["source"]
@@ -203,7 +204,7 @@ def _find_python(version: str) -> str:
 
 
 def _dry_run(python: str, wheel: Path, report: Path) -> dict[str, str]:
-    """Returns name and version of each package that pip would install besides ours."""
+    """Returns the version of each package that pip would install in addition to ours, by name."""
     _run([python, "-m", "pip", "install", "--quiet", "--dry-run", "--report", str(report), str(wheel)])
     installs = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
     return {name: one["version"] for one in installs if (name := _normal(one["name"])) != "rl-safe-workers"}

@@ -1,4 +1,4 @@
-"""The tensors that the save benchmark writes, in the form in which Megatron describes them."""
+"""Makes the tensors that the benchmark ``save`` writes, in Megatron's form of sharded tensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ STATES = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeInventory:
-    """Weights and moments of an MoE model, one sharded tensor per expert and matrix, as Megatron's SequentialMLP has.
+    """Weights and moments of an MoE model. Each expert's matrix is a sharded tensor, as in Megatron's SequentialMLP.
 
-    With the sizes below on four ranks at EP2: 18,720 sharded tensors a rank, the inventory of Qwen3-30B-A3B at hidden
-    size 16.
+    With the sizes below, on four ranks at EP2, each rank has 18,720 sharded tensors. That is the inventory of
+    Qwen3-30B-A3B at hidden size 16.
     """
 
     layers: int = 48
@@ -24,11 +24,11 @@ class MoeInventory:
     hidden: int = 16
 
     def shards(self, rank: int, *, ep: int, expert_dp: int) -> dict[str, ShardedTensor]:
-        """Makes one rank's state dict; every replica of a tensor has the same values.
+        """Returns one rank's state dict. Every replica of a tensor has the same values.
 
         Args:
-            rank: Of ``ep * expert_dp``.
-            ep: Expert-parallel size; the rank's place in it is ``rank % ep``.
+            rank: The rank, one of ``ep * expert_dp``.
+            ep: Expert-parallel size. The rank's place in it is ``rank % ep``.
             expert_dp: Size of the expert data-parallel group.
         """
         place, replica = rank % ep, rank // ep
@@ -69,13 +69,13 @@ class MoeInventory:
 
 
 def _values(shape: tuple[int, ...], number: int, layer: int, name: str) -> torch.Tensor:
-    """Values that tell every tensor and element from every other."""
+    """Returns values that distinguish every tensor and element from every other."""
     seed = sum(name.encode()) * 1_000_003 + layer * 101 + number
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def large_tensors(rank: int, *, ranks: int, count: int, mib: int) -> dict[str, ShardedTensor]:
-    """Makes one rank's part of ``count`` matrices, ``mib`` MiB of each on every rank."""
+    """Returns one rank's part of ``count`` matrices. Every rank has ``mib`` MiB of each."""
     rows, columns = mib * 2**20 // 4 // 1024, 1024
     return {
         f"layer.{i}.weight": ShardedTensor.from_rank_offsets(

@@ -1,7 +1,7 @@
-"""Transformer Engine's layers in the main job, in bf16 and in 8 bits, and a larger model's step with them.
+"""Measures Transformer Engine's layers, in bf16 and in 8 bits, in the main job and in a larger model's step.
 
-Needs a GPU and Transformer Engine. On one GPU, the ranks that load a checkpoint share it as hosts of their own, and the
-larger model trains on one rank.
+Needs a GPU and Transformer Engine. If there is one GPU, the ranks that load a checkpoint share it and count as separate
+hosts. The larger model then trains on one rank.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _TAKEN = ("megatron.transformer_impl=transformer_engine",)
 _FP8 = (*_TAKEN, "megatron.fp8=hybrid", "rollout.max_logprob_gap=1", "trainer.total_training_steps=6")
 FP8_LAYERS = {", fp8 delayed": _FP8, ", fp8 tensorwise": (*_FP8, "megatron.fp8_recipe=tensorwise")}
 LAYERS = {"": _TAKEN, **FP8_LAYERS}
-"""Overrides that ask for each kind of layers."""
+"""Overrides that select each kind of layers."""
 FAMILIES: dict[str, tuple[Family, int, dict[str, Any]]] = {
     "qwen2": (Family.QWEN2, 0, {}),
     "qwen3_moe": (Family.QWEN3, 8, {}),
     "glm4_moe": (Family.GLM4_MOE, 8, {}),
     "deepseek_v3": (Family.DEEPSEEK_V3, 8, PUBLISHED_LATENT_SIZES),
 }
-"""Family, number of experts, and settings of the models that vLLM serves, by ``model_type``."""
+"""Family, number of experts and settings of models that vLLM can serve, by ``model_type``."""
 FAMILY_STEPS = 5
 PARTS = os.environ.get("RL_SAFE_BENCH_PARTS", "main;fp8;families;step").split(";")
 """The parts to run."""
@@ -51,7 +51,7 @@ PARTS = os.environ.get("RL_SAFE_BENCH_PARTS", "main;fp8;families;step").split(";
 def measure(report: Callable[[str], None]) -> list[Row]:
     """Runs the main job with each kind of layers and each family, and steps of a model of 3 B parameters.
 
-    Takes some fifteen minutes.
+    Takes about fifteen minutes.
 
     Raises:
         ResourceError: If there is no GPU, or Transformer Engine cannot be used.
@@ -82,7 +82,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
 
 def _family(name: str, placement: str, folder: Path, report: Callable[[str], None]) -> list[Row]:
-    """Some steps of the main job with a model of another family, without replay of the experts' choice."""
+    """Runs some steps of the main job with a model of another family, without replay of the routing."""
     family, experts, settings = FAMILIES[name]
     spec, model = SeededModelConfig(num_experts=experts), folder / "models" / name
     create_seeded_model(model, spec, family=family, dtype="bfloat16", settings=settings)
@@ -98,7 +98,7 @@ def _family(name: str, placement: str, folder: Path, report: Callable[[str], Non
 
 
 def _eight_bits(layers: str, placement: str, folder: Path, report: Callable[[str], None]) -> list[Row]:
-    """The main job in 8 bits. Its gap is compared with the one that 8 bits cost in forwards of megatron-core alone."""
+    """Runs the main job in 8 bits. Compares its gap with the gap of 8 bits in forward passes of megatron-core alone."""
     found = run_recipe(folder, [*PLACEMENTS[placement], *LAYERS[layers]])
     report(f"{placement}{layers}: {json.dumps(found)}")
     digests, plain = _digests(layers, folder, report)
@@ -117,7 +117,7 @@ def _digests(layers: str, run: Path, report: Callable[[str], None]) -> tuple[lis
     """Loads the last checkpoint at EP2 and at TP2 EP2, with our loader and with megatron-core's own reader.
 
     Returns:
-        The rows, and the gap of 8-bit layers in forwards of megatron-core alone; 0 without such layers.
+        The rows, and the gap of 8-bit layers in forward passes of megatron-core alone; 0 without such layers.
     """
     checkpoint = max(run.rglob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     found: list[dict[str, Any]] = []
@@ -148,7 +148,7 @@ def _ranks(ranks: int, *, tensor: int = 1) -> Sequence[str]:
 
 
 def _steps(folder: Path, ranks: int, report: Callable[[str], None]) -> list[Row]:
-    """Steps of a model of 3 B parameters, against a loop over Megatron alone with the same layers."""
+    """Times steps of a 3 B model, against a loop over Megatron alone with the same layers."""
     model = folder / "large"
     make_model(model, LARGE)
     batch = ("actor.ppo_micro_batch_size_per_gpu=2", "data.max_response_length=448")

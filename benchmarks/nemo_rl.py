@@ -1,9 +1,9 @@
-"""NeMo RL's own script with our workers, beside NeMo RL's alone, on 2 GPUs.
+"""Runs NeMo RL's own script with our workers, beside stock NeMo RL, on 2 GPUs.
 
     NEMO_RL_SRC=CHECKOUT python -m benchmarks.nemo_rl OUT_DIR PART...
 
-`PARTS` are the parts. The logs are packed into OUT_DIR. At Ctrl-C all jobs are cut, and the table has what was measured
-until then.
+`PARTS` lists the parts. The logs are packed into OUT_DIR. Ctrl-C ends all jobs. The table then has the figures that
+were measured before.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LIMIT_S = 270.0
 PLAIN_STEPS, RESUMED_STEPS = 5, 7
 _RESUMED = (
     f"grpo.max_num_steps={RESUMED_STEPS}",
-    # The scheduler's length follows from the number of steps, and Megatron refuses a saved one of another length.
+    # The scheduler's length follows from the number of steps. Megatron refuses a saved scheduler of another length.
     "++policy.megatron_cfg.scheduler.override_opt_param_scheduler=true",
 )
 MEASURED_STEPS, FIRST_STEPS = 17, 3
@@ -72,7 +72,7 @@ STEP_MODEL = SeededModelConfig(
     num_experts=16,
     num_experts_per_tok=4,
 )
-"""0.2 B parameters, for steps of some tenths of a second."""
+"""A model of 0.2 B parameters, with steps of some tenths of a second."""
 LARGER = "larger"
 ASYNC_SAVES, MOST_LAYERS = 4, 64
 DEADLINE_S, GRACE_S, CUT_S = 15.0, 10.0, 120.0
@@ -85,7 +85,7 @@ FAULTS = {
     "late": f"{PATHS}:0:1:stop",
     "convert": f"{STATE}:0:1:kill",
 }
-"""The fault of rank 1 of the trainers or engines, by the part. In ``late``, it never comes to the conversion."""
+"""The fault of rank 1 of the trainers or engines, by part. In ``late``, the rank never comes to the conversion."""
 STANDING_STILL = {
     "o1": f"{TRAIN}:2:1:hang",
     "o2": f"{SAVE}:0:1:hang",
@@ -93,15 +93,15 @@ STANDING_STILL = {
     "o4": f"{GENERATE}:2:1:stop",
     "o5": f"{STATE}:0:1:hang",
 }
-"""Faults of stock jobs that are looked at from outside, by the name of the job."""
+"""Faults of stock jobs that are explained from outside, by the name of the job."""
 EXPLAINS_S = 90.0
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Runs all parts. Takes some half an hour.
+    """Runs all parts. Takes about half an hour.
 
     Raises:
-        ResourceError: If there are less than 2 GPUs.
+        ResourceError: If there are fewer than 2 GPUs.
     """
     if count_gpus() < 2:
         raise ResourceError("bench nemo_rl: needs 2 GPUs")
@@ -110,7 +110,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
 
 def run_parts(parts: Sequence[str], folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
-    """Runs parts side by side: at most five jobs of ours, and as many of stock's. A part that fails has a row, too."""
+    """Runs parts side by side: at most five of our jobs, and as many stock jobs. A failed part also has a row."""
     _make_model(folder / "tiny")
     faults = [part for part in parts if part in FAULTS]
     measured = {part: partial(PARTS[part], folder, out, report) for part in parts if part not in FAULTS}
@@ -161,7 +161,7 @@ def _run(
 
 
 def _worst(run: Run, name: str) -> str:
-    """Seconds of each call, of the slowest rank."""
+    """Returns the seconds of each call on the slowest rank, as text."""
     return " ".join(f"{seconds:.2f}" for seconds in _seconds(run, name)) or "none"
 
 
@@ -174,7 +174,7 @@ def _seconds(run: Run, name: str) -> list[float]:
 
 
 def _communicators_mib(run: Run) -> float:
-    """Memory that the process of a trainer took outside of torch since it made the default group, most of the ranks."""
+    """Returns the largest growth of a trainer's memory outside of torch since it made the default group."""
     calls = [call for call in run.calls if call.outside_torch is not None]
     before = {call.rank: call.outside_torch for call in calls if call.name == WORLD}
     after = {call.rank: call.outside_torch for call in calls if call.name == TRAIN}
@@ -198,7 +198,7 @@ def _pair(folder: Path, recipe: str, *overrides: str, prefix: str = "", turns: b
 
 
 def _smoke(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
-    """Two steps of both."""
+    """Runs two steps of our job and of the stock job."""
     jobs = _pair(folder, APART, "grpo.max_num_steps=2", "checkpointing.save_period=2", prefix="s")
     return _rows_of_pair("smoke", *_run(jobs, out, report, limit_s=150.0), steps=2)
 
@@ -327,7 +327,7 @@ def _saves(run: Run) -> list[Path]:
 
 
 def _digests_of(checkpoint: Path) -> frozenset[str]:
-    """Returns digests of all tensors of a checkpoint, and of the pieces of those that hold layers or experts."""
+    """Returns digests of all tensors of a checkpoint, and of the slices of tensors that contain layers or experts."""
     import torch
     from torch.distributed.checkpoint import FileSystemReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -346,7 +346,7 @@ def _digests_of(checkpoint: Path) -> frozenset[str]:
 
 
 def _not_in(number: int, run: Run, saved: frozenset[str]) -> list[str]:
-    """Returns the parameters that a save does not hold as they were."""
+    """Returns the parameters that a save lacks, or has with other values."""
     found: dict[str, str] = {}
     for path in run.meter.glob(f"{DIGESTS}-{number}-*.json"):
         found |= json.loads(path.read_text())
@@ -354,7 +354,7 @@ def _not_in(number: int, run: Run, saved: frozenset[str]) -> list[str]:
 
 
 def run_faults(kinds: Sequence[str], folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
-    """Runs jobs, each with a fault, at the same time, and times their ends."""
+    """Runs jobs at the same time, each with a fault, and times their ends."""
     jobs = []
     for kind in kinds:
         deadlines = [f"++rl_safe.timeouts.{name}={DEADLINE_S:g}" for name in _bounded(kind)]
@@ -398,7 +398,7 @@ def run_faults(kinds: Sequence[str], folder: Path, out: Path, report: Callable[[
 
 
 def _explain(run: Run, *how: str) -> list[str]:
-    """Returns the processes that ``rl-safe explain`` names, without a word of ours in the job."""
+    """Returns the processes that ``rl-safe explain`` blames, in a job without this package."""
     answer = run.running.folder / "explained.json"
     command = [sys.executable, "-m", "rl_safe_workers", "explain", *how, "--json", str(answer)]
     environment = {**os.environ, "PYTHONPATH": module_search_path()}
@@ -418,7 +418,7 @@ def _explained_row(run: Run, culprits: Sequence[str], report: Callable[[str], No
 
 
 def _outside(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
-    """Jobs of stock that stand still; `rl-safe explain --ray` looks at each from outside."""
+    """Runs stock jobs that come to a standstill; `rl-safe explain --ray` explains each from outside."""
     jobs = [
         Job(
             name=name,
@@ -449,7 +449,7 @@ def _outside(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row
 
 
 def _after_half_conversion(jobs: Sequence[Job], out: Path, report: Callable[[str], None]) -> list[Row]:
-    """Starts the jobs anew, which find what the killed ones have left."""
+    """Starts the jobs again. They find the remains of the killed jobs."""
     for job in jobs:
         left = sorted(str(path.relative_to(job.own)) for path in (job.own / "converted").rglob("*"))
         report(f"{job.name} left {left[:8]}")
@@ -468,13 +468,13 @@ def _after_half_conversion(jobs: Sequence[Job], out: Path, report: Callable[[str
 
 
 def _bounded(kind: str) -> list[str]:
-    """The deadlines that are short in a job with a fault; those of set-up are not, but for the one that is met."""
+    """Returns the phases with short deadlines in a job with a fault: of set-up, only the phase with the fault."""
     names = {"world", "logprob", "train", "save", "sync", "generate"} & set(NemoRlTimeouts.model_fields)
     return sorted(names | ({"convert"} if kind == "late" else set()))
 
 
 def _names_rank(run: Run) -> int:
-    """Counts lines that name the lost rank: as a training rank, or as NeMo RL's worker of that number."""
+    """Counts the lines that name the lost rank, as a training rank or as NeMo RL's worker of that number."""
     return len(re.findall(r"\brank(?:s|\(s\))? \[?1\b|-0-1:", run.running.output()))
 
 
@@ -489,7 +489,7 @@ PARTS: Mapping[str, Callable[[Path, Path, Callable[[str], None]], list[Row]]] = 
     "steps-colocated": _steps(COLOCATED),
     "outside": _outside,
 }
-"""The parts besides `FAULTS`."""
+"""The parts that are not in `FAULTS`."""
 COMMANDS = (
     ("apart",),
     ("colocated",),
@@ -502,7 +502,7 @@ COMMANDS = (
     ("engine", "receive", "late", "convert"),
     ("outside",),
 )
-"""The parts that run together; each takes less than five minutes."""
+"""The parts that run together. Each tuple takes less than five minutes."""
 
 
 def main() -> int:

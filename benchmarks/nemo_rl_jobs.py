@@ -1,4 +1,4 @@
-"""Runs jobs of NeMo RL side by side on the same GPUs, with its script or ours, and looks at them from outside."""
+"""Runs jobs of NeMo RL side by side on the same GPUs, with its script or ours, and measures them from outside."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ RECIPES = ROOT / "recipes" / "nemo_rl"
 START = ROOT / "benchmarks" / "nemo_rl_start"
 FIRST_PORT, PORTS, PLACES = 1400, 30, 20
 _FIRST_VLLM_PORT, _VLLM_PORTS = 25_000, 200
-"""Each job has ports of its own, in the range that NeMo RL names. So at most 20 jobs run at a time."""
+"""First port and number of ports. Each job has its own ports, in the range that NeMo RL uses. So at most 20 jobs run at
+a time."""
 _PLACES = itertools.count()
 KEPT_BYTES = 300_000
-"""Most bytes of one log that are kept."""
+"""Largest number of bytes to keep of one log."""
 IS_CUT = threading.Event()
-"""Set once all jobs are to be cut."""
+"""Set when all jobs must end."""
 _POLL_S, _LEFT_AFTER_S = 0.2, 5.0
 STANDS_STILL_S = 20.0
 _VARIABLES = {
     "RAY_DEDUP_LOGS": "0",
     "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
     "TORCH_CUDA_ARCH_LIST": "9.0",
-    # Of the GPUs' machine, several jobs share the cores and the memory.
+    # Several jobs share the cores and the memory of the machine.
     "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 16}),
     "RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION": "0.01",
 }
 _SHARED = ("++policy.generation.vllm_kwargs.kv_cache_memory_bytes=1073741824",)
-"""Overrides of all jobs. Without, vLLM refuses to start where another job gives memory back meanwhile."""
+"""Overrides of all jobs. Without them, vLLM refuses to start if another job gives memory back meanwhile."""
 _ERROR = re.compile(r"^(?:\([^)]*\) *)?(\w+(?:\.\w+)*(?:Error|Exception|Timeout)\b:? ?.*)$")
 _MISSED = re.compile(r"the bootstrap has missed (.*)")
 _TAKEN = re.compile(r"took (\d+) MiB")
 _VENVS = ("nemo_rl.algorithms.async_utils.ReplayBuffer", "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector")
-"""NeMo RL always makes a Python for these actors with uv, unless one is there."""
+"""Actors for which NeMo RL always makes a Python environment with uv, unless one exists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +60,22 @@ class Job:
     """
 
     name: str
-    """Short, see `Run.ray`."""
+    """A short name; see `Run.ray`."""
     side: str
     recipe: str
     folder: Path
-    """Shared by jobs that run at a time; a folder of the job's name in it is its own. Earlier runs are continued."""
+    """Folder that jobs which run at the same time share. Each job has a folder in it, and continues earlier runs."""
     overrides: Sequence[str] = ()
     fault: str = ""
-    """For `FAULT`."""
+    """The value of `FAULT`."""
     turns_with: str = ""
-    """Name of the job that it takes turns with."""
+    """Name of the job with which it takes turns."""
     model: str = "tiny"
-    """The folder in `folder` that ``make_tiny.py`` has made."""
+    """Name of a folder in `folder` that ``make_tiny.py`` has made."""
 
     @property
     def own(self) -> Path:
-        """The working directory."""
+        """The job's working directory."""
         return self.folder / self.name
 
 
@@ -84,18 +85,18 @@ class Run:
 
     job: Job
     number: int
-    """How often the job was started before."""
+    """Number of earlier starts of the job."""
     running: host_jobs.Job
     exit_code: int | None = None
     gone_s: float | None = None
-    """When its last process ended; None if some had to be killed."""
+    """Unix time when the last process ended; None if some had to be killed."""
     left: list[str] = field(default_factory=list)
-    """Processes that were there some seconds after its script ended, or as it was cut."""
+    """Processes that still ran some seconds after the script had ended, or when the job was cut."""
     was_cut: bool = False
 
     @property
     def meter(self) -> Path:
-        """Folder of the records."""
+        """The folder of the meter's records."""
         return self.running.calls_folder
 
     @property
@@ -105,7 +106,7 @@ class Run:
 
     @property
     def ray(self) -> Path:
-        """Ray's folder. Names of sockets in it may have 107 bytes."""
+        """Ray's folder. Its path must be short, because the path of a socket in it may have only 107 bytes."""
         return _ray_folder(self.job, self.number)
 
     @property
@@ -115,7 +116,7 @@ class Run:
 
     @property
     def fault_s(self) -> float | None:
-        """When the fault happened."""
+        """Unix time of the fault; None if it has not happened."""
         return next((call.started_s for call in self.calls if call.name == FAULT_NAME), None)
 
     def error(self) -> str:
@@ -129,7 +130,7 @@ class Run:
         return next(match[1] for line in lines if (match := re.search(r"--gcs-address=(\S+)", line)))
 
     def late_mib(self) -> int:
-        """Returns what our watch has noticed after the bootstrap."""
+        """Returns the MiB that our watch saw collectives take after the bootstrap."""
         lines = [match[1] for match in _MISSED.finditer(self.running.output())]
         return sum(int(taken[1]) for line in lines for taken in _TAKEN.finditer(line))
 
@@ -140,7 +141,7 @@ class Run:
 
 
 def module_search_path(*first: Path) -> str:
-    """Returns ``PYTHONPATH`` with some folders and this checkout before what it has."""
+    """Returns ``PYTHONPATH`` with some folders and this checkout in front."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys([*map(str, first), str(ROOT), *filter(None, given)]))
 
@@ -148,16 +149,16 @@ def module_search_path(*first: Path) -> str:
 def run_jobs(
     jobs: Sequence[Job], *, limit_s: float, cut_s: float = 120.0, look: Callable[[Run], None] | None = None
 ) -> list[Run]:
-    """Runs jobs at the same time; waits until none of their processes is left, and ends those that stay.
+    """Runs jobs at the same time. Waits until none of their processes is left, and ends those that remain.
 
     Args:
-        jobs: At most one of a name.
-        limit_s: Seconds for all.
-        cut_s: Seconds after its fault in which a job has to end.
-        look: Called with each run `STANDS_STILL_S` after its fault, on a thread of its own.
+        jobs: The jobs, with different names.
+        limit_s: Seconds for all jobs.
+        cut_s: Seconds within which a job must end after its fault.
+        look: Is called with each run `STANDS_STILL_S` after its fault, on a thread of its own.
 
     Raises:
-        Exception: What ``look`` has raised, once all jobs have ended.
+        Exception: An error that ``look`` has raised, once all jobs have ended.
     """
     runs = [_start(job, next(_PLACES) % PLACES) for job in jobs]
     began = time.time()
@@ -190,7 +191,7 @@ def _await_ends(runs: Sequence[Run], *, began: float, limit_s: float, cut_s: flo
 
 
 def keep_logs(runs: Sequence[Run], archive: Path) -> None:
-    """Packs the logs and records of runs, and what Ray wrote about them."""
+    """Packs the logs and records of runs, and Ray's logs about them."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive, "w:gz") as packed:
         for run in runs:
@@ -207,7 +208,7 @@ def keep_logs(runs: Sequence[Run], archive: Path) -> None:
 
 
 def _add(packed: tarfile.TarFile, path: Path, name: str) -> None:
-    """Adds a file, of a long one its end."""
+    """Adds a file to an archive; of a long file, only its end."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - KEPT_BYTES))
         info = tarfile.TarInfo(name)

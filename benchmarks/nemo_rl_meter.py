@@ -1,7 +1,7 @@
-"""Glue of `host_meter` for NeMo RL: the calls of a job that are metered, in stock runs and in ours alike.
+"""Connects `host_meter` to NeMo RL: chooses the calls to meter, in stock runs and in ours.
 
-A job is metered without a change of its files: ``nemo_rl_start/sitecustomize.py`` calls `meter`, which waits for the
-modules that have the methods. Until then it imports nothing, because Ray starts many processes that need none of it.
+Metering changes no file of a job. ``nemo_rl_start/sitecustomize.py`` calls `meter`, which waits until the modules with
+the methods are imported. It imports nothing itself, because Ray starts many processes that do not need these modules.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ SIDE = "RL_SAFE_METER_SIDE"
 """Environment variable: `STOCK` or `OURS`. Without it nothing is metered."""
 STOCK, OURS = "stock", "ours"
 JOB = "RL_SAFE_METER_JOB"
-"""Environment variable: the name of the job, among those that run at the same time on the same machine."""
+"""Environment variable: the name of the job, unique among the jobs that run at the same time on the machine."""
 WORLD, TRAIN, LOGPROB, SAVE, SEND, GENERATE, REFIT = "world", "train", "logprob", "save", "send", "generate", "refit"
 RECEIVE = "receive"
 PATHS, IMPORT, STATE = "paths", "import", "state"
-"""Names of the calls: the default group is made, an update, ..., a trainer sends weights, ..., a whole refit as the
-driver sees it, an engine receives weights; in the conversion of HF weights, the call before it, the conversion, and the
+"""Names of the calls: making the default group, an update, ..., sending weights in a trainer, ..., a whole refit in the
+driver, receiving weights in an engine. In the conversion of HF weights: the call before it, the conversion, and the
 middle of its save."""
 DIGESTS = "digests"
-"""Start of the names of files beside the records: a digest of each parameter after a save, by its name."""
+"""Prefix of files beside the records, which hold a digest of each parameter after a save, by the parameter's name."""
 HOST_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _POLICY = {
     "train": TRAIN,
@@ -45,7 +45,7 @@ _POLICY = {
 
 
 def meter() -> None:
-    """Has the calls of a job metered, and keeps the job apart from others on the same machine."""
+    """Begins to meter the calls of a job, and separates the job from others on the same machine."""
     watches: dict[str, Callable[[Any], None]] = {
         HOST_WORKER: _watch_host_worker,
         "nemo_rl.models.policy.workers.base_policy_worker": lambda m: _own_socket(m.AbstractPolicyWorker),
@@ -61,7 +61,7 @@ def meter() -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with each of some modules once it is imported."""
+    """Calls a function with a module once that module is imported, for each of some modules."""
 
     def __init__(self, functions: dict[str, Callable[[Any], None]]) -> None:
         self._functions = functions
@@ -94,12 +94,12 @@ def _watch_host_worker(module: Any) -> None:
 def _watch_saves(module: Any) -> None:
     from benchmarks.host_meter import watch
 
-    # After the folder is made, before a shard is written.
+    # This call comes after the folder is made and before a shard is written.
     watch(module, "_clean_metadata_for_serialization", STATE)
 
 
 def _watch_actors(module: Any) -> None:
-    """Watches the methods of actors before Ray makes its class of theirs, which keeps the methods of that moment."""
+    """Watches the methods of actors before Ray makes an actor class, which keeps the methods as they are then."""
     make = module._make_actor
 
     @functools.wraps(make)
@@ -120,7 +120,7 @@ def _watch_policy(worker: type) -> None:
 
 
 def _write_digests(worker: Any) -> None:
-    """Writes what a save holds, once it has copied that: before, a rank may have old values of others' shards."""
+    """Writes digests of a save's contents once it has copied them. Before, a rank may have old values in shards."""
     save = worker.save_checkpoint
     number = iter(range(10**9))
 
@@ -166,7 +166,7 @@ def _watch_driver(module: Any) -> None:
     watch(module, "refit_policy_generation", REFIT)
 
     class Step:
-        """A refit is the first GPU work of a step, and the update the last."""
+        """Begins a step with a refit, its first GPU work, and ends it with the update, its last."""
 
         refit = staticmethod(module.refit_policy_generation)
         train = module.Policy.train
@@ -177,7 +177,7 @@ def _watch_driver(module: Any) -> None:
 
 
 def _own_ray(module: Any) -> None:
-    """Has the job start a Ray of its own, and find no other: NeMo RL would join that of another job."""
+    """Makes the job start its own Ray and find no other. NeMo RL would join the Ray of another job."""
 
     def find_gcs_addresses(*_args: Any) -> list[str]:
         import ray
@@ -189,12 +189,12 @@ def _own_ray(module: Any) -> None:
 
 
 def _own_ports(module: Any) -> None:
-    """Gives the job's engines ports of their own: NeMo RL's are the same in every job."""
+    """Gives the job's engines their own ports. NeMo RL uses the same ports in every job."""
     module.DEFAULT_VLLM_PORT_RANGE_LOW = int(os.environ[FIRST_VLLM_PORT])
 
 
 def _own_socket(owner: Any) -> None:
-    """Names the socket between trainer and engine by the job: NeMo RL names it by the GPU alone."""
+    """Adds the job to the name of the socket between trainer and engine. NeMo RL names it only by the GPU."""
     address = owner.get_zmq_address
 
     def get_zmq_address(self: Any) -> str:

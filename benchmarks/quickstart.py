@@ -1,6 +1,6 @@
-"""The main job: does it learn, do rollout and trainer agree, and what does it cost? For three seeds, none chosen.
+"""Runs the main job for three arbitrary seeds. Measures learning, the gap between rollout and trainer, and the cost.
 
-Each seed runs in a folder of its own that starts empty, so its seconds include the making of the model.
+Each seed runs in its own empty folder, so its seconds include making the model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rl_safe_workers.versions import installed_versions
 SEEDS = (0, 1, 2)
 STEPS = 20
 LAST_STEPS = 5
-"""Steps at the end whose mean reward is compared with that of the first step."""
+"""Number of last steps. Their mean reward is compared with the mean reward of the first step."""
 INTERRUPTED_S = 60.0
-"""How long a run may take to end after Ctrl-C."""
+"""Seconds that a run may take to end after Ctrl-C."""
 RECIPE = Path(rl_safe_workers.__file__).parents[1] / "recipes" / "quickstart.yaml"
 
 LEARNING = Goal(relation=Relation.AT_LEAST, bound=2)
@@ -45,13 +45,13 @@ class Figures:
 
     seed: int
     learning: float
-    """Mean reward of the last steps over that of the first."""
+    """Mean reward of the last steps, divided by the mean reward of the first."""
     gap: float
-    """Largest difference between rollout's and trainer's log-probability of a sampled token, in nats."""
+    """Largest difference between rollout and trainer in the log-probability of a sampled token, in nats."""
     wall_s: float
-    """From the start of the process to its exit."""
+    """Seconds from the start of the process to its exit."""
     peak_gib: float
-    """All processes together, at one time."""
+    """Largest memory of all processes together at one time, in GiB."""
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
@@ -101,7 +101,7 @@ def run_recipe(what: str, folder: Path, *overrides: str, recipe: Path = RECIPE) 
     """Runs a recipe in a folder, as run ``bench``. Returns the metrics of each step.
 
     Raises:
-        RunError: If it fails. The error begins with ``what``.
+        RunError: If the run fails. The error begins with ``what``.
     """
     command = module_command("rl_safe_workers", "run", str(recipe), "trainer.run_name=bench", *overrides)
     code, complaint = _run(command, folder)
@@ -118,7 +118,7 @@ def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
     try:
         _, complaint = process.communicate()
     except BaseException:
-        # Killed, as subprocess.run would, it could not take its own processes along.
+        # subprocess.run would kill it, and then it could not end its own processes.
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=INTERRUPTED_S)
         raise
@@ -126,7 +126,7 @@ def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 def to_figures(seed: int, records: Sequence[Mapping[str, Any]], *, wall_s: float, peak_bytes: int) -> Figures:
-    """Sums up the metrics of one run."""
+    """Returns the figures of one run, from its metrics."""
     rewards = [record[names.REWARD_MEAN] for record in records]
     return Figures(
         seed=seed,
@@ -138,7 +138,7 @@ def to_figures(seed: int, records: Sequence[Mapping[str, Any]], *, wall_s: float
 
 
 def to_rows(results: Sequence[Figures], *, machine: str, versions: Mapping[str, str]) -> list[Row]:
-    """Returns learning for each seed, and the worst run of all for the rest."""
+    """Returns a row for each seed's learning; for the other figures, a row for the worst run."""
     per_seed = [(f"reward gain, seed {r.seed}", "", r.learning, LEARNING, 1) for r in results]
     worst = [
         ("logprob gap, worst", "nat", max(r.gap for r in results), GAP, len(results)),

@@ -1,9 +1,8 @@
-"""Saves and loads of an MoE checkpoint against megatron-core's own, of large tensors against torch.save, and the audit.
+"""Times saves and loads of an MoE checkpoint against megatron-core's, of large tensors against torch.save, and audits.
 
 Workload A: 48 layers x 128 experts, weights and two moments, hidden size 16: 18,720 sharded tensors on each of four
-gloo ranks (EP2, expert data-parallel 2). Workload B: 4 GiB in large tensors. The peer saves and loads as the
-frameworks do, fully parallel and with validation; its load is megatron-core's default, which is faster here than its
-fully-parallel one.
+gloo ranks (EP2, expert data-parallel 2). Workload B: 4 GiB in large tensors. The peer saves as the frameworks do: fully
+parallel and with validation. It loads with megatron-core's default, which is faster here than the fully-parallel load.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rl_safe_workers.own_process import module_command
 from rl_safe_workers.versions import installed_versions
 
 ROUNDS = 2
-"""How often ours and the peer run, in alternating order, each time in new processes."""
+"""Number of rounds. In each, we and the peer run in new processes, in alternating order."""
 JOB_S = 600.0
 AUDITED_TENSORS = 100_000
 
@@ -35,7 +34,7 @@ Seconds = dict[str, list[float]]
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Runs everything; takes some minutes and 9 GiB of disk in the folder for temporary files.
+    """Runs everything. Takes some minutes, and 9 GiB of disk in the folder for temporary files.
 
     Args:
         report: Takes a line of progress after each part.
@@ -69,7 +68,7 @@ def _workload_a(folder: Path, report: Callable[[str], None]) -> tuple[Seconds, S
 
 
 def _run(job: str, report: Callable[[str], None], folder: Path | None = None) -> Seconds:
-    """Runs a job on all ranks; returns the seconds of the slowest rank, by what was timed."""
+    """Runs a job on all ranks; returns the seconds of the slowest rank for each timed thing."""
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as own:
             return _run(job, report, Path(own))
@@ -108,7 +107,7 @@ def _listed(values: Sequence[float]) -> str:
 
 
 def _audit(directory: Path) -> float:
-    """Seconds of the whole command, start of Python included."""
+    """Audits a checkpoint; returns the seconds of the whole command, including the start of Python."""
     started_s = time.perf_counter()
     done = subprocess.run(module_command("rl_safe_workers", "audit", str(directory)), capture_output=True, text=True)
     seconds = time.perf_counter() - started_s
@@ -118,7 +117,7 @@ def _audit(directory: Path) -> float:
 
 
 def _many_tensors(folder: Path) -> Path:
-    """Makes a checkpoint of many small tensors."""
+    """Makes a checkpoint of many small tensors; returns its folder."""
     code = (
         "import sys, torch\n"
         "from torch.distributed import checkpoint\n"

@@ -1,6 +1,7 @@
-"""One rank of the save benchmark: ``python -m benchmarks.save_ranks RANK PORT JOB FOLDER``.
+"""Runs one rank of the benchmark ``save``: ``python -m benchmarks.save_ranks RANK PORT JOB FOLDER``.
 
-Runs one job and, on rank 0, prints its seconds as JSON: of each thing timed a list, the slowest rank's each time.
+It runs one job. Rank 0 prints its seconds as JSON: for each timed thing, a list with the slowest rank's time of each
+repetition.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Any
 RANKS = 4
 EP, EXPERT_DP = 2, 2
 LATER = 3
-"""Saves after the first."""
+"""Number of saves after the first."""
 PATIENCE = timedelta(seconds=550)
 OURS = "ours_0/global_step_1/dist_ckpt"
 """The shards of our first save."""
 
 
 class Ranks:
-    """The jobs' shared state: the place among the ranks, a clock, and both ways to save."""
+    """The shared state of the jobs: the rank, a clock, and both ways to save."""
 
     def __init__(self, rank: int, port: int, folder: Path) -> None:
         import torch
@@ -60,7 +61,7 @@ class Ranks:
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def timed(self, name: str, work: Callable[[], Any]) -> Any:
-        """Times work that all ranks begin together, until the last has done it."""
+        """Times work that all ranks begin together, until the last rank has finished it."""
         import torch.distributed as dist
 
         dist.barrier()
@@ -70,7 +71,7 @@ class Ranks:
         return value
 
     def record(self, name: str, seconds: float) -> None:
-        """Keeps the longest of the ranks' times."""
+        """Records the longest of the ranks' times."""
         import torch.distributed as dist
 
         everyone: list[float] = [0.0] * RANKS
@@ -78,7 +79,7 @@ class Ranks:
         self.seconds[name].append(max(everyone))
 
     def save(self, state: dict[str, Any], name: str, *, background: bool = False) -> None:
-        """Saves in our way, to where nothing is."""
+        """Saves in our way, to a new directory."""
         from rl_safe_workers.checkpoint.folders.manifest import SHARDS, Manifest
         from rl_safe_workers.checkpoint.folders.ownership import INCOMPLETE
         from rl_safe_workers.checkpoint.folders.retention import commit, prune, start_save
@@ -125,14 +126,14 @@ class Ranks:
         dist_checkpointing.save(state, str(self.make(name)), strategy, validate_access_integrity=True)
 
     def load_as_peer(self, state: dict[str, Any], name: str) -> dict[str, Any]:
-        """Loads as megatron-core does by default. Its fully-parallel load adds a broadcast per tensor to that."""
+        """Loads as megatron-core does by default. A fully-parallel load would add a broadcast per tensor."""
         from megatron.core import dist_checkpointing
 
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(self.folder / name), validate_access_integrity=True)
         return loaded
 
     def make(self, name: str) -> Path:
-        """Makes a directory on rank 0 that all ranks then see."""
+        """Makes a directory on rank 0; returns its path once it exists for all ranks."""
         import torch.distributed as dist
 
         directory = self.folder / name
@@ -154,7 +155,7 @@ class Ranks:
 
 
 def ours(ranks: Ranks) -> None:
-    """Workload A, our saves and load. The first save is the process's first."""
+    """Times our saves and load of workload A. The first save is also the first save of the process."""
     from benchmarks.inventory import MoeInventory
 
     inventory = MoeInventory()
@@ -173,7 +174,7 @@ def ours(ranks: Ranks) -> None:
 
 
 def _described_anew(state: dict[str, Any]) -> dict[str, Any]:
-    """The same tensors in new descriptions, as a trainer gives for each save; making them is not ours to time."""
+    """Returns the same tensors in new descriptions, as a trainer makes them for each save. This must not be timed."""
     from dataclasses import replace
 
     return {key: replace(shard) for key, shard in state.items()}
@@ -196,7 +197,7 @@ def _save_in_background(ranks: Ranks, state: dict[str, Any], name: str) -> None:
 
 
 def peer(ranks: Ranks) -> None:
-    """Workload A, the peer's saves and load."""
+    """Times the peer's saves and load of workload A."""
     from benchmarks.inventory import MoeInventory
 
     inventory = MoeInventory()
@@ -219,7 +220,7 @@ def _zeroed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def interop(ranks: Ranks) -> None:
-    """Counts checkpoints of A that come back bit-equal: each way, at EP2, EP4 and EP1; after `ours` and `peer`."""
+    """Counts checkpoints of A that load bit-equal, both ways, at EP2, EP4 and EP1. Runs after `ours` and `peer`."""
     import torch
 
     from benchmarks.inventory import MoeInventory
@@ -245,7 +246,7 @@ def _copy(shard: Any) -> Any:
 
 
 def large(ranks: Ranks) -> None:
-    """Workload B, ours and the same bytes through plain torch.save and fsync, by turns."""
+    """Times workload B in turns: our save, and the same bytes by plain torch.save and fsync."""
     import torch
 
     from benchmarks.inventory import large_tensors
@@ -261,7 +262,7 @@ def large(ranks: Ranks) -> None:
     for i in range(5):
         for name in ("ours", "plain") if i % 2 else ("plain", "ours"):
             folder = f"{name}_{i}"
-            # The first of all finds the disk's cache as the machine left it.
+            # The very first save depends on the earlier state of the disk's cache.
             label = name if i else "warm_up"
             if name == "ours":
                 ranks.timed(label, partial(ranks.save, _described_anew(state), folder))
@@ -271,7 +272,7 @@ def large(ranks: Ranks) -> None:
 
 
 def scaling(ranks: Ranks) -> None:
-    """Later saves of A with fewer and more layers and experts."""
+    """Times later saves of A with fewer and with more layers and experts."""
     from benchmarks.inventory import MoeInventory
 
     for layers, experts in [(24, 128), (48, 128), (96, 128), (48, 64), (48, 256)]:
@@ -306,7 +307,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(ranks.seconds) + "\n")
         sys.stdout.flush()
     dist.barrier()
-    # Megatron-core's own saves leave a helper process behind that an ordinary exit waits for.
+    # Megatron-core's own saves leave a helper process behind. An ordinary exit would wait for it.
     dist.destroy_process_group()
 
 

@@ -1,11 +1,11 @@
-"""A plain Megatron script: memory and steps with `bootstrap` and `channel_limits`, against the script left to itself.
+"""Compares memory and steps of a plain Megatron script, with and without `bootstrap` and `channel_limits`.
 
-Needs two GPUs. Memory is that of the rank that takes most. Steps are compared in blocks: two sets of ranks share the
-GPUs, and one waits while the other runs its block. ``RL_SAFE_BENCH_LAYERS=te`` takes Transformer Engine's layers, and
-adds context parallelism and fp8. ``RL_SAFE_BENCH_LAYOUTS="EP2;CP2"`` runs these layouts alone.
+Needs two GPUs. The memory is from the rank that takes most. Steps are compared in blocks: two sets of ranks share the
+GPUs, and one set waits while the other runs its block. ``RL_SAFE_BENCH_LAYERS=te`` uses Transformer Engine's layers,
+and adds context parallelism and fp8. ``RL_SAFE_BENCH_LAYOUTS="EP2;CP2"`` runs only these layouts.
 
-With ``RL_SAFE_BENCH_HOSTS=apart``, NCCL believes that each rank is on a host of its own. With ``two``, four ranks share
-the two GPUs as two hosts of two. Then no steps are compared.
+With ``RL_SAFE_BENCH_HOSTS=apart``, NCCL believes that each rank is on its own host. With ``two``, four ranks share the
+two GPUs as two hosts of two ranks. In both cases no steps are compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GPUS = 2
 MODULE = "benchmarks.script_ranks"
 UNLIMITED = "ours, without channel_limits"
 WATCHED = "nothing but the watch"
-"""The script left to itself, but for the threads that watch its ranks."""
+"""The script without our functions, but with the threads that watch its ranks."""
 WAYS = (NOTHING, EVERY, UNLIMITED, OURS)
 IN_TURNS = (NOTHING, OURS)
 """Ways whose steps are compared."""
@@ -55,7 +55,7 @@ class Layout:
     name: str
     sizes: Mapping[str, int]
     features: Mapping[str, bool] = field(default_factory=dict)
-    """Beside those of every layout."""
+    """Features in addition to those of every layout."""
     fp8: bool = False
     ranks: int = GPUS
 
@@ -100,7 +100,7 @@ class Job:
     features: dict[str, bool]
     """Fields of `Features`, for our functions."""
     layers: str
-    """``local``, or ``te`` for Transformer Engine's."""
+    """``local`` for Megatron's layers, ``te`` for Transformer Engine's."""
     fp8: bool
     port: int
     """Port of the default group's store."""
@@ -110,16 +110,16 @@ class Job:
     tokens: int
     """Tokens of each sequence."""
     turns_port: int = 0
-    """Port of a store over which two jobs take turns; 0 for a job by itself."""
+    """Port of a store over which two jobs take turns; 0 for a single job."""
     place: int = 0
-    """Its place among the two."""
+    """The job's number among the two, 0 or 1."""
     blocks: int = 0
-    """Timed blocks of each."""
+    """Number of timed blocks of each job."""
     block_steps: int = BLOCK_STEPS
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Runs every layout in every way; takes some eight minutes.
+    """Runs every layout in every way. Takes about eight minutes.
 
     Raises:
         ResourceError: If there are fewer than two GPUs.
@@ -147,11 +147,11 @@ def run_layout(
 
     Args:
         layout: The layout.
-        ways: Run one after the other, for their memory.
+        ways: The ways, which run one after the other, for their memory.
         device: ``cuda`` or ``cpu``.
         hidden: Hidden size of the model.
         tokens: Tokens of each sequence.
-        blocks: Timed blocks of each of `IN_TURNS`.
+        blocks: Number of timed blocks of each of `IN_TURNS`.
     """
     with _served(layout, ways, device=device, hidden=hidden, tokens=tokens) as alone:
         found = _results_of(layout, alone, JOB_S)
@@ -173,7 +173,7 @@ def run_in_turns(
     blocks: int = BLOCKS,
     block_steps: int = BLOCK_STEPS,
 ) -> list[list[dict[str, Any]]]:
-    """Runs two ways side by side, whose blocks of steps take turns; returns the figures of each by rank.
+    """Runs two ways side by side, with their blocks of steps in turns; returns the figures of each way by rank.
 
     Args:
         layout: The layout.
@@ -181,8 +181,8 @@ def run_in_turns(
         device: ``cuda`` or ``cpu``.
         hidden: Hidden size of the model.
         tokens: Tokens of each sequence.
-        blocks: Timed blocks of each.
-        block_steps: Steps of a block.
+        blocks: Number of timed blocks of each way.
+        block_steps: Number of steps of a block.
     """
     turns, address, _ = serve_store("127.0.0.1", timeout=_STORE_TIMEOUT)
     with _served(layout, ways, device=device, hidden=hidden, tokens=tokens) as jobs:
@@ -192,19 +192,19 @@ def run_in_turns(
         ]
         with ThreadPoolExecutor(len(jobs)) as pool:
             found = [*pool.map(lambda job: _results_of(layout, [job], TURNS_S)[0], jobs)]
-    del turns  # it serves until here
+    del turns  # the store must serve until here
     return found
 
 
 def block_ratios(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns what `median_with_bounds` does, of the seconds of the slowest rank in each block."""
+    """Returns `median_with_bounds` of the blocks' ratios. A block's time is that of its slowest rank."""
     seconds = [list(map(max, *(of_rank["block_s"] for of_rank in of_ranks))) for of_ranks in (ours, theirs)]
     return median_with_bounds([a / b for a, b in zip(*seconds, strict=True)])
 
 
 @contextmanager
 def _served(layout: Layout, ways: Sequence[str], *, device: str, hidden: int, tokens: int) -> Iterator[list[Job]]:
-    """Yields a job of each way, and serves the store of its default group meanwhile."""
+    """Yields a job for each way, and serves the stores of their default groups during the body."""
     stores = [serve_store("127.0.0.1", timeout=_STORE_TIMEOUT) for _ in ways]
     yield [
         Job(
@@ -231,12 +231,12 @@ def _results_of(layout: Layout, jobs: Sequence[Job], seconds: float) -> list[lis
 
 
 def median_with_bounds(values: Sequence[float]) -> dict[str, float]:
-    """Returns the median of ratios and its 95 % interval, under the names of a table's figures."""
+    """Returns the median of ratios and its 95 % interval, by the names of the table's figures."""
     return dict(zip(("step_ratio", "step_ratio_low", "step_ratio_high"), median_and_interval(values), strict=True))
 
 
 def median_and_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the median, and both ends of its 95 % interval: the binomial distribution gives two of the values."""
+    """Returns the median and both ends of its 95 % interval, two of the values chosen by the binomial distribution."""
     ordered, count = sorted(values), len(values)
     tail, below = 0.0, 0
     while tail + comb(count, below) / 2**count <= 0.025:
@@ -252,7 +252,7 @@ def _worst(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def rows_of(name: str, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
-    """The table of one layout."""
+    """Returns the table of one layout."""
     growth = {way: figures["growth_bytes"] / MIB for way, figures in found.items()}
     ours = found[OURS]
     rows = [

@@ -1,6 +1,6 @@
-"""One rank of the benchmark of plain scripts: ``python -m benchmarks.script_ranks RANK JOBS``.
+"""Runs one rank of the benchmark ``script``: ``python -m benchmarks.script_ranks RANK JOBS``.
 
-A plain Megatron training script, with no class of ours: groups, model, optimizer, steps. Each job runs in a fork.
+It is a plain Megatron training script without our classes: groups, model, optimizer, steps. Each job runs in a fork.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STOP_LIMIT_S, _SETTLES_S = 10.0, 1.0
 
 
 def init(job: Job, rank: int) -> None:
-    """Makes the groups as the job's way asks for it."""
+    """Makes the groups in the job's way."""
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
     limits = None
     if job.way == OURS:
@@ -59,7 +59,7 @@ def init(job: Job, rank: int) -> None:
 
 
 def build(job: Job) -> tuple[Any, Any]:
-    """Builds the chunk of this rank, in Megatron's data-parallel wrapper, with the distributed optimizer."""
+    """Returns this rank's model chunk, in Megatron's data-parallel wrapper, and its distributed optimizer."""
     dtype = torch.bfloat16 if job.device == "cuda" else torch.float32
     tensor = job.sizes.get("tensor_model_parallel_size", 1)
     config = TransformerConfig(
@@ -117,7 +117,7 @@ def build(job: Job) -> tuple[Any, Any]:
 
 
 def batches(job: Job) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields the same random micro-batch for ever."""
+    """Yields the same random micro-batch forever."""
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
     length = job.tokens // parallel_state.get_context_parallel_world_size()
     tokens = torch.randint(0, 8192, (2, length), generator=generator).to(job.device)
@@ -127,13 +127,13 @@ def batches(job: Job) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def forward(data: Iterator[Mapping[str, Any]], chunk: Any) -> tuple[torch.Tensor, Any]:
-    """Megatron's forward step."""
+    """Runs a forward step, as Megatron's schedule calls it."""
     losses = chunk(**next(data))
     return losses, lambda output: (output.float().mean(), {})
 
 
 def train(job: Job, chunk: Any, optimizer: Any) -> None:
-    """One step of `MICRO_BATCHES` micro-batches."""
+    """Runs one step of `MICRO_BATCHES` micro-batches."""
     chunk.zero_grad_buffer()
     optimizer.zero_grad()
     get_forward_backward_func()(
@@ -156,7 +156,7 @@ def gather_of_a_save(rank: int, ranks: int) -> None:
 
 @contextmanager
 def late_warnings() -> Iterator[list[str]]:
-    """Yields a list that gets every warning of the late watch in the body."""
+    """Yields a list that collects every warning of the watch for late allocations during the body."""
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -169,7 +169,7 @@ def late_warnings() -> Iterator[list[str]]:
 
 
 def take_turns(job: Job, step: Callable[[], None], device: torch.device) -> list[float]:
-    """Times blocks of steps while the other job waits, and waits while it runs; returns the seconds of each block."""
+    """Runs blocks of steps in turns with the other job; returns the seconds of each block."""
     store = dist.TCPStore("127.0.0.1", job.turns_port, is_master=False)
 
     def block() -> None:
@@ -192,7 +192,7 @@ def take_turns(job: Job, step: Callable[[], None], device: torch.device) -> list
 
 
 class Watch:
-    """The watch of a plain script's ranks, as `bootstrap` starts it, and what it costs this process."""
+    """The watch of a plain script's ranks, as `bootstrap` starts it, and its cost in this process."""
 
     def __init__(self, key: str, rank: int) -> None:
         threads, process = set(threading.enumerate()), psutil.Process()
@@ -204,7 +204,7 @@ class Watch:
 
     @contextmanager
     def measured(self, found: dict[str, Any]) -> Iterator[None]:
-        """Adds its threads' share of a core in the body, and its memory in bytes; then ends it."""
+        """Adds the share of a core that its threads take in the body, and its memory in bytes. Then ends the watch."""
         started_s, cpu_s = time.monotonic(), self._cpu_seconds()
         yield
         found["watch_share"] = (self._cpu_seconds() - cpu_s) / (time.monotonic() - started_s)
@@ -212,13 +212,13 @@ class Watch:
         self._neighbours.leave()
 
     def _cpu_seconds(self) -> float:
-        """Seconds on a core of all threads of the watch (sched_stat's first field, in ns)."""
+        """Returns the CPU seconds of all threads of the watch (the first field of schedstat, in ns)."""
         files = [Path(f"/proc/self/task/{thread.native_id}/schedstat") for thread in self._threads]
         return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 def measure(job: Job, rank: int) -> dict[str, Any]:
-    """Warms up, builds, trains `STEPS` steps; returns bytes and seconds of this rank."""
+    """Warms up, builds the model and trains `STEPS` steps; returns this rank's bytes and seconds."""
     if job.device == "cuda":
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)

@@ -1,7 +1,7 @@
-"""Communicators that NCCL suspends for a rollout, against ones that are dropped and made again.
+"""Compares communicators that NCCL suspends for a rollout with communicators that are dropped and made again.
 
-Needs two GPUs, and an NCCL of 2.29.7 or later. Over an older one of torch: ``LD_PRELOAD=.../libnccl.so.2``. Four ranks
-share the two GPUs as two hosts. Every figure is of the rank that takes most.
+Needs two GPUs, and NCCL 2.29.7 or later. If torch brings an older NCCL, set ``LD_PRELOAD=.../libnccl.so.2``. Four ranks
+share the two GPUs as two hosts. Every figure is from the rank that takes most.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rl_safe_workers.errors import ResourceError
 
 GPUS, ROWS = 2, 8
 RUN = (*SMALL_LAYOUTS[:2], LAYOUTS[0])
-"""Without pipelines: their sends are unbatched here, and only torch 2.12 can suspend the communicators of those."""
+"""Layouts without pipelines. Pipelines here send unbatched, and only torch 2.12 can suspend such communicators."""
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Runs each layout with suspended, with dropped, and with kept communicators; takes some five minutes.
+    """Runs each layout with suspended, with dropped, and with kept communicators. Takes about five minutes.
 
     Raises:
         ResourceError: If there are fewer than two GPUs, or NCCL cannot suspend.

@@ -1,8 +1,8 @@
-"""ms-swift's Megatron jobs with our plugin and without: exits, late communicators, failures, on two GPUs.
+"""Compares ms-swift's Megatron jobs with and without our plugin: exits, late communicators, failures, on two GPUs.
 
-Needs two GPUs, ms-swift and Transformer Engine. Jobs of one part run side by side, four at a time, stock's beside ours,
-with the same meter. Memory is read of each process. ``python -m benchmarks.swift PART... [--logs FILE.tar.gz]`` runs
-some parts. If it is interrupted, it prints the rows of what has ended.
+Needs two GPUs, ms-swift and Transformer Engine. Jobs of one part run side by side, four at a time, stock jobs beside
+ours, with the same meter. Memory is measured per process. ``python -m benchmarks.swift PART... [--logs FILE.tar.gz]``
+runs some parts. If it is interrupted, it prints the rows of the parts that have ended.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ WAYS = (OURS, STOCK, WARMED)
 JOBS, CYCLES = 5, 50
 FAULTS = ("raise", "kill", "hang")
 FAULTY_CALLS = {"step": f"{STEP}:1", "save": "shards:0", "generation": f"{GENERATE}:1", "weight export": f"{SYNC}:1"}
-"""Calls that the meter breaks: the second step, the first save once it has begun, and the like."""
+"""Calls in which the meter causes a fault, e.g. the second step, or the first save once it has begun."""
 GRPO_STEPS, RESUMED_STEPS = 5, 7
 TIMED_STEPS, UNTIMED_STEPS = (6, 2) if ON_CPU else (20, 3)
-"""Steps in turns, after those that are left out."""
+"""Number of timed steps in turns, and number of steps before them that do not count."""
 LORA = {"tuner_type": "lora", "target_modules": ["all-linear"], "lora_rank": 4, "merge_lora": False}
-"""In Ray mode: with full training, stock ms-swift exports weights from memory that it has freed."""
+"""Arguments of Ray mode. With full training, stock ms-swift exports weights from memory that it has freed."""
 FAULTY_RANK = 1
 TIMEOUT_S, GRACE_S, CUT_S = 20.0, 10.0, 120.0
 EXIT_S = 5.0
@@ -93,22 +93,22 @@ _PHASES = (
     "teardown",
 )
 DEADLINES = {"timeouts": dict.fromkeys(_PHASES, 120)}
-"""Ours, in jobs that are to end well. Beside other jobs on the same GPUs, the end of the groups can take a minute."""
+"""Our settings in jobs that should succeed. Beside other jobs on the same GPUs, ending the groups can take a minute."""
 _BROKEN = ("rollout", "sync", "logprob", "train", "save")
 SHORT = {"timeouts": {**DEADLINES["timeouts"], "teardown": 5, **dict.fromkeys(_BROKEN, TIMEOUT_S)}}
 Report = Callable[[str], None]
 
 
 def measure(report: Report, parts: Sequence[str] = (), folder: Path | None = None) -> list[Row]:
-    """Runs parts; all but ``smoke`` if none is named.
+    """Runs parts. If none is named, runs all but ``smoke``.
 
     Args:
         report: Takes a line of progress.
         parts: Names of `PARTS`.
-        folder: Where the jobs run and log; None for a folder that goes when all is done.
+        folder: Folder in which the jobs run and log; None for a temporary folder.
 
     Raises:
-        ResourceError: If there are no two GPUs.
+        ResourceError: If there are fewer than two GPUs.
     """
     if not ON_CPU and count_gpus() < GPUS:
         raise ResourceError(f"bench swift: needs {GPUS} GPUs")
@@ -128,7 +128,7 @@ def measure(report: Report, parts: Sequence[str] = (), folder: Path | None = Non
 
 
 def write_inputs(folder: Path) -> Path:
-    """Writes a tiny Qwen3-MoE and 64 short conversations, and as many texts to continue."""
+    """Writes a tiny Qwen3-MoE, 64 short conversations, and 64 texts for pretraining; returns the folder."""
     if not folder.exists():
         create_seeded_model(folder / "model", SeededModelConfig(), dtype="bfloat16")
         turns = [(f"{i} + {i}", f"{2 * i}") for i in range(64)]
@@ -146,7 +146,7 @@ def write_inputs(folder: Path) -> Path:
 def training(
     folder: Path, inputs: Path, name: str, *more: str, command: str = "sft", data: str = "data.jsonl", **options: Any
 ) -> SwiftJob:
-    """A job that trains three steps and saves."""
+    """Returns a job that trains three steps and saves."""
     args = ["--model", str(inputs / "model"), "--dataset", str(inputs / data), *TRAINING, *more]
     options = {"settings": DEADLINES, **options}
     return SwiftJob(
@@ -155,20 +155,20 @@ def training(
 
 
 def export(folder: Path, name: str, *args: str, ours: bool = True) -> SwiftJob:
-    """An export at expert parallelism 2."""
+    """Returns a job that exports at expert parallelism 2."""
     place = folder / name.replace(" ", "_")
     return SwiftJob(name=name, folder=place, command="export", args=[*args, *EP2], ours=ours, settings=DEADLINES)
 
 
 def smoke(folder: Path, inputs: Path, report: Report) -> list[Row]:
-    """One job of ours and one of stock."""
+    """Runs one job of ours and one stock job."""
     own, stock = (training(folder, inputs, way, *EP2, ours=way == OURS) for way in (OURS, STOCK))
     run_jobs([own, stock], report, limit_s=LIMIT_S)
     return [*_ends([own], [stock]), *_same_losses(own, stock), *_late_rows("EP2", {OURS: own, STOCK: stock}, report)]
 
 
 def jobs(folder: Path, inputs: Path, report: Report) -> list[Row]:
-    """Whole jobs: training and pretraining."""
+    """Runs whole jobs: training and pretraining."""
     own = [training(folder, inputs, f"{OURS} {number}", *EP2) for number in range(JOBS)]
     stock = training(folder, inputs, STOCK, *EP2, ours=False)
     pretraining = [
@@ -176,7 +176,7 @@ def jobs(folder: Path, inputs: Path, report: Report) -> list[Row]:
         for way in (OURS, STOCK)
     ]
     before_mib = 0 if ON_CPU else gpu_memory_mib()
-    # Stock's run beside ours.
+    # Stock jobs run beside ours.
     run_jobs([own[0], stock, *pretraining, *own[1:]], report, limit_s=LIMIT_S)
     left_mib = 0 if ON_CPU else max(0, gpu_memory_mib() - before_mib)
     return [
@@ -190,7 +190,7 @@ def jobs(folder: Path, inputs: Path, report: Report) -> list[Row]:
 
 
 def exports(folder: Path, inputs: Path, report: Report) -> list[Row]:
-    """An export to Megatron's shards, and one of them back."""
+    """Exports to Megatron's shards, and exports these back to HF."""
     to_mcore = export(folder, "export to mcore", "--model", str(inputs / "model"), "--to_mcore", "true")
     to_hf = export(folder, "export to hf", "--mcore_model", str(to_mcore.output), "--to_hf", "true")
     for job in (to_mcore, to_hf):
@@ -254,7 +254,7 @@ def cycles(folder: Path, inputs: Path, report: Report) -> list[Row]:
 
 
 def late_bytes(folder: Path, inputs: Path, report: Report, *, nodes: int) -> list[Row]:
-    """Memory that collectives take in the first steps, in the layouts of so many nodes, three ways."""
+    """Measures the memory that collectives take in the first steps, three ways, in the layouts with so many nodes."""
     found: dict[str, dict[str, SwiftJob]] = {}
     for name, (sizes, of_nodes) in LAYOUTS.items():
         if of_nodes == nodes:
@@ -275,7 +275,7 @@ def late_bytes(folder: Path, inputs: Path, report: Report, *, nodes: int) -> lis
 
 
 def grpo(folder: Path, inputs: Path, report: Report) -> list[Row]:
-    """GRPO with vLLM on the trainers' GPUs: five steps and a save with communicators given away, and a resume."""
+    """Runs GRPO with vLLM on the trainers' GPUs: five steps and a save with communicators given away, and a resume."""
     giving = _grpo(folder, inputs, "grpo giving", *_until(GRPO_STEPS), settings={**DEADLINES, "release_comms": True})
     run_jobs([giving], report, limit_s=GRPO_LIMIT_S)
     resumed = _grpo(
@@ -307,7 +307,7 @@ def grpo(folder: Path, inputs: Path, report: Report) -> list[Row]:
 
 
 def grpo_turns(folder: Path, inputs: Path, report: Report) -> list[Row]:
-    """The same, ours and stock's steps in turns: late communicators, and the seconds of a step."""
+    """Runs GRPO with our steps and stock's in turns: measures late communicators, and the seconds of a step."""
     turns = folder / "turns"
     folder.mkdir(parents=True)
     for rank in range(GPUS):
@@ -334,7 +334,7 @@ def grpo_turns(folder: Path, inputs: Path, report: Report) -> list[Row]:
 
 
 def grpo_failures(folder: Path, inputs: Path, report: Report) -> list[Row]:
-    """Rank 1 is killed in GRPO's generation, weight export, step and save; stock beside ours."""
+    """Kills rank 1 in GRPO's generation, weight export, step and save, in stock jobs and in ours."""
     places = ("generation", "weight export", "step", "save")
     return _broken(
         "grpo",
@@ -350,13 +350,13 @@ def grpo_failures(folder: Path, inputs: Path, report: Report) -> list[Row]:
 
 
 def ray_mode(folder: Path, inputs: Path, report: Report) -> list[Row]:
-    """GRPO in ms-swift's Ray mode: ours and stock, three steps and a save."""
+    """Runs GRPO in ms-swift's Ray mode, ours and stock: three steps and a save."""
     config = {
         **LORA,
         "reward_funcs": ["brief"],
         "colocate_groups": [["train", "rollout"]],
         "train": {"gpus": GPUS},
-        # ms-swift 4.6.0 enables LoRA in its engines by default. These then refuse the merged weights of its trainers.
+        # ms-swift 4.6.0 enables LoRA in its engines by default. The engines then refuse its trainers' merged weights.
         "rollout": {"gpus": GPUS, "vllm_tensor_parallel_size": 1, "vllm_enable_lora": False, **VLLM},
     }
     jobs = [
@@ -393,7 +393,7 @@ def _until(steps: int) -> list[str]:
 
 
 def _seconds_of_steps(job: SwiftJob) -> list[float]:
-    """Seconds of each step, of the slowest rank."""
+    """Returns the seconds of each step, on its slowest rank."""
     found: dict[int, float] = {}
     for call in job.calls(STEP):
         found[call.call] = max(call.seconds, found.get(call.call, 0.0))
@@ -416,7 +416,7 @@ def _step_rows(name: str, ours: Sequence[float], stock: Sequence[float]) -> list
 
 
 def failures(folder: Path, inputs: Path, report: Report, *, place: str) -> list[Row]:
-    """One rank raises, is killed or hangs in a step or a save; stock beside ours, cut after two minutes."""
+    """Makes one rank raise, die or hang in a step or a save, in stock jobs and in ours. Cuts them after two minutes."""
     broken = {
         (way, how): training(
             folder,
@@ -427,7 +427,7 @@ def failures(folder: Path, inputs: Path, report: Report, *, place: str) -> list[
             settings=SHORT,
             fault=_fault(place, how),
         )
-        # Stock's hang takes longest.
+        # The stock job that hangs takes longest.
         for how in reversed(FAULTS)
         for way in (STOCK, OURS)
     }
@@ -439,7 +439,7 @@ def _fault(place: str, how: str) -> str:
 
 
 def _broken(place: str, broken: dict[tuple[str, str], SwiftJob], report: Report) -> list[Row]:
-    """Runs jobs that break, each under whose it is and how it breaks."""
+    """Runs jobs with faults, and returns their rows. The keys are the way (stock or ours) and the fault."""
     run_jobs(list(broken.values()), report, limit_s=BROKEN_LIMIT_S, cut_s=CUT_S)
     rows: list[Row] = []
     named = kept = left = 0
@@ -499,7 +499,7 @@ def _same_losses(own: SwiftJob, stock: SwiftJob, *, name: str = "") -> list[Row]
 
 
 def _late_rows(layout: str, ways: dict[str, SwiftJob], report: Report) -> list[Row]:
-    """The heaviest rank's memory by collectives in each window, in MiB."""
+    """Returns rows of the memory that collectives take in each window, in MiB, on the heaviest rank."""
     rows: list[Row] = []
     for way, job in ways.items():
         records = [record for record in job.records() if record["steps"] >= FIRST_STEPS]
@@ -540,12 +540,12 @@ def _largest(values: Iterable[float]) -> float:
 
 
 def _median(values: Sequence[float]) -> float:
-    """The median; NaN of nothing."""
+    """Returns the median; NaN without values."""
     return median(values) if values else math.nan
 
 
 def _differing(stock: Path, back: Path, report: Report) -> int:
-    """Counts tensors of two HF checkpoints that differ in a bit, or that one of them lacks."""
+    """Counts tensors of two HF checkpoints that differ in any bit, or that one of them lacks."""
     import torch
 
     one, other = HfReader(stock), HfReader(back)
@@ -572,11 +572,11 @@ PARTS: dict[str, Callable[[Path, Path, Report], list[Row]]] = {
 }
 OF_ALL = [name for name in PARTS if name != "smoke"]
 INTERRUPTED = 130
-"""Exit code, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""
 
 
 def main() -> int:
-    """Runs the parts that the command line names, prints their table, and keeps what the jobs have written."""
+    """Runs the parts that the command line names, prints their table, and keeps the jobs' files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", choices=PARTS, help=f"of {', '.join(PARTS)}")
     parser.add_argument(

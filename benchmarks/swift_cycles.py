@@ -1,7 +1,7 @@
-"""One rank of the cycles of ms-swift's groups: ``python -m benchmarks.swift_cycles RANK RANKS PORT CYCLES``.
+"""Runs one rank of the cycles of ms-swift's groups: ``python -m benchmarks.swift_cycles RANK RANKS PORT CYCLES``.
 
 Each cycle makes the default group and ms-swift's groups through our adapter, connects them, and ends them in order.
-Prints a line of JSON for each cycle.
+It prints a line of JSON for each cycle.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ ARGUMENTS: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     "model_info": SimpleNamespace(is_moe_model=True),
 }
-"""From ms-swift's arguments, those that groups depend on, in a job with expert parallelism."""
+"""The arguments of ms-swift that decide about groups, for a job with expert parallelism."""
 
 
 def cycles(rank: int, ranks: int, port: int, count: int) -> Iterator[dict[str, float]]:
-    """Goes through all cycles; yields seconds and bytes of each."""
+    """Runs all cycles; yields the seconds and bytes of each."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
@@ -60,7 +60,7 @@ def cycles(rank: int, ranks: int, port: int, count: int) -> Iterator[dict[str, f
         job.leave()
         down_s = time.perf_counter() - started_s
         assert not dist.is_initialized(), "nothing is left of the groups"
-        # Another process would import mcore-bridge anew.
+        # A new process would import mcore-bridge again, without this group.
         gpt_bridge.EP_PP_GROUP = None
         yield {"up_s": up_s, "down_s": down_s, "groups": report.groups, "held": held, "kept": memory()}
 

@@ -1,4 +1,4 @@
-"""Jobs of ms-swift's ``megatron`` command, as users start them, with our plugin and without; several side by side."""
+"""Runs jobs of ms-swift's ``megatron`` command, as users start them, with and without our plugin, side by side."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ GENERATE, SYNC = "generate", "sync"
 """Names of the calls that the meter watches."""
 FIRST_STEPS = 3
 RECORD = "record"
-"""Begins the name of the file that holds what collectives have taken on a rank."""
+"""Prefix of the file that records the memory that collectives have taken on a rank."""
 ON_CPU = os.environ.get("RL_SAFE_BENCH_DEVICE") == "cpu"
-"""Runs on gloo with the tests' stand-ins, to try the benchmark itself."""
+"""True to run on gloo with the tests' stand-ins, to try the benchmark itself."""
 TOGETHER = 2 if ON_CPU else 4
-"""Nodes of jobs that run at the same time. With more, the first step of a tiny model took a minute on 32 cores."""
+"""Number of nodes of all jobs that run at a time. With more, a tiny model's first step took a minute on 32 cores."""
 STOP = threading.Event()
-"""Once it is set, no job starts, and those that run are cut."""
+"""If set, no more jobs start, and running jobs are cut."""
 TRAINED_STEPS = 3
 _STEPS = str(TRAINED_STEPS)
 MODEL = ("--template", "qwen3", "--use_hf", "true", "--check_model", "false")
@@ -51,7 +51,7 @@ VLLM = {
     "vllm_enforce_eager": True,
     "vllm_engine_kwargs": {"kv_cache_memory_bytes": 2**29},
 }
-"""Arguments of the engines. Unless the cache is given, vLLM measures, and counts what other jobs take meanwhile."""
+"""Arguments of the engines. Without a given cache size, vLLM measures memory, and counts memory of other jobs, too."""
 COLOCATED = (
     *("--vllm_mode", "colocate"),
     *(part for name, value in VLLM.items() for part in (f"--{name}", json.dumps(value))),
@@ -66,21 +66,21 @@ TRAINING = (
 )
 RANKS_OF_NODE = 2
 SECONDS_TO_VANISH = 2.0
-"""The kernel may take a moment to take the last process away."""
+"""Seconds that the kernel may take to remove the last process."""
 _PROCESS = {
     "TOKENIZERS_PARALLELISM": "false",
-    # Otherwise each rank starts a process for each core to compile kernels with.
+    # Without this, each rank starts one process per core to compile kernels.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "rl_safe_bench_kernels"),
 }
 _POLL_S = 0.05
 _ports = itertools.count(15_000 + os.getpid() % 1000 * 12)
-"""Below those that the system gives to connections."""
+"""Ports below the range that the system uses for connections."""
 
 
 @dataclass(kw_only=True)
 class SwiftJob:
-    """A job, while it runs and after.
+    """A job, while it runs and afterwards.
 
     Example: ``SwiftJob(name="ours 1", folder=folder, command="sft", args=["--model", "..."])``
     """
@@ -88,29 +88,29 @@ class SwiftJob:
     name: str
     folder: Path
     command: str
-    """ms-swift's: ``sft``, ``pt`` or ``export``."""
+    """ms-swift's command: ``sft``, ``pt`` or ``export``."""
     args: Sequence[str]
     ours: bool = True
     nodes: int = 1
-    """Agents of torchrun, each with two ranks, which NCCL takes for hosts of their own if there is more than one."""
+    """Number of torchrun agents, each with two ranks. If there are several, NCCL believes that each is a host."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Ours."""
+    """Our settings."""
     fault: str = ""
-    """As the meter takes it."""
+    """The fault, in the meter's form."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """More of the environment."""
+    """More environment variables."""
     config: Mapping[str, Any] | None = None
-    """For Ray mode: arguments as keys of its YAML, besides ``args``."""
+    """For Ray mode: keys of its YAML, in addition to ``args``."""
     started_s: float = 0.0
     """Unix time."""
     statuses: list[int | None] = field(default_factory=list)
-    """One for each node's command; None while it runs, and if it was cut."""
+    """Exit status of each node's command; None while it runs, and if it was cut."""
     ended_s: float = 0.0
     """Unix time of the end of the last command, or of the cut."""
     rank_ended_s: dict[int, float] = field(default_factory=dict)
-    """Unix time of the end of each process that the meter knows, by its id."""
+    """Unix time of the end of each process that the meter knows, by process id."""
     left: int = 0
-    """Processes of the job that ran on after the commands had ended."""
+    """Number of processes of the job that still ran after the commands had ended."""
     _commands: list[Job] = field(default_factory=list)
 
     @property
@@ -125,13 +125,13 @@ class SwiftJob:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each step, as ms-swift logs it; empty if it has not."""
+        """The loss of each step from ms-swift's log; empty if there is none."""
         path = self.output / "logging.jsonl"
         return [line["loss"] for line in (read_lines(path) if path.exists() else []) if "loss" in line]
 
     @property
     def is_clean(self) -> bool:
-        """True if every command has ended with status 0 and left nothing."""
+        """True if every command has ended with status 0 and left no process."""
         return self.statuses == [0] * self.nodes and self.left == 0
 
     @property
@@ -140,16 +140,16 @@ class SwiftJob:
         return next((call.started_s for call in self.calls(FAULT_NAME)), None)
 
     def calls(self, name: str) -> list[Call]:
-        """Returns the records of one kind of calls."""
+        """Returns the records of calls with a name."""
         return [call for command in self._commands for call in command.calls(name)]
 
     def records(self) -> list[dict[str, Any]]:
-        """Returns for each rank that trains how much collectives have taken."""
+        """Returns each training rank's record of the memory that collectives have taken."""
         paths = sorted(path for command in self._commands for path in command.calls_folder.glob(f"{RECORD}*.json"))
         return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
     def exit_s(self, *of: str) -> float:
-        """Seconds from the end of the last call of these names on any rank to the end of the last process."""
+        """Returns the seconds from the end of the last call with these names on any rank to the last process's end."""
         done = [call for name in of for call in self.calls(name)]
         if not done or len(self.rank_ended_s) < len({call.pid for call in done}):
             return float("nan")
@@ -194,7 +194,7 @@ class SwiftJob:
             self._commands.append(Job(self.name, command, folder, variables | own, fault=self.fault))
 
     def look(self) -> bool:
-        """Notes who has ended; returns True once all commands have, with all their processes."""
+        """Notes which processes have ended; returns True once all commands and all their processes have ended."""
         for command in self._commands:
             for path in command.calls_folder.glob("*.jsonl"):
                 if (pid := int(path.stem)) not in self.rank_ended_s and not runs(pid):
@@ -207,20 +207,20 @@ class SwiftJob:
         return not self.left or time.time() - self.ended_s > SECONDS_TO_VANISH
 
     def end(self) -> None:
-        """Ends what is left of the job."""
+        """Ends the remaining processes of the job."""
         self.ended_s = self.ended_s or time.time()
         for command in self._commands:
             command.end()
 
 
 def run_jobs(jobs: Sequence[SwiftJob], report: Callable[[str], None], *, limit_s: float, cut_s: float = 120.0) -> None:
-    """Runs jobs to their ends, some side by side; fewer if `STOP` is set.
+    """Runs jobs to their ends, some side by side. Once `STOP` is set, it starts no more.
 
     Args:
-        jobs: None has been started.
-        report: Takes a line for each job that has ended, and the end of its log if it should have ended well.
-        limit_s: A job that runs longer is cut.
-        cut_s: Likewise, from its fault on.
+        jobs: The jobs, not started yet.
+        report: Takes a line for each job that has ended, and the end of its log if it should have succeeded.
+        limit_s: Seconds after which a job is cut.
+        cut_s: Seconds after its fault after which a job is cut.
     """
     waiting, running = list(jobs), list[SwiftJob]()
     try:
@@ -246,7 +246,7 @@ def run_jobs(jobs: Sequence[SwiftJob], report: Callable[[str], None], *, limit_s
 
 
 def variables_of_ranks() -> dict[str, str]:
-    """The environment variables of every process of this benchmark."""
+    """Returns the environment variables for every process of this benchmark."""
     variables, paths = {**OFFLINE, **_PROCESS}, [str(ROOT), os.environ.get("PYTHONPATH", "")]
     if ON_CPU:
         from tests.swift import jobs
@@ -257,12 +257,12 @@ def variables_of_ranks() -> dict[str, str]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads a file of lines of JSON; leaves out the last one if it is not whole."""
+    """Reads a file with one JSON object per line. Skips the last line if it is incomplete."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
 
 
 def free_port() -> int:
-    """A port that nobody listens on, another one in each call."""
+    """Returns a port that nobody listens on, a different one in each call."""
     for port in _ports:
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))

@@ -1,6 +1,6 @@
-"""Share of the weights that a GRPO step changes in bf16, and the bytes that a weight sync of changes alone would save.
+"""Measures the share of bf16 weights that a GRPO step changes, and the bytes that a sync of only changes would save.
 
-Only a measurement: weights are synced whole.
+It is only a measurement: this package always syncs whole weights.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rl_safe_workers.versions import installed_versions
 
 STEPS, LEARNING_RATE = 10, 1e-6
 WORTH_IT = 3.0
-"""Times fewer bytes from which on it would be built."""
+"""Factor of saved bytes from which on such a sync would be worth building."""
 _VALUE_BYTES, _INDEX_BYTES = 2, 4
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Trains with a checkpoint after each step, and compares the weights of each with those of the one before.
+    """Trains with a checkpoint after each step, and compares the weights of consecutive checkpoints.
 
     Args:
         report: Takes a line of progress for each step.
@@ -79,9 +79,9 @@ def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def _compare(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> tuple[int, int, int]:
-    """Returns the number of elements that change, that of all, and the bytes of the changes.
+    """Returns the number of changed elements, the number of all elements, and the bytes of the changes.
 
-    A tensor's changes are the new values, with a bit for each element or an index for each change.
+    The changes of a tensor are the new values, plus either a bit for each element or an index for each change.
     """
     changed_in_all = elements = delta_bytes = 0
     for name, tensor in after.items():

@@ -1,7 +1,7 @@
-"""The cost of a proved weight sync and its false alarms, with vLLM on CPU; digests on a GPU if there is one.
+"""Measures the cost and the false alarms of proved weight syncs, with vLLM on CPU; digests on a GPU if there is one.
 
-Trainer and engine are in one process, and a bucket is copied instead of sent. So the ratio to the seconds of a sync is
-the least favourable one.
+Trainer and engine are in one process, and buckets are copied instead of sent. A sync is then fastest, so the share of
+its proof is the largest possible.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.versions import installed_versions
 
 SYNCS, BATCH = 500, 10
-"""Proved syncs in all, and how many are timed in one turn with as many that are not proved."""
+"""Number of proved syncs in all, and number of syncs in a turn. Proved and unproved syncs take turns."""
 MODEL = SeededModelConfig(num_experts=16, hidden_size=256, moe_intermediate_size=128)
 DEAREST, SLOWEST = 0.05, 0.5
-"""Largest share of a sync that its proof may take, and least speed of digests as a share of the memory's bandwidth."""
+"""Largest share of a sync's time for its proof, and lowest speed of digests as a share of the memory bandwidth."""
 TENSORS, ELEMENTS, ROUNDS = 2048, 2**15, 5
-"""Tensors of bf16 of which digests are taken, and the number of measurements."""
+"""Number of bf16 tensors to digest, elements of each, and number of measurements."""
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Syncs in turns with a proof and without, then times digests.
+    """Times syncs with and without a proof, in turns. Then times digests.
 
     Args:
         report: Takes a line of progress for each part.
@@ -63,13 +63,13 @@ def _sync(rank: int, path: Path) -> tuple[int, float, float]:
 
 
 def _in_turns(worker: Any, weights: dict[str, torch.Tensor]) -> tuple[int, float, float]:
-    """Returns the false alarms, and the median seconds of a sync with a proof and without."""
+    """Returns the number of false alarms, and the median seconds of a sync with a proof and of one without."""
     from tests.distributed.proved_engine import ProvedEngine
 
     engine, alarms = ProvedEngine(worker, weights), 0
     times: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * SYNCS // BATCH):
-        prove = number % 4 in (0, 3)  # so that neither is always the first
+        prove = number % 4 in (0, 3)  # so that neither kind is always first
         for _ in range(BATCH):
             changed = {name: tensor + 1e-3 * torch.randn_like(tensor) for name, tensor in weights.items()}
             started_s = time.monotonic()
@@ -79,7 +79,7 @@ def _in_turns(worker: Any, weights: dict[str, torch.Tensor]) -> tuple[int, float
 
 
 def _bandwidth(device: torch.device) -> tuple[float, float]:
-    """Returns bytes a second of digests, and of a copy that reads and writes, in GB."""
+    """Returns the bandwidth of digests, and of a copy (reads plus writes), in GB/s."""
     whole = torch.randn(TENSORS, ELEMENTS, device=device).bfloat16()
     other = torch.empty_like(whole)
     tensors = list(whole)

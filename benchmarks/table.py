@@ -1,4 +1,4 @@
-"""The result of a benchmark: rows, each with its goal, as a table and as JSON."""
+"""The result of a benchmark: rows with goals, printed as a table or written as JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Goal:
     bound: float
 
     def is_met_by(self, value: float) -> bool:
-        """Returns True if the value keeps the promise; one that is not a number never does."""
+        """Returns True if the value keeps the promise. NaN never does."""
         return value <= self.bound if self.relation is Relation.AT_MOST else value >= self.bound
 
     def __str__(self) -> str:
@@ -43,12 +43,12 @@ class Goal:
 
 
 def at_most(bound: float) -> Goal:
-    """The promise not to exceed a bound."""
+    """Returns the promise not to exceed a bound."""
     return Goal(relation=Relation.AT_MOST, bound=bound)
 
 
 def at_least(bound: float) -> Goal:
-    """The promise to reach a bound."""
+    """Returns the promise to reach a bound."""
     return Goal(relation=Relation.AT_LEAST, bound=bound)
 
 
@@ -62,14 +62,14 @@ class Row:
 
     name: str
     unit: str
-    """Empty for a plain number."""
+    """Unit of the figure; empty for a plain number."""
     ours: float
     peer: float | None = None
-    """The same figure of what we compare with; None where there is nothing to compare with."""
+    """The same figure for the peer; None if there is no peer."""
     goal: Goal
-    """For ``ratio``, or for ``ours`` where there is no peer."""
+    """The goal for ``ratio``; without a peer, for ``ours``."""
     runs: int
-    """Runs of ours that the figure sums up, and as many of the peer."""
+    """Number of our runs behind the figure. The peer has as many."""
     machine: str
     versions: Mapping[str, str]
 
@@ -110,7 +110,7 @@ def write_json(rows: Sequence[Row], path: Path) -> None:
 
 
 def print_table(rows: Sequence[Row], console: Console) -> None:
-    """Prints one line per row, then the machine and versions once for each that differs."""
+    """Prints one line per row, then each different combination of machine and versions."""
     table = Table(highlight=False)
     for heading in ("name", "unit"):
         table.add_column(heading)

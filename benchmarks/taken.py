@@ -1,4 +1,4 @@
-"""Device memory that collectives take: the meter of the benchmarks of communicators, ours and others' alike."""
+"""Measures the device memory that collectives take, for our communicators and for others'."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_safe_workers.platforms.device_memory import outside_torch
 
 
 class Taken:
-    """Device memory outside torch's allocator, and how much of its growth came in collectives."""
+    """Measures device memory outside torch's allocator, and the part of its growth that came in collectives."""
 
     def __init__(self, device: torch.device) -> None:
         self._probe: Callable[[], int] = outside_torch(device) or (lambda: 0)
@@ -24,12 +24,12 @@ class Taken:
         self._start = self._probe()
 
     def growth(self) -> int:
-        """Since the beginning, from whatever."""
+        """Returns the growth in bytes since the beginning, from any cause."""
         return self._probe() - self._start
 
     @contextmanager
     def attributed(self) -> Iterator[None]:
-        """Counts what the collectives of the body take."""
+        """Counts the bytes that the collectives of the body take."""
 
         def issue(group: dist.ProcessGroup, operation: str, call: Callable[[], Any]) -> Any:
             before = self._probe()

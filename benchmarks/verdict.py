@@ -1,7 +1,7 @@
-"""The verdict on a failed job of thousands of ranks: what a driver does between the failure and its last words.
+"""Measures the verdict on a failed job of thousands of ranks: the driver's work between the failure and its report.
 
-The ranks leave their reports in a real TCPStore, from 64 processes. The answers of each node come as the bytes that Ray
-would bring. Stacks and Flight Recorder files are those of a real run over gloo. The judge has one core.
+The ranks leave their reports in a real TCPStore, from 64 processes. The answers of each node arrive as the bytes that
+Ray would deliver. Stacks and Flight Recorder files come from a real run over gloo. The judge has one core.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.versions import installed_versions
 
 SIZES = (1024, 4096)
-"""Ranks of the small and of the large job."""
+"""Number of ranks of the small and of the large job."""
 CLIENTS, NODE_RANKS = 64, 8
 RUNS = 3
 LONGEST_S, LARGEST_GIB, STEEPEST = 10.0, 1.0, 1.5
-"""Goals of the large job: seconds and memory of its verdict, and its time per rank over that of the small one."""
+"""Goals of the large job: seconds and memory of its verdict, and its time per rank relative to the small job's."""
 _PATIENCE = timedelta(seconds=300)
 _PATIENCE_S = 3.0
-"""As `adapters.job_verdict.PATIENCE_S`."""
+"""The same as `adapters.job_verdict.PATIENCE_S`."""
 _WORKS = 2000
-"""Collectives in a Flight Recorder file: as many as it holds."""
+"""Number of collectives in a Flight Recorder file, which is then full."""
 _LOST_PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.4]:23456"
 _DIED, _HANGS, _COLLECTIVES, _PHASES = "one died", "one hangs", "different collectives", "two phases"
 CASES: Mapping[str, str] = {
@@ -70,11 +70,11 @@ class Sample:
     stack: Stack
     record: Record
     flight: bytes
-    """Compressed, as on its way."""
+    """The Flight Recorder file, compressed as for the transfer."""
 
     @classmethod
     def of(cls, text: str, flight: bytes) -> Sample:
-        """Reads what a rank has left."""
+        """Reads the files that a rank has left."""
         record = read_flights({"flight_gloo_0": flight})[0]
         return cls(text=text, stack=Stack.parse(text), record=record, flight=zlib.compress(flight, level=1))
 
@@ -105,7 +105,7 @@ def _leave(folder: Path, rank: int, store: TCPStore) -> None:
 
 
 def samples(folder: Path) -> tuple[Sample, Sample]:
-    """Runs two ranks over gloo; returns what the one that waits has left, and the one that does not."""
+    """Runs two ranks over gloo; returns the sample of the rank that waits, and of the rank that does not."""
     with _Owner() as port:
         _join([_started(_sample, folder, rank, port) for rank in range(2)])
     first, second = (
@@ -116,7 +116,7 @@ def samples(folder: Path) -> tuple[Sample, Sample]:
 
 
 class _Owner:
-    """A process that owns a store, as training rank 0 does; gives its port."""
+    """A process that owns a store, like training rank 0. Entering it returns the store's port."""
 
     def __enter__(self) -> int:
         self._over = _FORK.Event()
@@ -167,7 +167,7 @@ class Job:
 
     @property
     def culprit(self) -> int:
-        """The rank that it began with, where it is one rank."""
+        """The rank that the failure began with, if it is a single rank."""
         return self.size // 2
 
     @property
@@ -176,11 +176,11 @@ class Job:
         return range(self.size // 4)
 
     def culprits(self) -> set[int]:
-        """Returns the ranks that a right verdict names."""
+        """Returns the ranks that a correct verdict names."""
         return set(self.astray) if self.case == _PHASES else {self.culprit}
 
     def report_from(self, client: int) -> None:
-        """Does what the ranks of one client do: each reports, over one connection for all, and each node answers."""
+        """Does the work of one client's ranks: they report over a single connection, and each node answers."""
         members = trainer_ids(range(self.size))
         ranks = range(self.size // CLIENTS * client, self.size // CLIENTS * (client + 1))
         everyone = frozenset(members)
@@ -218,7 +218,7 @@ class Job:
 
     def _answer_of(self, rank: int) -> Answers:
         is_culprit = rank == self.culprit and self.case != _PHASES
-        sample: Sample = pickle.loads(pickle.dumps(self.samples[is_culprit]))  # the answers of two ranks share nothing
+        sample: Sample = pickle.loads(pickle.dumps(self.samples[is_culprit]))  # answers of two ranks share no object
         process = RankProcess(
             rank_id=trainer_id(rank), pid=1000 + rank, folder=Path("/tmp/rl_safe_job"), never_ends=True, cpu_s=1.0
         )
@@ -236,7 +236,7 @@ class Job:
         )
 
     def judge(self, evidence: Path) -> dict[str, Any]:
-        """Judges as the driver of a host does; returns seconds, memory and what is kept."""
+        """Judges as the driver of a host does; returns the seconds, the memory and the kept evidence."""
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         members = trainer_ids(range(self.size))
         store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=_PATIENCE)
@@ -263,7 +263,7 @@ class Job:
             phase=Phase.TRAIN,
             host_error=gave_up if self.case == _COLLECTIVES else None,
         )
-        # Without evidence, whose time depends on the disk, and which is cut off after a while.
+        # Without evidence: its time depends on the disk, and it has a deadline of its own.
         cpu_s = time.process_time()
         judged()
         cpu_s = time.process_time() - cpu_s
@@ -319,7 +319,7 @@ def _judged(case: str, size: int, both: tuple[Sample, Sample]) -> dict[str, Any]
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Judges each case with few ranks and with many, by turns.
+    """Judges each case with few ranks and with many, in turns.
 
     Args:
         report: Takes a line of progress for each verdict.

@@ -1,8 +1,9 @@
-"""verl's own job with its engines and with ours, on two GPUs: steps in turns, memory, saves, resumes, faults, phases.
+"""Compares verl's own job with its engines and with ours, on two GPUs: steps, memory, saves, resumes, faults, phases.
 
 Needs verl, its vLLM, Megatron-Bridge and Transformer Engine in this Python; ``scripts/gpu_parts`` packs them.
-`PARTS` says what runs beside what. When `SECONDS` have passed, or at Ctrl-C, all jobs are ended, and the table has what
-was measured until then. With ``RL_SAFE_BENCH_DEVICE=cpu`` the parts without vLLM run on CPU, to try the benchmark.
+`PARTS` says which parts run side by side. After `SECONDS`, or at Ctrl-C, it ends all jobs. The table then has the
+figures that were measured before. With ``RL_SAFE_BENCH_DEVICE=cpu``, the parts without vLLM run on CPU, to try the
+benchmark.
 """
 
 from __future__ import annotations
@@ -49,21 +50,21 @@ from rl_safe_workers.errors import ResourceError
 PARTS = os.environ.get(
     "RL_SAFE_BENCH_PARTS", "steps+saves;resumes;faults" + ("" if ON_CPU else "+variants;engine_faults") + ";phases"
 )
-"""The parts to run, one after another; those joined by a plus run side by side. `resumes` come after `saves`."""
+"""The parts to run, one after another. Parts joined by a plus run side by side. `resumes` must come after `saves`."""
 SECONDS = float(os.environ.get("RL_SAFE_BENCH_SECONDS", "3600"))
-"""All jobs are ended after this time."""
+"""Seconds after which all jobs are ended."""
 MBRIDGE = "RL_SAFE_BENCH_MBRIDGE_SITE"
-"""Environment variable: a folder with the megatron-core that mbridge knows, 0.16.1. Without it mbridge is left out."""
+"""Environment variable: a folder with megatron-core 0.16.1, which mbridge supports. Without it, mbridge is left out."""
 STEPS, LEFT_OUT = (8, 3) if ON_CPU else (20, 3)
 PAIRS, PAIRS_LEFT_OUT = (60, 4) if ON_CPU else (30, 4)
-"""Pairs of a step with phases and a bare one."""
+"""Number of pairs of a step with phases and a bare step, and number of first pairs that do not count."""
 SAVED_STEPS, RESUMED_STEPS = 3, 2
 QUIET_WITHIN_S = 300.0
-"""How long steps wait for the end of the parts beside them."""
+"""Seconds that steps wait for the end of the parts beside them."""
 RELATIVE = 0.0 if ON_CPU else 1e-6
-"""How far losses and norms of equal states may be apart: some kernels of the GPU add in any order."""
+"""Largest relative difference of losses and norms of equal states. Some GPU kernels add in any order."""
 TRAINED_RELATIVE = 0.0 if ON_CPU else 1e-2
-"""The same after some steps, whose updates add that up."""
+"""The same after some steps, because updates accumulate the differences."""
 _FIXED_LENGTHS = (
     "data.train_batch_size=16",
     f"{ACTOR}.ppo_mini_batch_size=16",
@@ -73,8 +74,8 @@ _FIXED_LENGTHS = (
     *(() if ON_CPU else ("data.max_response_length=256", "+actor_rollout_ref.rollout.custom.tokens=256")),
 )
 _LEARNING = (
-    # All answers to a prompt are equal, so that advantages within a group are 0; and with whitened ones the loss is 0,
-    # but for the entropy.
+    # All answers to a prompt are equal, so advantages within a group would be 0. With whitened advantages, the loss has
+    # only the entropy's part.
     "algorithm.adv_estimator=reinforce_plus_plus",
     f"{ACTOR}.entropy_coeff=0.1",
     f"{ACTOR}.optim.lr=1e-3",
@@ -85,7 +86,7 @@ _SAVING = (
     *WITHOUT_VLLM,
     f"{ACTOR}.megatron.dist_ckpt_optim_fully_reshardable=true",
 )
-"""Overrides of jobs that save, and of jobs that resume at another layout: verl's other format cannot be cut anew."""
+"""Overrides of jobs that save and that resume at another layout. verl's other format cannot be resharded."""
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
@@ -111,7 +112,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
 @contextmanager
 def _stopped_in_time(jobs: Jobs) -> Iterator[None]:
-    """Stops the jobs when `SECONDS` have passed, at SIGINT, and at SIGTERM."""
+    """Stops the jobs after `SECONDS`, at SIGINT, and at SIGTERM."""
     timer = threading.Timer(SECONDS, jobs.stop)
     timer.daemon = True
     timer.start()
@@ -125,7 +126,7 @@ def _stopped_in_time(jobs: Jobs) -> Iterator[None]:
 
 
 def measure_together(names: Sequence[str], jobs: Jobs) -> list[Row]:
-    """Measures parts side by side. `steps` are timed when the others have ended."""
+    """Measures parts side by side. `steps` are timed only after the other parts have ended."""
     jobs.is_quiet.clear()
     with ThreadPoolExecutor(len(names)) as pool:
         found = {name: pool.submit(_PARTS[name], jobs) for name in names}
@@ -142,7 +143,7 @@ def measure_together(names: Sequence[str], jobs: Jobs) -> list[Row]:
 
 
 def steps(jobs: Jobs) -> list[Row]:
-    """Steps of both in turns, and the memory that each process takes outside of torch."""
+    """Times our steps and stock's in turns, and measures the memory that each process takes outside of torch."""
     turns = jobs.folder / "turns"
     turns.mkdir()
     overrides = [
@@ -169,7 +170,7 @@ def steps(jobs: Jobs) -> list[Row]:
         done = running.result()
     found = {who: done.get(f"{who} steps") for who in (STOCK, OURS)}
     rows = _exit_rows(jobs, wanted, done)
-    # A sync of the small model takes hundredths of a second: a ratio says little, so that it has no goal.
+    # A sync of the small model takes hundredths of a second. Its ratio says little, so it has no goal.
     for name, label, bound in (("update_actor", "actor update", 1.03), ("update_weights", "weight sync", 9e9)):
         of_both = [slowest(found[who], name)[LEFT_OUT:] for who in (OURS, STOCK)]
         rows += paired_rows(label, *of_both, goal=at_most(bound))
@@ -184,7 +185,7 @@ def steps(jobs: Jobs) -> list[Row]:
 
 
 def paired_rows(label: str, ours: Sequence[float], stock: Sequence[float], *, goal: Goal) -> list[Row]:
-    """Returns rows of steps in turns: how many both have, and of those the ratio with its interval."""
+    """Returns rows for steps in turns: the number of steps that both have, and their ratio with its interval."""
     count = min(len(ours), len(stock))
     rows = [row(f"{label}: steps of both, the first {LEFT_OUT} left out", "", count, at_least(STEPS - LEFT_OUT))]
     if not count:
@@ -217,7 +218,7 @@ def _memory_rows(jobs: Jobs, ours: Job | None, stock: Job | None) -> list[Row]:
 
 
 def saves(jobs: Jobs) -> list[Row]:
-    """Saves, in the background too. `resumes` go on from them."""
+    """Measures saves, also in the background. `resumes` continues from them."""
     few = [*_SAVING, f"trainer.total_training_steps={SAVED_STEPS}", "trainer.save_freq=1"]
     in_background = [*few, f"{ACTOR}.checkpoint.async_save=true"]
     wanted = [
@@ -250,7 +251,7 @@ def saves(jobs: Jobs) -> list[Row]:
 
 
 def resumes(jobs: Jobs) -> list[Row]:
-    """Both go on from the saves of both, at another layout."""
+    """Resumes from our saves and from stock's, with our engines and with stock's, at another layout."""
     last = SAVED_STEPS + RESUMED_STEPS
     wanted = [
         Wanted(
@@ -263,10 +264,10 @@ def resumes(jobs: Jobs) -> list[Row]:
                 "trainer.save_freq=-1",
                 "trainer.resume_mode=resume_path",
                 f"trainer.resume_from_path={checkpoints_of(jobs, f'{saved_by} save')}/global_step_{SAVED_STEPS}",
-                # At EP1 Megatron has one optimizer in place of two, and stock cannot load that (optimizer.py:1219).
+                # At EP1 Megatron has one optimizer instead of two, and stock verl cannot load that (optimizer.py:1219).
                 f"{ACTOR}.megatron.tensor_model_parallel_size=2",
                 f"{ACTOR}.megatron.expert_tensor_parallel_size=1",
-                # verl keeps a random state for each tensor rank, and finds none for the second.
+                # verl saves a random state for each tensor-parallel rank, so there is none for the second rank.
                 f"{ACTOR}.checkpoint.load_contents=[model,optimizer]",
             ],
         )
@@ -287,19 +288,19 @@ def resumes(jobs: Jobs) -> list[Row]:
 
 
 def apart(one: float | None, other: float | None) -> float:
-    """Returns how far two figures are apart, relative to the first; nan if one is missing or 0."""
+    """Returns the difference of two figures relative to the first; nan if one is missing or 0."""
     if not one or not other or not isfinite(one) or not isfinite(other):
         return float("nan")
     return abs(one - other) / abs(one)
 
 
 def largest(gaps: Sequence[float]) -> float:
-    """Returns the largest; nan if one is nan."""
+    """Returns the largest gap; nan if one is nan."""
     return max(gaps) if all(isfinite(gap) for gap in gaps) else float("nan")
 
 
 def variants(jobs: Jobs) -> list[Row]:
-    """Three steps with mbridge, with a dense Qwen2.5, and with communicators given to the rollout."""
+    """Runs three steps with mbridge, with a dense Qwen2.5, and with communicators given to the rollout."""
     few = ["trainer.total_training_steps=3", "trainer.save_freq=3"]
     wanted = [
         Wanted(name=GIVING, who=GIVING, overrides=few, variables=UNCOMPILED),
@@ -346,13 +347,13 @@ def _release_rows(jobs: Jobs, giving: Job) -> list[Row]:
 
 
 def _communicators_mib(of_step: Mapping[str, float]) -> float:
-    """Returns what the communicators took that the bootstrap has connected, without NCCL's kernels."""
+    """Returns the MiB of the communicators that the bootstrap has connected, without NCCL's kernels."""
     return of_step.get("rl_safe/bootstrap_mib", 0) - of_step.get("rl_safe/kernels_mib", 0)
 
 
 def phases(jobs: Jobs) -> list[Row]:
-    """Steps of one job, half of them bare: how much phases, their barriers and the driver's deadlines add to one."""
-    # Of few samples: what is added does not depend on them, and shows beside a short step.
+    """Measures the time that phases, barriers and the driver's deadlines add to a step. Half of the steps are bare."""
+    # Use few samples. The added time does not depend on their number, and is easier to see in a short step.
     few = [*WITHOUT_VLLM, f"trainer.total_training_steps={2 * PAIRS}", "trainer.save_freq=-1"]
     modules = {"VERL_USE_EXTERNAL_MODULES": f"{PLUGIN},{verl_glue.__name__},{verl_bare_steps.__name__}"}
     wanted = [Wanted(name="ours, every second step bare", who=OURS, overrides=few, variables=modules)]
@@ -363,10 +364,10 @@ def phases(jobs: Jobs) -> list[Row]:
 
 
 def added_rows(of_steps: Sequence[Mapping[str, float]]) -> list[Row]:
-    """Returns rows of what a step with phases takes longer than the bare one beside it.
+    """Returns rows for the extra time of a step with phases over the bare step of the same pair.
 
     Args:
-        of_steps: The metrics of each step; the first two are a pair.
+        of_steps: The metrics of each step. Each two consecutive steps are a pair.
     """
     pairs = [sorted(pair, key=verl_bare_steps.was_bare) for pair in zip(of_steps[::2], of_steps[1::2], strict=False)]
     rows = [row("phases: pairs of steps", "", len(pairs), at_least(PAIRS - PAIRS_LEFT_OUT))]
@@ -385,7 +386,7 @@ def added_rows(of_steps: Sequence[Mapping[str, float]]) -> list[Row]:
 
 
 def _late(job: Job | None) -> float:
-    """Returns the collectives that the bootstrap missed; 9e9 if no step tells."""
+    """Returns the number of collectives that the bootstrap missed; 9e9 if no step reports it."""
     of_steps = metrics_of(job.output()).values() if job else ()
     return max((of_step.get("rl_safe/late_allocations", 9e9) for of_step in of_steps), default=9e9)
 
@@ -395,7 +396,7 @@ def _median(job: Job | None, name: str) -> float:
 
 
 def _exit_rows(jobs: Jobs, wanted: Sequence[Wanted], done: Mapping[str, Job]) -> list[Row]:
-    """Returns a row for each job; 99 stands for one that was not started."""
+    """Returns a row with the exit status of each job; 99 stands for a job that was not started."""
     rows = []
     for name in (each.name for each in wanted):
         status = done[name].poll() if name in done else None
@@ -406,7 +407,7 @@ def _exit_rows(jobs: Jobs, wanted: Sequence[Wanted], done: Mapping[str, Job]) ->
 
 
 def row(name: str, unit: str, ours: float, goal: Any, peer: float | None = None) -> Row:
-    """A figure of this benchmark."""
+    """Returns a row for a figure of this benchmark."""
     return gpu_row(f"verl, {name}", unit, ours, goal, peer)
 
 

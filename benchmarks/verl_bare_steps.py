@@ -1,7 +1,8 @@
-"""Steps of one job of verl with our phases and without, in turns: loaded by ``VERL_USE_EXTERNAL_MODULES``, after ours.
+"""Makes one job of verl take steps with and without our phases, in turns.
 
-A bare step runs verl's own methods, over the same groups and the same state: there are no phases, no barriers over the
-store, no deadlines in the driver, and no metrics of ours.
+``VERL_USE_EXTERNAL_MODULES`` loads this module after our plugin. A bare step runs verl's own methods, over the same
+groups and the same state. It has no phases, no barriers over the store, no deadlines in the driver, and none of our
+metrics.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 from wrapt import when_imported
 
 _GUARDED = ("checkpoint_manager", "agent_loop_manager")
-"""Attributes of the trainer that our guard stands in for."""
+"""Attributes of the trainer that our guards replace."""
 _POLL_S = 0.02
-"""Time between verl's polls for finished prompts, in place of two seconds, which would hide everything else."""
+"""Seconds between verl's polls for finished prompts. verl's two seconds would hide everything else."""
 
 
 def is_bare(step: int) -> bool:
-    """Returns True for the second and third of each four steps, counted from 1: so that a drift cancels out."""
+    """Returns True for the second and third of each four steps, counted from 1. This order cancels a drift."""
     return step % 4 in (2, 3)
 
 
@@ -47,7 +48,7 @@ def _let_workers_change(module: ModuleType) -> None:
 
 @when_imported("verl.trainer.ppo.v1.trainer_sync")  # type: ignore[untyped-decorator]
 def _let_the_trainer_change(module: ModuleType) -> None:
-    """Changes between two steps: verl computes a step's metrics when its clock has stopped."""
+    """Makes the trainer change between two steps: verl computes a step's metrics after its clock has stopped."""
     stock = module.PPOTrainerSync._compute_metrics
 
     @functools.wraps(stock)
@@ -71,7 +72,7 @@ def _change(trainer: Any, stock: type, *, bare: bool) -> None:
 
 
 def take_methods(it: Any, stock: type, *, bare: bool) -> None:
-    """Gives an object of ours the methods that its class of verl's has, or its own back."""
+    """Gives an object of ours the methods of its verl class, or restores its own methods."""
     ours = itertools.takewhile(lambda cls: cls is not stock, type(it).__mro__)
     for name in {name for cls in ours for name, value in vars(cls).items() if isfunction(value)} & set(dir(stock)):
         if bare:

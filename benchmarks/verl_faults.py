@@ -1,4 +1,4 @@
-"""Faults in jobs of verl, with stock engines and with ours: a training rank is killed, or an engine falls silent."""
+"""Causes faults in jobs of verl, stock and ours: kills a training rank, or silences an engine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from benchmarks.table import Goal, Row, at_least, at_most
 from benchmarks.verl_jobs import ON_CPU, OURS, STOCK, UNCOMPILED, WITHOUT_VLLM, Jobs, Wanted, Watch
 
 TIMEOUT_S = 40.0
-"""The deadline of the phases in which a fault comes. Steps are shorter, the first one too; it is not compiled."""
+"""The deadline of the phases with a fault. Steps are shorter, even the first one, because it is not compiled."""
 HANDING_OUT_S = 60.0
-"""The same of generation: the first time, agent loops are slow to take prompts."""
+"""The same for generation. Agent loops are slow to take their first prompts."""
 ALLOWED_S = 10.0
 CUT_STOCK_S, CUT_OURS_S = (45.0 if ON_CPU else 120.0), HANDING_OUT_S + 45
-"""Jobs are ended so long after the fault."""
+"""Seconds after the fault after which a job is ended."""
 NAMED = re.compile(r"^rl_safe: .*(trainer|rollout) rank \d on ")
-"""The first line of our verdict, if it names who is to blame."""
+"""Pattern of our verdict's first line, if it names the rank to blame."""
 PHASE = re.compile(r"^rl_safe: .*phase \w+")
 _ERRORS = ("ActorDiedError", "EngineDeadError", "Connection closed", "Connection reset", "Error: ")
 _AFTER_SYNC_S = 0.5
@@ -34,19 +34,18 @@ _AFTER_SYNC_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault, and the phases whose deadline is short there.
+    """A fault, and the phases with a short deadline in its job.
 
     Example: ``Fault(phases=("save",), meter="save_checkpoint:1:1:kill")``
     """
 
     phases: Sequence[str]
     meter: str = ""
-    """`host_meter.FAULT`, for one that a worker brings about itself."""
+    """The value of `host_meter.FAULT`, for a fault that a worker causes itself."""
     echo: str = ""
-    """The call of an engine of the tests that has no answer, and the step of its weights."""
+    """The call that a test engine does not answer, and the step of its weights."""
     outside: str = ""
-    """Comes from outside while engines generate: ``rank`` for a training rank that is killed, ``engine`` for an engine
-    that is stopped."""
+    """A fault from outside while engines generate: ``rank`` kills a training rank, ``engine`` stops an engine."""
     without_vllm: bool = True
 
 
@@ -66,7 +65,7 @@ ENGINE_FAULTS: Mapping[str, Fault] = {
 
 
 def faults(jobs: Jobs, wanted: Mapping[str, Fault]) -> list[Row]:
-    """Each fault in a job of ours and in one of stock, which is cut some time after it."""
+    """Runs each fault in a job of ours and in a stock job, which is cut some time after the fault."""
     watches = {(name, who): FaultWatch(jobs, fault, who) for name, fault in wanted.items() for who in (OURS, STOCK)}
     jobs.run([_job(jobs, name, wanted[name], who, watch) for (name, who), watch in watches.items()])
     return [row for (name, who), watch in watches.items() for row in watch.rows(f"{who}, {name}")]
@@ -91,19 +90,19 @@ def _job(jobs: Jobs, name: str, fault: Fault, who: str, watch: FaultWatch) -> Wa
 
 
 class FaultWatch(Watch):
-    """Brings a fault about if it comes from outside, ends the job some time after it, and measures what came of it."""
+    """Causes the fault if it comes from outside, ends the job some time later, and measures the consequences."""
 
     def __init__(self, jobs: Jobs, fault: Fault, who: str) -> None:
         self._jobs, self._fault, self._who = jobs, fault, who
         self._limit_s = CUT_STOCK_S if who == STOCK else CUT_OURS_S
         self.echo_file: Path | None = None
         self.at_s: float | None = None
-        """When the fault came, in seconds since the epoch."""
+        """Unix time of the fault, in seconds; None before it."""
         self.took_s: float | None = None
         self._was_cut, self._left, self._names_who, self._names_phase = False, 0, False, False
 
     def look(self, job: Job) -> None:
-        """Notes when the fault comes; ends the job later."""
+        """Notes when the fault happens. Ends the job some time later."""
         if self.at_s is None:
             if self._fault.outside:
                 self._strike(job)
@@ -123,7 +122,7 @@ class FaultWatch(Watch):
         self._tell(job, f"status {job.poll()}, {self._left} processes left")
 
     def rows(self, name: str) -> list[Row]:
-        """Returns what was measured."""
+        """Returns the measured rows."""
         ours = self._who == OURS
         if self.took_s is None:
             return [_row(f"{name}: the job had its fault, and ended", "", 0, at_least(1))]

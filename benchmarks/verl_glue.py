@@ -1,7 +1,7 @@
-"""Names what is metered in a job of verl: loaded by ``VERL_USE_EXTERNAL_MODULES`` in stock runs and in ours.
+"""Meters calls in a job of verl. ``VERL_USE_EXTERNAL_MODULES`` loads this module in stock runs and in ours.
 
-It also makes jobs alike, and lets many run on one machine: batches have the same order in every job, and ports are of
-a range of the job.
+It also makes jobs comparable, with the same order of batches in every job. And it lets many jobs run on one machine,
+with a range of ports for each job.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ CALLS = (
     "save_checkpoint",
     "load_checkpoint",
 )
-"""Methods of verl's actor worker."""
+"""Methods of verl's actor worker that are metered."""
 PORTS = "RL_SAFE_BENCH_PORTS"
-"""Environment variable: the first port of this job. verl and vLLM choose a port long before they listen there."""
+"""Environment variable: the first port of this job. verl and vLLM choose a port long before they listen on it."""
 PORTS_OF_JOB = 100
 _PORTS_OF_OWNER = 10
 SAME_BATCHES = "RL_SAFE_BENCH_SAME_BATCHES"
-"""Environment variable: set where the samples of a batch are to have the same order in every job."""
+"""Environment variable: set if the samples of a batch must have the same order in every job."""
 STOCK_ON_CPU = "RL_SAFE_BENCH_STOCK_ON_CPU"
-"""Environment variable: set in stock jobs without a GPU, which need the shims of the tests."""
+"""Environment variable: set in stock jobs without a GPU, which need the tests' shims."""
 
 
 @when_imported("verl.workers.engine_workers")  # type: ignore[untyped-decorator]
@@ -47,7 +47,7 @@ def _watch_workers(module: ModuleType) -> None:
         cpu_platform.apply()
         local_layers.apply()
         stock_on_cpu.apply()
-        # verl asks for gloo once for the host and once for the device, which is the host.
+        # verl asks for gloo twice: for the host, and for the device, which is the host here.
         module.initialize_global_process_group_ray = functools.partial(
             module.initialize_global_process_group_ray, backend="gloo"
         )
@@ -60,7 +60,7 @@ def _alternate_steps(module: ModuleType) -> None:
 
 @when_imported("verl.trainer.ppo.v1.trainer_base")  # type: ignore[untyped-decorator]
 def _order_batches(module: ModuleType) -> None:
-    """Names prompts by their number, and sorts samples by name: verl has random names, and the order of completion."""
+    """Names prompts by number, and sorts samples by name. verl uses random names, and the order of completion."""
     if not os.environ.get(SAME_BATCHES):
         return
     number = itertools.count()
@@ -77,7 +77,7 @@ def _order_batches(module: ModuleType) -> None:
 
 @when_imported("verl.utils.tokenizer.continuous_token_wiring")  # type: ignore[untyped-decorator]
 def _take_any_tokenizer(module: ModuleType) -> None:
-    """Lets a Qwen2 have the tokenizer of our seeded models: verl asks one of that family for a token of a newline."""
+    """Lets a Qwen2 use the tokenizer of our seeded models. verl expects a newline token in that family's tokenizer."""
     module._MODEL_TYPE_TO_FAMILY.pop("qwen2")
 
 
@@ -98,7 +98,7 @@ def _take_own_port(module: ModuleType) -> None:
 
 @when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server")  # type: ignore[untyped-decorator]
 def _take_own_vllm_port(_: ModuleType) -> None:
-    """VLLM's engine inherits the variable, and takes the first free port from there on."""
+    """Sets a variable with a port of this job. vLLM's engine inherits it, and takes the first free port from there."""
     if PORTS not in os.environ:
         return
     first = int(os.environ[PORTS])

@@ -1,4 +1,4 @@
-"""Jobs of verl, stock and ours, with one small recipe: on two GPUs, or on CPU to try the benchmark itself."""
+"""Runs jobs of verl, stock and ours, with one small recipe, on two GPUs, or on CPU to try the benchmark itself."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.models.seeded import Family, create_seeded_model
 
 ON_CPU = os.environ.get("RL_SAFE_BENCH_DEVICE") == "cpu"
-"""Runs on gloo with engines that have no model, to try the benchmark itself."""
+"""True to run on gloo with engines without a model, to try the benchmark itself."""
 ROOT = Path(rl_safe_workers.__file__).parents[1]
 STOCK, OURS, GIVING = "stock", "ours", "ours, release_comms"
 JOB_S = float(os.environ.get("RL_SAFE_BENCH_JOB_S", "420"))
-"""A job is ended after this time."""
+"""Seconds after which a job is ended."""
 AT_ONCE = int(os.environ.get("RL_SAFE_BENCH_AT_ONCE", "2" if ON_CPU else "8"))
-"""Jobs that run at the same time. Each starts some ten processes that import torch."""
+"""Number of jobs that run at the same time. Each starts about ten processes that import torch."""
 MIB = 2**20
 ACTOR = "actor_rollout_ref.actor"
 PLUGIN = "rl_safe_workers.adapters.verl.plugin"
@@ -49,7 +49,7 @@ _MODELS = {
     "small_moe": (Family.QWEN3, SeededModelConfig() if ON_CPU else _SMALL_MODEL),
     "small_dense": (Family.QWEN2, _SMALL_MODEL.model_copy(update={"num_experts": 0})),
 }
-"""Family and sizes of the models, made from a seed."""
+"""Family and sizes of the seeded models."""
 _COMMON = (
     "actor_rollout_ref.rollout.ignore_eos=true",
     "actor_rollout_ref.rollout.agent.num_workers=1",
@@ -64,34 +64,35 @@ _OF_DEVICE = (
     else (
         f"{ACTOR}.megatron.vanilla_mbridge=false",
         "actor_rollout_ref.model.use_remove_padding=true",
-        # verl asks for FlashAttention, which is not there; cuDNN's takes packed sequences, too.
+        # verl asks for FlashAttention, which is not installed. cuDNN's attention also accepts packed sequences.
         f"++{ACTOR}.megatron.override_transformer_config.attention_backend=auto",
-        # Needs APEX.
+        # Gradient accumulation fusion needs APEX.
         f"++{ACTOR}.megatron.override_transformer_config.gradient_accumulation_fusion=false",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.06",
-        # A job that measures free memory while another takes some would end.
+        # Without this, vLLM measures free memory, and fails if another job allocates memory meanwhile.
         f"+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={512 * MIB}",
     )
 )
 WITHOUT_VLLM = ("actor_rollout_ref.model.external_lib=tests.verl.echo_rollout",)
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
-"""Variables of jobs whose steps are not timed: they start without compiling, stock's and ours."""
+"""Variables of jobs whose steps are not timed, stock and ours. They start faster because they do not compile."""
 _OF_STOCK_ON_CPU = {verl_glue.STOCK_ON_CPU: "1", "VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
 _FIRST_PORT, _PORTS = 20_000, 3000
-"""Each benchmark on a machine has a range of ports. The system gives connections ports from 32,768 on."""
+"""First port, and number of ports for each benchmark on a machine. The system uses ports from 32,768 on for
+connections."""
 _RAY_FOLDERS = f"/tmp/r{os.getpid()}"
-"""Begins the folders of Ray: the paths of its sockets have to be short."""
+"""Prefix of Ray's folders. It is short, because the paths of Ray's sockets must be short."""
 _POLL_S = 0.2
 
 
 class Watch:
-    """Looks at a job while it runs, and once when it has ended."""
+    """Observes a job while it runs, and once after it has ended."""
 
     def look(self, job: Job) -> None:
-        """Called every now and then; may end the job."""
+        """Is called repeatedly while the job runs. May end the job."""
 
     def ended(self, job: Job, *, in_a_hurry: bool) -> None:
-        """Called when the job's command has ended."""
+        """Is called once the job's command has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class Wanted:
     """
 
     name: str
-    """One that no other job has."""
+    """A name that no other job has."""
     who: str
     """`STOCK`, `OURS` or `GIVING`."""
     overrides: Sequence[str] = ()
@@ -112,12 +113,12 @@ class Wanted:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables."""
     fault: str = ""
-    """For `host_meter.FAULT`."""
+    """The value of `host_meter.FAULT`."""
     watch: Watch = field(default_factory=Watch)
 
 
 class Jobs:
-    """Runs verl's jobs, a number at once, and ends them when the time is up."""
+    """Runs verl's jobs, several at a time, and ends them when the time is up."""
 
     def __init__(self, folder: Path, report: Callable[[str], None], *, at_once: int = AT_ONCE) -> None:
         self.folder, self.report = folder, report
@@ -130,13 +131,13 @@ class Jobs:
         self._ports: tuple[int, socket.socket] | None = None
 
     def stop(self) -> None:
-        """Ends all jobs and starts no other; `run` then returns what there is."""
+        """Ends all jobs and starts no more. `run` then returns the jobs that were started."""
         self._is_stopped.set()
         self.is_quiet.set()
         self._places.release(1000)
 
     def clean(self) -> None:
-        """Removes what Ray leaves."""
+        """Removes the folders that Ray leaves."""
         for path in Path(_RAY_FOLDERS).parent.glob(f"{Path(_RAY_FOLDERS).name}_*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -167,7 +168,7 @@ class Jobs:
         return job
 
     def model(self, name: str) -> Path:
-        """Returns the folder of a seeded model of `_MODELS`, made once."""
+        """Returns the folder of a seeded model of `_MODELS`. Makes the model on the first call."""
         path = self.folder / name
         family, spec = _MODELS[name]
         with self._making:
@@ -214,7 +215,7 @@ class Jobs:
 
 
 def _hold_ports() -> tuple[int, socket.socket]:
-    """Returns the first port of a range that no other benchmark has, and what holds it: a listener on that port."""
+    """Returns the first port of a range that no other benchmark uses, and a listener on that port to reserve it."""
     for first in range(_FIRST_PORT, 32_000, _PORTS):
         listener = socket.socket()
         try:
@@ -229,7 +230,7 @@ def _hold_ports() -> tuple[int, socket.socket]:
 
 
 def checkpoints_of(jobs: Jobs, name: str) -> Path:
-    """Returns where a job keeps its checkpoints."""
+    """Returns the folder of a job's checkpoints."""
     return jobs.folder_of(name) / "checkpoints"
 
 
@@ -244,7 +245,7 @@ def metrics_of(output: str) -> dict[int, dict[str, float]]:
 
 
 def slowest(job: Job | None, name: str) -> list[float]:
-    """Returns the seconds of each call, on its slowest rank; of a job that was not started none."""
+    """Returns the seconds of each call on its slowest rank; empty for a job that was not started."""
     by_call: dict[int, float] = {}
     for call in job.calls(name) if job else ():
         by_call[call.call] = max(by_call.get(call.call, 0.0), call.seconds)
@@ -252,7 +253,7 @@ def slowest(job: Job | None, name: str) -> list[float]:
 
 
 def memory_of(job: Job | None) -> dict[str, float]:
-    """Returns device memory outside of torch after each call and before the first update, on the rank that has most."""
+    """Returns device memory outside of torch after each call and before the first update, on the rank with most."""
     found: dict[str, float] = {}
     last: dict[int, float] = {}
     for call in job.calls() if job else ():
@@ -267,5 +268,5 @@ def memory_of(job: Job | None) -> dict[str, float]:
 
 
 def end_of(job: Job) -> str:
-    """Returns the last lines of a job that did not end well, each cut."""
+    """Returns the last lines of a failed job's output, each shortened."""
     return "\n".join([job.name, *(line[:400] for line in job.output().splitlines()[-12:])])

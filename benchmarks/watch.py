@@ -1,6 +1,6 @@
-"""The cost of the watch of ranks to a plain Megatron script: blocks of steps with it and without, in turns.
+"""Measures how much the watch of ranks costs a plain Megatron script, by blocks of steps with and without it, in turns.
 
-Both jobs share the GPUs, or the cores of a machine without. One waits while the other runs its block.
+Both jobs share the GPUs, or the cores of a machine without GPUs. One job waits while the other runs its block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Runs 20 blocks of each; takes some two minutes.
+    """Runs 20 blocks of each job. Takes about two minutes.
 
     Args:
         report: Takes a line with the raw figures.

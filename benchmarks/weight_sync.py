@@ -1,8 +1,9 @@
-"""Weight syncs into vLLM on two GPUs: of 18,720 tensors, and of a model of 2 B parameters, with a proof and without.
+"""Times weight syncs into vLLM on two GPUs, with and without proof: of 18,720 tensors, and of a 2 B model.
 
-A sync takes place between two GPUs, against a broadcast of as many bytes; and within each of two GPUs that trainers and
-engines share, against a copy of as many bytes there. The first update of an engine goes through vLLM's own loaders, and
-later ones are copied directly (`rl_safe_workers.rollout.direct_load`): that tells what the loaders take.
+A sync between two GPUs is compared with a broadcast of as many bytes. A sync within each of two GPUs, which trainers
+and engines share, is compared with a copy of as many bytes. The first update of an engine goes through vLLM's own
+loaders, and later updates are copied directly (`rl_safe_workers.rollout.direct_load`). The difference is the cost of
+the loaders.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.lifecycle import Phase
 
 MANY = SeededModelConfig(num_hidden_layers=48, num_experts=128, num_experts_per_tok=4)
-"""48 layers of 128 experts: 18,720 tensors, which are small."""
+"""A model of 48 layers with 128 experts: 18,720 small tensors."""
 MODELS: Mapping[str, SeededModelConfig] = {
     "2 B": LARGE.model_copy(update={"num_hidden_layers": 6}),
     "48 x 128 experts": MANY,
@@ -36,7 +37,7 @@ SYNC = phase_seconds_name(Phase.SYNC)
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Syncs both models between two GPUs and within them; takes some eight minutes.
+    """Syncs both models between two GPUs and within them. Takes about eight minutes.
 
     Raises:
         ResourceError: If there are fewer than two GPUs.
@@ -56,7 +57,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
 
 
 def _between(model: str, common: Sequence[str], report: Callable[[str], None]) -> list[Row]:
-    """One trainer, one engine, a GPU each."""
+    """Measures syncs between one trainer and one engine, each on its own GPU."""
     found = run_ranks("syncs", [*common, "cluster.num_trainers=1"], rollouts=1)
     size_bytes = found["weight_bytes"]
     peer = run_ranks(
@@ -74,7 +75,7 @@ def _between(model: str, common: Sequence[str], report: Callable[[str], None]) -
 
 
 def _within(model: str, common: Sequence[str], size_bytes: int, report: Callable[[str], None]) -> list[Row]:
-    """Two trainers at EP2 and two engines on the same GPUs; every other sync is proved."""
+    """Measures syncs of two trainers at EP2 and two engines on the same GPUs. Every other sync is proved."""
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
         records = run_recipe(
             f"bench weight_sync: {model}",
@@ -87,7 +88,7 @@ def _within(model: str, common: Sequence[str], size_bytes: int, report: Callable
             f"trainer.total_training_steps={STEPS}",
             "trainer.save_freq=-1",
             "rollout.prove_sync_freq=2",
-            # Experts of 48 layers with random weights are nearly tied.
+            # With random weights in 48 layers, the router's scores of experts are nearly tied.
             "rollout.max_logprob_gap=100",
             recipe=RECIPE,
         )
@@ -106,7 +107,7 @@ def _within(model: str, common: Sequence[str], size_bytes: int, report: Callable
 
 
 def _copy_seconds(size_bytes: int) -> float:
-    """Seconds of a copy within a GPU."""
+    """Returns the seconds of a copy within a GPU."""
     source = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     found: list[float] = []

@@ -1,3 +1,3 @@
-"""Where Hydra looks for plugins in every process that uses it: ours refuses a run of verl that would go without us."""
+"""Puts our plugin where Hydra looks for plugins. It refuses a run of verl that would silently not use our engines."""
 
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath as SafeSearchPath

@@ -27,7 +27,7 @@ _ROWS_OF_8_BITS = 16
 """Rows of an 8-bit matrix come in multiples of this."""
 _HOST_AND_PORT = re.compile(r"(?!\w+://)\S+:\d+")
 HEARING_S = 1.0
-"""Smallest timeout of the bootstrap, in seconds: twice the time in which a waiting rank hears of others' failures."""
+"""Smallest timeout of the bootstrap, in seconds. A waiting rank needs half of it to learn of other ranks' failures."""
 
 
 def _checked_path(path: str) -> str:
@@ -362,7 +362,7 @@ class PhaseTimeouts(Section):
     """Seconds that each phase of any host framework may take (see lifecycle.Phase)."""
 
     bootstrap: Annotated[Seconds, Field(ge=HEARING_S)] = 300.0
-    """At least the time in which ranks hear of each other over the store."""
+    """At least the time that ranks need to learn of each other's failures over the store."""
     logprob: Seconds = 1800.0
     train: Seconds = 1800.0
     save: Seconds = 1800.0

@@ -51,7 +51,7 @@ NCCL_SOCKET_IFNAME = "NCCL_SOCKET_IFNAME"
 NCCL_CUMEM_ENABLE = "NCCL_CUMEM_ENABLE"
 """Read only: with ``0``, NCCL does not map its memory itself and cannot release it."""
 GLOBAL_RANK = "RANK"
-"""Read only: the number of this process among all that a launcher or a host framework has started together."""
+"""Read only: the number of this process among all processes that its launcher or host framework has started."""
 LOCAL_RANK = "LOCAL_RANK"
 """Read only: the number of this process on its host. It selects the GPU if the launcher leaves all GPUs visible."""
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
@@ -262,7 +262,7 @@ def become_gpuless() -> None:
 
 
 def global_rank() -> int | None:
-    """Returns this process's number among all of its launch; None if no launcher has set it."""
+    """Returns this process's number among all processes of its launch; None if no launcher has set it."""
     value = os.environ.get(GLOBAL_RANK)
     return int(value) if value and value.isdecimal() else None
 

@@ -13,7 +13,7 @@
         ├── LifecycleError            a phase entered before the phases that it requires
         ├── PhaseTimeoutError         a phase passed its deadline; names the missing ranks
         ├── RankError                 one rank failed; carries its id, phase, cause and traceback
-        ├── JobError                  a host's job failed; carries the verdict and what it rests on
+        ├── JobError                  a host's job failed; carries the verdict and its evidence
         ├── ClusterError              Ray could not be started or joined
         │   └── NodeMismatchError     nodes with other versions, other code or other files
         ├── NodeLostError             a node of the cluster is gone; carries its name and its ranks

@@ -191,7 +191,7 @@ def _frame_of_coroutine(awaited: object) -> FrameType | None:
 def own_stacks() -> str:
     """Returns the stacks of all threads of this process in faulthandler's format.
 
-    The head of each stack also has the thread's name and the kernel's id of it.
+    The head of each stack also has the thread's name and its id in the kernel.
     """
     names = {thread.ident: (thread.name, thread.native_id) for thread in threading.enumerate()}
     texts = []

@@ -28,7 +28,7 @@ COMMAND_LINE = "command line"
 _RAY_COPIES = "working_dir_files"
 """The folder in which Ray unpacks the working directories of jobs."""
 LOCAL_RAY = "local"
-"""The address of a Ray that is started for the run alone."""
+"""Stands for the address of a Ray that is started only for the run."""
 _MOST_OVERRIDES = 1_000
 _DEEPEST_KEY = 20
 _ABSENT = object()

@@ -67,9 +67,9 @@ class Spot:
 
     phase: str
     op: str | None
-    """A collective of torch, or `STORE_BARRIER`; None if nobody knows."""
+    """A collective of torch, or `STORE_BARRIER`; None if unknown."""
     place: str | None
-    """None if nobody knows."""
+    """The line of code; None if unknown."""
 
     def __str__(self) -> str:
         op = "" if self.op is None else f" in {self.op}"

@@ -70,7 +70,7 @@ _MOST = Features(
 """The features that connect most."""
 _SECOND = timedelta(seconds=1)
 _HEARD_S = 1.0
-"""Seconds in which a rank that leaves reads what others have failed with."""
+"""Seconds within which a leaving rank reads the failures of other ranks."""
 _ABORT = timedelta(seconds=10)
 """Timeout for aborting groups that cannot be destroyed in order."""
 
@@ -428,7 +428,7 @@ def _require(phase: str) -> SafeTrainer:
 def _agree_on_plan(
     trainer: SafeTrainer, features: Features | None, max_ctas: Mapping[str, int] | None, *, check_memory: bool
 ) -> None:
-    """Plans the groups. If one rank fails to, raises on every rank. Collective over: the default group's store."""
+    """Plans the groups. If a rank cannot, raises on every rank. Collective over: the default group, by its store."""
     failure: Exception | None = None
     try:
         _plan(trainer, features, max_ctas, check_memory=check_memory)

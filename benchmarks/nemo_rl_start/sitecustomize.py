@@ -1,4 +1,4 @@
-"""Python runs this at the start of each process of a metered job of NeMo RL, where this folder is on ``PYTHONPATH``."""
+"""Starts the meter in each process of a metered job of NeMo RL, which has this folder on ``PYTHONPATH``."""
 
 from benchmarks.nemo_rl_meter import meter
 

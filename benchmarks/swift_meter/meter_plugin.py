@@ -1,6 +1,6 @@
-"""Meters ms-swift's trainer, in stock jobs and in ours alike: a plugin for ``--external_plugins``, the last one.
+"""Meters ms-swift's trainer in stock jobs and in ours. It is the last plugin of ``--external_plugins``.
 
-Alone in its folder: ms-swift puts that first on the path of imports.
+It is alone in its folder, because ms-swift puts that folder first on the import path.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ found: dict[str, Any] = {"taken": {}, "by_group": {}, "steps": 0}
 
 @functools.cache
 def taken() -> Taken:
-    """The meter of this process's own memory."""
+    """Returns the meter of this process's own memory."""
     if ON_CPU:
         return Taken(torch.device("cpu"))
     device = torch.device("cuda", torch.cuda.current_device())
@@ -55,7 +55,7 @@ def taken() -> Taken:
 
 
 def attribute(method: str, window: str) -> None:
-    """Counts the memory that collectives take in calls of a method of the trainer, in the first steps at most."""
+    """Counts the memory that collectives take in calls of a trainer's method, only in the first steps."""
     stock = getattr(BaseMegatronTrainer, method)
 
     @functools.wraps(stock)
@@ -79,7 +79,7 @@ def attribute(method: str, window: str) -> None:
 
 
 def write() -> None:
-    """Writes down what was found, with our bootstrap's own ledger where there is one."""
+    """Writes the measured figures, with our bootstrap's own ledger if there is one."""
     install = sys.modules.get("rl_safe_workers.adapters.swift.install")
     job = None if install is None else install.job()
     if job is not None and job.has_world and (report := job.trainer.comms.report) is not None:

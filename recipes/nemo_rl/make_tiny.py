@@ -1,9 +1,9 @@
-"""Makes what the recipes tiny*.yaml run with: a tiny Qwen3-MoE from a seed, its tokenizer, and prompts.
+"""Makes the inputs of the recipes tiny*.yaml: a tiny seeded Qwen3-MoE, its tokenizer, and prompts.
 
     python recipes/nemo_rl/make_tiny.py FOLDER    # then: export RL_SAFE_TINY=FOLDER
 
-The reward is that of NeMo RL's environment code_jaccard, which needs no network: how many of the words of the answer
-are among those of the solution. Here each character is a word, and the solution has all small letters.
+The reward comes from NeMo RL's environment code_jaccard, which needs no network. It compares the words of the answer
+with those of the solution. Here each character is a word, and the solution has all small letters.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def make_tiny(folder: Path, model: SeededModelConfig = MODEL) -> None:
 
 
 def _decode_to_words(path: Path) -> None:
-    """Has the tokenizer put spaces between the characters that it decodes."""
+    """Makes the tokenizer put spaces between the characters that it decodes."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.decoder = None
     tokenizer.save(str(path))
 
 
 def main() -> None:
-    """Makes the folder that the command line names."""
+    """Writes the inputs into the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", type=SeededModelConfig.model_validate_json, default=MODEL, help="its sizes, as JSON")

@@ -1,4 +1,4 @@
-"""A reward without a model for the tiny GRPO runs, as a plugin of ms-swift's: short answers."""
+"""A plugin of ms-swift with the reward of the tiny GRPO runs. It needs no model, and rewards short answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from swift.rewards import ORM, orms
 
 
 class Brief(ORM):
-    """Rewards few characters."""
+    """Rewards short answers: the fewer characters, the higher the reward."""
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
         """Returns a reward for each completion."""

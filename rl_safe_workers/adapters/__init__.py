@@ -1,5 +1,5 @@
-"""Translates each host framework's words and hooks, and holds a `SafeTrainer` for it.
+"""Connects each host framework to this package: maps its settings and hooks, and holds a `SafeTrainer` for it.
 
-A host's worker or trainer comes in; the same one leaves, with its phases under our deadlines. The modules here are for
-all hosts; each host has a room. Only these rooms import ``verl``, ``nemo_rl`` or ``swift``.
+An adapter takes a host's worker or trainer, and puts its phases under our deadlines. The modules here are for all
+hosts. Each host has a folder of its own. Only these folders import ``verl``, ``nemo_rl`` or ``swift``.
 """

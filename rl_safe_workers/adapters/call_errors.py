@@ -1,7 +1,7 @@
-"""The actor that has raised an error, and its traceback, which Ray drops where it raises the error again.
+"""Finds the actor that raised an error, and its traceback. Ray drops both when it raises the error in the caller.
 
-``RayTaskError.as_instanceof_cause`` makes an error of the cause's class, and leaves out the private ``_actor_id``. Seen
-in Ray 2.55 to 2.60.
+``RayTaskError.as_instanceof_cause`` makes an error of the cause's class, without the private ``_actor_id``. Seen in Ray
+2.55 to 2.60.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ORIGIN = "rl_safe_origin"
 
 
 class CallError(NamedTuple):
-    """An error that a call of an actor has raised."""
+    """An error that a remote call to an actor has raised."""
 
     actor_id: str
     """Ray's hexadecimal id."""
@@ -37,7 +37,12 @@ class CallError(NamedTuple):
     """Unix time in seconds."""
 
     def report(self, rank_id: RankId, phase: str) -> RankError:
-        """Returns the error as the failure of the actor's rank."""
+        """Returns the error as a failure of the actor's rank.
+
+        Args:
+            rank_id: The actor's rank.
+            phase: The phase that the rank was in.
+        """
         about_others = self.foreign.is_about_others
         return RankError(
             rank_id=rank_id,
@@ -52,7 +57,7 @@ class CallError(NamedTuple):
 
 
 def keep_origins() -> None:
-    """Has errors that Ray raises in this process keep their actor, for `call_error_of`. Idempotent."""
+    """Patches Ray so that errors raised in this process keep their actor, for `call_error_of`. Idempotent."""
     stock: Any = RayTaskError.as_instanceof_cause
     if getattr(stock, "__wrapped__", None) is not None:
         return
@@ -68,11 +73,11 @@ def keep_origins() -> None:
 
 
 def call_error_of(error: BaseException) -> CallError | None:
-    """Returns the failed call of an actor that has led to an error; None if none has.
+    """Returns the failed actor call that caused an error; None if no call caused it.
 
-    Looks at the error, and at those that it was raised from.
+    Searches the error and the chain of its causes.
 
-    An actor that only passes on the error of another one's call does not count.
+    Skips an actor that only passes on an error from its own call to another actor.
 
     Args:
         error: Raised in this process after `keep_origins`.
@@ -90,7 +95,7 @@ def call_error_of(error: BaseException) -> CallError | None:
 
 
 def links_of(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error, then the one that it was raised from, and so on."""
+    """Yields an error, then its cause (``__cause__``), then the cause of that, and so on."""
     link: BaseException | None = error
     seen = set[int]()  # an error may be its own cause
     while link is not None and id(link) not in seen:

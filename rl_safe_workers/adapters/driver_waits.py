@@ -1,7 +1,7 @@
 """Gives each wait of a host's driver a deadline, and names the trainers or rollout engines that do not answer.
 
-The hosts' drivers wait without end: they call ``ray.get`` without a timeout, or poll. An adapter has those waits go
-through `DriverWaits`.
+The hosts' drivers wait without a deadline: they call ``ray.get`` without a timeout, or poll. An adapter routes those
+waits through `DriverWaits`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WORKERS_FIRST_S = 4.0
-"""Seconds that the driver waits longer than its workers, who know better whom they wait for."""
+"""Seconds that the driver waits longer than its workers. The workers know better which rank they wait for."""
 _ANSWER_S = 3.0
-"""Seconds in which a process that is well answers a question."""
+"""Seconds within which a healthy process answers a question."""
 ANSWERING = frozenset({Role.ROLLOUT, Role.REWARD})
 """Roles that only serve calls in a rollout. An error that one of them raises is its own failure, not another rank's."""
 HEARD = "rl_safe_heard"
-"""Method of a helper that has others answer: returns a list of `call_errors.CallError`."""
+"""Method of a helper, an actor that calls other ranks. It returns a list of `call_errors.CallError` from such calls."""
 _HEARD_S = 1.0
-"""Seconds in which a helper says what it has heard. One that runs a tool of the user's says it later."""
+"""Seconds within which a helper answers `HEARD`. A helper that is running a user's tool answers later."""
 
 
 class Party(NamedTuple):
@@ -48,9 +48,9 @@ class Party(NamedTuple):
     name: str
     rank: RankId
     actor: Any
-    """Ray's handle of it."""
+    """Ray's handle of the process's actor."""
     ask: Callable[[], Any]
-    """Asks it something, and returns the reference to its answer."""
+    """Sends the process a question, and returns the Ray reference to its answer."""
 
 
 class Silent(NamedTuple):
@@ -64,7 +64,7 @@ class Silent(NamedTuple):
 
 
 class Standstill:
-    """For how long nothing has changed."""
+    """Measures for how long a value has not changed."""
 
     def __init__(self) -> None:
         """Has seen nothing yet."""
@@ -75,7 +75,7 @@ class Standstill:
         """Returns the seconds for which ``found`` has not changed.
 
         Args:
-            found: Something that is equal as long as nothing changes.
+            found: The current value. It counts as unchanged while it equals the previous one.
         """
         now_s = time.monotonic()
         if found != self._seen:
@@ -84,14 +84,14 @@ class Standstill:
 
 
 class DriverWaits:
-    """Bounds the driver's waits, and finds the processes that do not answer when one has ended.
+    """Puts the driver's waits under deadlines. When a wait fails, finds the processes that do not answer.
 
     Attributes:
-        failed_in: The phase of the wait that has failed; None if the last wait went well, or was outside of phases.
+        failed_in: The phase of the wait that has failed; None if the last wait succeeded, or was outside of phases.
     """
 
     def __init__(self, timeouts: PhaseTimeouts, parties: Callable[[], Sequence[Party]]) -> None:
-        """Guards nothing yet. Has errors of calls keep their actor; see `call_errors.keep_origins`.
+        """Guards nothing yet. Makes errors of remote calls keep their actor; see `call_errors.keep_origins`.
 
         Args:
             timeouts: The deadlines, by phase.
@@ -104,7 +104,7 @@ class DriverWaits:
 
     @property
     def is_bounding(self) -> bool:
-        """True in work that `bounded` does."""
+        """True on a thread that runs work for `bounded`."""
         return bool(getattr(self._bounding, "here", False))
 
     def timeout_s(self, phase: str) -> float:
@@ -114,7 +114,7 @@ class DriverWaits:
 
     @contextmanager
     def waiting(self, phase: str) -> Iterator[None]:
-        """Notes the phase that the driver waits in, for the case that the body fails. Sets no deadline.
+        """Sets `failed_in` to a phase if the body fails. Sets no deadline.
 
         Args:
             phase: The phase that the job's processes go through in the body.
@@ -123,7 +123,7 @@ class DriverWaits:
         try:
             yield
         except BaseException:
-            if self.failed_in is None:  # else a wait in the body says it better
+            if self.failed_in is None:  # else a wait inside the body has set a more exact phase
                 self.failed_in = phase
             raise
 
@@ -138,21 +138,23 @@ class DriverWaits:
         limit_s: float | None = None,
         calls: Sequence[Any] = (),
     ) -> T:
-        """Does some work of the host's on a thread of its own; returns its value.
+        """Runs some of the host's work on a thread of its own, under a deadline; returns its value.
 
         Args:
             phase: The phase whose timeout bounds it.
             what: The work, for errors.
-            work: What may wait for another process.
-            progress: Returns something that changes as the work gets on. The timeout begins anew with each change.
-            workers_first: Whether to wait longer than training ranks, which take part and tell more.
+            work: Runs the work, which may wait for another process.
+            progress: Returns a value that changes as the work advances. Each change restarts the timeout.
+            workers_first: Whether to wait a little longer than the training ranks do. Set it if they take part in the
+                work, because their error says more.
             limit_s: Seconds instead of the phase's timeout, for a call that goes through several phases.
             calls: Ray references that the work waits for, if it waits for nothing else. The error then names the
                 actors whose calls have not ended, and no process is asked.
 
         Raises:
             PhaseTimeoutError: If nothing changes for the timeout; names the processes that do not answer.
-            RunError: If it fails and a process does not answer; or an engine has raised and no training rank took part.
+            RunError: If the work fails and a process does not answer. Also if an engine has raised and no training
+                rank took part.
         """
         if self.is_bounding:
             return work()  # the outermost bound counts
@@ -162,21 +164,21 @@ class DriverWaits:
             try:
                 return self._bounded(phase, what, work, progress, limit_s, calls)
             except ray.exceptions.RayError as error:
-                # With training ranks in the call, an engine's error may follow from one of theirs.
+                # If training ranks take part in the call, a training rank's error may have caused the engine's error.
                 if workers_first or (raised := self._raised_by_engine(phase, error)) is None:
                     raise
                 raise raised from error
 
     def of_driver(self, phase: str, what: str, work: Callable[[], T]) -> T:
-        """Does work of the driver's own, for which no other process is to blame; returns its value.
+        """Runs the driver's own work under a deadline; returns its value. No other process can be to blame for it.
 
         Args:
             phase: The phase whose timeout bounds it.
             what: The work, for errors.
-            work: What may take long, such as reading a file.
+            work: Runs the work, which may take long, such as reading a file.
 
         Raises:
-            PhaseTimeoutError: If it does not end in time; has the line of code that it is at.
+            PhaseTimeoutError: If the work does not end in time; says which line of code it has reached.
         """
         if self.is_bounding:
             return work()
@@ -229,11 +231,11 @@ class DriverWaits:
         return called.report(ranks[called.actor_id], phase) if called.actor_id in ranks else None
 
     def blaming(self, what: str, error: ray.exceptions.RayError, calls: Sequence[Any] = ()) -> RunError | None:
-        """Returns the error of a wait that has failed, with the processes that do not answer; None if all answer.
+        """Returns an error that names the processes that do not answer, after a wait has failed; None if all answer.
 
         Args:
             what: The work that has failed.
-            error: What Ray has raised.
+            error: The error that Ray has raised.
             calls: As for `bounded`.
         """
         silent = [] if _names_missing(error) else self._silent(calls)
@@ -244,7 +246,10 @@ class DriverWaits:
     def late(
         self, phase: str, what: str, waited_s: float, detail: str = "", calls: Sequence[Any] = ()
     ) -> PhaseTimeoutError:
-        """Returns the error of a wait that has passed its deadline; asks every process whether it is well."""
+        """Returns the error for a wait that has passed its deadline. Asks every process, to name those that are silent.
+
+        With ``calls``, it asks no process; see `bounded`.
+        """
         self.failed_in = phase
         silent = self._silent(calls)
         return PhaseTimeoutError(
@@ -257,14 +262,14 @@ class DriverWaits:
         )
 
     def check_alive(self, phase: str, what: str) -> None:
-        """Fails if a process of the job has died, by Ray's table; asks no process. Takes milliseconds.
+        """Raises if Ray's table of actors shows a dead process of the job. Asks no process. Takes milliseconds.
 
         Args:
             phase: The phase that the driver waits in.
             what: The work that it waits for.
 
         Raises:
-            RunError: If one has died; names it.
+            RunError: If a process has died; names it.
         """
         if not (parties := self._parties()):
             return
@@ -274,7 +279,7 @@ class DriverWaits:
             raise RunError(f"{what}: {_told(dead)}", culprit=_culprit(dead))
 
     def heard(self) -> list[RankError]:
-        """Returns the errors that helpers got from calls of ranks, the newest first.
+        """Returns the errors that helpers got from their calls to ranks, newest first.
 
         Only ranks with a role in `ANSWERING` count.
         """
@@ -299,7 +304,7 @@ class DriverWaits:
         return sorted(found, key=lambda report: -report.raised_at)
 
     def _silent(self, calls: Sequence[Any]) -> list[Silent]:
-        """Returns the processes without an answer to one of the calls; without calls, every process is asked something.
+        """Returns the processes that have not answered one of the calls; without calls, asks every process first.
 
         A process may have several calls.
         """
@@ -326,9 +331,9 @@ def _told(silent: Sequence[Silent]) -> str:
 
 
 def _culprit(silent: Sequence[Silent]) -> RankId | None:
-    """Returns the rank that a failed call is about: one that has died, else an engine that does not answer.
+    """Returns the rank to blame for a failed call: a dead one, else an engine that does not answer, else None.
 
-    A trainer that does not answer may be in the call still, and wait for somebody itself.
+    A trainer that does not answer is not to blame: it may still be in the call, waiting for another rank.
     """
     dead = [one for one in silent if one.is_dead]
     engines = [one for one in silent if one.party.rank.role is Role.ROLLOUT]
@@ -341,6 +346,6 @@ def last_line(error: BaseException) -> str:
 
 
 def _names_missing(error: ray.exceptions.RayError) -> bool:
-    """Returns True if a worker has already told whom it waits for, and not just that it is some engine."""
+    """Returns True if a worker's error already names what it waits for, not just the rollout as a whole."""
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
     return isinstance(cause, PhaseTimeoutError) and bool(cause.missing or not cause.awaited.name.startswith(ROLLOUT))

@@ -1,6 +1,7 @@
-"""The trainers' communicators, whose memory goes to the rollout engines on the same GPUs while these are awake.
+"""Gives the memory of the trainers' communicators to the rollout engines on the same GPUs while the engines are awake.
 
-A host's order of a step, in which the trainers have nothing to tell each other between the second line and the last::
+A host's step has this order. The trainers do not communicate from the second line until the communicators are taken
+back::
 
     weight sync       the bridge gathers weights, parameters go to the host
                       given away here, before an engine allocates its KV cache
@@ -31,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def world_backend(*, is_cpu: bool, sends_unbatched: bool) -> str | None:
-    """Returns the backend of a default group whose communicators can give their memory away; None for the host's own.
+    """Returns the default group's backend for communicators that can give their memory away; None: the host's own.
 
-    The host's own backend can do that if NCCL can suspend communicators. Every later group, Megatron's or the host's,
+    The host's own backend is enough if NCCL can suspend communicators. Every later group, Megatron's or the host's,
     inherits the backend.
 
     Args:
@@ -53,7 +54,7 @@ class GivenComms(Part):
     Attributes:
         are_away: Whether the memory is given away.
         freed_bytes: Device memory that was given away last.
-        seconds: Seconds that giving and taking have taken since the metrics were last asked for.
+        seconds: Seconds spent on giving and taking back since the metrics were last read.
     """
 
     def __init__(self, rank: SafeTrainer, *, taken_back_by: str, remedy: str) -> None:
@@ -61,15 +62,16 @@ class GivenComms(Part):
 
         Args:
             rank: This training rank.
-            taken_back_by: What takes the memory back, for the error of a caller that uses a group before.
-            remedy: What to do where the groups cannot give memory away, for the warning.
+            taken_back_by: The call that takes the memory back. The error of a caller that uses a group too early names
+                it.
+            remedy: Advice for the warning, if the groups cannot give memory away.
         """
         super().__init__(rank)
         self._offloader, self._taken_back_by, self._remedy = rank.offloader, taken_back_by, remedy
         self.are_away, self.freed_bytes, self.seconds = False, 0, 0.0
 
     def check(self) -> None:
-        """Keeps the memory, with a warning, if these groups cannot give it away. Not collective."""
+        """Turns the giving off, with a warning, if these groups cannot give their memory away. Not collective."""
         offloader = self._offloader
         if offloader.releases_comms and not offloader.suspends_comms and not releasable_groups():
             offloader.releases_comms = False
@@ -88,8 +90,8 @@ class GivenComms(Part):
             phase: The phase that this is part of.
 
         Raises:
-            CommunicatorError: On every rank, if one failed; names it.
-            PhaseTimeoutError: If one does not come in time; names it.
+            CommunicatorError: On every rank, if a rank failed; names it.
+            PhaseTimeoutError: If a rank does not come in time; names it.
         """
         if self.are_away or not self._offloader.releases_comms:
             return
@@ -100,7 +102,9 @@ class GivenComms(Part):
         self.seconds += time.monotonic() - started_s
 
     def take_back(self) -> None:
-        """Takes the memory back, within a phase or as ``bootstrap``. Collective over: the training world. Idempotent.
+        """Takes the memory back, in the current phase, else in ``bootstrap``. Collective over: the training world.
+
+        Idempotent.
 
         Raises:
             CommunicatorError: As `give`.
@@ -116,6 +120,6 @@ class GivenComms(Part):
         self.seconds += time.monotonic() - started_s
 
     def before(self, phase: Phase) -> None:
-        """Takes the memory back before a phase with collectives. A host may have some before its phases."""
+        """Takes the memory back before a phase that uses the model state, which has collectives."""
         if phase in USES_STATE:
             self.take_back()

@@ -1,4 +1,4 @@
-"""The end of a host's worker groups, as the driver hears of it: which ranks have not ended, and what went wrong."""
+"""Waits in the driver for the end of a host's worker groups, and reports ranks that are late or have failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import format_ranks
 
 _LATER_THAN_OTHERS = timedelta(seconds=2)
-"""How much longer a rank may take to end than one that has waited for it in vain."""
+"""Extra time for a late rank to end, after another rank has given up waiting for it."""
 
 
 class GroupEnd(NamedTuple):
@@ -25,17 +25,17 @@ class GroupEnd(NamedTuple):
 
     size: int
     late: frozenset[int]
-    """Ranks that have not."""
+    """Ranks that have not ended."""
     waited_s: float
     text: str
-    """The errors of ranks; empty if all went well."""
+    """The errors of ranks; empty if there are none."""
 
 
 def end_of(calls: Sequence[Any], patience_s: float) -> GroupEnd:
-    """Waits until every rank has ended its groups, but not for ranks that another rank has waited for in vain.
+    """Waits until every rank has ended its groups. Stops early for ranks that another rank has already timed out on.
 
     Args:
-        calls: By rank, the reference to what `TrainingRank`'s teardown returns: failures by rank.
+        calls: For each rank, in order, the Ray reference to the result of `TrainingRank`'s teardown: failures by rank.
         patience_s: Longest wait, in seconds.
     """
     ranks = {call: rank for rank, call in enumerate(calls)}
@@ -60,7 +60,7 @@ def end_of(calls: Sequence[Any], patience_s: float) -> GroupEnd:
 
 
 def error_of(ends: Sequence[GroupEnd]) -> RunError | None:
-    """Returns the error of groups that have not ended well; None if all have. It names ranks that have not ended."""
+    """Returns an error if a group ended late or with failures; None if all ended well. The error names late ranks."""
     late = {rank for end in ends for rank in end.late}
     if late:
         return late_for_the_end(

@@ -1,4 +1,4 @@
-"""The names that an adapter relies on in its host's source, and those that a copy lacks. Imports nothing of it."""
+"""Lists the names that an adapter needs in its host's source, and finds the missing ones. Does not import the host."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class HostName:
     name: str
     """Dotted from the module, e.g. ``"Worker.shutdown"``."""
     parameters: tuple[str, ...]
-    """Required parameters, in this order; others may follow or stand between. Empty for a class."""
+    """Required parameters, in this order. Others may stand between or after them. Empty for a class."""
     why: str
     """How it is used."""
     optional: bool = False
-    """True if older commits lack it, in which nobody calls it either."""
+    """True if older commits lack the name. In those commits nobody calls it either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostText:
-    """Something that a function of the host's must do, as an expression in its source.
+    """An expression that must be in the source of a host's function.
 
     Example: ``HostText(file="nemo_rl/a.py", within="setup", text="setup_distributed()", why="patched")``
     """
@@ -50,8 +50,8 @@ def package_root(name: str, *, advice: str = "") -> Path:
     """Returns the folder that holds an installed package, without importing it.
 
     Args:
-        name: Of the package.
-        advice: What to do if it is not there, for the error.
+        name: Name of the package.
+        advice: How to install it, for the error.
 
     Raises:
         ConfigError: If it is not installed.
@@ -66,7 +66,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def find(root: Path, file: str, name: str) -> ast.Module | Definition | None:
-    """Returns a definition by its dotted name, the module for an empty name, None if it or its file is not there."""
+    """Returns a definition by its dotted name; the module for an empty name; None if it or its file does not exist."""
     path = root / file
     found: ast.Module | Definition | None = _parse(path) if path.is_file() else None
     for part in filter(None, name.split(".")):
@@ -81,26 +81,26 @@ def _parse(path: Path) -> ast.Module:
 
 
 def parameters(node: ast.AST | None) -> list[str]:
-    """The names of a function's parameters; none for anything else."""
+    """Returns the names of a function's parameters; an empty list for anything else."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return []
     return [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
 
 
 def lacks_name(root: Path, expected: HostName) -> str | None:
-    """Says what a checkout lacks of a name; None if it has it, or need not have it."""
+    """Describes the name or the parameters that a checkout lacks; None if it has them, or if the name is optional."""
     node = find(root, expected.file, expected.name)
     if node is None:
         return None if expected.optional else f"{expected.name} ({expected.file})"
     given = iter(parameters(node))
-    # In this order, whatever stands between them.
+    # ``in`` advances the iterator, so this checks the order and allows other parameters in between.
     if all(name in given for name in expected.parameters):
         return None
     return f"{expected.name}({', '.join(expected.parameters)}) ({expected.file})"
 
 
 def lacks_text(root: Path, expected: HostText) -> str | None:
-    """Says what a checkout lacks of an expression; None if it has it."""
+    """Describes an expression that a checkout lacks; None if the checkout has it."""
     node = find(root, expected.file, expected.within)
     if node is not None and expected.text in ast.unparse(node):
         return None
@@ -108,12 +108,12 @@ def lacks_text(root: Path, expected: HostText) -> str | None:
 
 
 def lacking(root: Path, names: Iterable[HostName], texts: Iterable[HostText] = ()) -> str:
-    """Says what a copy of the source lacks: the first name or text, and how many others; empty if nothing.
+    """Describes what a copy of the source lacks: the first name or text, and how many others; empty if nothing.
 
     Args:
         root: The copy, a checkout or the folder that holds the host's package.
         names: The names that it must have.
-        texts: The expressions that it must have. They are looked for only if no name is lacking.
+        texts: The expressions that it must have. They are checked only if no name is missing.
     """
     found = [lack for expected in names if (lack := lacks_name(root, expected)) is not None]
     found = found or [lack for expected in texts if (lack := lacks_text(root, expected)) is not None]

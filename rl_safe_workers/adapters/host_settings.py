@@ -1,4 +1,4 @@
-"""The settings that every host framework has, with the models and ranges of the built-in trainer. Imports no torch."""
+"""The settings that all host frameworks share. They use the built-in trainer's models and ranges. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class RolloutTimeouts(PhaseTimeouts):
     """Seconds that each phase may take under a host whose driver also waits for the rollout."""
 
     sync: Seconds = 600.0
-    """To send the rollout its weights, and to put its engines to sleep or wake them up."""
+    """Limit for a weight sync to the rollout, and for putting its engines to sleep or waking them up."""
     rollout: Seconds = 3600.0
-    """Longest time without a response that ends."""
+    """Longest time in which no response finishes."""
 
 
 class HostSettings(Section):
     """A host's node of settings. Subclasses add the host's own keys, and its phases to ``timeouts``."""
 
     enabled: bool = True
-    """True if the host's Megatron workers are ours."""
+    """True if our Megatron workers replace the host's."""
     timeouts: PhaseTimeouts = Field(default_factory=PhaseTimeouts)
     bootstrap: BootstrapConfig = Field(default_factory=BootstrapConfig)
 
@@ -38,28 +38,28 @@ class HostSettings(Section):
         return bootstrap
 
     def rl_safe(self, **timeouts: float) -> RlSafeConfig:
-        """Returns the node that a `SafeTrainer` takes. Creating the groups has the timeout of their bootstrap.
+        """Returns the settings for a `SafeTrainer`. Phase ``groups`` gets the timeout of ``bootstrap``.
 
         Args:
-            **timeouts: Seconds of phases that the host's own settings state elsewhere.
+            **timeouts: Timeouts in seconds, by phase, that come from other settings of the host.
         """
         seconds = {"groups": self.timeouts.bootstrap, **self.timeouts.model_dump(), **timeouts}
         return RlSafeConfig(timeouts=TimeoutsConfig(**seconds), bootstrap=self.bootstrap)
 
     def to_json(self) -> str:
-        """Returns text for `from_json` in another process."""
+        """Returns the settings as JSON, for `from_json` in another process."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> Self:
-        """Reads the text of `to_json`, or a user's.
+        """Reads settings from JSON, written by `to_json` or by a user.
 
         Args:
             text: A JSON object.
             source: The variable that holds it, for errors.
 
         Raises:
-            ConfigError: If it is no JSON, or has an unknown key or a wrong value.
+            ConfigError: If the text is not JSON, or has an unknown key or a wrong value.
         """
         try:
             node = json.loads(text)
@@ -69,10 +69,10 @@ class HostSettings(Section):
 
     @classmethod
     def read(cls, node: Any, *, source: str) -> Self:
-        """Reads a node's keys; None is an empty node.
+        """Reads settings from a node; None counts as an empty node.
 
         Raises:
-            ConfigError: If it is no mapping, or has an unknown key or a wrong value.
+            ConfigError: If the node is not a mapping, or has an unknown key or a wrong value.
         """
         node = {} if node is None else node
         if not isinstance(node, Mapping):
@@ -84,5 +84,5 @@ class ProvableSettings(HostSettings):
     """The settings of a host whose weight syncs can be proved."""
 
     prove_sync_freq: Annotated[int, Field(ge=-1, le=10**9)] = -1
-    """Read weights back after the first weight sync and every so many after it, and compare them with what was sent;
-    1: after all, 0: after the first, -1: never."""
+    """Read weights back after the first weight sync and then after every this many, and compare them with the weights
+    that were sent. 1: after every sync; 0: after the first only; -1: never."""

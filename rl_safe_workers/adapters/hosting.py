@@ -1,4 +1,4 @@
-"""A trainer process of a host framework, whose default group and calls are the host's. All adapters share it."""
+"""A trainer process of a host framework. The host makes the default group and the calls. All adapters share this."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from rl_safe_workers.worlds.training_world import device_of_world
 logger = logging.getLogger(__name__)
 
 _HEARD = timedelta(seconds=5)
-"""How long a rank that has failed alone waits for the others to hear of it."""
+"""How long a rank that has failed alone waits for the others to learn of its failure."""
 _TOLD = timedelta(seconds=2)
 """Timeout of each step after a failure: reporting it, exchanging verdicts, and reading the other ranks' reports."""
 
@@ -70,13 +70,13 @@ class HostedTrainer:
 
     _trainer: SafeTrainer | None = None
     notes: RankNotes
-    """The notes of this rank for the verdict, once it has taken the world."""
+    """This rank's notes for the verdict. Set by `take_world`."""
     neighbours: Neighbours | None = None
-    """The job's ranks on this machine, from `meet_neighbours` on; None where a driver asks."""
+    """The job's ranks on this machine. Set by `meet_neighbours`; None if a driver asks the ranks instead."""
     _writer: ShardWriter | None = None
-    """Writes what the host would have written; None if the host's saves do not go through it."""
+    """Writes the shards in place of the host; None if the host's saves do not go through it."""
     digests: SentDigests | None = None
-    """Takes digests of the weights of the next sync, or has taken them; None unless that is to be proved."""
+    """Takes digests of the weights in the next sync, or has taken them; None unless that sync is to be proved."""
 
     @property
     def has_world(self) -> bool:
@@ -85,7 +85,7 @@ class HostedTrainer:
 
     @property
     def trainer(self) -> SafeTrainer:
-        """This process among the trainers.
+        """The `SafeTrainer` of this process.
 
         Raises:
             LifecycleError: If `take_world` has not run.
@@ -97,13 +97,13 @@ class HostedTrainer:
     def take_world(
         self, rl_safe: RlSafeConfig, *, comms: HostComms, outside_timeout: timedelta, releases_comms: bool = False
     ) -> None:
-        """Takes the host's default group, which holds trainers alone, as the training world.
+        """Adopts the host's default group as the training world. The group must contain only trainers.
 
         Collective over: the host's default group, through its store.
 
         Args:
             rl_safe: Our settings.
-            comms: What the host adds to Megatron's communication.
+            comms: The communication that the host adds to Megatron's.
             outside_timeout: Longest wait of one collective outside of phases.
             releases_comms: Whether the communicators' memory is given to the rollout.
 
@@ -125,20 +125,20 @@ class HostedTrainer:
         self._trainer.entry.adopt_world()
 
     def prove_sync(self) -> None:
-        """Has `digests` take digests of the weights of the next sync."""
+        """Begins to take digests of the weights in the next sync, in `digests`."""
         self.digests = SentDigests()
 
     def sent_weights(self) -> SentWeights:
-        """Returns the digests since `prove_sync`, and takes no more. Waits for the device."""
+        """Returns the digests taken since `prove_sync`, and stops taking them. Waits for the device."""
         digests, self.digests = self.digests, None
         assert digests is not None, "prove_sync comes before it"
         return digests.sent(digests.names)
 
     def meet_neighbours(self, *, stop_limit_s: float) -> None:
-        """Has the ranks on this machine say which one a failure began with, in a job that has no driver of ours.
+        """Lets the ranks on this machine find the rank that failed first, in a job without a driver of ours.
 
         Args:
-            stop_limit_s: Seconds after which a rank that is stopped is ended; 0: no rank is watched.
+            stop_limit_s: Seconds after which a stopped rank is ended; 0: no rank is watched.
         """
         self.neighbours = Neighbours(
             self.trainer.entry.job_key, rank=self.trainer.training_rank, stop_limit_s=stop_limit_s
@@ -146,14 +146,14 @@ class HostedTrainer:
         listen_in(self.neighbours.folder)
 
     def create_groups(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Has the host create Megatron's groups with our limits and timeouts, and connects them.
+        """Creates Megatron's groups by the host's own call, with our limits and timeouts, and connects them.
 
         Collective over: the training world. The device holds no model yet.
 
         Args:
             original: Megatron's ``initialize_model_parallel``.
-            *args: The host's arguments of it.
-            **kwargs: Likewise.
+            *args: The host's positional arguments for ``original``.
+            **kwargs: The host's keyword arguments for ``original``.
         """
         trainer, comms = self.trainer, self.trainer.comms
         asked = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -173,15 +173,15 @@ class HostedTrainer:
         comms.bootstrap()
 
     def create_own_groups(self) -> None:
-        """Creates groups that the host would create after the bootstrap. Adapters override it."""
+        """Creates early the groups that the host would create after the bootstrap. Adapters override it."""
 
     def timeout_minutes(self, *, in_phase: bool = False) -> float:
-        """Returns Megatron's ``distributed_timeout_minutes``: what is left of the phase, or the time outside of one.
+        """Returns Megatron's ``distributed_timeout_minutes``: the time left in the phase, or the timeout outside.
 
-        Annotated as an int there; Megatron makes a timedelta of it, which takes a fraction.
+        Megatron annotates it as an int, but makes a timedelta of it, which accepts a fraction.
 
         Args:
-            in_phase: Whether this is part of something with a deadline that is no phase of the lifecycle.
+            in_phase: Whether this is part of work that has a deadline but is not a phase of the lifecycle.
         """
         outside = self.trainer.outside_timeout
         if outside is None or in_phase or self.trainer.lifecycle.current is not None:
@@ -190,13 +190,13 @@ class HostedTrainer:
 
     @contextmanager
     def outermost(self, phase: Phase) -> Iterator[None]:
-        """As `SafeTrainer.phase`, for what the host also calls inside of another phase: nothing there."""
+        """Enters a phase as `SafeTrainer.phase`, unless this rank is already in a phase. Then it does nothing."""
         with nullcontext() if self.trainer.lifecycle.current is not None else self.trainer.phase(phase):
             yield
 
     @contextmanager
     def saving(self, *, optimizer_replicated: bool) -> Iterator[None]:
-        """Phase ``save``, with what megatron-core would write written by us. Collective over: the training world."""
+        """Enters phase ``save``, and writes shards in place of megatron-core. Collective over: the training world."""
         with (
             self.trainer.phase(Phase.SAVE),
             self.written("training", optimizer_replicated=optimizer_replicated),
@@ -206,7 +206,7 @@ class HostedTrainer:
 
     @contextmanager
     def written(self, kind: str, *, optimizer_replicated: bool) -> Iterator[None]:
-        """Has what megatron-core would write in the body written by us.
+        """Writes shards in place of megatron-core while the body runs.
 
         Args:
             kind: Names the saver, e.g. ``"training"``.
@@ -218,7 +218,7 @@ class HostedTrainer:
 
     @contextmanager
     def failing_together(self, phase: Phase) -> Iterator[None]:
-        """Calls `fail` if the body fails on this rank alone. Passes on an `RlSafeError`, which every rank raises."""
+        """Calls `fail` if the body fails on this rank alone. An `RlSafeError` passes, because every rank raises it."""
         try:
             yield
         except RlSafeError:
@@ -227,10 +227,10 @@ class HostedTrainer:
             self.fail(phase, error)
 
     def fail(self, phase: Phase, error: Exception) -> NoReturn:
-        """Reports this rank's failure in the agreement that the other ranks still wait for, and raises it.
+        """Reports this rank's failure to the ranks that wait for it in an agreement, and raises it.
 
         Raises:
-            CheckpointError: If the others have not heard of it in a few seconds.
+            CheckpointError: If the others have not learned of it within a few seconds.
         """
         trainer = self.trainer
         trainer.deadline = trainer.deadline.at_most(_HEARD)
@@ -242,33 +242,33 @@ class HostedTrainer:
         raise AssertionError("an agreement with a failure raises")
 
     def fail_pending_save(self, error: Exception) -> None:
-        """Fails the save in which other ranks wait for this rank, if there is one; see `ShardWriter.fail`.
+        """Fails the save in which other ranks wait for this rank, if any; see `ShardWriter.fail`.
 
         Args:
-            error: What this rank alone has failed with.
+            error: The error that only this rank has failed with.
         """
         if self._writer is not None:
             self._writer.fail(error, self.trainer.remaining())
 
     def end(self, failure: str | None = None) -> dict[int, str]:
-        """As `SafeTrainer.teardown`; nothing where there is no world yet."""
+        """Tears down as `SafeTrainer.teardown`; does nothing if there is no world yet."""
         return self.trainer.teardown(failure) if self.has_world else {}
 
     def end_failed(self, error: BaseException, phase: str) -> None:
-        """Tells the others of a failure of this rank, ends its groups, and says where the failure began.
+        """Tells the other ranks of this rank's failure, ends its groups, and logs where the failure began.
 
-        Not collective. It takes three times `_TOLD` at most, what `Neighbours.judge` takes, and the time to abort the
-        groups. Its own errors are logged.
+        Not collective. It takes at most three times `_TOLD`, plus the time of `Neighbours.judge`, plus the time to
+        abort the groups. It logs its own errors.
 
         Args:
-            error: What this rank has failed with.
-            phase: The phase that it was in, or `errors.OUTSIDE`.
+            error: The error of this rank.
+            phase: The phase that the rank was in, or `errors.OUTSIDE`.
         """
         trainer = self.trainer
         if isinstance(error, Exception):
             self.notes.failed(phase, error)
         elif self.neighbours is not None:
-            self.neighbours.leave()  # its user ends it: nobody is to say that it has died
+            self.neighbours.leave()  # the user has ended this rank, so the others must not report it as dead
         seconds = min(trainer.rl_safe.timeouts.teardown, _TOLD.total_seconds())
         timeouts = trainer.rl_safe.timeouts.model_copy(update={"teardown": seconds})
         trainer.rl_safe = trainer.rl_safe.model_copy(update={"timeouts": timeouts})
@@ -283,21 +283,21 @@ class HostedTrainer:
             self.say(*blame(reports, silent=silent, among=self.neighbours))
         except RlSafeError as lost:
             logger.error("training rank %d: %s", trainer.training_rank, lost)
-        except Exception as lost:  # the job's own error goes on
+        except Exception as lost:  # the caller raises the job's own error
             logger.error("training rank %d: telling the others: %s", trainer.training_rank, in_one_line(lost))
 
     def say(self, culprits: Collection[RankId], why: str) -> None:
-        """Logs with which ranks the job's failure began, where this rank has neighbours."""
+        """Logs with which ranks the job's failure began, if this rank has neighbours."""
         if self.neighbours is not None:
             self.neighbours.say(culprits, why)
 
     def speaking(self) -> AbstractContextManager[None]:
-        """Has SIGTERM wait for what the body says of a failure; see `Neighbours.ending`."""
+        """Delays SIGTERM until the body has reported a failure; see `Neighbours.ending`."""
         return nullcontext() if self.neighbours is None else self.neighbours.ending()
 
 
 def _asked(arguments: Mapping[str, Any]) -> MegatronConfig:
-    """Returns the sizes that a host asks Megatron for."""
+    """Returns the parallel sizes in a host's arguments of ``initialize_model_parallel``."""
     tensor = arguments.get("tensor_model_parallel_size") or 1
     return MegatronConfig(
         tensor_model_parallel_size=tensor,

@@ -1,10 +1,11 @@
-"""Ends the processes of a host's job on every node when the job ends, however it ends.
+"""Ends the processes of a host's job on every node whenever the job ends, for whatever reason.
 
-On each node they write, to a folder that is removed with the job, the facts that the driver asks for after a failure.
+On each node, the ranks write facts to a folder. The driver asks for these facts after a failure. The folder is removed
+with the job.
 
-The processes of a job carry its mark. Ray ends its actors with the job, but not what these have started, e.g. the 32
-workers with which a trainer compiles. On the driver's machine the driver ends them, and on every other node an actor.
-If the driver is killed, guardians do it.
+The processes of a job carry its mark. Ray ends its actors with the job, but not the processes that these have started,
+e.g. the 32 workers that compile for a trainer. The driver ends such processes on its own machine, and an actor does so
+on every other node. If the driver is killed, guardians do it.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from rl_safe_workers.reaping.processes import TEMP_PREFIX, ended, reap, run_proc
 logger = logging.getLogger(__name__)
 
 KILL_AFTER_S = 10.0
-"""Seconds that a process gets between being asked to end and being killed."""
+"""Seconds between asking a process to end and killing it."""
 FAILED_KILL_AFTER_S = 2.0
-"""The same after a failure: trainers have been told and saves were given up, so nobody has anything to finish."""
+"""The same after a failure. It is shorter, because trainers know of the failure and no save is left to finish."""
 _NODE_STARTS_S = 60.0
-"""Seconds in which the actor of a node starts."""
+"""Seconds within which the actor of a node starts."""
 _NODE_ENDS_S = 2 * KILL_AFTER_S + 5.0
-"""Seconds in which the actor of a node ends the processes there."""
+"""Seconds within which the actor of a node ends the processes there."""
 
 
 class MachineProcesses:
-    """The processes of a job on one machine. On other nodes than the driver's this is a Ray actor."""
+    """The processes of a job on one machine. It is a Ray actor on every node except the driver's."""
 
     def __init__(self, run_id: str, folder: Path) -> None:
-        """Starts the guardian, which ends them when this process dies.
+        """Starts the guardian, which ends the job's processes when this process dies.
 
         Args:
-            run_id: Marks them.
+            run_id: The mark of the job's processes.
             folder: Where ranks leave their answers; see `folder_of`.
         """
         self._run_id, self._since, self._folder = run_id, Moment.now(), folder
@@ -63,7 +64,7 @@ class MachineProcesses:
         self._watch: MachineWatch | None = None
 
     def watch(self, stop_limit_s: float) -> None:
-        """Starts the watch for stopped processes, once.
+        """Starts the watch for stopped processes. Idempotent.
 
         Args:
             stop_limit_s: Seconds after which a stopped process is ended; 0: none is watched.
@@ -72,15 +73,15 @@ class MachineProcesses:
             self._watch = MachineWatch(self._run_id, self._folder, stop_limit_s)
 
     def ask(self, places: Sequence[Place], patience_s: float) -> Answers:
-        """As `ask_here`."""
+        """Asks ranks on this machine where they are; see `ask_here`."""
         return ask_here(places, patience_s, self._folder, logs=logs_folder())
 
     def end(self, *, kill_after_s: float, stop: Callable[[], object] = lambda: None) -> None:
-        """Ends them, removes what they have left in shared memory and in their folder, and dismisses the guardian.
+        """Ends the processes, removes their shared memory and their folder, and dismisses the guardian.
 
         Args:
             kill_after_s: Seconds between asking a process to end and killing it.
-            stop: Ends some of the processes, e.g. ``ray.shutdown``. It is called first.
+            stop: Ends some of the processes, e.g. ``ray.shutdown``. This method calls it first.
         """
         if self._watch is not None:
             self._watch.close()
@@ -94,7 +95,7 @@ class MachineProcesses:
 
 
 def folder_of(run_id: str) -> Path:
-    """Returns the folder for what the ranks of a job leave on each machine. The first of them makes it."""
+    """Returns the folder in which the ranks of a job leave files, the same path on each machine. A rank creates it."""
     return Path(tempfile.gettempdir(), f"{TEMP_PREFIX}{run_id}")
 
 
@@ -103,7 +104,7 @@ def _name_of_keeper(run_id: str, node_id: str) -> str:
 
 
 def keeper_of(run_id: str | None, node_id: str) -> Any:
-    """Returns the actor that looks after a job's processes on another node than the entry's; None if there is none."""
+    """Returns the actor that looks after a job's processes on a node; None if there is none, as on the entry's node."""
     try:
         return ray.get_actor(_name_of_keeper(run_id or "", node_id))
     except ValueError:
@@ -118,22 +119,26 @@ class JobProcesses:
     """
 
     def __init__(self, run_id: str) -> None:
-        """Looks after this machine; `watch_nodes` adds the others."""
+        """Looks after the processes on this machine; `watch_nodes` adds the other nodes.
+
+        Args:
+            run_id: The mark of the job's processes.
+        """
         self._run_id, self.folder = run_id, folder_of(run_id)
         self._here = MachineProcesses(run_id, self.folder)
         self._nodes: dict[Any, str] = {}
-        """The actor of each other node, with the node's address."""
+        """The address of each other node, by the node's actor."""
 
     def watch_nodes(self, stop_limit_s: float) -> None:
         """Starts an actor on each other node of the cluster, and the watch for stopped processes on each node.
 
-        Call it once Ray is up: before, nothing is done. If an actor cannot start, a warning names its node: there only
-        Ray ends processes.
+        Call it once Ray is up; before that it does nothing. If an actor cannot start, a warning names its node. On that
+        node, only Ray ends processes.
 
         Args:
             stop_limit_s: Seconds after which a stopped process of the job is ended; 0: none is watched.
         """
-        if not ray.is_initialized():  # what follows would start it
+        if not ray.is_initialized():  # the calls below would start Ray
             return
         self._here.watch(stop_limit_s)
         here = ray.get_runtime_context().get_node_id()
@@ -152,7 +157,7 @@ class JobProcesses:
             logger.warning("on node %s nothing ends the job's processes but Ray: %s", node_name, why)
 
     def end(self, *, kill_after_s: float = KILL_AFTER_S) -> None:
-        """Ends every process of the job, on every node, and Ray if this process has started it.
+        """Ends every process of the job on every node, and also Ray if this process has started it.
 
         Args:
             kill_after_s: Seconds between asking a process to end and killing it.
@@ -165,7 +170,12 @@ class JobProcesses:
 
 
 def _failures(calls: dict[Any, Any], patience_s: float) -> list[tuple[Any, str]]:
-    """Waits for calls of actors; returns those that have failed, or have not ended in time, and why."""
+    """Waits for remote calls; returns the actors whose calls have failed or not ended in time, each with the reason.
+
+    Args:
+        calls: The actor of each call, by the Ray reference to the call's result.
+        patience_s: Longest wait, in seconds.
+    """
     if not calls:
         return []
     done, late = ray.wait(list(calls), num_returns=len(calls), timeout=patience_s)
@@ -183,13 +193,13 @@ def ending_all_processes(run_id: str) -> Iterator[JobProcesses]:
     """Ends every process of a job when the body is left or this process dies.
 
     Args:
-        run_id: Marks the job's processes.
+        run_id: The mark of the job's processes.
     """
     processes = JobProcesses(run_id)
     kill_after_s = KILL_AFTER_S
     try:
         yield processes
-    except Exception:  # not a signal, which finds trainers at work
+    except Exception:  # not KeyboardInterrupt: after a signal, trainers still work and need the longer time
         kill_after_s = FAILED_KILL_AFTER_S
         raise
     finally:
@@ -200,8 +210,8 @@ def ending_all_processes(run_id: str) -> Iterator[JobProcesses]:
 def exiting_at_once() -> Iterator[None]:
     """Ends this process by ``os._exit`` when the body exits with a status other than 0. Runs atexit handlers first.
 
-    A normal exit clears the thousands of modules of torch and the host, which takes seconds. It also waits for threads
-    that may never end.
+    A normal exit takes seconds to clear the thousands of modules of torch and the host. It also waits for threads that
+    may never end.
     """
     try:
         yield
@@ -215,21 +225,24 @@ def exiting_at_once() -> Iterator[None]:
 
 
 _signals: list[signal.Signals] = []
-"""Signals that were answered; not Ctrl-C, which Python answers."""
+"""Signals that `_stop` has handled. Ctrl-C is not among them: Python handles it."""
 
 
 def answer_sigterm() -> None:
-    """Answers SIGTERM as Ctrl-C. Call it again once Ray is up: Ray's handler would end this process with its stack."""
+    """Handles SIGTERM like Ctrl-C.
+
+    Call it again once Ray is up. Ray's own handler would print the stack and end this process.
+    """
     signal.signal(signal.SIGTERM, _stop)
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    """Raises KeyboardInterrupt: a wait in Ray passes on no other exception of a signal handler."""
+    """Raises KeyboardInterrupt, the only exception of a signal handler that a wait in Ray passes on."""
     _signals.append(signal.Signals(signum))
     raise KeyboardInterrupt
 
 
 def stopped_by() -> signal.Signals:
-    """Returns the signal behind a KeyboardInterrupt."""
+    """Returns the signal that caused a KeyboardInterrupt."""
     (signum,) = _signals[:1] or [signal.SIGINT]
     return signum

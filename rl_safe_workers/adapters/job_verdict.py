@@ -1,7 +1,7 @@
-"""The verdict on a failed job of a host framework: the driver asks the processes of all nodes, and `diagnose` judges.
+"""Gives the verdict on a failed job of a host: the driver asks the processes on all nodes, and `diagnose` judges.
 
-It holds no judgement of its own: it finds the processes of ranks by Ray's table of actors, asks each node for its own,
-and adds what Ray says of actors that have died.
+This module only collects the facts. It finds the ranks' processes in Ray's table of actors, asks each node for the
+processes there, and adds Ray's reasons for the deaths of actors.
 """
 
 from __future__ import annotations
@@ -41,43 +41,43 @@ from rl_safe_workers.ranks import RankId, Role
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 3.0
-"""Longest wait, in seconds, for each of: Ray's table, the processes' answers, the evidence."""
+"""Longest wait, in seconds, for each of Ray's table, the processes' answers and the evidence."""
 
 
 class _Actor(NamedTuple):
-    """A rank's actor, as Ray's table has it."""
+    """A rank's actor, from Ray's table of actors."""
 
     rank_id: RankId
     pid: int
     node_id: str
     node: str
-    """The node's address."""
+    """The node's IP address."""
     is_dead: bool
     ending: Ending | None
-    """Why it is dead, as far as Ray says."""
+    """Why the actor is dead; None if it lives, or if Ray gives no reason."""
 
 
 class JobVerdict:
-    """Says what a job has failed of, once."""
+    """Finds out once why a job has failed."""
 
     def __init__(self, parties: Callable[[], Sequence[Party]], evidence: Path) -> None:
-        """Asks nobody yet.
+        """Asks no process yet.
 
         Args:
             parties: Lists the processes of the job that exist by now.
-            evidence: The folder for the evidence, of this job alone; made if there is a failure.
+            evidence: The folder for this job's evidence. It is made only if there is a failure.
         """
         self._parties, self._evidence = parties, evidence
         self._given: tuple[BaseException, BaseException] | None = None
-        """The failure that was judged, and its verdict."""
+        """The failure that was judged, and the error with its verdict."""
 
     def on(self, error: BaseException, phase: str | None) -> BaseException:
-        """Returns the job's error: with a verdict if it is about ranks of the job, else as it is. Never raises.
+        """Returns the job's error: with a verdict if it is about the job's ranks, else unchanged. Never raises.
 
-        To be called before the processes are ended. It takes four times `PATIENCE_S` at most, mostly a second.
+        Call it before the processes are ended. It takes at most four times `PATIENCE_S`, usually a second.
 
         Args:
-            error: What the driver has failed with, or what `on` has made of it.
+            error: The driver's error, or an error that `on` has returned for it.
             phase: The phase that the driver was in; None outside of phases.
         """
         if self._given is None or error not in self._given:
@@ -87,7 +87,7 @@ class JobVerdict:
     def _judged(self, error: BaseException, phase: str | None) -> BaseException:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
         if not isinstance(cause, RunError | ray.exceptions.RayError) and cause is error:
-            return error  # the driver's own
+            return error  # the driver itself has failed
         if isinstance(cause, JobError | UsageError):
             return error
         parties = {actor_id(party.actor): party.rank for party in self._parties()}
@@ -122,7 +122,7 @@ class JobVerdict:
 
 
 def _actors(parties: Mapping[str, RankId]) -> list[_Actor]:
-    """Returns what Ray knows of the ranks' actors, the first one of each rank."""
+    """Returns the ranks' actors from Ray's table. If a rank has several, the first one counts."""
     found: dict[RankId, _Actor] = {}
     for row in actor_table():
         rank_id = parties.get(row["ActorID"])
@@ -138,10 +138,11 @@ def _actors(parties: Mapping[str, RankId]) -> list[_Actor]:
 def _reports(
     actors: Sequence[_Actor], parties: Mapping[str, RankId], error: BaseException, phase: str | None
 ) -> dict[RankId, RunError]:
-    """Returns what Ray and the driver know of failures.
+    """Returns the failures that Ray and the driver know of, by rank.
 
-    These are actors that have died, or whose constructor has raised, and those of `ANSWERING` that have raised in a
-    rollout. A trainer counts whose call has waited for others in vain: it may do so outside of phases.
+    Included are actors that have died, actors whose constructor has raised, and actors with a role in `ANSWERING` that
+    have raised in a rollout. A trainer is included if its call has timed out waiting for others, which can happen
+    outside of phases.
     """
     found: dict[RankId, RunError] = {
         one.rank_id: _report(one.rank_id, phase, Died(), "the process died") for one in actors if one.is_dead
@@ -158,7 +159,7 @@ def _reports(
                 rank_id, phase, Raised() if raised else Died(), last_line(link) if raised else "the process died"
             )
         elif isinstance(link, RankError) and not isinstance(link, ray.exceptions.RayError):
-            found.setdefault(link.rank_id, link)  # helpers have told the driver
+            found.setdefault(link.rank_id, link)  # a helper has reported it to the driver
     return found
 
 
@@ -171,7 +172,7 @@ def _report(rank_id: RankId, phase: str | None, cause: Died | Raised, text: str)
 
 
 def _ask(actors: Sequence[_Actor], patience_s: float) -> Answers:
-    """Asks the ranks of every node at once, each by a process that is there."""
+    """Asks the ranks on all nodes at the same time, through a process on each node; returns their answers."""
     deadline = Deadline.after(patience_s)
     here = ray.get_runtime_context().get_node_id()
     nodes: dict[str, list[Place]] = {}

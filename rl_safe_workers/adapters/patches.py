@@ -1,4 +1,4 @@
-"""Names of another module replaced for the time of a body, and put back."""
+"""Replaces an attribute while a body runs, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any], *, absent: Any =
     """Sets ``owner.name`` to ``make(original)`` for the body.
 
     Args:
-        owner: A module, or anything else with attributes. What it has of its class is replaced for it alone.
-        name: The attribute, which must exist, unless ``absent`` is given.
-        make: Given what is there, returns what stands in for it.
-        absent: What users of the attribute take where it does not exist. It is then there for the body alone.
+        owner: A module, or any other object with attributes. An attribute of its class is replaced for this object
+            alone.
+        name: The attribute. It must exist unless ``absent`` is given.
+        make: Takes the original value and returns the replacement.
+        absent: The original value if the attribute does not exist. The attribute then exists only during the body.
     """
     original = getattr(owner, name) if absent is _REQUIRED else getattr(owner, name, absent)
     is_own = name in vars(owner)

@@ -1,4 +1,4 @@
-"""A trainer's side of the verdict under a host framework: it answers, and notes its phase and its failure."""
+"""A trainer's part in the verdict under a host framework: it answers questions, and notes its phase and its failure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rl_safe_workers.worlds.training_rank import Part
 logger = logging.getLogger(__name__)
 
 _folder: Path | None = None
-"""The folder in which this process answers; None: it cannot be asked."""
+"""The folder in which this process leaves its answers; None if nobody can ask it."""
 
 
 def listen() -> None:
-    """Lets the job's driver find out where this trainer is. Idempotent. Call it before there is a process group.
+    """Lets the job's driver ask this trainer where it is. Idempotent. Call it before a process group exists.
 
-    It does nothing where the job was not started by our entry, or where its folder cannot be made on this machine.
+    It does nothing if our entry did not start the job, or if the job's folder cannot be made on this machine.
     """
     global _folder
     wanted, rank = env.wanted_hang_dir(), env.global_rank()
@@ -41,37 +41,37 @@ def listen() -> None:
 
 
 def listen_in(folder: Path) -> None:
-    """Says where this trainer answers, if not by `listen`."""
+    """Sets the folder in which this trainer answers, if `listen` does not set it."""
     global _folder
     _folder = folder
 
 
 def leave_early(error: Exception, phase: str) -> None:
-    """Leaves what this trainer has failed with before there is a training world; see `RankNotes.failed`."""
+    """Writes down an error that this trainer raised before a training world existed; see `RankNotes.failed`."""
     rank = env.global_rank()
     if _folder is not None and rank is not None:
         leave_failure(_folder, error, trainer_id(rank), phase)
 
 
 class RankNotes(Part):
-    """Notes the phase of this rank, and what it has failed with, for those who ask after it has ended."""
+    """Writes down this rank's phase and its failure, so that both can be read after the rank has ended."""
 
     def before(self, phase: Phase) -> None:
-        """As `Part.before`."""
+        """Notes that this rank enters a phase."""
         self.note(phase)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """As `Part.during`. After a failure the note stays."""
+        """Notes the end of the phase. After a failure the note of the phase stays."""
         yield
         self.note(None)
 
     def note(self, phase: Phase | None) -> None:
-        """Notes a phase; None: this rank is outside of phases."""
+        """Notes a phase, or with None that this rank is outside of phases."""
         if _folder is not None:
             note_phase(_folder, trainer_id(self.rank.training_rank), phase)
 
     def failed(self, phase: str, error: Exception) -> None:
-        """As `Part.failed`; also for a failure outside of phases."""
+        """Writes down a failure of this rank, also one outside of phases."""
         if _folder is not None:
             leave_failure(_folder, error, trainer_id(self.rank.training_rank), phase)

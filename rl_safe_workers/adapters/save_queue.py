@@ -1,4 +1,4 @@
-"""Stands in for megatron-core's queue of saves in the background, which asks all ranks whether one has ended."""
+"""Replaces megatron-core's queue of background saves, which needs a collective to learn that a save has ended."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from rl_safe_workers.adapters.shards import PendingShards
 
 
 class SaveQueue:
-    """The names that hosts call, over `PendingShards`: no collective, and no process for a save."""
+    """Offers the methods that hosts call, on top of `PendingShards`. Needs no collective, and no process per save."""
 
     def __init__(self, saves: Callable[[], PendingShards | None]) -> None:
         """Holds no save itself.
 
         Args:
-            saves: Returns this rank's save in the background; None until there is a world.
+            saves: Returns this rank's save in the background; None until the world exists.
         """
         self._saves = saves
 
     def schedule_async_request(self, request: Any) -> None:
-        """Does nothing: the save has begun, and its end is seen to."""
+        """Does nothing: the save has already begun, and `PendingShards` finalises it."""
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> None:
-        """Moves the save in the background on, or waits for its end. Waiting is collective over: the training world.
+        """Polls the save in the background, or waits for its end. Waiting is collective over: the training world.
 
         Raises:
-            CheckpointError: On every rank, if the save has failed and this waits.
+            CheckpointError: On every rank, if the save has failed and ``blocking`` is True.
         """
         saves = self._saves()
         if saves is not None:
@@ -36,7 +36,7 @@ class SaveQueue:
                 saves.poll()
 
     def get_num_unfinalized_calls(self) -> int:
-        """Returns how many saves are in the background."""
+        """Returns the number of saves in the background, 0 or 1."""
         return len(self._saves() or ())
 
     def close(self, abort: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""Stands in for megatron-core's ``dist_checkpointing.save`` while a host saves: Megatron's format, no collectives.
+"""Replaces megatron-core's ``dist_checkpointing.save`` while a host saves: same format, but no collectives.
 
-Hosts decide by themselves about megatron-core's two flags. Megatron-Bridge has both on in a conversion whatever NeMo RL
-says, and ``ckpt_assume_constant_structure`` turns the validation off from the second save on only. ms-swift has both on
-always. All of their saves end in this one function, which they call through the package (NeMo RL:
+Each host sets megatron-core's two flags in its own way. In a conversion, Megatron-Bridge turns both on, whatever NeMo
+RL says. ``ckpt_assume_constant_structure`` turns the validation off only from the second save on. ms-swift always turns
+both on. All their saves end in this one function, which they call through the package (NeMo RL:
 training/checkpointing.py:1381 of Bridge; ms-swift: megatron/utils/megatron_lm_utils.py:360).
 """
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundSave:
-    """A save that goes on while the host trains. To the host it is megatron-core's ``AsyncRequest``."""
+    """A save that runs while the host trains. The host uses it like megatron-core's ``AsyncRequest``."""
 
     def __init__(self, saver: Saver) -> None:
         """Follows the save that a saver has begun."""
@@ -42,7 +42,7 @@ class BackgroundSave:
         self._then: list[Callable[[], None]] = []
 
     def add_finalize_fn(self, then: Callable[[], None]) -> None:
-        """Has something done by this rank once the save is complete."""
+        """Adds a function that this rank calls once the save is complete."""
         self._then.append(then)
 
     def finalise(self) -> None:
@@ -52,7 +52,7 @@ class BackgroundSave:
 
 
 class PendingShards(Part):
-    """The save in the background, of which there is one at a time."""
+    """Holds the save in the background. There is at most one at a time."""
 
     def __init__(self, rank: TrainingRank) -> None:
         """Follows no save yet."""
@@ -68,35 +68,35 @@ class PendingShards(Part):
         return self._save
 
     def follow(self, saver: Saver) -> BackgroundSave:
-        """Sees to the end of a save in the background."""
+        """Takes over a save that has begun in the background, to finalise it later; returns it."""
         self._save = BackgroundSave(saver)
         return self._save
 
     def before(self, phase: Phase) -> None:
-        """Finishes a save in the background before a phase that it must not reach into; else moves it on."""
+        """Finishes the save before a phase that it must not overlap; before other phases, only polls it."""
         if phase in SAVE_ENDS_BEFORE:
             self.finish()
         else:
             self.poll()
 
     def abort(self, reason: str) -> None:
-        """Gives a save in the background up, so that the others need not wait for this rank."""
+        """Abandons the save in the background, so that the other ranks do not wait for this one."""
         save, self._save = self._save, None
         if save is not None:
             save.saver.abandon(reason)
 
     def poll(self) -> None:
-        """Finalises a save in the background once it is complete. Not collective; does not wait."""
-        # A failure is raised by `finish`, on every rank.
+        """Finalises the save in the background if it is complete. Not collective; does not wait."""
+        # `finish` raises a failure, on every rank.
         if self._save is not None and not self._save.saver.poll() and not self._save.saver.in_flight:
             self._finalise()
 
     def finish(self) -> None:
-        """Waits for a save in the background and finalises it. Collective over: the training world, by the store.
+        """Waits for the save in the background and finalises it. Collective over: the training world, by the store.
 
         Raises:
-            CheckpointError: On every rank, if one has failed.
-            PhaseTimeoutError: Naming the ranks that have not written in time.
+            CheckpointError: On every rank, if a rank has failed.
+            PhaseTimeoutError: If ranks have not written in time; names them.
         """
         if self._save is None:
             return
@@ -121,22 +121,23 @@ class ShardWriter:
 
         Args:
             control: This rank's place in the training world.
-            folders: How many folders the host makes for a save, one in the other, above that of the shards.
-            pending: Finishes saves in the background. None: every save ends before the call does.
+            folders: How many nested folders the host makes for a save, above the folder of the shards.
+            pending: Finishes saves in the background. None: every save is complete when its call returns.
         """
         self._control, self._folders, self._pending = control, folders, pending
         self._savers: dict[str, Saver] = {}
         self._is_writing = False
         self._awaits: Callable[[], Saver] | None = None
-        """The saver that other ranks may wait in, until this rank has come to it."""
+        """Returns the saver in which other ranks may already wait. None once this rank has reached it, or outside of
+        `saving`."""
 
     @contextmanager
     def saving(self, kind: str, *, remaining: Callable[[], timedelta], optimizer_replicated: bool) -> Iterator[None]:
-        """Has saves of the body written by us.
+        """Writes the saves of the body in place of megatron-core.
 
         Args:
             kind: Names the saver, e.g. ``"training"``.
-            remaining: Time left of the phase.
+            remaining: Returns the time left in the phase.
             optimizer_replicated: Whether there is no distributed optimizer.
         """
 
@@ -153,11 +154,11 @@ class ShardWriter:
                 self._awaits = None
 
     def fail(self, error: Exception, timeout: timedelta) -> None:
-        """Fails the save on the ranks that wait for this one in it. Returns if no rank can wait in one.
+        """Fails the save on the ranks that wait in it for this rank. Does nothing if no rank can be waiting.
 
         Raises:
-            CheckpointError: On every rank, if they were told.
-            PhaseTimeoutError: Naming the ranks that did not report in time.
+            CheckpointError: On every rank, if all ranks have learned of the failure.
+            PhaseTimeoutError: If ranks did not report in time; names them.
         """
         if self._awaits is not None and parallel_state.model_parallel_is_initialized():
             self._awaits().fail(error, timeout)
@@ -172,7 +173,7 @@ class ShardWriter:
         **kwargs: Any,
     ) -> Any:
         if self._is_writing:
-            # The saver has megatron-core store what all ranks hold alike.
+            # This call comes from the saver: megatron-core stores the objects that are equal on all ranks.
             return original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs)
         directory = Path(given.arguments["checkpoint_dir"]).absolute()
@@ -218,7 +219,7 @@ class ShardWriter:
         )
 
     def _host_folder(self, directory: Path) -> Path:
-        """Returns the folder above all that the host makes for a save, such as ``tmp_step_5/policy/weights/iter_5``."""
+        """Returns the folder in which the host makes its folders for a save, e.g. ``tmp_5/policy/weights/iter_5``."""
         return directory.parents[min(self._folders, len(directory.parents) - 1)]
 
     def _saver(self, kind: str, *, optimizer_replicated: bool) -> Saver:
@@ -233,7 +234,7 @@ class ShardWriter:
 
 
 def _make_durable(directory: Path, files: Mapping[str, WrittenFile], notes: Sequence[str]) -> str:
-    """Syncs what the ranks have not: the metadata, and the directories."""
+    """Syncs the metadata and the directories to disk, which the ranks have not done; returns the directory's path."""
     for path in directory.iterdir():
         if path.name not in files and path.is_file():
             fsync(path)

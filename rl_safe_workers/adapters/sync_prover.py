@@ -1,4 +1,4 @@
-"""A host's weight syncs from its driver, each proved if it is due: both sides are asked for their digests."""
+"""Runs a host's weight syncs from its driver. If a proof is due, compares the digests of both sides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SyncProver:
     """Proves a host's weight syncs.
 
     Attributes:
-        metrics: Of the last sync that was proved. The host takes them out.
+        metrics: Metrics of the last proved sync, until the host takes them.
     """
 
     def __init__(
@@ -38,22 +38,22 @@ class SyncProver:
         Args:
             waits: The driver's waits.
             every: The setting ``prove_sync_freq``.
-            announce: Has a trainer that has all weights take digests of those of the next sync.
+            announce: Tells a trainer that has all weights to take digests in the next sync.
             sent: Returns these digests.
-            engines: Lists the actor of each engine, by rollout rank, with the remote methods ``rl_safe_prove`` and
-                ``rl_safe_held`` of a `ProvedWorker`.
+            engines: Lists the engines' actors in order of rollout rank. Each has the remote methods ``rl_safe_prove``
+                and ``rl_safe_held`` of a `ProvedWorker`.
         """
         self._waits, self._announce, self._sent, self._engines = waits, announce, sent, engines
         self._syncs = ProvedSyncs(every=every)
         self.metrics: dict[str, float] = {}
 
     def sync(self, send: Callable[[], T], *, what: str, before_redoing: Callable[[], object]) -> T:
-        """Sends weights as the host does, and once more if an engine holds others than were sent.
+        """Sends weights as the host does. Sends them again if an engine holds other weights than were sent.
 
         Args:
             send: Does the host's sync.
-            what: The sync, for messages.
-            before_redoing: Brings the engines to where a sync begins.
+            what: Name of the sync, for messages.
+            before_redoing: Puts the engines back into the state in which a sync begins.
 
         Returns:
             The value of the last ``send``.
@@ -77,7 +77,7 @@ class SyncProver:
         return answers[-1]
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of a sync that was proved since the last call; empty if there was none."""
+        """Returns the metrics of the sync that was proved since the last call; empty if no sync was proved."""
         found, self.metrics = self.metrics, {}
         return found
 

@@ -1,7 +1,7 @@
-"""A host's weight sync on one training rank: with a deadline, an agreement of all trainers, and somebody to blame.
+"""Runs a host's weight sync on one training rank, under a deadline. All trainers agree on which rank to blame.
 
-A sync may wait without end: in a collective of the bridge, or for a rollout engine that never answers. So it runs on a
-thread of its own, and at the deadline all training ranks tell each other where they are.
+A sync may wait forever: in a collective of the bridge, or for a rollout engine that never answers. So it runs on a
+thread of its own. At the deadline, all training ranks tell each other where they are.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rl_safe_workers.worlds.training_rank import TrainingRank
 from rl_safe_workers.worlds.training_world import set_group_timeouts
 
 ROLLOUT = "the rollout"
-"""Prefix of the words for the rollout, where this rank does not know which engine it waits for."""
+"""Prefix of the words for the rollout, if this rank does not know which engine it waits for."""
 _SYNC = "the weight sync"
 _HEARD = timedelta(seconds=2)
-"""How long the ranks listen to each other once the deadline has passed, or one of them has failed."""
+"""How long the ranks listen to each other after the deadline has passed, or after a rank has failed."""
 
 
 class WeightUpdate:
@@ -45,8 +45,8 @@ class WeightUpdate:
         Args:
             trainer: This rank.
             send: The host's own sync.
-            awaited: Takes the frames that the sync's thread is in, innermost first. Returns the rollout rank that this
-                rank waits for, or words for it if the rank is not known; None if it waits for training ranks.
+            awaited: Takes the frames of the sync's thread, innermost first. Returns the rollout rank that this rank
+                waits for, or words for the rollout if the rank is unknown; None if it waits for training ranks.
             place: Returns the line of code that the sync is at, if its thread does not show it.
         """
         self._trainer, self._send, self._awaited, self._place_of_host = trainer, send, awaited, place
@@ -54,7 +54,7 @@ class WeightUpdate:
 
     def begin(self) -> None:
         """Begins the sync, on this thread's device. Does not wait."""
-        # A collective that times out may end this process, which first has to tell the others what it waits for.
+        # A collective that times out may end this process. Before that, this rank must tell the others where it waits.
         set_group_timeouts(self._trainer.remaining() + 2 * _HEARD)
         self._work = in_background(self._on_this_thread)
 
@@ -62,8 +62,8 @@ class WeightUpdate:
         """Waits for the sync, and returns its value. Collective over: the training world, through the store.
 
         Raises:
-            PhaseTimeoutError: If it does not end within the deadline of the phase; names the ranks that did not come,
-                or the rollout that this rank waits for.
+            PhaseTimeoutError: If the sync does not end within the deadline of the phase. The error names the ranks that
+                did not come, or the rollout that this rank waits for.
             RunError: If another rank has failed; names it.
         """
         assert self._work is not None, "begun"
@@ -81,7 +81,7 @@ class WeightUpdate:
         return self._send()
 
     def _blame(self) -> tuple[str | None, Exception | None]:
-        """Returns the line in which this rank waits for training ranks; or the error that blames the rollout."""
+        """Returns the line of code in which this rank waits for training ranks, or an error that blames the rollout."""
         stack = stack_of_call(SYNC_CALL)
         rollout = self._awaited(() if stack is None else stack.frames)
         at = self._place_of_host() or (None if stack is None else stack.place)
@@ -105,11 +105,11 @@ class WeightUpdate:
         )
 
     def _agree(self, place: str | None, failure: Exception | None) -> None:
-        """Learns how the others have fared. Collective over: the training world, through the store.
+        """Exchanges with the other ranks how the sync went. Collective over: the training world, through the store.
 
         Args:
             place: Where this rank still waits for training ranks; None if it does not.
-            failure: What this rank has failed with; None if it is well.
+            failure: The error of this rank; None if it has none.
         """
         deadline = self._trainer.deadline.plus(_HEARD)
         if failure is not None:
@@ -120,11 +120,11 @@ class WeightUpdate:
         except PhaseTimeoutError:
             if failure is None:
                 raise
-            # The others may not know of it yet, but this rank does.
+            # The others may not know of this rank's failure yet, so raise it here.
             raise as_ours(failure) from failure
 
     def _refuse_standstill(self, places: Sequence[str | None]) -> None:
-        """Fails on every rank if ranks wait for each other, and none of them for the rollout."""
+        """Raises on every rank if ranks wait for each other and no rank waits for the rollout."""
         waiting = [f"training rank {rank} in {place}" for rank, place in enumerate(places) if place is not None]
         if waiting:
             raise self._late(Awaited(_SYNC), f"waiting for other training ranks: {', '.join(waiting)}")

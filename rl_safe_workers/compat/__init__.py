@@ -1,5 +1,5 @@
-"""Private functions of torch, Megatron and Ray that more than one room needs; each is touched here alone.
+"""Wraps private functions of torch, Megatron and Ray that more than one folder of the package needs.
 
-Any room may come in. A module names the versions in which it saw what it touches. A private function that one module
-needs stays in that module.
+Any folder may import this one. Only this folder uses these functions, and each module names the versions in which it
+has seen them. A private function that only one module needs stays in that module.
 """

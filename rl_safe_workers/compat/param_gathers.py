@@ -1,8 +1,8 @@
-"""Gathers of parameters that Megatron's DDP puts off until the next forward pass (``overlap_param_gather``).
+"""Completes gathers of parameters that Megatron's DDP defers to the next forward pass (``overlap_param_gather``).
 
-After an optimizer step each data-parallel rank holds new values of its own shard alone, beside old ones of the others.
-Weights that are read in between, by a sync with the rollout or by a save, are a mixture of two steps, and nothing tells
-(NeMo RL PR 4086). The fields of ``_ParamAndGradBucketGroup`` are private. Seen in megatron-core 0.16 to 0.19.
+After an optimizer step, each data-parallel rank has new values only for its own shard. The other shards still have old
+values. If a sync with the rollout or a save reads the weights then, it silently gets a mixture of two steps (NeMo RL
+PR 4086). The fields of ``_ParamAndGradBucketGroup`` are private. Seen in megatron-core 0.16 to 0.19.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 
 def complete_param_gathers(chunks: Iterable[Any]) -> int:
-    """Gathers the parameters whose gather has been put off. The next forward pass then finds nothing to gather.
+    """Gathers the parameters whose gather was deferred. The next forward pass then has nothing to gather.
 
-    Collective over: the data-parallel ranks; all of them put off the same gathers.
+    Collective over: the data-parallel ranks; all of them have deferred the same gathers.
 
     Args:
-        chunks: Model chunks. Those that Megatron's DDP does not wrap are left as they are. So are chunks whose
-            parameters and gradients share a buffer (``reuse_grad_buf_for_mxfp8_param_ag``): gradients may be there now.
+        chunks: Model chunks. Skips chunks that Megatron's DDP does not wrap. Also skips chunks whose parameters and
+            gradients share a buffer (``reuse_grad_buf_for_mxfp8_param_ag``), because it may contain gradients now.
 
     Returns:
         The number of bucket groups that were gathered.
@@ -26,7 +26,7 @@ def complete_param_gathers(chunks: Iterable[Any]) -> int:
     gathered = 0
     for chunk in chunks:
         config: Any = getattr(chunk, "ddp_config", None)
-        # Megatron's FSDP has such a configuration, too, but no such groups.
+        # Megatron's FSDP also has a ``ddp_config``, but no bucket groups.
         if not hasattr(chunk, "bucket_groups") or not config.overlap_param_gather:
             continue
         if not config.use_distributed_optimizer or config.reuse_grad_buf_for_mxfp8_param_ag:

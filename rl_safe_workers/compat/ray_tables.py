@@ -1,7 +1,7 @@
-"""Ray's tables of actors and of free resources, as the cluster's control store has them. Blocking.
+"""Reads Ray's tables of actors and of free resources from the cluster's control store. Blocking.
 
-``ray._private.state`` is private, as is the id of a handle. ``ray.util.state`` needs the dashboard, which a local run
-does not start. Seen in Ray 2.55 to 2.60.
+``ray._private.state`` is private, and so is the id of a handle. ``ray.util.state`` needs the dashboard, which a local
+run does not start. Seen in Ray 2.55 to 2.60.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray.exceptions import RaySystemError
 from rl_safe_workers.errors import ClusterError, first_line
 
 DEAD = "DEAD"
-"""The state of an actor that has ended for good."""
+"""The state of an actor that has ended and will not restart."""
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
@@ -27,15 +27,15 @@ def free_resources() -> Mapping[str, Mapping[str, float]]:
 
 
 def actor_table() -> list[Mapping[str, Any]]:
-    """Returns what Ray knows of every actor of the cluster: ``ActorID``, ``JobID``, ``State``, ``Address`` and more."""
+    """Returns a row for every actor of the cluster, with ``ActorID``, ``JobID``, ``State``, ``Address`` and more."""
     return list(state.actors().values())
 
 
 def actors_at(address: str) -> list[Mapping[str, Any]]:
-    """Returns the `actor_table` of a cluster that this process has not joined. It starts no job there.
+    """Returns the `actor_table` of a cluster that this process has not joined. Starts no job there.
 
     Args:
-        address: ``HOST:PORT`` of the cluster's control store; ``auto``: of the cluster on this machine.
+        address: ``HOST:PORT`` of the cluster's control store, or ``auto`` for the cluster on this machine.
 
     Raises:
         ClusterError: If no cluster answers there.
@@ -53,7 +53,7 @@ def actors_at(address: str) -> list[Mapping[str, Any]]:
 
 
 def _use_token() -> None:
-    """Lets this process show the user's token, if there is one: Ray's own command does the same since Ray 2.52."""
+    """Makes this process authenticate with the user's token, if there is one. Ray's own command does so since 2.52."""
     try:
         from ray._private.authentication import authentication_token_setup
     except ImportError:
@@ -70,7 +70,7 @@ def logs_folder() -> Path | None:
 
 
 def death_in_words(row: Mapping[str, Any]) -> str:
-    """Returns what Ray says of a dead actor's end, by its row of the `actor_table`; empty if it says nothing."""
+    """Returns Ray's message about an actor's death, from its row of the `actor_table`; empty if there is none."""
     cause = row.get("DeathCause")
     kind = None if cause is None else cause.WhichOneof("context")
     return "" if kind is None else str(getattr(getattr(cause, kind), "error_message", ""))

@@ -1,4 +1,4 @@
-"""One launch for many copies. ``torch._foreach_copy_`` is private; seen in torch 2.11 and 2.13."""
+"""Copies many tensors in one launch. ``torch._foreach_copy_`` is private. Seen in torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

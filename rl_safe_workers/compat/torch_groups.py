@@ -1,4 +1,4 @@
-"""The process's registry of groups: torch's, and Megatron's list of its own.
+"""Reads and changes this process's registry of groups in torch, and Megatron's own list of groups.
 
 Both are private. Seen in torch 2.11 and 2.13, and in megatron-core 0.16.1, 0.19.2 and 0.20.0. No function is
 collective.
@@ -36,7 +36,7 @@ def default_store() -> Any:
 
 
 def make_default(group: Any) -> None:
-    """Makes a group the default one. The groups that exist stay registered."""
+    """Makes a group the default group. Existing groups stay registered."""
     c10d._update_default_pg(group)
 
 
@@ -46,25 +46,25 @@ def set_members(group: Any, members: Sequence[int]) -> None:
 
 
 def forget_members(group: Any) -> None:
-    """Takes a group's rank map away, if it has one."""
+    """Removes a group's rank map, if it has one."""
     c10d._world.pg_group_ranks.pop(group, None)
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Bounds the later collectives of a group."""
+    """Sets the timeout of a group's later collectives."""
     c10d._set_pg_timeout(timeout, group)
 
 
 def group_count() -> int:
-    """Returns the counter that torch names the next group by."""
+    """Returns the counter from which torch makes the next group's name."""
     return int(c10d._world.group_count)
 
 
 def reset_group_count(count: int) -> None:
-    """Sets that counter back, so that the next group's name is the one that other processes give it."""
+    """Sets the counter of `group_count` back, so that the next group gets the same name as in other processes."""
     c10d._world.group_count = count
 
 
 def forget_names() -> None:
-    """Empties the list by which ``destroy_process_group()`` shuts every group down, one after the other."""
+    """Empties the list of groups that ``destroy_process_group()`` would shut down one after the other."""
     c10d._world.pg_names.clear()

@@ -1,5 +1,5 @@
-"""``rl-safe doctor``: facts about a machine and a cluster, and what is wrong with them for a run.
+"""``rl-safe doctor``: finds facts about a machine and a cluster, and problems that they cause for a run.
 
-A recipe may come in by ``examine.py``. Facts and findings leave. It asks other processes about torch, Ray and vLLM, and
-imports none of them.
+``examine.py`` may take a recipe, and returns facts and findings. The doctor asks other processes about torch, Ray and
+vLLM, and imports none of them.
 """

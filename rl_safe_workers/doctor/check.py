@@ -1,4 +1,4 @@
-"""A check of the doctor gathers facts within a deadline, and then judges them without looking at anything."""
+"""A check of the doctor: it gathers facts within a deadline, then judges them without looking at the machine again."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class Subject:
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
     config: RunConfig | None = None
-    """The recipe's configuration. None: the machine is examined for any run."""
+    """The recipe's configuration; None to examine the machine for any run."""
     checkpoint_path: Path | None = None
-    """Another place of checkpoints than the recipe's."""
+    """Folder of checkpoints to examine instead of the recipe's."""
 
     @property
     def may_use_gpus(self) -> bool:
-        """True if the run is on GPUs; without a recipe it may be."""
+        """True if the run uses GPUs. Also True without a recipe, because any run may use them."""
         return self.config is None or self.config.cluster.device == "cuda"
 
     @property
     def needs_gpus(self) -> bool:
-        """True if the run is known to be on GPUs."""
+        """True if the run is known to use GPUs."""
         return self.config is not None and self.config.cluster.device == "cuda"
 
     @property
     def ray(self) -> str:
-        """Where Ray is: ``LOCAL_RAY``, ``auto`` or ``HOST:PORT``; without a recipe, where a job would find it."""
+        """Ray's address: ``LOCAL_RAY``, ``auto`` or ``HOST:PORT``. Without a recipe, the address a job would use."""
         return ray_address(ClusterConfig() if self.config is None else self.config.cluster)
 
     @property
@@ -53,7 +53,7 @@ class Subject:
 
     @property
     def gpus(self) -> int:
-        """GPUs that the run needs."""
+        """Number of GPUs that the run needs."""
         if self.config is None or not self.needs_gpus:
             return 0
         cluster = self.config.cluster
@@ -61,7 +61,7 @@ class Subject:
 
     @property
     def cpus(self) -> float:
-        """CPUs that the run asks Ray for."""
+        """Number of CPUs that the run requests from Ray."""
         if self.config is None:
             return 0.0
         cluster = self.config.cluster
@@ -69,19 +69,19 @@ class Subject:
 
     @property
     def processes(self) -> int:
-        """Trainers and rollout ranks."""
+        """Number of trainers and rollout ranks."""
         return 0 if self.config is None else self.config.cluster.num_trainers + self.config.cluster.num_rollouts
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints go."""
+        """The folder of checkpoints."""
         named = None if self.config is None else self.config.trainer.default_local_dir
         return self.checkpoint_path or Path(named or "checkpoints")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """Something that is neither good nor bad.
+    """A fact about the machine, without a judgement.
 
     Example: ``Fact(name="open files", value="20000, at most 20000")``
     """
@@ -103,7 +103,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check(Generic[T]):
-    """One check.
+    """A check: a function that gathers facts, and a function that judges them.
 
     Example: ``Check(name="shared memory", deadline_s=5, gather=look, judge=judge)``
     """
@@ -111,20 +111,20 @@ class Check(Generic[T]):
     name: str
     deadline_s: float
     gather: Callable[[Subject], T]
-    """Looks at the machine; what it raises becomes the reason why the check was not made."""
+    """Looks at the machine. If it raises, the error is the reported reason why the check was not made."""
     judge: Callable[[T, Subject], Report]
-    """Says what that means; looks at nothing else."""
+    """Judges the gathered facts, and looks at nothing else."""
 
     def run(self, subject: Subject) -> Report:
-        """Gathers within the deadline and judges; where it cannot, the report says why."""
+        """Gathers facts within the deadline, and returns their judgement. If it cannot, the report says why."""
         try:
-            # What hangs in the kernel, as on a dead network file system, is left behind.
+            # A thread that hangs in the kernel, e.g. on a dead network file system, is left behind.
             found = run_bounded(
                 lambda: self.gather(subject), Deadline.after(self.deadline_s), name=f"check {self.name}"
             )
         except DeadlineExceededError:
             return self.not_made(f"no answer within {self.deadline_s:g} s")
-        except Exception as error:  # whatever it is, the other checks go on, and the report says it
+        except Exception as error:  # the report names the error, and the other checks go on
             return self.not_made(f"{type(error).__name__}: {error}")
         return self.judge(found, subject)
 

@@ -1,7 +1,7 @@
-"""Checks that a process that multiprocessing spawns can import this package.
+"""Checks that a process spawned by multiprocessing can import this package.
 
-megatron-core spawns one while it saves: it starts a fresh Python, imports the main module again, and then what it is to
-do. A script without a guard runs itself again there and hangs.
+megatron-core spawns such a process while it saves. The process starts a new Python, imports the main module again, then
+imports its work. If a script has no guard, the process runs the script again and hangs.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """A spawned process's answer.
+    """The answer of a spawned process.
 
     Example: ``Child(here="/src/rl_safe_workers", there="/src/rl_safe_workers", main="rl-safe", seconds=0.4)``
     """
 
     here: str
-    """Where this process has the package from."""
+    """Folder from which this process has imported the package."""
     there: str | None
-    """Where the spawned one has; None: it did not say."""
+    """Folder from which the spawned process has imported it; None if it did not answer."""
     main: str
-    """The main module, which it imports again."""
+    """The main module, which the spawned process imports again."""
     seconds: float
     code: int | None = 0
-    """Its exit code; None: it had not ended by the deadline."""
+    """The exit code of the spawned process; None if it had not ended by the deadline."""
 
 
 def _place() -> str:
@@ -49,7 +49,7 @@ def _answer(connection: Connection) -> None:
 
 
 def spawn() -> Child:
-    """Spawns a process and asks it; ends it at the deadline."""
+    """Spawns a process, asks it where it has the package from, and ends it at the deadline at the latest."""
     started_s = time.monotonic()
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=_answer, args=(sender,), daemon=True)
@@ -59,7 +59,7 @@ def spawn() -> Child:
     if receiver.poll(DEADLINE_S):
         try:
             there = str(receiver.recv())
-        except EOFError:  # it has died without a word, of what its exit code says
+        except EOFError:  # it has died without an answer; its exit code says why
             there = None
     process.join(max(0.0, DEADLINE_S - (time.monotonic() - started_s)))
     code = process.exitcode
@@ -72,7 +72,7 @@ def spawn() -> Child:
 
 
 def judge(child: Child, subject: Subject) -> Report:
-    """Says what it means that the child answered so, or did not."""
+    """Judges the child's answer, or its silence."""
     if child.there is None:
         how = "did not end" if child.code is None else f"ended with code {child.code}"
         return Report(

@@ -1,4 +1,4 @@
-"""The whole examination: every check in turn, and a live bootstrap if one is asked for."""
+"""Runs the whole examination: every check in turn, and a live bootstrap if the user asks for one."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from rl_safe_workers.findings import Finding, stops, worst_first
 from rl_safe_workers.recipe import LOCAL_RAY
 
 HERE: tuple[Check[Any], ...] = (VERSIONS, MACHINE, ENVIRONMENT, STORAGE, CHILDREN, GPUS)
-"""Checks of this machine, the quick ones first."""
+"""Checks of this machine, the quick checks first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything that was found.
+    """The result of an examination.
 
     Example: ``examine(subject)``
     """
 
     facts: tuple[Fact, ...]
     findings: tuple[Finding, ...]
-    """The worst first."""
+    """The findings, the worst first."""
     live: Live | None = None
 
     @property
     def stops(self) -> bool:
-        """True if something stops the run."""
+        """True if a finding stops the run."""
         return stops(self.findings)
 
 
 def checks_for(subject: Subject) -> Iterator[Check[Any]]:
-    """Yields the checks to make."""
+    """Yields the checks to make for a subject."""
     yield from HERE
     yield RAY_HERE if subject.ray == LOCAL_RAY else RAY_CLUSTER
 
@@ -52,7 +52,7 @@ def examine(subject: Subject, live: Callable[[Subject], Live] | None = None) -> 
 
     Args:
         subject: What to examine.
-        live: Runs a live bootstrap; not called where a check has already found what stops the run.
+        live: Runs a live bootstrap. Is not called if a check has already found something that stops the run.
     """
     reports = [check.run(subject) for check in checks_for(subject)]
     found = None

@@ -1,4 +1,4 @@
-"""GPUs: how many there are, what else is on them, how they are connected, and what NCCL can do with them."""
+"""Checks the GPUs: their number, other processes on them, their connections, and what NCCL can do with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_safe_workers.versions import UNKNOWN
 
 TORCH_DEADLINE_S, TOOL_DEADLINE_S = 90.0, 15.0
 FREE_SHARE = 0.9
-"""Share of a GPU's memory that should be free; a context and a desktop take less than the rest."""
+"""Share of a GPU's memory that should be free. A CUDA context and a desktop need less than the rest."""
 _NVLINK = re.compile(r"NV\d+")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -29,9 +29,9 @@ class Gpus:
     torch: Answer
     """Answer of ``torch_probe``."""
     topology: str | None
-    """``nvidia-smi topo -m``; None: it is not there."""
+    """Output of ``nvidia-smi topo -m``; None if there is none."""
     processes: str | None
-    """``nvidia-smi --query-compute-apps``."""
+    """Output of ``nvidia-smi --query-compute-apps``; None if there is none."""
 
     @property
     def devices(self) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def _gather(subject: Subject) -> Gpus:
 
 
 def judge(gpus: Gpus, subject: Subject) -> Report:
-    """Compares the GPUs with what the run needs."""
+    """Compares the GPUs with the needs of the run."""
     if gpus.torch.values is None:
         return _no_answer(gpus.torch.reason, subject)
     facts = [Fact(name="GPUs", value=_devices(gpus.devices))]
@@ -120,7 +120,7 @@ def _apart_pairs(matrix: Sequence[Sequence[bool]]) -> list[tuple[int, int]]:
 
 
 def links(topology: str) -> dict[tuple[int, int], str]:
-    """Reads ``nvidia-smi topo -m``: how each pair of GPUs is connected, e.g. ``{(0, 1): "NV18"}``."""
+    """Parses ``nvidia-smi topo -m``; returns the link of each pair of GPUs, e.g. ``{(0, 1): "NV18"}``."""
     rows = [line.split() for line in _ESCAPES.sub("", topology).splitlines() if line.startswith("GPU")]
     found = {}
     for cells in rows:
@@ -151,7 +151,7 @@ def _processes(listed: str | None) -> str:
 
 
 def _short(gpus: Gpus, subject: Subject) -> Iterator[Finding]:
-    """Only for a run on this machine: who joins a cluster need not have its GPUs."""
+    """Yields a finding if this machine has too few GPUs; none if the run joins a cluster, which has its own GPUs."""
     if subject.joins_cluster or len(gpus.devices) >= subject.gpus or gpus.torch.values is None:
         return
     version, cuda = gpus.torch.values["torch"], gpus.torch.values["cuda"]

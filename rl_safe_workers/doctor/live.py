@@ -24,14 +24,14 @@ NAME = "live bootstrap"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
-    """A live bootstrap, and what it has cost each rank.
+    """A live bootstrap, and its cost on each rank.
 
     Example: ``Live(report=report, ledgers=ledgers)``
     """
 
     report: Report
     ledgers: Sequence[BootstrapReport] = ()
-    """By training rank; empty after a failure."""
+    """The cost on each rank, by training rank; empty after a failure."""
 
     def as_list(self) -> list[dict[str, Any]]:
         """Returns the ledgers for JSON."""
@@ -42,7 +42,7 @@ def try_live(subject: Subject, console: RunConsole) -> Live:
     """Runs a live bootstrap and judges it. Main thread only.
 
     Raises:
-        Interrupted: If it is; every other failure becomes a finding.
+        Interrupted: If the user interrupts it. Every other failure becomes a finding.
     """
     from rl_safe_workers.driver.live_bootstrap import bootstrap_live
 
@@ -51,14 +51,14 @@ def try_live(subject: Subject, console: RunConsole) -> Live:
         live = bootstrap_live(subject.config, console)
     except Interrupted:
         raise
-    except Exception as error:  # whatever it is, it is what the bootstrap was to find out
+    except Exception as error:  # any failure of the bootstrap is a finding
         logger.info("%s", error.trace if isinstance(error, RankError) else error, exc_info=error)
         return Live(report=Report(findings=(failed(error),)))
     return Live(report=Report(facts=facts(live.ledgers, live.seconds)), ledgers=live.ledgers)
 
 
 def failed(error: Exception) -> Finding:
-    """Returns the finding that a failure is, with the group and the ranks that it names."""
+    """Returns a finding about a failure, with the group and the ranks that the error names."""
     groups: tuple[str, ...] = ()
     ranks = ""
     if isinstance(error, PhaseTimeoutError):
@@ -81,11 +81,11 @@ def failed(error: Exception) -> Finding:
 
 
 def facts(ledgers: Sequence[BootstrapReport], seconds: Mapping[str, float]) -> tuple[Fact, ...]:
-    """Sums a bootstrap up: the slowest rank, the phases, and the rank whose communicators take most.
+    """Summarises a bootstrap: the slowest rank, the phases, and the rank whose communicators take most memory.
 
     Args:
-        ledgers: By training rank.
-        seconds: By phase.
+        ledgers: The cost on each rank, by training rank.
+        seconds: The duration of each phase.
     """
     slowest = max(range(len(ledgers)), key=lambda rank: ledgers[rank].seconds)
     groups = max(ledger.groups for ledger in ledgers)

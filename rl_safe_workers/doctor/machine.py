@@ -1,4 +1,4 @@
-"""Checks a machine's CPUs, memory, shared memory and limits. GPUs have a check of their own."""
+"""Checks a machine's CPUs, memory, shared memory and limits. ``gpus.py`` checks GPUs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from rl_safe_workers.platforms.host_memory import host_memory
 SHARED_MEMORY = Path("/dev/shm")
 RDMA = Path("/sys/class/infiniband")
 LOCAL_OBJECT_STORE_BYTES = 256 * MIB
-"""Ray's shared memory in a run of ours, as ``driver/cluster/cluster.py`` sets it."""
+"""Ray's shared memory in our own runs, as ``driver/cluster/cluster.py`` sets it."""
 STORE_SHARE, STORE_SHARED_SHARE = 0.3, 0.95
-"""Default share of a node's free memory that Ray takes, and its largest share of free ``/dev/shm``."""
+"""The share of a node's free memory that Ray's store takes by default, and its largest share of free ``/dev/shm``."""
 STORE_BYTES, STORE_MOST_BYTES = 10**10, 200 * 10**9
-"""The least that a small ``/dev/shm`` limits the store to, and the most that it has on any node."""
+"""The lowest limit that a small ``/dev/shm`` puts on the store, and the largest size of the store on any node."""
 NCCL_SHARED_BYTES = GIB
-"""Shared memory that NCCL's guide gives a container."""
+"""Shared memory that NCCL's guide recommends for a container."""
 FEW_FILES, CLUSTER_FILES = 8192, 65536
 TRAINER_BYTES, ROLLOUT_BYTES = int(0.59e9), int(1.8e9)
-"""Host memory of a process of the quickstart; larger models take more."""
+"""Host memory of a trainer and of a rollout process in the quickstart. Larger models take more."""
 UNLIMITED = resource.RLIM_INFINITY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Sizes in bytes.
+    """Resources and limits of a machine; sizes are in bytes.
 
     Example: ``read_machine()``
     """
@@ -40,18 +40,18 @@ class Machine:
     cpus: int
     memory_total: int
     memory_free: int
-    """Bytes that processes can still get, within a container's limit."""
+    """Bytes that processes can still allocate, within a container's limit."""
     shared_total: int
     shared_free: int
     files_soft: int
     files_hard: int
     locked: int
     rdma: tuple[str, ...]
-    """Devices."""
+    """Names of RDMA devices."""
 
 
 def read_machine() -> Machine:
-    """Reads everything; blocking for milliseconds."""
+    """Reads the resources and limits of this machine. Blocks for milliseconds."""
     memory, shared = host_memory(), psutil.disk_usage(str(SHARED_MEMORY))
     files_soft, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Machine(
@@ -68,7 +68,7 @@ def read_machine() -> Machine:
 
 
 def judge(machine: Machine, subject: Subject) -> Report:
-    """Compares the machine with what the run takes."""
+    """Compares the machine with the needs of the run."""
     rdma = f"; RDMA devices {', '.join(machine.rdma)}" if machine.rdma else "; no RDMA devices"
     facts = (
         Fact(name="CPUs", value=f"{machine.cpus}{f', the run asks for {subject.cpus:g}' if subject.config else ''}"),
@@ -82,7 +82,7 @@ def judge(machine: Machine, subject: Subject) -> Report:
 
 
 def _cpus(machine: Machine, subject: Subject) -> Iterator[Finding]:
-    # Fractions such as 0.1 do not add up exactly; Ray itself counts in ten-thousandths.
+    # Sums of fractions such as 0.1 are not exact. Ray itself counts in ten-thousandths.
     if not subject.joins_cluster and subject.cpus > machine.cpus + 1e-4:
         yield Finding(
             code="cpus-short",
@@ -112,7 +112,7 @@ def _memory(machine: Machine, subject: Subject) -> Iterator[Finding]:
 
 
 def cluster_store(machine: Machine) -> int:
-    """Returns the bytes of the object store of a Ray that is started on this machine and told nothing about it."""
+    """Returns the size in bytes of Ray's object store on this machine, if Ray starts with its defaults."""
     most = min(STORE_MOST_BYTES, max(STORE_BYTES, int(STORE_SHARED_SHARE * machine.shared_free)))
     return min(int(STORE_SHARE * machine.memory_free), most)
 

@@ -1,4 +1,4 @@
-"""A diagnosis as text and as JSON."""
+"""Writes a diagnosis as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NARROW = 132
 
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Prints facts, then what each group of a live bootstrap has cost, then findings, to stdout."""
+    """Prints to stdout the facts, then the cost of each group of a live bootstrap, then the findings."""
     console = PlainConsole()
-    # A pipe has no width; tables of 80 columns would break every line.
+    # A pipe has no width. Tables of the default 80 columns would break every line.
     console.width = max(console.width, _NARROW) if not console.is_terminal else console.width
     console.print(_facts(diagnosis))
     if diagnosis.live is not None and diagnosis.live.ledgers:
@@ -42,7 +42,7 @@ def _facts(diagnosis: Diagnosis) -> Table:
 
 
 def write_json(diagnosis: Diagnosis, stream: TextIO) -> None:
-    """Writes a diagnosis as one object."""
+    """Writes a diagnosis as one JSON object."""
     found = {
         "format": FORMAT,
         "stops": diagnosis.stops,

@@ -1,6 +1,7 @@
-"""Questions that only another process may be asked: it imports what the doctor does not, and may hang or crash.
+"""Asks questions of other processes. They import packages that the doctor does not import, and may hang or crash.
 
-Each probe is a module of this package, run by name; it answers with one line of JSON, the last of its stdout.
+Each probe is a module of this package that is run by its name. It answers with one line of JSON, the last line of its
+stdout.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ class Answer:
 
     values: dict[str, Any] | None = None
     reason: str = ""
-    """Why there are none."""
+    """Why there are no values."""
 
 
 def ask(probe: str, *arguments: str, deadline_s: float) -> Answer:
-    """Runs a probe and returns its answer; ends it at the deadline.
+    """Runs a probe and returns its answer. Ends the probe at the deadline.
 
     Args:
         probe: Name of a module beside this one.
-        *arguments: What it is given.
-        deadline_s: Seconds it may take, its imports included.
+        *arguments: The probe's arguments.
+        deadline_s: Seconds that it may take, including its imports.
     """
     command = module_command(f"{__package__}.{probe}", *arguments)
     try:
@@ -54,12 +55,12 @@ def ask(probe: str, *arguments: str, deadline_s: float) -> Answer:
 
 
 def _last(text: str) -> str:
-    """Returns the last line that has something in it."""
+    """Returns the last line that is not blank; empty if there is none."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def run_tool(*command: str, deadline_s: float) -> str | None:
-    """Returns what a tool prints; None where it is not installed, fails, or takes too long."""
+    """Returns a tool's stdout; None if the tool is not installed, fails, or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=deadline_s, check=True)
     except (OSError, subprocess.SubprocessError):

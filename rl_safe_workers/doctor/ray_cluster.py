@@ -1,4 +1,4 @@
-"""Checks that a running Ray cluster can be reached and has enough for the run."""
+"""Checks that a running Ray cluster can be reached and has enough resources for the run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.topology.placement import DoesNotFitError, place_run
 
 DEADLINE_S = 30.0
-"""A cluster that is there answers within two; Ray itself gives up after forty."""
+"""Deadline of the check. A running cluster answers within two seconds; Ray itself gives up after forty."""
 _MISMATCH = "Version mismatch"
 _SHOWN_NODES = 8
 
 
 def judge(answer: Answer, subject: Subject) -> Report:
-    """Compares a cluster with what the run needs; node by node, since a bundle lies on one."""
+    """Compares a cluster with the needs of the run, node by node, because a bundle must fit on one node."""
     if answer.values is None:
         return Report(facts=(Fact(name="Ray", value=f"not reached: {answer.reason}"),), findings=(_lost(answer),))
     nodes = [node for node in answer.values["nodes"] if node["alive"]]
@@ -82,7 +82,7 @@ def _short(nodes: Sequence[Mapping[str, Any]], subject: Subject) -> Iterator[Fin
 
 
 def _unplaced(nodes: Sequence[Mapping[str, Any]], config: RunConfig) -> Iterator[Finding]:
-    """As the driver will find it: a place lies on one node."""
+    """Yields a finding if the driver will not be able to place every rank. Each place must fit on one node."""
     room = [{"CPU": node["cpus"], "GPU": node["gpus"]} for node in nodes]
     layout = ParallelLayout.of(config.megatron, world_size=config.cluster.num_trainers)
     try:

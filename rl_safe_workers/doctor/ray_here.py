@@ -1,4 +1,4 @@
-"""Checks that Ray can start on this machine, for a run that starts its own."""
+"""Checks that Ray can start on this machine, for a run that starts its own Ray."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rl_safe_workers.reaping.temp_folder import LONGEST_SOCKET, SOCKET
 
 LOOPBACK = "127.0.0.1"
 FULL_SHARE = 0.95
-"""Share of the temporary folder's file system above which Ray creates no objects on it."""
+"""If more than this share of the temporary folder's file system is used, Ray creates no objects on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The conditions of a start of Ray.
+    """The conditions for a start of Ray.
 
     Example: ``Start(temp=Path("/tmp"), writable=True, used_share=0.5, loopback="")``
     """
@@ -31,7 +31,7 @@ class Start:
     writable: bool
     used_share: float
     loopback: str
-    """Why no port of the loopback interface can be listened on; empty: it can."""
+    """Why this machine cannot listen on a port of the loopback interface; empty if it can."""
 
 
 def _gather(subject: Subject) -> Start:
@@ -50,7 +50,7 @@ def _gather(subject: Subject) -> Start:
 
 
 def judge(start: Start, subject: Subject) -> Report:
-    """Says whether Ray will start."""
+    """Judges whether Ray will start."""
     fact = Fact(
         name="Ray", value=f"starts with the run, on {LOOPBACK}, in {start.temp} ({start.used_share:.0%} of it used)"
     )

@@ -1,4 +1,4 @@
-"""Tells who is in a running Ray cluster; run by `probes.ask`."""
+"""Prints the nodes and free resources of a running Ray cluster. `probes.ask` runs this module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def main() -> int:
-    """Joins the cluster at the address that is its argument, ``auto`` or ``HOST:PORT``; prints one line of JSON."""
+    """Joins the cluster at the address in its argument, ``auto`` or ``HOST:PORT``, and prints one line of JSON."""
     import ray
 
     ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)

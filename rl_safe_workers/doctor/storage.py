@@ -1,4 +1,4 @@
-"""The place of checkpoints: what it is, how much is free, and how fast it is, against the saves of the run."""
+"""Compares the folder of checkpoints (its file system, free space and speed) with the saves of the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_safe_workers.findings import Finding, Severity
 WRITTEN_BYTES, BLOCK_BYTES = 64 * MIB, 4 * MIB
 IN_MEMORY = ("ramfs", "tmpfs")
 SHARED = ("9p", "afs", "beegfs", "ceph", "cifs", "fuse", "gpfs", "lustre", "nfs", "smb", "virtiofs", "wekafs")
-"""First letters of file systems that several machines may share."""
+"""Prefixes of the names of file systems that several machines may share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +33,22 @@ class Storage:
     file_system: str
     free_bytes: int
     write_s: float | None = None
-    """To write and sync ``WRITTEN_BYTES``; None: nothing could be written."""
+    """Seconds to write and sync ``WRITTEN_BYTES``; None if nothing could be written."""
     reason: str = ""
-    """Why not."""
+    """Why nothing could be written; empty otherwise."""
     save_bytes: int | None = None
-    """Bytes of one save of the run; None: not known."""
+    """Bytes of one save of the run; None if unknown."""
     save_s: float = 0.0
-    """How long that takes at this speed, all nodes' ranks sharing it as the plan says."""
+    """Seconds of one save at this speed, which the ranks of each node share, by the plan."""
 
     @property
     def bytes_s(self) -> float | None:
-        """Bytes written and synced in a second."""
+        """Bytes that were written and synced per second; None if nothing could be written."""
         return None if self.write_s is None else WRITTEN_BYTES / self.write_s
 
 
 def measure(subject: Subject) -> Storage:
-    """Writes a file without a name, which is gone whatever happens to this process, and predicts a save."""
+    """Measures the speed with an unnamed file, which disappears even if this process dies, and predicts a save."""
     path = subject.checkpoints.absolute()
     there = next(folder for folder in (path, *path.parents) if folder.is_dir())
     write_s, reason = None, ""
@@ -70,8 +70,8 @@ def measure(subject: Subject) -> Storage:
 
 
 def _write_and_sync(folder: Path) -> float:
-    block = os.urandom(BLOCK_BYTES)  # a file system that compresses is not to look faster than it is
-    # Unlinked as soon as it is made, or made without a name at all.
+    block = os.urandom(BLOCK_BYTES)  # random, so that a file system that compresses does not look faster than it is
+    # The file is unlinked as soon as it is made, or is made without a name.
     with tempfile.TemporaryFile(dir=folder) as file:
         started_s = time.monotonic()
         for _ in range(WRITTEN_BYTES // BLOCK_BYTES):
@@ -89,7 +89,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _predict(subject: Subject, write_s: float | None) -> tuple[int | None, float]:
-    """Returns the bytes of a save of ours and its seconds, where the recipe's model is there to be read."""
+    """Returns the bytes and seconds of a save of ours; None and 0 if there is no recipe or no readable model."""
     if subject.recipe is None or write_s is None:
         return None, 0.0
     from rl_safe_workers.plan.plan import make_plan
@@ -104,7 +104,7 @@ def _predict(subject: Subject, write_s: float | None) -> tuple[int | None, float
 
 
 def judge(storage: Storage, subject: Subject) -> Report:
-    """Compares the place with what the run will write there."""
+    """Compares the folder with the saves that the run will write there."""
     where = f"{storage.path}{'' if storage.there == storage.path else f' (made below {storage.there})'}"
     facts = [
         Fact(name="checkpoints", value=f"{where}, {storage.file_system}, {storage.free_bytes / GIB:.1f} GiB free"),
@@ -118,7 +118,7 @@ def judge(storage: Storage, subject: Subject) -> Report:
 
 
 def _saves(subject: Subject) -> bool:
-    """Returns True if anything will be saved; without a recipe it is the question."""
+    """Returns True if the run will save. Also True without a recipe, because any run may save."""
     return subject.config is None or subject.checkpoint_path is not None or subject.config.trainer.save_freq > 0
 
 
@@ -175,7 +175,7 @@ def _space(storage: Storage, subject: Subject) -> Iterator[Finding]:
     if storage.save_bytes is None or subject.config is None:
         return
     kept = subject.config.rl_safe.checkpoint.keep_last
-    needed = storage.save_bytes * (kept + 1)  # an older one goes after a new one is committed
+    needed = storage.save_bytes * (kept + 1)  # an old checkpoint is removed only after a new one is committed
     if storage.free_bytes >= needed:
         return
     first = storage.free_bytes < storage.save_bytes

@@ -1,4 +1,4 @@
-"""Which versions this package was run with, which it is written for, and what is installed here."""
+"""Compares the installed versions with those that this package was run with and is written for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Cell:
     was_run: bool
 
     def versions(self) -> dict[str, str]:
-        """Returns the version of each part that the cell has."""
+        """Returns the version of each part that the row names."""
         named = {
             PYTHON: self.python,
             "torch": self.torch,
@@ -42,7 +42,7 @@ class Cell:
         return {name: version for name, version in named.items() if version is not None}
 
     def differs(self, installed: Mapping[str, str]) -> list[str]:
-        """Returns the parts of which another version, or none, is installed; Python's third number is free."""
+        """Returns the parts with another installed version, or with none. Python's third number may be any."""
         return [
             name
             for name, version in self.versions().items()
@@ -61,15 +61,15 @@ MATRIX = (
     Cell(device="cpu", python="3.13", torch="2.13.0", megatron="0.20.0", vllm=None, ray=None, was_run=True),
     Cell(device="cuda", python="3.12", torch="2.11.0", megatron="0.19.2", vllm="0.25.1", ray="2.60.0", was_run=True),
 )
-"""The README's table; a test compares the two."""
+"""The rows of the README's table. A test compares the two."""
 WRITTEN_FOR: Mapping[str, tuple[str, str]] = {
     PYTHON: ("3.11", "3.13"),
     "torch": ("2.11", "2.15"),
     "megatron-core": ("0.16", "0.20"),
 }
-"""First and last minor version that the code looks out for."""
+"""First and last minor version that the code supports."""
 NEEDED = ("torch", "megatron-core", VLLM, "ray", "transformers", "mbridge")
-"""Packages that a run of ours imports, besides those installed with this package."""
+"""Packages that our own runs import, apart from those that are installed with this package."""
 _README = "README.md, What runs"
 
 
@@ -85,8 +85,8 @@ def judge(installed: Mapping[str, str], subject: Subject) -> Report:
     """Compares versions with the matrix.
 
     Args:
-        installed: Version of each part that is there, by the names of ``NEEDED`` and ``PYTHON``.
-        subject: The run they are for.
+        installed: Version of each installed part, by the names of ``NEEDED`` and ``PYTHON``.
+        subject: The run that they are for.
     """
     listed = ", ".join(f"{name} {installed.get(name, '-')}" for name in (PYTHON, *NEEDED))
     findings = (*_missing(installed, subject), *_unsupported(installed))
@@ -130,7 +130,7 @@ def _unsupported(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _cell(installed: Mapping[str, str], subject: Subject) -> Cell | None:
-    """Returns the complete cell that is installed, if one is."""
+    """Returns the complete row that equals the installed versions; None if there is none."""
     return next((cell for cell in _complete_cells(subject) if not cell.differs(installed)), None)
 
 
@@ -156,7 +156,7 @@ def _not_run(installed: Mapping[str, str], subject: Subject) -> Finding:
 
 
 def _public(version: str) -> tuple[int, ...]:
-    """Returns the numbers of a version without what its build adds.
+    """Returns the numbers of a version without its build suffix.
 
     >>> _public("2.11.0+cu130")
     (2, 11, 0)

@@ -1,4 +1,4 @@
-"""Tells what torch sees of this machine's GPUs; run by `probes.ask`."""
+"""Prints what torch sees of this machine's GPUs. `probes.ask` runs this module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_safe_workers.versions import version_of
 
 
 def main() -> int:
-    """Prints one line of JSON: versions, devices, and which of them can read each other's memory."""
+    """Prints one line of JSON: versions, devices, and the pairs of devices that can read each other's memory."""
     import torch
 
     from rl_safe_workers.comms import nccl_suspend
@@ -54,7 +54,7 @@ def _device(torch: Any, index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
     found = {"name": properties.name, "total": properties.total_memory}
     try:
-        # Needs a context there, which a GPU of exclusive use refuses while another process has it.
+        # This needs a context on the GPU. A GPU in exclusive mode refuses one while another process uses it.
         free, _ = torch.cuda.mem_get_info(index)
     except RuntimeError as error:
         return {**found, "free": None, "reason": first_line(error)}

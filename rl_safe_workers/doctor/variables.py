@@ -1,7 +1,7 @@
-"""Environment variables that hurt: a row each, with why, since when, and who has seen it.
+"""Lists environment variables that cause problems: the reason, the versions, and the reports of each.
 
-Rows are about processes of a run on this machine: a local Ray, and a driver, hand their environment on. Where
-`rl_safe_workers.env` sets a variable for the actors whatever the driver has, there is no row.
+The rows are for processes of a run on this machine, because a local Ray and a driver pass on their environment. A
+variable has no row if `rl_safe_workers.env` always sets it for the actors, whatever its value in the driver is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EVERY_NCCL = "every NCCL"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """The context of a variable's value.
+    """The context in which a variable's value is judged.
 
     Example: ``Surroundings(subject=subject, environ={"NCCL_DEBUG": "INFO"}, interfaces=frozenset({"lo"}), cpus=2)``
     """
@@ -34,13 +34,13 @@ class Surroundings:
     interfaces: frozenset[str]
     """Names of this machine's network interfaces."""
     cpus: int
-    """That this process may use."""
+    """Number of CPUs that this process may use."""
     torch: str = ""
-    """Its version; empty: not known."""
+    """Version of torch; empty if unknown."""
 
     @property
     def gpus(self) -> bool:
-        """True if the run is on GPUs, or may be."""
+        """True if the run uses GPUs, or may use them."""
         return self.subject.may_use_gpus
 
     @property
@@ -50,7 +50,7 @@ class Surroundings:
 
     @property
     def colocated(self) -> bool:
-        """True if trainers and vLLM share GPUs in turn."""
+        """True if trainers and vLLM use the same GPUs in turn."""
         return self.subject.config is not None and self.subject.config.cluster.colocated
 
     @property
@@ -65,25 +65,25 @@ Hurts = Callable[[str, Surroundings], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
-    """A variable, and when it hurts.
+    """A variable, and the condition under which it causes a problem.
 
     Example: see ``VARIABLES``
     """
 
     name: str
     hurts: Hurts
-    """Given its value, ``""`` where it is not set."""
+    """Returns True if a value causes a problem; takes ``""`` if the variable is not set."""
     severity: Severity
     text: str
-    """The consequence; name and value come before it."""
+    """The consequence. The finding's text puts the name and value before it."""
     since: str
     evidence: tuple[str, ...]
     avoid: str
     code: str = ""
-    """Code of a second row of one name."""
+    """Code of the finding, for a second row with the same name; empty: made from the name."""
 
     def find(self, around: Surroundings) -> Finding | None:
-        """Returns the finding, if it hurts here."""
+        """Returns a finding if the variable causes a problem in these surroundings; else None."""
         value = around.environ.get(self.name, "")
         if not self.hurts(value, around):
             return None
@@ -136,7 +136,11 @@ def _gloo_elsewhere(value: str, around: Surroundings) -> bool:
 
 
 def _nccl_elsewhere(value: str, around: Surroundings) -> bool:
-    """NCCL takes what begins with a name, or equals it after ``=``, or all but those after ``^``."""
+    """Returns True if the value selects no interface of this machine.
+
+    NCCL uses interfaces whose names begin with a given name. After ``=``, the names must be equal. After ``^``, it uses
+    all other interfaces.
+    """
     if not around.gpus or not value or value.startswith("^"):
         return False
     exactly, names = value.startswith("="), value.removeprefix("=").split(",")
@@ -154,7 +158,7 @@ def _nccl_loopback(value: str, around: Surroundings) -> bool:
 
 
 def _proxied(value: str, around: Surroundings) -> bool:
-    """Returns True if Ray's gRPC takes a proxy, as it does when told to, and no node is excepted from it."""
+    """Returns True if Ray's gRPC is told to use a proxy, there is a proxy, and no address is exempt from it."""
     proxies = any(around.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy"))
     excepted = any(around.environ.get(name) for name in ("no_grpc_proxy", "no_proxy"))
     return around.several_nodes and _on(value) and proxies and not excepted
@@ -464,7 +468,7 @@ VARIABLES = (
         avoid="unset it, or list the nodes' addresses in no_proxy",
     ),
 )
-"""In the order of what they are about: interfaces, NCCL, torch, CUDA, processes, Ray."""
+"""The rows, ordered by topic: interfaces, NCCL, torch, CUDA, processes, Ray."""
 
 
 def _gather(subject: Subject) -> Surroundings:
@@ -478,7 +482,7 @@ def _gather(subject: Subject) -> Surroundings:
 
 
 def judge(around: Surroundings, subject: Subject) -> Report:
-    """Goes through the rows."""
+    """Returns the findings of all rows, and the set variables as facts."""
     names = dict.fromkeys(row.name for row in VARIABLES)
     given = [f"{name}={around.environ[name]}" for name in names if name in around.environ]
     facts = (

@@ -1,4 +1,4 @@
-"""A plan as JSON, written piece by piece: at 131,072 ranks the members alone are millions of numbers."""
+"""Writes a plan as JSON, piece by piece, because at 131,072 ranks the members alone are millions of numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT = 1
 
 
 def write_json(plan: Plan, findings: Sequence[Finding], stream: TextIO) -> None:
-    """Writes a plan and its hazards as one object; ``communicators`` comes last."""
+    """Writes a plan and its hazards as one JSON object, with ``communicators`` last."""
     head = json.dumps(summary(plan, findings), indent=1)
     stream.write(head.removesuffix("\n}"))
     stream.write(',\n "communicators": [')
@@ -26,7 +26,7 @@ def write_json(plan: Plan, findings: Sequence[Finding], stream: TextIO) -> None:
 
 
 def summary(plan: Plan, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Returns all but the communicators."""
+    """Returns the plan and its hazards as a dictionary, without the communicators."""
     request = plan.request
     facts = asdict(request)
     facts.pop("source")
@@ -66,7 +66,7 @@ def _save(way: SaveWay) -> dict[str, Any]:
 
 
 def _runs(values: Sequence[int]) -> Iterator[list[int]]:
-    """Yields ``[first rank, last rank, bytes]`` for each run of ranks that write the same."""
+    """Yields ``[first rank, last rank, bytes]`` for each run of consecutive ranks that write equally many bytes."""
     first = 0
     for rank in range(1, len(values) + 1):
         if rank == len(values) or values[rank] != values[first]:

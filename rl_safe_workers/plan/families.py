@@ -1,8 +1,8 @@
-"""Which ranks are in each communicator that megatron-core builds, without building any.
+"""Finds the ranks of each communicator that megatron-core builds, without building any.
 
-All groups of one kind are one family: its members lie along some axes of the training world, and there is one group
-for each position on the other axes. So a family of any world takes a few numbers, and members are counted off only
-when someone looks.
+All groups of one kind are one family. The members of a group lie along some axes of the training world, and there is
+one group for each position on the other axes. So a few numbers describe a family in a world of any size. Members are
+listed only on request.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class GroupFamily:
     """Megatron's ``group_desc``, or a name of ours for a group that is not Megatron's."""
     members: tuple[Axis, ...]
     groups: tuple[Axis, ...]
-    """Axes along which the groups are counted, the fastest first."""
+    """Axes along which the groups are counted. The first axis varies fastest."""
     backend: str = "nccl"
     origin: int = 0
     """Joint rank of the first member of the first group."""
 
     @property
     def size(self) -> int:
-        """Members of each group."""
+        """Number of members of each group."""
         return math.prod(axis.size for axis in self.members)
 
     @property
@@ -58,12 +58,12 @@ class GroupFamily:
 
     @property
     def kind(self) -> GroupKind | None:
-        """The kind of the group; None: it is none of the training world's."""
+        """The kind of the groups; None if they are not groups of the training world."""
         return KINDS.get(self.description) or HOST_KINDS.get(self.description)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Ranks of a group's members, less its first member's, rising."""
+        """Ranks of a group's members relative to its first member, in ascending order."""
         found: Sequence[int] = (0,)
         for axis in self.members:
             found = [first + axis.stride * step for step in range(axis.size) for first in found]
@@ -77,12 +77,12 @@ class GroupFamily:
         yield from found
 
     def all_ranks(self) -> Iterator[tuple[int, ...]]:
-        """Yields the members of each group."""
+        """Yields the ranks of each group's members."""
         for first in self.firsts():
             yield tuple(first + offset for offset in self.offsets)
 
     def ranks_with(self, rank: int) -> tuple[int, ...] | None:
-        """Returns the members of the group that a rank is in; None if it is in none."""
+        """Returns the members of the group that contains a rank; None if no group contains it."""
         place = rank - self.origin
         first = self.origin + sum(place // axis.stride % axis.size * axis.stride for axis in self.groups)
         ranks = tuple(first + offset for offset in self.offsets)
@@ -92,7 +92,7 @@ class GroupFamily:
         """Returns the smallest and the largest number of members that a group has on one node.
 
         Args:
-            nodes: As for `crossing`.
+            nodes: See `crossing`.
         """
         if not self.crossing(nodes):
             return self.size, self.size
@@ -100,10 +100,11 @@ class GroupFamily:
         return min(counts), max(counts)
 
     def crossing(self, nodes: Sequence[int]) -> int:
-        """Returns how many groups have members on more than one node.
+        """Returns the number of groups with members on more than one node.
 
         Args:
-            nodes: The node of each rank; training ranks rise with the nodes, and so do rollout ranks.
+            nodes: The node of each rank. Node numbers never decrease from one training rank to the next, nor from one
+                rollout rank to the next.
         """
         span = self.offsets[-1]
         if not span:
@@ -115,10 +116,10 @@ class GroupFamily:
 class _Rule:
     description: str
     grid: str
-    """Which axes span the world; those not named in ``members`` tell the groups apart."""
+    """The set of axes that spans the world. The axes that are not in ``members`` distinguish the groups."""
     members: tuple[str, ...]
     twin: str = ""
-    """Name of a gloo group of the same ranks, made right after."""
+    """Name of a gloo group with the same ranks, which is made right after."""
     only_with_instances: bool = False
     since: str = RULES[0]
 
@@ -186,7 +187,7 @@ _TABLE = (
         members=("etp", "ep", "part", "pp"),
     ),
 )
-"""In the order in which ``parallel_state.initialize_model_parallel`` makes them."""
+"""The rules, in the order in which ``parallel_state.initialize_model_parallel`` makes the groups."""
 
 _Grid = Mapping[str, Axis]
 
@@ -226,10 +227,11 @@ def megatron_families(
     """Returns the families of a training world, in the order in which megatron-core makes them.
 
     Args:
-        layout: Sizes of the axes, checked.
-        instances: Optimizer instances; they divide the data-parallel ranks and the expert-data-parallel ranks.
+        layout: Sizes of the axes, already checked.
+        instances: Number of optimizer instances. It divides the numbers of data-parallel and of expert-data-parallel
+            ranks.
         rules: Version of megatron-core, one of `RULES`.
-        gloo: Whether the data-parallel groups have twins of gloo.
+        gloo: Whether the data-parallel groups have gloo twins.
 
     >>> layout = ParallelLayout(world_size=4, tensor=2, pipeline=1, expert=2, expert_tensor=1, context=1)
     >>> [family] = [f for f in megatron_families(layout) if f.description == "EXPERT_DATA_PARALLEL_GROUP"]
@@ -256,7 +258,7 @@ def megatron_families(
 
 
 def host_families(layout: ParallelLayout, host: str) -> list[GroupFamily]:
-    """Returns the families that a host makes beside Megatron's, in the order in which it makes them.
+    """Returns the families that a host makes in addition to Megatron's, in the order in which it makes them.
 
     >>> layout = ParallelLayout(world_size=8, tensor=1, pipeline=2, expert=2, expert_tensor=1, context=1)
     >>> [list(family.all_ranks()) for family in host_families(layout, "ms-swift")]
@@ -264,7 +266,7 @@ def host_families(layout: ParallelLayout, host: str) -> list[GroupFamily]:
     """
     if host != "ms-swift":
         return []
-    # mcore_bridge/bridge/gpt_bridge.py:96-116, in every job: with one expert-parallel rank and one stage, too.
+    # mcore_bridge/bridge/gpt_bridge.py:96-116 does this in every job, even with one expert-parallel rank and one stage.
     grid = _grids(layout, instances=1)["expert"]
     members, others = (grid["ep"], grid["pp"]), (grid["etp"], grid["edp"])
     return [GroupFamily(description="EP-PP-GROUP", members=members, groups=others)]
@@ -284,11 +286,11 @@ def joint_family(size: int) -> GroupFamily:
 
 
 def engine_family(*, rollouts: int, size: int, first: int) -> GroupFamily:
-    """Returns vLLM's engines, by joint rank.
+    """Returns vLLM's engines as a family, by joint rank.
 
     Args:
         rollouts: Number of rollout ranks.
-        size: Ranks of each engine.
+        size: Number of ranks of each engine.
         first: Joint rank of rollout rank 0.
     """
     return GroupFamily(

@@ -1,4 +1,4 @@
-"""The facts of a plan: one row for each, with its option, its keys in other tools, and its range."""
+"""Lists the facts of a plan, each with its option, its keys in other tools, and its range."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TRUTH: Mapping[str, bool] = {"true": True, "false": False, "yes": True, "no": F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A fact.
+    """A fact of a plan.
 
     Example: ``Field(name="tp", kind=int, help="tensor-parallel size", default=1)`` is set by ``--tp``
     """
@@ -32,23 +32,23 @@ class Field:
     kind: type
     help: str
     default: Any = None
-    """None: it follows from other facts, or is not known."""
+    """The default; None if the fact follows from other facts, or is unknown."""
     least: float = 1
     most: float = MOST_RANKS
     choices: Sequence[str] = ()
     recipe: str = ""
-    """Key in a recipe, if it has one."""
+    """The fact's key in a recipe; empty if it has none."""
     verl: str = ""
     nemo_rl: str = ""
 
     @property
     def option(self) -> str:
-        """The option of the command that sets it."""
+        """The command's option that sets the fact."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def valid(self) -> str:
-        """Says what it may be."""
+        """Describes the valid values."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.kind is bool:
@@ -59,14 +59,14 @@ class Field:
         return f"{what} from {self.least:g} to {self.most:.0f}"
 
     def parse(self, value: Any, *, key: str) -> Any:
-        """Returns a value as its type.
+        """Returns a value converted to the fact's type.
 
         Args:
-            value: Text, or what a YAML file holds.
-            key: Where it comes from, for the error.
+            value: Text, or a value from a YAML file.
+            key: The key or option that holds it, for the error.
 
         Raises:
-            ConfigError: If it cannot be that; names key, value and what would be valid.
+            ConfigError: If the value is not valid; names the key, the value and the valid values.
         """
         found = _PARSERS[self.kind](value)
         if found is None or not self._allows(found):
@@ -105,7 +105,7 @@ UNKNOWN = "unknown"
 HOSTS = ("rl-safe", "megatron", "verl", "nemo-rl", "ms-swift")
 
 FIELDS = (
-    # Who is there.
+    # Numbers of processes.
     Field(name="world", kind=int, help="GPUs of trainers and rollouts together"),
     Field(name="trainers", kind=int, help="ranks of the training world", recipe="cluster.num_trainers"),
     Field(name="rollouts", kind=int, help="rollout ranks", least=0, recipe="cluster.num_rollouts"),
@@ -286,7 +286,7 @@ FIELDS = (
     Field(name="megatron", kind=str, help="megatron-core whose rules count", default=RULES[-1], choices=RULES),
     Field(name="torch", kind=float, help="torch, e.g. 2.11", default=2.11, least=2, most=3),
     Field(name="cumem", kind=bool, help="NCCL_CUMEM_ENABLE", default=True),
-    # What the host framework does; its habits are the defaults.
+    # Behaviour of the host framework, whose habits are the defaults.
     Field(name="host", kind=str, help="whose habits are the defaults of what follows", choices=HOSTS),
     Field(
         name="default_group",
@@ -445,5 +445,5 @@ HABITS: Mapping[str, Mapping[str, Any]] = {
         "vllm_tp": 1,
     },
 }
-"""Defaults of each host, as read in its source: verl 0.9.1, NeMo RL and ms-swift of August
-2026, plain megatron-core 0.19. A timeout of None: this package sets one for each phase."""
+"""Defaults of each host, from its source: verl 0.9.1, NeMo RL and ms-swift of August 2026, plain megatron-core 0.19. A
+timeout is None if this package sets one for each phase."""

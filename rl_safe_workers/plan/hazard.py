@@ -1,6 +1,6 @@
-"""A hazard is data about something that will go wrong, and a function that finds the place.
+"""A hazard: data about something that can go wrong, and a function that finds where a plan has it.
 
-A hazard that a plan has becomes a finding.
+If a plan has a hazard, the hazard becomes a finding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rl_safe_workers.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Where a hazard is in a plan.
+    """The place of a hazard in a plan.
 
     Example: ``Where(groups=("EXPERT_DATA_PARALLEL_GROUP",), ranks="0-31", detail="2.1 GiB")``
     """
@@ -22,9 +22,9 @@ class Where:
     groups: Sequence[str] = ()
     ranks: str = ""
     detail: str = ""
-    """The part that is particular to this plan."""
+    """The part of the text that is specific to this plan."""
     severity: Severity | None = None
-    """If it is another than the hazard's own."""
+    """The severity here; None: the hazard's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +37,15 @@ class Hazard:
     code: str
     severity: Severity
     text: str
-    """The consequence, one sentence without a full stop; ``Where.detail`` follows in brackets."""
+    """The consequence, in one sentence without a full stop. ``Where.detail`` follows in brackets."""
     since: str
     evidence: tuple[str, ...]
     avoid: str
-    """The setting that avoids it, with ``{names}`` of facts, which are put in the words of the plan's source."""
+    """The setting that avoids it. ``{name}`` stands for a fact, and is replaced by the key in the plan's source."""
     find: Callable[[Plan], Iterable[Where]]
 
     def findings(self, plan: Plan) -> list[Finding]:
-        """Returns where a plan has it; empty: nowhere."""
+        """Returns a finding for each place where a plan has this hazard."""
         return [
             Finding(
                 code=self.code,

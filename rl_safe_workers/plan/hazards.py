@@ -1,4 +1,4 @@
-"""Every hazard that a plan is searched for."""
+"""Finds all hazards in a plan."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ HAZARDS: tuple[Hazard, ...] = (
 
 
 def find(plan: Plan) -> list[Finding]:
-    """Returns what will go wrong, the worst first."""
+    """Returns the hazards of a plan as findings, the worst first."""
     return worst_first(finding for hazard in HAZARDS for finding in hazard.findings(plan))

@@ -1,4 +1,4 @@
-"""Hazards of communicators: when they are connected, what that takes, and what cannot be given back."""
+"""Hazards of communicators: when they are connected, how much memory that takes, and which memory they keep."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def _is_gpu(plan: Plan) -> bool:
 def _expert_data(plan: Plan) -> Iterator[Where]:
     if plan.request.bootstrap or not _is_gpu(plan):
         return
-    # With expert parallelism alone; without it experts are reduced like all else. A group of one rank waits for nobody.
+    # Only with expert parallelism: without it, experts are reduced like all other parameters. A group of one rank never
+    # waits.
     used = [c for name in _OPTIMIZER if (c := plan.communicator(name)) is not None and c.classes]
     late = [c for c in used if c.family.size > 1]
     if late and plan.moe and any(_EXPERT_DATA in c.family.description for c in used):
@@ -96,8 +97,8 @@ def _flex(plan: Plan) -> Iterator[Where]:
 
 
 _BY_AXIS, _BOTH_AXES = "alltoall", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
-"""The dispatcher that sends tokens over the experts' axis, and gathers them over the tensor axis; and the group over
-which the others do both at once (transformer/moe/token_dispatcher.py)."""
+"""The dispatcher that sends tokens over the expert axis and gathers them over the tensor axis, and the group over which
+the other dispatchers do both at once (transformer/moe/token_dispatcher.py)."""
 
 
 def _crossing(plan: Plan, communicator: Communicator) -> Where:
@@ -240,4 +241,4 @@ HAZARDS = (
         avoid="{vllm_tp} times {vllm_pp} and {vllm_dp} that divides {gpus_per_node}, and rollouts that begin a node",
     ),
 )
-"""About communicators."""
+"""The hazards of communicators."""

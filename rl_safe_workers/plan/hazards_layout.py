@@ -1,4 +1,4 @@
-"""Hazards of a model on a layout: what does not divide, or is trained apart."""
+"""Hazards of a model on a layout: sizes that do not divide, and weights that are trained apart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OURS = "rl-safe"
 
 
 def _complaint(layout: ParallelLayout, shape: ModelShape, *axes: str) -> str | None:
-    """Returns what the project's check of a model says, of some axes alone."""
+    """Returns the complaint of `check_model` about some axes alone; None if there is none."""
     alone = replace(layout, **{**_ONE, **{axis: layout.size(axis) for axis in axes}})
     # Megatron pads a vocabulary that does not divide.
     padded = replace(shape, vocab_size=alone.tensor * shape.vocab_size)
@@ -42,7 +42,7 @@ def _heads(plan: Plan) -> Iterator[Where]:
         return
     shape, tensor, whose = plan.model.shape, plan.request.layout.tensor, ""
     if tensor % shape.num_key_value_heads == 0:
-        # Megatron then gives each rank one key-value head (transformer/attention.py, num_query_groups < world_size).
+        # Then Megatron gives each rank one key-value head (transformer/attention.py, num_query_groups < world_size).
         repeated = replace(shape, num_key_value_heads=tensor)
         whose = "" if _complaint(plan.request.layout, repeated, "tensor") else ", a rule of rl_safe_workers' conversion"
         shape = shape if plan.request.host == _OURS else repeated
@@ -55,7 +55,7 @@ def _experts(plan: Plan) -> Iterator[Where]:
 
 
 def _layers(plan: Plan) -> Iterator[Where]:
-    # A pipeline_layout says itself where each layer is.
+    # A pipeline_layout itself says where each layer is.
     if plan.model is not None and plan.request.pipeline_layout is None:
         complaint = _uneven(plan.request, plan.model.shape.num_layers)
         if complaint:
@@ -63,7 +63,7 @@ def _layers(plan: Plan) -> Iterator[Where]:
 
 
 def _uneven(request: Request, layers: int) -> str:
-    """Says what Megatron's ``get_num_layers_to_build`` refuses; empty: nothing."""
+    """Returns the reason why Megatron's ``get_num_layers_to_build`` refuses the layers; empty if it accepts them."""
     fixed = [count for count in (request.first_stage_layers, request.last_stage_layers) if count is not None]
     stages = request.layout.pipeline - len(fixed)
     others = {"embedding": request.embedding_as_layer, "loss": request.loss_as_layer}
@@ -135,4 +135,4 @@ HAZARDS = (
         find=_apart,
     ),
 )
-"""About the model on the layout."""
+"""The hazards of a model on a layout."""

@@ -36,7 +36,7 @@ def _collective(plan: Plan) -> Iterator[Where]:
 
 
 def _tensors(plan: Plan) -> int:
-    """Tensors of experts that a rank's metadata names, with the optimizer's."""
+    """Returns the number of expert tensors, including the optimizer's, that a rank's metadata names."""
     if plan.model is None:
         return 0
     request = plan.request
@@ -169,4 +169,4 @@ HAZARDS = (
         find=_no_twins,
     ),
 )
-"""About checkpoints."""
+"""The hazards of saves."""

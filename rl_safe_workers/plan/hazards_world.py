@@ -1,4 +1,4 @@
-"""Hazards of worlds and ends: who is in which default group, for how long ranks wait, and how groups are destroyed."""
+"""Hazards of worlds and ends: the members of default groups, how long ranks wait, and how groups are destroyed."""
 
 from __future__ import annotations
 
@@ -208,4 +208,4 @@ HAZARDS = (
         find=_exit,
     ),
 )
-"""About default groups, timeouts and ends."""
+"""The hazards of default groups, timeouts and ends."""

@@ -1,8 +1,8 @@
-"""Device memory that communicators will take on a GPU, three ways: left to their first use, all warmed, and ours.
+"""Predicts the device memory of communicators on a GPU, in three ways: connected at first use, all warmed, and ours.
 
-The model of one communicator is ``topology.memory``'s. Every figure is a range. What is likely, and the upper end,
-connect all that the settings allow, on the rank with most groups. The lower end leaves out what is not known to be
-used.
+``topology.memory`` models one communicator. Every figure is a range, for the rank with most groups. The likely value
+and the upper end count every connection that the settings allow. The lower end leaves out connections that are not
+known to be used.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rl_safe_workers.topology.memory import KERNEL_BYTES, group_bytes, links_of,
 LAZY, WARMED, OURS = "at first use", "every group warmed", "rl_safe_workers"
 WAYS = (LAZY, WARMED, OURS)
 _BELOW, _ABOVE = 0.88, 1.05
-"""How far measured totals were from the model: 12 % below it (left to first use, two optimizer instances, where
-Megatron left one group unused), 4 % above it."""
+"""Factors that widen the model's range. Measured totals were up to 4 % above the model. They were up to 12 % below it:
+with connections at first use and two optimizer instances, where Megatron left one group unused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes that are likely, and a range. Example: ``Span(3 * 2**30, 4 * 2**30, 5 * 2**30)``."""
+    """A range of bytes with a likely value. Example: ``Span(3 * 2**30, 4 * 2**30, 5 * 2**30)``."""
 
     low: int
     likely: int
@@ -37,7 +37,7 @@ class Span:
 
     @classmethod
     def between(cls, least: int, most: int) -> Span:
-        """Returns the range from the model's least to its most, wider by how far the model was off."""
+        """Returns the range between the model's lowest and highest value, widened by the model's measured error."""
         return cls(int(least * _BELOW), most, int(most * _ABOVE))
 
 
@@ -46,7 +46,7 @@ NOTHING = Span(0, 0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMemory:
-    """Memory of one group on the rank with most groups, by way.
+    """Memory of one group on the rank with most groups, for each of `WAYS`.
 
     Example: ``GroupMemory(description="EXPERT_DATA_PARALLEL_GROUP", first_phase=Phase.TRAIN, by_way={LAZY: …})``
     """
@@ -58,7 +58,7 @@ class GroupMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Communicator memory of a GPU.
+    """Memory of all communicators on a GPU.
 
     Example: ``plan_memory(layout, features, families, …).total(LAZY).high``
     """
@@ -66,11 +66,11 @@ class MemoryPlan:
     groups: tuple[GroupMemory, ...]
 
     def total(self, way: str) -> Span:
-        """All groups and NCCL's kernels, for one of `WAYS`."""
+        """Returns the bytes of all groups and of NCCL's kernels, for one of `WAYS`."""
         return sum((group.by_way[way] for group in self.groups), Span.between(KERNEL_BYTES, KERNEL_BYTES))
 
     def late(self) -> Span:
-        """Bytes that arrive in the first training step, at the peak, if groups are left to first use."""
+        """Returns the bytes that the first training step adds at its peak, if groups are connected at first use."""
         trained = [group.by_way[LAZY] for group in self.groups if group.first_phase is Phase.TRAIN]
         return sum(trained, NOTHING)
 
@@ -85,17 +85,17 @@ def plan_memory(
     nodes: Sequence[int] | None,
     limits_world: bool = True,
 ) -> MemoryPlan:
-    """Predicts, for the rank with most groups: one of the first or last pipeline stage.
+    """Predicts the memory on the rank with most groups, which is in the first or last pipeline stage.
 
     Args:
         layout: Sizes of the axes.
-        features: What decides about the collectives.
-        families: The default group and Megatron's; those of gloo take no device memory.
-        limits: Channels by Megatron's name of a group, from the configuration.
-        budget: Whether ours limits the groups that carry little.
-        nodes: The node of each training rank, if the nodes are connected by sockets. None for RDMA: a group on several
-            nodes then counts like one inside a node.
-        limits_world: Whether ours limits the default group. The one of a host that makes it has no limit.
+        features: The features that decide about the collectives.
+        families: The default group and Megatron's groups. gloo groups take no device memory.
+        limits: Limit of channels for each group, by Megatron's name, from the configuration.
+        budget: Whether our bootstrap limits the groups that carry little.
+        nodes: The node of each training rank, if sockets connect the nodes. None for RDMA: then a group on several
+            nodes counts like a group inside one node.
+        limits_world: Whether our bootstrap limits the default group. It cannot limit a default group that a host makes.
     """
     chosen = plan_limits(layout, features, limits) if budget else dict(limits)
     if not limits_world:
@@ -128,7 +128,7 @@ def plan_memory(
 def _spans(
     family: GroupFamily, layout: ParallelLayout, *, most: Features, least: Features, nodes: Sequence[int] | None
 ) -> Callable[[int | None, bool], Span]:
-    """Returns a function from a limit of channels, and whether the group is warmed whatever it carries, to a range."""
+    """Returns a function that predicts a group's bytes. It takes the channel limit, and whether the group is warmed."""
     fewest, largest = (None, None) if nodes is None else family.members_on_a_node(nodes)
 
     def span(limit: int | None, warmed: bool) -> Span:

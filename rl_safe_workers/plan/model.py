@@ -1,6 +1,6 @@
-"""How many parameters an HF model has, and on which pipeline stage and for which kind of sharding.
+"""Counts the parameters of an HF model, by pipeline stage and by kind of sharding.
 
-Read from ``config.json`` alone, of any decoder of the usual kind: missing keys have Llama's values.
+It reads only ``config.json``, of any decoder of the usual kind. For missing keys it uses Llama's values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rl_safe_workers.model_files import CONFIG, read_model_json
 from rl_safe_workers.topology.layout import LARGEST_SIZE, ModelShape
 
 _UNGATED = ("bloom", "falcon", "gpt2", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt", "phi", "starcoder2")
-"""Model types whose MLP has two matrices, not three."""
+"""Model types whose MLP has two matrices instead of three."""
 _MOST_LAYERS = 100_000
 
 
@@ -28,21 +28,21 @@ class StageSize:
     """
 
     sharded: int
-    """Cut over the tensor-parallel ranks."""
+    """Parameters that are split over the tensor-parallel ranks."""
     replicated: int
-    """The same on each tensor-parallel rank."""
+    """Parameters that are the same on each tensor-parallel rank."""
     experts: int
-    """Cut over the expert-parallel and expert-tensor-parallel ranks."""
+    """Parameters that are split over the expert-parallel and expert-tensor-parallel ranks."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all parameters of the stage."""
         return self.sharded + self.replicated + self.experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Parameters of a model, by where they are.
+    """Parameters of a model, by their part of a layer.
 
     Example: ``ModelSize.read("models/qwen3")``
     """
@@ -51,12 +51,12 @@ class ModelSize:
     layer_sharded: int
     layer_replicated: int
     dense_mlp: int
-    """Parameters of a layer without experts."""
+    """Parameters of the MLP of a layer without experts."""
     moe_shared: int
     """Parameters of the shared experts of a layer with experts."""
     moe_router: int
     expert: int
-    """One expert of one layer."""
+    """Parameters of one expert of one layer."""
     dense_layers: tuple[int, ...]
     """Layers of a MoE model that have no experts."""
 
@@ -66,10 +66,10 @@ class ModelSize:
 
         Args:
             path: The file or the directory.
-            key: What named it, for errors.
+            key: The setting that names the path, for errors.
 
         Raises:
-            ModelError: If there is none, or it lacks a size.
+            ModelError: If there is no such file, or it lacks a size.
         """
         try:
             file = Path(path, CONFIG) if kind_of(path) == "folder" else Path(path)
@@ -82,10 +82,10 @@ class ModelSize:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSize:
-        """Counts from the contents of a ``config.json``.
+        """Counts the parameters from the contents of a ``config.json``.
 
         Raises:
-            ModelError: If it lacks a size, or has one that is no positive whole number.
+            ModelError: If it lacks a size, or if a size is not a positive whole number.
         """
         nested = config.get("text_config")
         text = {**config, **nested} if isinstance(nested, dict) else dict(config)
@@ -109,14 +109,14 @@ class ModelSize:
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         return sum(stage.total for stage in self.stages([self.shape.num_layers]))
 
     def stages(self, layers: Sequence[int]) -> list[StageSize]:
         """Returns the parameters of each pipeline stage.
 
         Args:
-            layers: How many layers each stage has.
+            layers: Number of layers of each stage.
         """
         found, first = [], 0
         embedding = self.shape.vocab_size * self.shape.hidden_size
@@ -137,13 +137,13 @@ class ModelSize:
 def split_layers(
     count: int, stages: int, *, first: int | None, last: int | None, embedding: bool = False, loss: bool = False
 ) -> list[int]:
-    """Returns the layers of each stage; what does not divide goes to the earlier ones.
+    """Returns the number of layers of each stage. If they do not divide, the earlier stages get more.
 
     Args:
-        count: Layers of the model.
-        stages: Pipeline stages.
-        first: Layers of the first stage, if it has others.
-        last: Layers of the last stage, if it has others.
+        count: Number of layers of the model.
+        stages: Number of pipeline stages.
+        first: Number of layers of the first stage, if it is set separately.
+        last: Number of layers of the last stage, if it is set separately.
         embedding: Whether the embedding counts as a layer of the first stage.
         loss: Whether the loss counts as a layer of the last stage.
 
@@ -215,7 +215,7 @@ def _size(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _optional(config: Mapping[str, Any], *names: str) -> int | None:
-    """Returns the first of the names that is there and not null."""
+    """Returns the value of the first name that exists and is not null; None if there is none."""
     name, value = next(((name, config[name]) for name in names if config.get(name) is not None), (names[0], None))
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""A picture of the ranks, node by node, in which choosing a group lights up its members."""
+"""Draws the ranks, node by node. Choosing a group in the picture lights up its members."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDTH = 1030
 _GAP, _LABEL = 14, 16
 _LIST_WIDTH, _LINE = 420, 20
 _DIGIT = 0.7
-"""Width of a digit, of the size of its font, in the widest of common fonts, and room beside it."""
+"""Width of a digit with its spacing, relative to the font size, in the widest of the common fonts."""
 _MARGIN = 20
 
 
@@ -49,7 +49,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Where everything is, in pixels.
+    """The positions of all parts of the picture, in pixels.
 
     Example: ``lay_out(plan).cells[0].rank``
     """
@@ -60,7 +60,7 @@ class Grid:
     height: float
     side: float
     font: float
-    """0: cells are too small for numbers."""
+    """Font size; 0 if cells are too small for numbers."""
 
 
 def lay_out(plan: Plan) -> Grid:
@@ -94,7 +94,7 @@ def lay_out(plan: Plan) -> Grid:
 
 
 def _side(gpus: int, colocated: bool) -> float:
-    """Returns the side of a GPU, smaller the more there are."""
+    """Returns the side of a GPU's square in pixels. It shrinks with the number of GPUs."""
     for most, side in ((16, 56), (64, 40), (128, 32), (1024, 25), (4096, 14)):
         if gpus <= most:
             return side * 1.4 if colocated and gpus <= 1024 else side
@@ -102,7 +102,7 @@ def _side(gpus: int, colocated: bool) -> float:
 
 
 def _font(side: float, digits: int, colocated: bool) -> float:
-    """Returns the largest size at which a number fits into a cell; 0 if it could not be read."""
+    """Returns the largest font size at which a number fits into a cell; 0 if it would be too small to read."""
     width, height = side - 2, (side - 2) / (2 if colocated else 1)
     size = min(15.0, height * 0.75, width / (_DIGIT * digits))
     return round(size, 1) if size >= 8 else 0
@@ -112,7 +112,7 @@ def _cells(plan: Plan, side: float, corners: Sequence[tuple[float, float]]) -> I
     request = plan.request
     inner = side - 2
     height = inner / 2 if request.colocated else inner
-    # The next GPU of each node that a trainer takes, and that a rollout rank does; if they share GPUs, both begin at 0.
+    # The next GPU on each node for a trainer, and the next one for a rollout rank. If they share GPUs, both begin at 0.
     taken: dict[Role, Counter[int]] = {role: Counter() for role in Role}
     if not request.colocated:
         taken[Role.ROLLOUT] = taken[Role.TRAINER]
@@ -134,7 +134,7 @@ def _cells(plan: Plan, side: float, corners: Sequence[tuple[float, float]]) -> I
 
 
 def choices(plan: Plan) -> list[dict[str, Any]]:
-    """Returns the kinds of group that can be chosen, used ones first, as the picture's script takes them."""
+    """Returns the kinds of groups that a viewer can choose, used ones first, in the form for the picture's script."""
     ordered = sorted(plan.communicators, key=is_spare)
     return [
         {
@@ -150,7 +150,7 @@ def choices(plan: Plan) -> list[dict[str, Any]]:
 
 
 def write_svg(plan: Plan, path: Path) -> None:
-    """Writes the picture alone, with the list of groups beside it.
+    """Writes only the picture, with the list of groups beside it.
 
     Raises:
         ConfigError: If it cannot be written.
@@ -178,7 +178,7 @@ def write_svg(plan: Plan, path: Path) -> None:
 
 
 def write_html(plan: Plan, findings: Sequence[Finding], path: Path) -> None:
-    """Writes a page: the picture with its groups, and every table as text. It needs no network.
+    """Writes a page with the picture, its groups, and every table as text. The page needs no network.
 
     Raises:
         ConfigError: If it cannot be written.

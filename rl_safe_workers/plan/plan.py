@@ -1,4 +1,4 @@
-"""A run before it exists: who is where, every communicator, their memory, the saves, and what will go wrong."""
+"""Plans a run before it exists: the place of each rank, every communicator, its memory, and the saves."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ class Communicator:
 
     family: GroupFamily
     key: str
-    """Megatron's name of it in ``nccl_communicator_config_path``; empty: it has none."""
+    """Megatron's name for the groups in ``nccl_communicator_config_path``; empty if they have none."""
     classes: Classes
-    """Op classes that it carries; empty: it is made and not used."""
+    """Op classes that the groups carry; empty if they are made but not used."""
     first_phase: Phase | None
-    """The phase that uses it first, if nobody does before; None: none does."""
+    """The first phase that uses the groups; None if no phase uses them."""
     crossing: int
-    """How many of its groups have members on more than one node."""
+    """Number of groups with members on more than one node."""
 
     @property
     def is_used(self) -> bool:
-        """True if anything goes over it."""
+        """True if the groups carry any data."""
         return bool(self.classes) or self.family.description in (JOINT, ENGINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that is known of a run beforehand.
+    """Everything that is known about a run before it starts.
 
     Example: ``make_plan(make_request(Source(name="options", values={"trainers": 32, "ep": 8})))``
     """
@@ -73,10 +73,10 @@ class Plan:
     model: ModelSize | None
     features: Features
     communicators: tuple[Communicator, ...]
-    """The default group, Megatron's in the order in which it makes them, the host's, the joint group, and vLLM's."""
+    """The default group, Megatron's groups in their order of creation, the host's, the joint group, and vLLM's."""
     memory: MemoryPlan
     saves: tuple[SaveWay, ...]
-    """Empty without a model."""
+    """The ways of saving; empty without a model."""
     nodes: tuple[int, ...]
     """The node of each process, by joint rank."""
 
@@ -84,7 +84,7 @@ class Plan:
         """Yields each node and the joint ranks on it, by role."""
         trainers = self.request.trainers
         for node in range(self.request.nodes):
-            # On each node ranks of a role are consecutive.
+            # On each node, the ranks of a role are consecutive.
             found = {
                 Role.TRAINER: range(bisect_left(self.nodes, node, 0, trainers), bisect(self.nodes, node, 0, trainers)),
                 Role.ROLLOUT: range(bisect_left(self.nodes, node, trainers), bisect(self.nodes, node, trainers)),
@@ -92,7 +92,7 @@ class Plan:
             yield node, {role: ranks for role, ranks in found.items() if ranks}
 
     def communicator(self, description: str) -> Communicator | None:
-        """Returns the communicators of a kind, if there are any."""
+        """Returns the communicators of a kind; None if there are none."""
         return self._by_description.get(description)
 
     @cached_property
@@ -101,24 +101,24 @@ class Plan:
 
     @property
     def moe(self) -> bool:
-        """True if the model has experts, as far as is known."""
+        """True if the model is known or assumed to have experts."""
         return bool(self.features.moe) or (self.features.moe is None and self.request.layout.expert > 1)
 
     @property
     def trainer_ranks(self) -> str:
-        """The training ranks, shortened."""
+        """The training ranks as short text."""
         return format_ranks(range(self.request.trainers))
 
     @property
     def rollout_ranks(self) -> str:
-        """The joint ranks of rollouts, shortened."""
+        """The joint ranks of rollouts as short text."""
         return format_ranks(range(self.request.trainers, self.request.trainers + self.request.rollouts))
 
     @property
     def layers(self) -> list[int]:
-        """Layers of each pipeline stage, as even as they can be; empty without a model.
+        """Number of layers of each pipeline stage, as even as possible; empty without a model.
 
-        Of a ``pipeline_layout``, which is not read, this is an estimate.
+        With a ``pipeline_layout``, which is not read, this is an estimate.
         """
         request = self.request
         if self.model is None:
@@ -178,7 +178,7 @@ def make_plan(request: Request) -> Plan:
 def nodes_by_rank(request: Request) -> tuple[int, ...]:
     """Returns the node of each process, by joint rank: trainers, then rollout ranks.
 
-    Our own driver keeps groups inside nodes, with `topology.placement.place`; others fill nodes in the order of ranks.
+    Our own driver keeps groups inside nodes, by `topology.placement.place`. Other hosts fill nodes in order of ranks.
     """
     size = request.gpus_per_node
     if request.host != "rl-safe":
@@ -239,5 +239,5 @@ def _saves(request: Request, model: ModelSize, layers: list[int], nodes: Sequenc
 
 
 def is_spare(communicator: Communicator) -> bool:
-    """Returns True if Megatron makes it and nothing uses it, of whatever size."""
+    """Returns True if Megatron makes these groups but nothing uses them, whatever their size."""
     return not communicator.is_used or communicator.family.description in UNUSED

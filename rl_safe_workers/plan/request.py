@@ -1,4 +1,4 @@
-"""The subject of a plan: checked facts about a run, from whatever source they came."""
+"""The subject of a plan: checked facts about a run, from any source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AS_LAYERS = ("embedding_as_layer", "loss_as_layer")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Facts as they were given, by name.
+    """Facts as the user gave them, by name.
 
     Example: ``Source(name="options", values={"tp": "4"}, keys={"tp": "--tp"})``
     """
@@ -34,16 +34,16 @@ class Source:
     name: str
     values: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Name of each fact in the source that it came from."""
+    """The key of each fact in its source."""
     max_ctas: Mapping[str, int] = field(default_factory=dict)
-    """Limits of channels by Megatron's name of a group."""
+    """Limit of channels for each group, by Megatron's name."""
 
     def key(self, name: str) -> str:
-        """Returns what a fact is called here, also one that was not given."""
+        """Returns the key of a fact in this source, even if the fact was not given."""
         return self.keys.get(name) or BY_NAME[name].option
 
     def overlaid(self, other: Source) -> Source:
-        """Returns these facts with another source's over them."""
+        """Returns these facts, overridden by another source's facts."""
         return Source(
             name=self.name,
             values={**self.values, **other.values},
@@ -104,17 +104,17 @@ class Request:
 
     @property
     def gpus(self) -> int:
-        """GPUs that the run takes."""
+        """Number of GPUs that the run takes."""
         return self.trainers if self.colocated else self.trainers + self.rollouts
 
     @property
     def nodes(self) -> int:
-        """Nodes that the run takes."""
+        """Number of nodes that the run takes."""
         return -(-self.gpus // self.gpus_per_node)
 
     @property
     def engine_ranks(self) -> int:
-        """Ranks of each vLLM engine."""
+        """Number of ranks of each vLLM engine."""
         return self.vllm_tp * self.vllm_pp * self.vllm_dp
 
     @property
@@ -123,14 +123,14 @@ class Request:
         return self.default_group == "joint" and self.rollouts > 0
 
     def setting(self, name: str) -> str:
-        """Returns what sets a fact, in the words of the source."""
+        """Returns the key or option that sets a fact, in the words of the source."""
         return self.source.key(name)
 
     def features(self, *, moe: bool | None, tied: bool) -> Features:
-        """Returns what decides about the collectives.
+        """Returns the features that decide about the collectives.
 
         Args:
-            moe: Whether the model has experts; None if not known.
+            moe: Whether the model has experts; None if unknown.
             tied: Whether the first and last stage share the embedding.
         """
         return Features(
@@ -139,7 +139,7 @@ class Request:
             tied_embeddings=tied,
             batched_p2p={"batched": True, "one by one": False}.get(self.sends),
             virtual_pipeline=self.vpp is not None,
-            # ms-swift replaces what Megatron sends batches with (swift/megatron/init.py:23).
+            # ms-swift replaces Megatron's function that sends in batches (swift/megatron/init.py:23).
             p2p_over_world=self.host == "ms-swift" and self.sends == "batched",
             optimizer_instances=self.optimizer_instances,
             weights_over_world=self.colocated and self.host == "rl-safe",
@@ -147,15 +147,15 @@ class Request:
 
 
 def make_request(source: Source, *, host: str = "megatron") -> Request:
-    """Checks facts and fills in what was not given.
+    """Checks facts, and fills in missing ones.
 
     Args:
         source: The facts.
-        host: Whose habits are the defaults, unless the facts say.
+        host: The host whose habits are the defaults, unless the facts name a host.
 
     Raises:
-        ConfigError: A value that cannot be used, or two that contradict each other.
-        LayoutError: Sizes that do not factor the training world.
+        ConfigError: If a value cannot be used, or if two values contradict each other.
+        LayoutError: If the sizes do not divide the training world.
     """
     given = {
         field.name: field.parse(source.values[field.name], key=source.key(field.name))
@@ -177,7 +177,7 @@ def make_request(source: Source, *, host: str = "megatron") -> Request:
 
 
 def _people(given: Mapping[str, Any], facts: Mapping[str, Any], source: Source) -> dict[str, int]:
-    """Finds how many trainers and rollout ranks there are."""
+    """Returns the numbers of trainers and rollout ranks."""
     world, trainers, rollouts = given.get("world"), given.get("trainers"), given.get("rollouts")
     if facts["colocated"]:
         return _colocated(world, trainers, rollouts, facts, source)
@@ -259,7 +259,7 @@ def _layout(facts: Mapping[str, Any], source: Source) -> ParallelLayout:
 
 
 def in_words_of(source: Source, text: str) -> str:
-    """Puts the source's keys in the place of a recipe's."""
+    """Returns a text in which the source's keys replace a recipe's keys."""
     names = {WORLD_KEY: "trainers", **{SETTINGS[axis]: name for axis, name in _AXES.items()}}
     for key, name in names.items():
         text = text.replace(key, source.key(name))
@@ -283,7 +283,7 @@ def _check_pipeline(facts: Mapping[str, Any], source: Source) -> None:
                 f"{source.key(name)}={facts[name]} needs two or more pipeline stages: leave it out, or set "
                 f"{source.key('pp')} to 2 or more"
             )
-    # Megatron takes one of the three ways to cut unevenly (transformer_config.py, __post_init__).
+    # Megatron accepts only one of the three ways to split layers unevenly (transformer_config.py, __post_init__).
     ways = [[name for name in way if facts[name]] for way in (_UNEVEN, _AS_LAYERS, ("pipeline_layout",))]
     used = [f"{source.key(way[0])}={facts[way[0]]!s:.80}" for way in ways if way]
     if len(used) > 1:
@@ -291,7 +291,7 @@ def _check_pipeline(facts: Mapping[str, Any], source: Source) -> None:
 
 
 def options_source(options: Mapping[str, Any]) -> Source:
-    """Returns the facts that a command's options give; those that are None were not given.
+    """Returns the facts from a command's options. An option that is None was not given.
 
     >>> options_source({"tp": "4", "pp": None}).values
     {'tp': '4'}

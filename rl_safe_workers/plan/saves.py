@@ -1,7 +1,7 @@
 """Predicts each rank's writes in a save, and their time at a stated bandwidth, for every way to shard.
 
-Bytes of the weights in the model's dtype, and of the optimizer's master weights and two moments in fp32. Only writing
-is counted: planning, which grows with the number of tensors, and collectives come on top.
+It counts the bytes of the weights in the model's dtype, and of the optimizer's master weights and two moments in fp32.
+The time is only that of writing. Planning, which grows with the number of tensors, and collectives add to it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ OPTIMIZER_BYTES = 12
 """Bytes of optimizer state for a parameter: a master weight and two moments, 4 bytes each."""
 OURS = "rl_safe_workers"
 RAISES_SINCE = "0.16"
-"""megatron-core from which on fully_sharded_model_space raises."""
+"""The first version of megatron-core in which fully_sharded_model_space raises."""
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of a rank, as far as it decides how much the rank writes.
+    """The part of a rank's place that decides how much the rank writes.
 
     Example: ``Place(stage=0, tensor=0, first=True, saves_part=True, expert_first=True, saves_expert_part=True)``
     """
@@ -32,16 +32,16 @@ class Place:
     stage: int
     tensor: int
     first: bool
-    """True if it is replica 0 of its dense parameters."""
+    """True if the rank is replica 0 of its dense parameters."""
     saves_part: bool
-    """True if it is in the first optimizer instance, which saves for all."""
+    """True if the rank is in the first optimizer instance, which saves for all."""
     expert_first: bool
     saves_expert_part: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveWay:
-    """The writes of one way of saving.
+    """One way of saving, with the bytes that each rank writes.
 
     Example: ``SaveWay(sharding="dp_reshardable", fully_parallel=True, bytes_by_rank=(…), seconds=12.0)``
     """
@@ -49,7 +49,7 @@ class SaveWay:
     sharding: str
     fully_parallel: bool
     bytes_by_rank: tuple[int, ...]
-    """Empty: this way raises."""
+    """Bytes that each rank writes; empty if this way raises."""
     seconds: float
 
     @property
@@ -59,12 +59,12 @@ class SaveWay:
 
     @property
     def most(self) -> int:
-        """Bytes of the rank that writes most."""
+        """Bytes that the rank with most bytes writes."""
         return max(self.bytes_by_rank, default=0)
 
     @property
     def writers(self) -> int:
-        """Ranks that write anything."""
+        """Number of ranks that write anything."""
         return sum(written > 0 for written in self.bytes_by_rank)
 
 
@@ -81,16 +81,16 @@ class _World:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that hold the experts of a stage once."""
+        """Number of ranks that together hold one copy of a stage's experts."""
         return self.layout.expert * self.layout.expert_tensor
 
     def dense(self, place: Place) -> float:
-        """Dense parameters that a rank holds, and no other tensor-parallel rank saves."""
+        """Returns the number of dense parameters on a rank that no other tensor-parallel rank saves."""
         stage = self.stages[place.stage]
         return stage.sharded / self.layout.tensor + (stage.replicated if place.tensor == 0 else 0)
 
     def experts(self, place: Place) -> float:
-        """Expert parameters that a rank holds."""
+        """Returns the number of expert parameters on a rank."""
         return self.stages[place.stage].experts / self.expert_ranks
 
 
@@ -102,7 +102,7 @@ def _first_replica(world: _World, place: Place) -> float:
 
 
 def _fully_parallel(world: _World, place: Place) -> float:
-    # Each data-parallel group shares out the shards of which it has replica 0. Experts lie across those groups.
+    # Each data-parallel group divides the shards of which it has replica 0. Experts span several of these groups.
     sharing = len(range(place.tensor, world.expert_ranks, world.layout.tensor))
     return (world.dense(place) + sharing * world.experts(place)) / world.copies
 
@@ -131,7 +131,7 @@ _OPTIMIZER: Mapping[str, tuple[_Share, _Share]] = {
     "fully_reshardable": (_first_replica, _fully_parallel),
     "dp_zero_gather_scatter": (_data_rank_zero, _data_rank_zero),
 }
-"""Without the fully-parallel wrapper, and with it."""
+"""The share of a rank, by sharding: without the fully-parallel wrapper, and with it."""
 
 
 def plan_saves(
@@ -144,15 +144,15 @@ def plan_saves(
     node_bytes_s: float,
     raises: bool,
 ) -> list[SaveWay]:
-    """Predicts every way of saving, ours last.
+    """Predicts the writes of every way of saving, ours last.
 
     Args:
         layout: Sizes of the axes.
         stages: Parameters of each pipeline stage.
-        instances: Optimizer instances; the first one saves.
-        weight_bytes: Of a weight of the model.
-        nodes: The node of each training rank: those of one share its bandwidth.
-        node_bytes_s: Bytes that a node writes in a second.
+        instances: Number of optimizer instances. The first one saves.
+        weight_bytes: Bytes of one weight of the model.
+        nodes: The node of each training rank. The ranks on a node share its bandwidth.
+        node_bytes_s: Bytes that a node writes per second.
         raises: Whether this megatron-core refuses to save fully_sharded_model_space.
     """
     world = _World(layout, stages, instances, weight_bytes)
@@ -180,7 +180,7 @@ def plan_saves(
 
 
 def _places(layout: ParallelLayout, instances: int) -> Iterator[Place]:
-    """Yields each training rank's place; ranks that write the same have the same one."""
+    """Yields each training rank's place. Ranks that write the same amount have equal places."""
     copies, experts = layout.data * layout.context, layout.expert * layout.expert_tensor
     part, expert_part = copies // instances, layout.expert_data // instances
     stage_size = layout.tensor * copies

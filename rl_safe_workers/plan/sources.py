@@ -1,4 +1,4 @@
-"""Where a plan's facts come from: a recipe of ours, verl's command line or YAML, NeMo RL's YAML."""
+"""Reads a plan's facts from a recipe of ours, from verl's command line or YAML, or from NeMo RL's YAML."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONGEST_KEY = 500
 _SUFFIXES = (".yaml", ".yml")
 _NOT_READ = ("world", "rollouts")
 _LISTS = (BY_NAME["pipeline_layout"].verl, BY_NAME["pipeline_layout"].nemo_rl)
-"""Keys that may hold a list, which is kept as text."""
+"""Keys whose value may be a list. A list is kept as text."""
 _VERL_RESHARDABLE = "actor_rollout_ref.actor.megatron.dist_ckpt_optim_fully_reshardable"
 _NEMO_RL_VLLM = "policy.generation.vllm_cfg"
 
@@ -46,7 +46,7 @@ def recipe_source(path: str, overrides: Sequence[str]) -> Source:
             found = getattr(found, part)
         values[name] = found
     if kind_at("model.path", Path(config.model.path) / CONFIG) is None:
-        # The run makes the model, and its sizes are in the recipe.
+        # The run itself makes the model, and the recipe has its sizes.
         values["model"] = None
     values["dtype_bytes"] = 4 if config.model.dtype == "float32" else 2
     values["backend"] = "gloo" if config.cluster.device == "cpu" else "nccl"
@@ -57,10 +57,10 @@ def recipe_source(path: str, overrides: Sequence[str]) -> Source:
 
 
 def verl_source(arguments: Sequence[str]) -> Source:
-    """Reads what follows ``python -m verl.trainer.main_ppo``, the whole command, or YAML files, the later winning.
+    """Reads verl's whole command, the arguments of ``verl.trainer.main_ppo``, or YAML files. Later values win.
 
     Raises:
-        ConfigError: A file that cannot be read, or an argument that is neither one nor ``key=value``.
+        ConfigError: If a file cannot be read, or if an argument is neither a file nor ``key=value``.
     """
     layers: list[Mapping[Any, Any]] = []
     for argument in arguments:
@@ -79,10 +79,10 @@ def verl_source(arguments: Sequence[str]) -> Source:
 
 
 def nemo_rl_source(arguments: Sequence[str]) -> Source:
-    """Reads a YAML of NeMo RL, those that its ``defaults`` name, and ``key=value`` after it.
+    """Reads a YAML of NeMo RL's, the files in its ``defaults``, and ``key=value`` arguments after it.
 
     Raises:
-        ConfigError: A file that cannot be read, or a setting that leaves no trainer.
+        ConfigError: If a file cannot be read, or if a setting leaves no trainer.
     """
     if not arguments or not arguments[0].endswith(_SUFFIXES):
         raise ConfigError("--from nemo-rl takes a YAML file, and key=value after it")
@@ -94,15 +94,15 @@ def nemo_rl_source(arguments: Sequence[str]) -> Source:
     _add_nemo_rl_people(values, names, config)
     _add_nemo_rl_engines(values, names, config)
     if not _is_there(values.get("model")):
-        values.pop("model", None)  # the name of a model on a hub, which is not looked up
+        values.pop("model", None)  # the name of a model on a hub, which we do not look up
     return Source(name=arguments[0], values=values, keys=names)
 
 
 def read_source(host: str, arguments: Sequence[str]) -> Source:
-    """Reads one of `FROM`.
+    """Reads the facts of a host's configuration; the host is one of `FROM`.
 
     Raises:
-        ConfigError: As the reader, or for another name.
+        ConfigError: As the host's reader, or if the host is unknown.
     """
     readers = {"verl": verl_source, "nemo-rl": nemo_rl_source}
     if host not in readers:
@@ -115,7 +115,7 @@ def _is_launcher(argument: str) -> bool:
 
 
 def _add_verl_people(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
-    """Trainers have ``trainer.nnodes`` nodes; rollouts share them, or have nodes of their own."""
+    """Adds the numbers of ranks. Trainers use ``trainer.nnodes`` nodes; rollouts share them or have their own nodes."""
     nodes = _count(config, "trainer.nnodes", default=1)
     size = _count(config, "trainer.n_gpus_per_node", default=8)
     own_nodes = _count(config, "actor_rollout_ref.rollout.nnodes", default=0, least=0)
@@ -125,11 +125,11 @@ def _add_verl_people(values: dict[str, Any], names: dict[str, str], config: Dict
     if own_nodes:
         values["rollouts"] = own_nodes * own_size
     if not _is_there(values.get("model")):
-        values.pop("model", None)  # a path of the cluster, or a name on a hub
+        values.pop("model", None)  # a path on the cluster, or a name on a hub
 
 
 def _add_nemo_rl_people(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
-    """Nodes are the cluster's; those of a generation that is not colocated come off."""
+    """Adds the numbers of ranks. Trainers use the cluster's nodes without those of a non-colocated generation."""
     nodes = _count(config, "cluster.num_nodes", default=1)
     size = _count(config, "cluster.gpus_per_node", default=8)
     names |= {"trainers": "cluster.num_nodes", "world": "cluster.num_nodes"}
@@ -154,7 +154,7 @@ def _add_nemo_rl_people(values: dict[str, Any], names: dict[str, str], config: D
 
 
 def _add_verl_sharding(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
-    """Verl has one of two shardings, by a flag (megatron_checkpoint_manager.py, 0.9.1, line 440)."""
+    """Adds verl's sharding, one of two, by a flag (megatron_checkpoint_manager.py, 0.9.1, line 440)."""
     names["optimizer_sharding"] = _VERL_RESHARDABLE
     flag = _select(config, _VERL_RESHARDABLE)
     if flag is not None:
@@ -163,7 +163,7 @@ def _add_verl_sharding(values: dict[str, Any], names: dict[str, str], config: Di
 
 
 def _add_nemo_rl_engines(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
-    """An engine whose expert parallelism is wider than its tensor parallelism is data-parallel inside."""
+    """Adds the engines' data parallelism. An engine has it inside if expert parallelism exceeds tensor parallelism."""
     key = names["vllm_dp"] = f"{_NEMO_RL_VLLM}.expert_parallel_size"
     expert, tensor = _count(config, key, default=1), _count(config, names["vllm_tp"], default=1)
     if expert > 1 and expert % tensor:
@@ -214,7 +214,7 @@ def _override(argument: str, *, host: str) -> dict[Any, Any]:
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         first = first_line(error)
         raise ConfigError(f"--from {host}: {argument!r:.80} cannot be read ({first}): quote the value") from error
-    except IndexError as error:  # OmegaConf's, for a key that begins with a bracket
+    except IndexError as error:  # OmegaConf raises it for a key that begins with a bracket
         raise refusal from error
 
 

@@ -1,4 +1,4 @@
-"""A plan as tables of text."""
+"""Prints a plan as tables of text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NARROW = 132
 def print_plan(plan: Plan, findings: Sequence[Finding]) -> None:
     """Prints a plan and its hazards to stdout."""
     console = PlainConsole()
-    # A pipe has no width; tables of 80 columns would cut the names of groups.
+    # A pipe has no width. Tables of the default 80 columns would cut the names of groups.
     console.width = max(console.width, _NARROW) if not console.is_terminal else console.width
     console.print(headline(plan), soft_wrap=True)
     for table in tables(plan):
@@ -33,7 +33,7 @@ def print_plan(plan: Plan, findings: Sequence[Finding]) -> None:
 
 
 def headline(plan: Plan) -> str:
-    """Says in a line what is planned."""
+    """Returns one line that says what is planned."""
     request, layout = plan.request, plan.request.layout
     shared = "on the same GPUs" if request.colocated else "beside them"
     sizes = (
@@ -58,12 +58,12 @@ def tables(plan: Plan) -> Iterator[Table]:
 
 
 def takes_device_memory(plan: Plan) -> bool:
-    """Returns True if the communicators do: those of gloo take none."""
+    """Returns True if the communicators take device memory. gloo's take none."""
     return "nccl" in plan.request.backend
 
 
 def node_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields nodes, and the ranks on them; nodes that have the same roles and numbers are one row."""
+    """Yields nodes and the ranks on them. In large runs, consecutive nodes with equal roles and counts are one row."""
     runs: list[tuple[list[int], list[str], str]] = []
     for node, roles in plan.roles_by_node():
         ranks = [f"{role} {format_ranks([r.start, r.stop - 1]).replace(', ', '-')}" for role, r in roles.items()]
@@ -139,7 +139,7 @@ def _gib(span: Span) -> str:
 
 
 def memory_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields how communicators are connected, and GiB on each GPU."""
+    """Yields each way of connecting communicators, with its GiB on each GPU."""
     for way in WAYS:
         yield way, _gib(plan.memory.total(way))
         if way == LAZY:
@@ -157,7 +157,7 @@ SAVE_HEADINGS = ("sharding of the optimizer", "fully parallel", "GiB, most of a 
 
 
 def save_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yields each way of saving."""
+    """Yields a row of cells for each way of saving."""
     for way in plan.saves:
         if not way.bytes_by_rank:
             yield way.sharding, _yes(way.fully_parallel), "raises", "-", "-"

@@ -1,4 +1,4 @@
-"""NeMo RL's non-colocated recipes with our Megatron policy workers.
+"""Runs NeMo RL's non-colocated recipes with our Megatron policy workers.
 
-A recipe comes in by ``launch.py``, a worker by ``mixin.py``. ``nemo_rl_settings.py`` reads the node ``rl_safe``.
+A recipe enters by ``launch.py``, a worker by ``mixin.py``. ``nemo_rl_settings.py`` reads the node ``rl_safe``.
 """

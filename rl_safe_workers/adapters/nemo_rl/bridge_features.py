@@ -7,11 +7,11 @@ from typing import Any
 from rl_safe_workers.topology.groups import Features, context_exchange, dispatcher_of, reduces_scales
 
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
-"""Fields that say that a model has Mamba layers, too."""
+"""Fields that show that a model also has Mamba layers."""
 
 
 def features_of(megatron_cfg: Any) -> Features:
-    """Returns those of a run.
+    """Returns the features of a run.
 
     Args:
         megatron_cfg: Bridge's ``ConfigContainer`` as NeMo RL has filled it, with the model's provider as ``model``.

@@ -1,4 +1,4 @@
-"""The save in the background under Megatron-Bridge, whose last part has a barrier in its midst."""
+"""Finalises a background save under Megatron-Bridge, which has a barrier in the middle of its last part."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rl_safe_workers.lifecycle import Phase
 
 
 class BridgeSaves(PendingShards):
-    """As `PendingShards`, but finalised by all ranks at the same time."""
+    """Holds the background save like `PendingShards`, but all ranks finalise it at the same time."""
 
     def poll(self) -> None:
-        """Moves the save on. Not collective; does not wait. `finish` finalises it."""
+        """Polls the save, without finalising it: `finish` does that. Not collective; does not wait."""
         if self.current is not None:
             self.current.saver.poll()
 
     def _finalise(self) -> None:
-        """Does Bridge's last part on every rank. Collective over: the training world, by the store.
+        """Runs the last part of Bridge's save on every rank. Collective over: the training world, by the store.
 
         Bridge writes its own files, waits in a barrier on the default group (training/checkpointing.py:1516), and goes
-        on. A rank that cannot write is told of in that barrier's place, where the others would wait for it.
+        on. An agreement over the store replaces that barrier, so that the ranks learn of a rank that cannot write.
 
         Raises:
-            CheckpointError: On every rank, if one cannot write.
-            PhaseTimeoutError: Naming the ranks that do not come in time.
+            CheckpointError: On every rank, if a rank cannot write.
+            PhaseTimeoutError: If ranks do not come in time; names them.
         """
         gathering = self.rank.control.gathering("bridge_save", phase=Phase.SAVE)
         meeting = _Meeting(gathering, Deadline.after(self.rank.timeout(Phase.SAVE)))
@@ -39,7 +39,7 @@ class BridgeSaves(PendingShards):
             with replaced(dist, "barrier", meeting.barrier):
                 super()._finalise()
         except RlSafeError:
-            raise  # every rank's
+            raise  # every rank raises it
         except Exception as error:
             meeting.settle(error)
             raise
@@ -47,17 +47,17 @@ class BridgeSaves(PendingShards):
 
 
 class _Meeting:
-    """The one time that the ranks meet in the last part of a save."""
+    """The single agreement of the ranks in the last part of a save."""
 
     def __init__(self, gathering: Gathering, deadline: Deadline) -> None:
         self._gathering, self._deadline, self._is_over = gathering, deadline, False
 
     def barrier(self, original: Callable[..., Any]) -> Callable[..., None]:
-        """Stands in for ``torch.distributed.barrier``."""
+        """Returns a replacement for ``torch.distributed.barrier``."""
         return lambda *args, **kwargs: self.settle()
 
     def settle(self, failure: Exception | None = None) -> None:
-        """Tells the others of a failure, or hears of theirs; nothing once that is done."""
+        """Tells the other ranks of a failure, or raises theirs. Does nothing after the first call."""
         if not self._is_over:
             self._is_over = True
             self._gathering.settle(self._deadline, failure=failure, foreign=CheckpointError)

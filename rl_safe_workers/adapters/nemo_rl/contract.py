@@ -1,6 +1,6 @@
-"""Every name of NeMo RL's and Megatron-Bridge's that the adapter relies on, with the parameters that it relies on.
+"""Lists every name in NeMo RL and Megatron-Bridge that the adapter needs, with the parameters that it needs.
 
-Nothing of them is imported. `check_host` compares it with a checkout: for users before a worker starts, and in
+It imports nothing of them. `check_host` compares the list with a checkout: for users before a worker starts, and in
 ``tests/nemo_rl/test_contract.py``.
 """
 
@@ -13,9 +13,9 @@ from rl_safe_workers.adapters.host_contract import HostName, HostText, lacking
 from rl_safe_workers.errors import ConfigError
 
 SINCE = "f00e1006b (2026-03-12)"
-"""The first commit of NeMo RL's main branch that fits: before it, the worker cannot be derived from."""
+"""The first supported commit of NeMo RL's main branch. Before it, no class can be derived from the worker."""
 UNTIL = "7ea279abf (2026-08-22)"
-"""The newest that was read; a newer one fits for as long as it has the names."""
+"""The newest commit that we have read. A newer one works as long as it has the names."""
 
 _WORKER = "nemo_rl/models/policy/workers/megatron_policy_worker.py"
 _BASE = "nemo_rl/models/policy/workers/base_policy_worker.py"
@@ -417,7 +417,7 @@ PROOF_NAMES: tuple[HostName, ...] = (
         why="options of the actor",
     ),
 )
-"""The names that a proof of refits needs, too."""
+"""The additional names that a proof of refits needs."""
 PROOF_TEXTS: tuple[HostText, ...] = (
     HostText(
         file=_VLLM,
@@ -521,16 +521,16 @@ _ADVICE = (
 def check_host(
     root: Path, names: Iterable[HostName] = NAMES, texts: Iterable[HostText] = (), *, advice: str = _ADVICE
 ) -> None:
-    """Refuses a NeMo RL that this adapter does not fit.
+    """Refuses a NeMo RL that lacks something that this adapter needs.
 
     Args:
-        root: Its checkout, or the folder that holds its package.
-        names: What it must have.
-        texts: What it must do.
-        advice: What else the user can do.
+        root: NeMo RL's checkout, or the folder that holds its package.
+        names: The names that it must have.
+        texts: The expressions that it must have.
+        advice: A remedy for the user, for the error.
 
     Raises:
-        ConfigError: Naming what it lacks.
+        ConfigError: If it lacks a name or an expression; says which.
     """
     if lack := lacking(root, names, texts):
         raise ConfigError(f"the NeMo RL in {root} lacks {lack}, which rl_safe_workers needs: {advice}")

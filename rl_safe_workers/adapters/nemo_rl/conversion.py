@@ -1,8 +1,8 @@
-"""NeMo RL's import of HF weights, whole or absent.
+"""Makes NeMo RL's import of HF weights atomic: its result is complete or absent.
 
-NeMo RL takes a conversion for finished if its folder ``iter_0000000`` is there (models/megatron/setup.py:579), which a
-run that was killed while it saved leaves behind, too. Here the import goes to a directory with another name, which gets
-its own once every rank has written; one that is not finished is made anew.
+NeMo RL takes a conversion for finished if the folder ``iter_0000000`` exists (models/megatron/setup.py:579). But a run
+that was killed during the save also leaves this folder behind. Here the import writes to a directory with a temporary
+name. It gets its final name once every rank has written. An unfinished import is repeated.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ CONFIG = "run_config.yaml"
 _FILES = (f"{ITERATION}/.metadata", f"{ITERATION}/metadata.json", f"{ITERATION}/{CONFIG}")
 TRACKER = "latest_checkpointed_iteration.txt"
 _OF_AN_IMPORT = frozenset({ITERATION, TRACKER, "latest_train_state.pt", MARKER})
-"""Contents of an import of NeMo RL's. A directory that holds anything else is someone else's."""
+"""Contents of a directory with an import of NeMo RL's. A directory with any other content is not an import."""
 
 
 def is_complete(path: Path) -> bool:
-    """Returns True if a conversion is there to its last file."""
+    """Returns True if a conversion exists and has its last file."""
     return all((path / name).is_file() for name in (*_FILES, TRACKER))
 
 
 def is_from_hf(config: Mapping[str, Any]) -> bool:
-    """Returns True if the first weights are HF's: with ``pretrained_checkpoint`` nothing is converted."""
+    """Returns True if training starts from HF weights. With ``pretrained_checkpoint``, nothing is converted."""
     return config.get("pretrained_checkpoint") is None
 
 
@@ -56,16 +56,16 @@ def convert(
     *,
     force: bool,
 ) -> None:
-    """Runs NeMo RL's import, unless its result is there. Collective over: the training world.
+    """Runs NeMo RL's import, unless its result exists. Collective over: the training world.
 
     Args:
-        process: This rank's.
-        run_import: NeMo RL's import; takes where to write, and whether a conversion is there.
-        path: Where the conversion shall be, on storage that every rank sees.
-        force: Whether to convert although it is there.
+        process: The trainer process of this rank.
+        run_import: NeMo RL's import; takes the path to write to, and whether a conversion exists there.
+        path: The directory of the conversion, on storage that every rank sees.
+        force: Whether to convert even if a conversion exists.
 
     Raises:
-        CheckpointError: On every rank, if one has failed. A directory that was at ``path`` is unchanged.
+        CheckpointError: On every rank, if a rank has failed. An existing directory at ``path`` stays unchanged.
         PhaseTimeoutError: If a rank does not come in time; names it.
     """
     final = Path(path).absolute()
@@ -74,9 +74,9 @@ def convert(
 
         def decide() -> bool:
             if is_complete(final) and not force:
-                return False  # without a lock: it may be where nothing can be written
+                return False  # without a lock, because the storage may be read-only
             make_parent(final)
-            # Two runs take turns; the second finds what the first has made.
+            # Two runs take turns. The second one finds the result of the first.
             lock = final.with_name(f"{final.name}.lock")
             stack.enter_context(
                 exclusive(lock, timeout=process.trainer.remaining() / 2, setting="rl_safe.timeouts.convert")
@@ -87,7 +87,7 @@ def convert(
                 _check_is_import(final)
                 logger.warning("%s is %s: converting anew", final, "replaced" if force else "not complete")
             start_pending(final, what="an import of HF weights")
-            # Removed by rank 0 alone, which has made it.
+            # Only rank 0 removes it, because rank 0 has made it.
             stack.enter_context(removed_on_failure(pending, what="the conversion"))
             return True
 
@@ -97,17 +97,17 @@ def convert(
         try:
             run_import(str(pending), False)
         except RlSafeError:
-            raise  # every rank's
+            raise  # every rank raises it
         except Exception as error:
             process.fail(Phase.CONVERT, error)
         process.trainer.together(Phase.CONVERT, lambda: _publish(pending, final))
 
 
 def _check_is_import(final: Path) -> None:
-    """Refuses to replace what is no import of NeMo RL's, complete or not.
+    """Refuses to replace a path that is not an import of NeMo RL's, complete or incomplete.
 
     Raises:
-        CheckpointError: One line, with the name of the directory and of what is in it.
+        CheckpointError: If the path is not such an import. Names the path and the unexpected content.
     """
     shown = printable(str(final))
     if final.is_symlink() or not final.is_dir():
@@ -119,7 +119,7 @@ def _check_is_import(final: Path) -> None:
 
 def _publish(pending: Path, final: Path) -> None:
     config = pending / ITERATION / CONFIG
-    # It names the place that it was saved to.
+    # The file contains the path that it was saved to.
     config.write_text(config.read_text(encoding="utf-8").replace(str(pending), str(final)), encoding="utf-8")
     if is_replacing := os.path.lexists(final):
         _check_is_import(final)

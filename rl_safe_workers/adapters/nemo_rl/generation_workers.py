@@ -1,4 +1,4 @@
-"""NeMo RL's generation workers, whose vLLM has our part of a worker. Importing it imports NeMo RL, and not vLLM."""
+"""NeMo RL's generation workers with our extension of vLLM's worker. Importing this imports NeMo RL, but not vLLM."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ EXTENSION = "rl_safe_workers.adapters.nemo_rl.vllm_extension.ProvedVllmExtension
 
 
 class ProvedGenerationWorkerImpl(VllmGenerationWorkerImpl):
-    """Without Ray, to be derived from: NeMo RL's own is split in the same way."""
+    """The worker without Ray, as a base class. NeMo RL splits its own worker in the same way."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         super()._create_engine({**llm_kwargs, "worker_extension_cls": EXTENSION})
 
     def rl_safe_prove(self) -> str | None:
-        """As `ProvedWorker.rl_safe_prove`."""
+        """Calls `ProvedWorker.rl_safe_prove` on vLLM's worker, and returns its answer."""
         reason: str | None = self.llm.collective_rpc("rl_safe_prove")[0]
         return reason
 
     def rl_safe_held(self) -> HeldWeights | None:
-        """Returns the weights that the last refit has left; None if none has come."""
+        """Returns the weights that the engine holds after the last refit; None if no weights were received."""
         held = self.llm.collective_rpc("rl_safe_held")[0]
         return None if held is None else HeldWeights(**held)
 
 
 class ProvedAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
-    """The same over vLLM's asynchronous engine."""
+    """The same worker over vLLM's asynchronous engine."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         super()._create_engine({**llm_kwargs, "worker_extension_cls": EXTENSION})
 
     async def rl_safe_prove(self) -> str | None:
-        """As `ProvedWorker.rl_safe_prove`."""
+        """Calls `ProvedWorker.rl_safe_prove` on vLLM's worker, and returns its answer."""
         reason: str | None = (await self.llm.collective_rpc("rl_safe_prove"))[0]
         return reason
 
     async def rl_safe_held(self) -> HeldWeights | None:
-        """Returns the weights that the last refit has left; None if none has come."""
+        """Returns the weights that the engine holds after the last refit; None if no weights were received."""
         held = (await self.llm.collective_rpc("rl_safe_held"))[0]
         return None if held is None else HeldWeights(**held)
 
 
-# The names that NeMo RL's profiler settings know.
+# NeMo RL's profiler settings use these names.
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
 class ProvedGenerationWorker(ProvedGenerationWorkerImpl):
-    """Stands in for NeMo RL's ``VllmGenerationWorker``."""
+    """Replaces NeMo RL's ``VllmGenerationWorker``."""
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
 class ProvedAsyncGenerationWorker(ProvedAsyncGenerationWorkerImpl):
-    """Stands in for NeMo RL's ``VllmAsyncGenerationWorker``."""
+    """Replaces NeMo RL's ``VllmAsyncGenerationWorker``."""

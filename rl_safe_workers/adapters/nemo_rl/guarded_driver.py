@@ -1,7 +1,8 @@
-"""The waits of NeMo RL's driver for generation and for refits of the rollout, each with a deadline.
+"""Puts deadlines on the waits of NeMo RL's driver for generation and for refits of the rollout.
 
-NeMo RL's loops look up what they wait in as names of their module, or as methods of the classes of their objects. These
-are replaced there while the script runs, and not in the objects: those are also sent to other processes.
+NeMo RL's loops call functions of their module and methods of their objects, and wait in these calls. While the script
+runs, we replace the functions in the module and the methods in the classes. We do not change the objects, because they
+are also sent to other processes.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ ROLLOUTS = (
     *("run_multi_turn_rollout", "run_async_multi_turn_rollout"),
     *("run_nemo_gym_rollout_sync", "run_async_nemo_gym_rollout"),
 )
-"""Functions with which NeMo RL's loops generate; of the last two, a version has one."""
+"""Functions by which NeMo RL's loops generate. Each version has only one of the last two."""
 MAKES_SYNC = "create_weight_synchronizer"
-"""Function that makes what refits the rollout, in newer versions."""
+"""Function of newer versions that makes the object that refits the rollout."""
 _AFTER_FAILURE_S = 4.0
-"""Seconds that trainers get to abort their groups after a failure: one that waits for another does not answer."""
+"""Seconds that trainers get to abort their groups after a failure. A trainer that waits for another does not answer."""
 _ABORT_S = 12.0
-"""Seconds that a trainer may take to abort its groups, after it has waited for the others in vain."""
+"""Seconds that a trainer may take to abort its groups after it has timed out waiting for the others."""
 ENGINE_CALLS = (
     *("prepare_refit_info", "prepare_for_generation", "finish_generation", "invalidate_kv_cache"),
     *("snapshot_step_metrics", "get_step_metrics", "clear_logger_metrics", "get_logger_metrics"),
 )
-"""Methods of NeMo RL's generation that wait for engines, besides generation and refits."""
+"""Methods of NeMo RL's generation object that wait for engines, apart from generation and refits."""
 POLICY_CALLS = {
     "train": Phase.TRAIN,
     "get_logprobs": Phase.LOGPROB,
@@ -54,7 +55,7 @@ POLICY_CALLS = {
     "save_checkpoint": Phase.SAVE,
     "finalize_async_save": Phase.SAVE,
 }
-"""Methods of NeMo RL's ``Policy`` that wait for trainers, and the phase that these go through."""
+"""Methods of NeMo RL's ``Policy`` that wait for trainers, with the phase of the trainers in each."""
 
 
 def parties_of(policy: Any, generation: Any) -> list[Party]:
@@ -62,7 +63,7 @@ def parties_of(policy: Any, generation: Any) -> list[Party]:
 
     Args:
         policy: NeMo RL's ``Policy``.
-        generation: What generates; None, or the policy itself, if there is nothing else.
+        generation: NeMo RL's generation object; None, or the policy itself, if there is no other.
     """
     trainers = getattr(getattr(policy, "worker_group", None), "workers", ())
     found = [
@@ -78,14 +79,14 @@ def parties_of(policy: Any, generation: Any) -> list[Party]:
 
 
 def _leaders(group: Any) -> Sequence[Any]:
-    """Returns the workers that hold an engine: the first of each data-parallel shard."""
+    """Returns the workers that hold an engine: the first worker of each data-parallel shard."""
     if group is None:
         return ()
     return [group.workers[group.get_dp_leader_worker_idx(shard)] for shard in range(group.dp_size)]
 
 
 def _question(generation: Any, worker: Any) -> Callable[[], Any]:
-    """Returns a call that the engine behind a worker has to answer, too, where there is one."""
+    """Returns a remote call to a worker that its vLLM engine must also answer, if it has such an engine."""
     vllm = (getattr(generation, "cfg", None) or {}).get("vllm_cfg")
     if not vllm:
         return worker.is_alive.remote  # type: ignore[no-any-return]
@@ -94,11 +95,11 @@ def _question(generation: Any, worker: Any) -> Callable[[], Any]:
 
 
 class GuardedDriver:
-    """Bounds the waits of NeMo RL's driver, and ends its workers.
+    """Puts deadlines on the waits of NeMo RL's driver, and ends its workers.
 
     Attributes:
         policy: NeMo RL's ``Policy``, once there is one.
-        generation: What generates; the policy itself, or None, if there is nothing else.
+        generation: NeMo RL's generation object; the policy itself, or None, if there is no other.
     """
 
     def __init__(self, timeouts: NemoRlTimeouts, ends: ExitStack, *, evidence: Path, prove_sync_freq: int = -1) -> None:
@@ -106,9 +107,9 @@ class GuardedDriver:
 
         Args:
             timeouts: The deadlines.
-            ends: Closed when the script has ended; puts everything back.
+            ends: Is closed when the script has ended, which restores everything that was replaced.
             evidence: The folder for the evidence of a failure.
-            prove_sync_freq: The setting; needs generation workers of `proved_refits.WORKERS` unless it is -1.
+            prove_sync_freq: The setting. Any value but -1 needs generation workers of `proved_refits.WORKERS`.
         """
         self.policy: Any = None
         self.generation: Any = None
@@ -117,13 +118,13 @@ class GuardedDriver:
         self._verdict = JobVerdict(self._parties, evidence)
         self._prove_sync_freq = prove_sync_freq
         self._responses = 0
-        """Responses that have ended, counted where this process generates."""
+        """Number of responses that have ended. Counts only generation that this process drives."""
 
     def _parties(self) -> list[Party]:
         return parties_of(self.policy, self.generation)
 
     def guard_setup(self, module: Any) -> None:
-        """Guards what NeMo RL's ``setup`` itself waits in.
+        """Guards the waits inside NeMo RL's ``setup``.
 
         Args:
             module: The module of ``setup``.
@@ -132,10 +133,10 @@ class GuardedDriver:
             self._replace(module, MAKES_SYNC, self._making_sync)
 
     def guard_loops(self, module: Any) -> None:
-        """Guards the waits of NeMo RL's loops, and has the policy's workers end before the rollout's.
+        """Guards the waits of NeMo RL's loops, and makes the policy's workers end before the rollout's.
 
-        NeMo RL ends the rollout alone or first, and may leave the policy to Python's garbage collection, when Ray may
-        be gone.
+        NeMo RL ends only the rollout, or ends it first. It may leave the policy to Python's garbage collection, which
+        may run after Ray has shut down.
 
         Args:
             module: The module of ``setup``, which has the loops.
@@ -158,23 +159,23 @@ class GuardedDriver:
         for name, counting in (("generate", self._counting), ("generate_async", self._counting_each)):
             if hasattr(kind, name):
                 self._replace(kind, name, counting)
-        # The asynchronous loop has its responses from an actor, and polls it.
+        # The asynchronous loop polls an actor for its responses.
         polls = _Polls(self._waits)
         self._replace(module, "ray", lambda stock: _Names(stock, get=polls.get))
         self._replace(module, "time", lambda stock: _Names(stock, sleep=polls.sleep))
 
     @property
     def has_engines(self) -> bool:
-        """True if something else than the policy generates."""
+        """True if something other than the policy generates."""
         return self.generation is not None and self.generation is not self.policy
 
     def end(self) -> None:
-        """Ends all workers that are known. What has ended already is left alone."""
+        """Ends all known workers. Skips those that have already ended."""
         if (owner := self.generation if self.has_engines else self.policy) is not None:
             owner.shutdown()
 
     def making(self, factory: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps what makes the policy: a worker that is lost before ``setup`` returns has to be found, too."""
+        """Wraps the factory of the policy, so that a worker that dies before ``setup`` returns can be found."""
 
         def make(*args: Any, **kwargs: Any) -> Any:
             self.policy = factory(*args, **kwargs)
@@ -204,7 +205,7 @@ class GuardedDriver:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Ends all workers when the body, which runs the script, is left.
+        """Ends all workers when the body ends. The body runs the script.
 
         Raises:
             JobError: If the body has failed because of a worker; says which.
@@ -215,10 +216,10 @@ class GuardedDriver:
         self.end()
 
     def _end_in_order(self) -> None:
-        """Has the trainers end their groups together. NeMo RL would kill one that does not, and not say so.
+        """Makes the trainers end their groups together. NeMo RL would silently kill a trainer that does not.
 
         Raises:
-            RunError: If they have not; names the ranks.
+            RunError: If they have not ended them in time; names the ranks.
         """
         trainers = getattr(self.policy, "worker_group", None)
         if trainers is None or not trainers.workers:
@@ -245,7 +246,7 @@ class GuardedDriver:
         return shutdown
 
     def _end_at_once(self, failure: BaseException) -> None:
-        """Ends all workers after a failure: those that wait for somebody are not waited for."""
+        """Ends all workers after a failure. Does not wait for workers that wait for another process."""
         groups = [getattr(each, "worker_group", None) for each in (self.policy, self.generation)]
         if not any(group is not None and group.workers for group in groups):
             return
@@ -290,7 +291,7 @@ class GuardedDriver:
         )
 
         def fall_asleep() -> None:
-            # A refit of engines on the trainers' GPUs begins with engines that are asleep, and leaves them awake.
+            # A refit of engines on the trainers' GPUs needs sleeping engines at its beginning, and leaves them awake.
             if self.generation.cfg["colocated"]["enabled"]:
                 self.generation.finish_generation()
 
@@ -298,7 +299,7 @@ class GuardedDriver:
         def refit(*args: Any, **kwargs: Any) -> Any:
             found = prover.sync(functools.partial(stock, *args, **kwargs), what="the refit", before_redoing=fall_asleep)
             metrics = prover.take_metrics()
-            # Newer versions log what a refit returns; older ones return nothing.
+            # Newer versions log the dictionary that a refit returns. Older versions return nothing.
             return {**found, **metrics} if isinstance(found, dict) else found
 
         return refit
@@ -347,7 +348,7 @@ class GuardedDriver:
 
 
 class _Names:
-    """A module as another one sees it, with some of its functions replaced."""
+    """Stands for a module in the namespace of another one, with some of its functions replaced."""
 
     def __init__(self, stock: Any, **functions: Callable[..., Any]) -> None:
         vars(self).update(functions)
@@ -358,19 +359,19 @@ class _Names:
 
 
 class _Polls:
-    """The polls of the asynchronous loop for finished responses, as long as an answer changes from time to time."""
+    """Bounds the polls of the asynchronous loop for finished responses. Raises if the answers stop changing."""
 
     def __init__(self, waits: DriverWaits) -> None:
         self._waits, self._standstill = waits, Standstill()
         self._answers: list[int] = []
-        """Numbers that were answered since the last pause, such as how many prompts have all their responses."""
+        """Numbers in the answers since the last pause, such as the number of prompts with all their responses."""
 
     def get(self, refs: Any, *, timeout: float | None = None, **options: Any) -> Any:
-        """As ``ray.get``, with the timeout of generation where the loop gives none.
+        """Calls ``ray.get``, with the timeout of generation if the loop gives none.
 
         Raises:
             PhaseTimeoutError: If there is no answer in time.
-            RunError: If the call fails, and a process does not answer.
+            RunError: If the call fails and a process does not answer.
         """
         if timeout is not None or self._waits.is_bounding:
             return ray.get(refs, timeout=timeout, **options)
@@ -388,10 +389,10 @@ class _Polls:
         return found
 
     def sleep(self, seconds: float) -> None:
-        """As ``time.sleep``, with which the loop waits for the next poll.
+        """Calls ``time.sleep``, by which the loop waits for the next poll.
 
         Raises:
-            PhaseTimeoutError: If the answers have been the same for the timeout of generation.
+            PhaseTimeoutError: If the answers have not changed within the timeout of generation.
         """
         answers, self._answers = tuple(self._answers), []
         waited_s = self._standstill.seconds(answers)

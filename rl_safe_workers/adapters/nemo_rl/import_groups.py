@@ -1,6 +1,6 @@
-"""Ends the groups that NeMo RL's import has made: Megatron forgets them, and leaves their NCCL communicators alive.
+"""Ends the groups that NeMo RL's import has made. Megatron only forgets them, and leaves their communicators alive.
 
-``destroy_model_parallel`` after an import (models/megatron/setup.py:2036) destroys gloo groups alone.
+``destroy_model_parallel`` after an import (models/megatron/setup.py:2036) destroys only gloo groups.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ logger = logging.getLogger(__name__)
 
 
 def groups_now() -> frozenset[Any]:
-    """Every group of this process. Not collective."""
+    """Returns all groups of this process. Not collective."""
     return frozenset(torch_groups.registered_groups())
 
 
 def end_groups_since(before: Collection[Any], *, timeout: timedelta) -> int:
-    """Destroys the groups that were made since. Collective over: their members.
+    """Destroys the groups that were made after a call of `groups_now`. Collective over: their members.
 
     Args:
-        before: As `groups_now` returned them.
-        timeout: Longest time for it.
+        before: The groups that `groups_now` returned.
+        timeout: Longest time that this may take.
 
     Returns:
-        How many there were.
+        The number of groups that were destroyed.
 
     Raises:
-        CommunicatorError: If they could not be ended together; they were aborted.
+        CommunicatorError: If the ranks could not end the groups together. The groups are then aborted.
     """
     ours = [group for group in torch_groups.registered_groups() if group not in before]
     backends: list[Named] = [

@@ -1,4 +1,4 @@
-"""The driver's side: NeMo RL's own example script, with our worker in the place of its Megatron policy worker."""
+"""Runs NeMo RL's own example script in the driver, with our worker instead of its Megatron policy worker."""
 
 from __future__ import annotations
 
@@ -44,21 +44,22 @@ logger = logging.getLogger(__name__)
 WORKER = "rl_safe_workers.adapters.nemo_rl.worker.SafeMegatronPolicyWorker"
 HOST_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 FACTORY = "policy_factory"
-"""NeMo RL's: an argument of ``setup`` since commit 4454fa64e (2026-05-24)."""
+"""An argument of NeMo RL's ``setup`` since commit 4454fa64e (2026-05-24)."""
 KEY = "worker_extension_cls_fqn"
-"""NeMo RL's: an argument of ``Policy``; since PR 3809 also a key of the node ``policy``."""
+"""An argument of NeMo RL's ``Policy``; since PR 3809 also a key of the node ``policy``."""
 
 
 def register() -> str:
-    """Enters our worker into NeMo RL's registry with its own worker's Python, so that no second environment is built.
+    """Adds our worker to NeMo RL's registry, with the Python of NeMo RL's worker, so that no second venv is built.
 
-    Where that is yet to be built, it is built under the name that NeMo RL gives it; Ray must be running then.
+    If the environment of NeMo RL's worker does not exist yet, this builds it under NeMo RL's name. For that, Ray must
+    be running.
 
     Returns:
-        The Python of the workers.
+        The path of the workers' Python.
 
     Raises:
-        ConfigError: If this NeMo RL lacks what the workers rely on.
+        ConfigError: If this NeMo RL lacks a name that the workers need.
     """
     import nemo_rl
 
@@ -67,7 +68,7 @@ def register() -> str:
 
 
 def _enter(worker: str, host_worker: str) -> str:
-    """Enters a worker of ours with the Python of the host's that it stands in for, as `register`."""
+    """Adds one of our workers to NeMo RL's registry, with the Python of the worker that it replaces; see `register`."""
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY, get_actor_python_env
 
     if worker not in ACTOR_ENVIRONMENT_REGISTRY:
@@ -81,15 +82,15 @@ def _enter(worker: str, host_worker: str) -> str:
 
 
 def have_refits_proved(policy: Mapping[str, Any], ends: ExitStack, *, every: int) -> None:
-    """Has NeMo RL make generation workers that read weights back.
+    """Makes NeMo RL create generation workers that read weights back.
 
     Args:
-        policy: NeMo RL's node of that name.
-        ends: To be closed when the run ends.
+        policy: NeMo RL's node ``policy``.
+        ends: Must be closed when the run ends.
         every: The setting ``prove_sync_freq``.
 
     Raises:
-        ConfigError: If refits of this run cannot be proved, or this NeMo RL lacks what that relies on.
+        ConfigError: If refits of this run cannot be proved, or if this NeMo RL lacks a name that proofs need.
     """
     import nemo_rl
 
@@ -102,9 +103,9 @@ def have_refits_proved(policy: Mapping[str, Any], ends: ExitStack, *, every: int
 
 
 def share_package(environ: MutableMapping[str, str]) -> None:
-    """Puts this package on the workers' ``PYTHONPATH``; its folder must be seen by every node.
+    """Puts this package on the workers' ``PYTHONPATH``. Every node must be able to read the package's folder.
 
-    NeMo RL hands its workers the driver's environment, and their Python has no other packages than NeMo RL's.
+    NeMo RL passes the driver's environment to its workers. Their Python has only NeMo RL's packages.
     """
     root = str(Path(rl_safe_workers.__file__).parents[1])
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -113,10 +114,10 @@ def share_package(environ: MutableMapping[str, str]) -> None:
 
 
 def give_settings(policy: MutableMapping[str, Any], settings: NemoRlSettings) -> None:
-    """Hands the settings to the policy's workers.
+    """Passes the settings to the policy's workers, in the node ``policy``.
 
     Raises:
-        ConfigError: If the policy is not Megatron's, or somebody else has given them other settings.
+        ConfigError: If the policy is not Megatron's, or if the user has given the workers other settings.
     """
     megatron = policy.get("megatron_cfg") or {}
     if not megatron.get("enabled", False):
@@ -131,10 +132,10 @@ def give_settings(policy: MutableMapping[str, Any], settings: NemoRlSettings) ->
 
 
 def safe_factory(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what makes a policy of our workers.
+    """Returns a factory that makes a policy of our workers.
 
     Args:
-        factory: What makes one of NeMo RL's: ``Policy``, or the caller's own function.
+        factory: Makes a policy of NeMo RL's workers: ``Policy``, or the caller's own function.
     """
     by_argument = KEY in inspect.signature(_policy_class()).parameters
 
@@ -159,13 +160,14 @@ def safe_setup(
 ) -> Callable[..., Any]:
     """Wraps ``nemo_rl.algorithms.grpo.setup``.
 
-    It gets our workers, a folder of checkpoints that no other run uses, deadlines for the driver's waits, and an end.
+    The wrapped function uses our workers, claims the folder of checkpoints for this run, puts deadlines on the driver's
+    waits, and ends the workers.
 
     Args:
-        setup: NeMo RL's.
-        ends: To be closed when the run ends. Lets the folder go, and ends what was made: what ends it in NeMo RL
-            depends on its version, and on the algorithm.
-        on_ray: Called with the settings before anything is made, when Ray is up.
+        setup: NeMo RL's function.
+        ends: Must be closed when the run ends. It releases the folder and ends the workers. In NeMo RL, it depends on
+            the version and the algorithm how they are ended.
+        on_ray: Is called with the settings once Ray is up, before anything is made.
     """
 
     @functools.wraps(setup)
@@ -189,7 +191,7 @@ def safe_setup(
             if FACTORY in inspect.signature(setup).parameters:
                 kwargs[FACTORY] = driver.making(safe_factory(policy_factory or _policy_class()))
             else:
-                # Older: it looks the class up in its module.
+                # Older versions look the class up in their module.
                 making.enter_context(replaced(module, "Policy", lambda policy: driver.making(safe_factory(policy))))
             made = setup(master_config, *args, **kwargs)
         driver.policy, driver.generation = made[:2]
@@ -201,12 +203,15 @@ def safe_setup(
 
 
 def _node(master_config: Any, name: str) -> Any:
-    """A key of the configuration, which is a mapping in older NeMo RL, and an object since; None if it has none."""
+    """Returns the value of a key of the configuration; None if it has no such key.
+
+    In older NeMo RL the configuration is a mapping, in newer NeMo RL an object.
+    """
     return master_config.get(name) if isinstance(master_config, Mapping) else getattr(master_config, name, None)
 
 
 def _folders_of(checkpointing: Mapping[str, Any] | None) -> dict[str, Path]:
-    """Returns the folder that the run saves to, if it saves, by its key."""
+    """Returns the folder that the run saves to, by the key that sets it; empty if the run does not save."""
     if not checkpointing or not checkpointing["enabled"]:
         return {}
     return {"checkpointing.checkpoint_dir": Path(checkpointing["checkpoint_dir"]).absolute()}
@@ -222,7 +227,8 @@ def load_script(source: Path, name: str = "run_grpo") -> ModuleType:
     """Loads one of NeMo RL's example scripts from its source.
 
     Raises:
-        ConfigError: If it is not there, its NeMo RL lacks what the adapter relies on, or it makes its policy otherwise.
+        ConfigError: If the script does not exist, if its NeMo RL lacks a name that the adapter needs, or if the script
+            makes its policy in another way.
     """
     path = source / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
@@ -230,7 +236,7 @@ def load_script(source: Path, name: str = "run_grpo") -> ModuleType:
         raise ConfigError(f"there is no {path}: set NEMO_RL_SRC to a checkout of NeMo RL")
     check_host(source, texts=[text for text in TEXTS if source / text.file == path])
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # as `python run_grpo.py` would, for what it pickles
+    sys.modules[name] = module  # so that the script can pickle objects of its own module
     spec.loader.exec_module(module)
     return module
 
@@ -249,13 +255,13 @@ class _Called:
 
 
 def main() -> None:
-    """Runs ``examples/run_grpo.py`` of the checkout that ``NEMO_RL_SRC`` names, with its own arguments.
+    """Runs ``examples/run_grpo.py`` of the checkout in ``NEMO_RL_SRC``, with the script's own arguments.
 
-    A signal that stops it becomes the exit status: 128 and its number.
+    After a signal that stops it, the exit status is 128 plus the signal's number.
 
     Raises:
-        ConfigError: If there is no such script, it is one of a NeMo RL that this adapter does not fit, the node
-            ``rl_safe`` cannot be used, or the script has ended without calling our ``setup``.
+        ConfigError: If the script does not exist, if its NeMo RL lacks a name that the adapter needs, if the node
+            ``rl_safe`` cannot be used, or if the script has ended without calling our ``setup``.
     """
     source = os.environ.get("NEMO_RL_SRC")
     if not source:
@@ -265,7 +271,7 @@ def main() -> None:
     run_id = uuid.uuid4().hex[:12]
     env.mark_run(
         run_id, hang_dir=folder_of(run_id)
-    )  # NeMo RL hands its workers this environment, and so a Ray that it starts
+    )  # NeMo RL passes this environment to its workers, and so does a Ray that it starts
     answer_sigterm()
     try:
         with ending_all_processes(run_id) as processes, ExitStack() as ends:

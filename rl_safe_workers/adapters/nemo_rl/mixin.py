@@ -1,4 +1,4 @@
-"""Our mixin over NeMo RL's Megatron policy worker. Every method is one that NeMo RL calls; none of it is imported."""
+"""Our mixin for NeMo RL's Megatron policy worker. NeMo RL calls its methods. The module does not import NeMo RL."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class SafePolicyMixin:
     """Mixin for ``MegatronPolicyWorkerImpl``. List it before that class among the bases."""
 
     host_module: ClassVar[str] = "nemo_rl.models.policy.workers.megatron_policy_worker"
-    """The module whose names the host's constructor looks up; the class that mixes it in imports it."""
+    """The module in which the host's constructor looks up names. The module of the derived class imports it."""
     safe: PolicyProcess
     model: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Sets up as the host does; groups, bootstrap and conversion are ours.
+        """Sets up as the host does, but with our groups, bootstrap and conversion.
 
         Collective over: the training world.
 
         Raises:
-            CommunicatorError: If the default group holds others than the policy's workers, or groups cannot be
-                connected.
-            CheckpointError: On every rank, if the conversion failed on one.
+            CommunicatorError: If the default group contains other processes than the policy's workers, or if groups
+                cannot be connected.
+            CheckpointError: On every rank, if the conversion failed on a rank.
             PhaseTimeoutError: If a rank does not come in time; names it.
         """
         listen()
@@ -43,47 +43,47 @@ class SafePolicyMixin:
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """One update, as a phase: it begins once every rank has come, and names who has not."""
+        """Runs one update as a phase, which begins once every rank has come, or raises and names the missing ranks."""
         with self.safe.updating():
             return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def finish_train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer step of an update in parts, as a phase."""
+        """Runs the optimizer step of an update that the host runs in parts, as a phase."""
         with self.safe.updating():
             return super().finish_train_step(*args, **kwargs)  # type: ignore[misc]
 
     def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
-        """One forward batch, as a phase."""
+        """Runs one forward batch as a phase."""
         with self.safe.outermost(Phase.LOGPROB):
             return super().get_logprobs(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> Any:
-        """Offloads gradients and optimizer; not before communicators are connected."""
+        """Offloads gradients and optimizer. Raises before communicators are connected."""
         self.safe.trainer.comms.require("offload")
         return super().prepare_for_lp_inference(*args, **kwargs)  # type: ignore[misc]
 
     def offload_before_refit(self, *args: Any, **kwargs: Any) -> Any:
-        """Offloads; not before communicators are connected."""
+        """Offloads before a refit. Raises before communicators are connected."""
         self.safe.trainer.comms.require("offload")
         return super().offload_before_refit(*args, **kwargs)  # type: ignore[misc]
 
     def offload_after_refit(self, *args: Any, **kwargs: Any) -> Any:
-        """Offloads; not before communicators are connected."""
+        """Offloads after a refit. Raises before communicators are connected."""
         self.safe.trainer.comms.require("offload")
         return super().offload_after_refit(*args, **kwargs)  # type: ignore[misc]
 
     def init_collective(self, *args: Any, **kwargs: Any) -> None:
-        """Joins the communicator with the rollout ranks, in time; not before communicators are connected."""
+        """Joins the communicator with the rollout ranks in time. Raises before other communicators are connected."""
         join = super().init_collective  # type: ignore[misc]
         self.safe.join_host(lambda: join(*args, **kwargs))
 
     def init_nccl_reshard_comm_group(self, *args: Any, **kwargs: Any) -> None:
-        """Joins the communicator of this pipeline stage with the rollout ranks, likewise."""
+        """Joins this pipeline stage's communicator with the rollout ranks; see `init_collective`."""
         join = super().init_nccl_reshard_comm_group  # type: ignore[misc]
         self.safe.join_host(lambda: join(*args, **kwargs))
 
     def init_collective_mcore_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Joins the group with rollout ranks that are Megatron's, likewise; the teardown leaves it to the host."""
+        """Joins the group with Megatron's rollout ranks; see `init_collective`. The teardown leaves it to the host."""
         join = super().init_collective_mcore_generation  # type: ignore[misc]
         self.safe.join_host(lambda: join(*args, **kwargs))
 
@@ -108,7 +108,7 @@ class SafePolicyMixin:
         return weights if digests is None else digests.passing(weights, at_once_bytes=0)
 
     def prepare_nccl_reshard_refit_info(self, *args: Any, **kwargs: Any) -> Any:
-        """Plans how shards of weights travel to the rollout ranks, as phase ``sync``."""
+        """Plans the transfer of weight shards to the rollout ranks, as phase ``sync``."""
         send = super().prepare_nccl_reshard_refit_info  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs))
 
@@ -118,7 +118,7 @@ class SafePolicyMixin:
         return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def init_remote_sparse_delta_baseline(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes the weights that changes are counted from, as phase ``sync``."""
+        """Records the baseline weights for later changes, as phase ``sync``."""
         send = super().init_remote_sparse_delta_baseline  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
@@ -128,19 +128,19 @@ class SafePolicyMixin:
         return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def swap_weights_via_reshard(self, *args: Any, **kwargs: Any) -> Any:
-        """Sends weights to rollout ranks that are Megatron's, as phase ``sync``."""
+        """Sends weights to Megatron's rollout ranks, as phase ``sync``."""
         send = super().swap_weights_via_reshard  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Saves as the host does, with both of megatron-core's flags off.
 
-        Collective over: the training world, within ``timeouts.save``. The step's name is given by NeMo RL's driver,
-        once all workers have saved.
+        Collective over: the training world, within ``timeouts.save``. NeMo RL's driver names the step once all workers
+        have saved.
 
         Raises:
-            CheckpointError: On every rank, if one cannot write.
-            PhaseTimeoutError: If a rank does not arrive, or has not written, in time; names it.
+            CheckpointError: On every rank, if a rank cannot write.
+            PhaseTimeoutError: If a rank does not arrive or write in time; names it.
         """
         with self.safe.saving(optimizer_replicated=not self.safe.distributed_optimizer):
             super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
@@ -149,46 +149,46 @@ class SafePolicyMixin:
         """Waits until the save in the background is complete, on every rank.
 
         Raises:
-            CheckpointError: On every rank, if one has failed.
-            PhaseTimeoutError: If a rank does not arrive, or has not written, in time; names it.
+            CheckpointError: On every rank, if a rank has failed.
+            PhaseTimeoutError: If a rank does not arrive or write in time; names it.
         """
         self.safe.finish_saves(super().finalize_async_save)  # type: ignore[misc]
 
     def rl_safe_end_groups(self) -> dict[int, str]:
-        """Ends the groups as all ranks agree. Idempotent. Collective over: the training world.
+        """Ends the groups, in agreement with all ranks. Idempotent. Collective over: the training world.
 
         Returns:
-            Failure by training rank; empty if every rank was well.
+            Failures by training rank; empty if no rank has failed.
         """
         return dict(self.safe.end(None))
 
     def shutdown(self, failure: str | None = None) -> bool:
-        """Ends the groups as all ranks agree, then what the host ends. Within the host's 30 s. Idempotent.
+        """Ends the groups, in agreement with all ranks, then shuts down as the host does, in 30 s in all. Idempotent.
 
         Args:
-            failure: None if all is well, else one line of what has failed, here or in the driver.
+            failure: One line about a failure here or in the driver; None if nothing has failed.
 
         Returns:
-            Whether every rank was well.
+            True if no rank has failed and the host's shutdown succeeded.
         """
         try:
             failed = self.safe.end(failure)
         except (CommunicatorError, PhaseTimeoutError) as error:
-            # Aborted: the process can end. NeMo RL kills it in any case, and would print no more than this.
+            # The groups were aborted, so the process can end. NeMo RL kills it in any case, and would print only this.
             logger.warning("shutdown: %s", error)
             failed = {self.safe.trainer.training_rank: str(error)}
         return bool(super().shutdown()) and not failed  # type: ignore[misc]
 
     def rl_safe_prove(self) -> None:
-        """Has this rank take digests of the weights of the next refit."""
+        """Begins to take digests of the weights in the next refit."""
         self.safe.prove_sync()
 
     def rl_safe_sent(self) -> SentWeights:
-        """Returns the digests since `rl_safe_prove`, and takes no more."""
+        """Returns the digests taken since `rl_safe_prove`, and stops taking them."""
         return self.safe.sent_weights()
 
     def rl_safe_report(self) -> dict[str, float]:
-        """Returns this rank's figures about the adapter, by name. Not collective."""
+        """Returns this rank's metrics of the adapter, by name. Not collective."""
         comms = self.safe.trainer.comms
         report = comms.report
         found = {"import_groups": float(self.safe.import_groups), "late": float(len(comms.late_allocations()))}

@@ -1,7 +1,7 @@
-"""The settings of NeMo RL's users: the node ``rl_safe`` of their YAML, and its way to the workers.
+"""The settings of NeMo RL's users, in the node ``rl_safe`` of their YAML, and how they reach the workers.
 
-NeMo RL keeps top-level keys that it does not know, and hands its workers the node ``policy`` alone. So the driver
-writes what was set into one environment variable of the policy's workers (``policy.megatron_cfg.env_vars``).
+NeMo RL keeps unknown top-level keys, but passes only the node ``policy`` to its workers. So the driver writes the
+settings into an environment variable of the policy's workers (``policy.megatron_cfg.env_vars``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NODE = "rl_safe"
 VARIABLE = "RL_SAFE_NEMO_RL"
 """The settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
 HOST_SHUTDOWN_S = 30.0
-"""How long NeMo RL waits for ``shutdown()`` of its workers before it kills them (worker_groups.py:1066)."""
+"""Seconds that NeMo RL waits for its workers' ``shutdown()`` before it kills them (worker_groups.py:1066)."""
 ABORT_S = 10.0
-"""How much longer than its timeout a teardown may take, to abort what could not be destroyed."""
+"""Seconds by which a teardown may exceed its timeout, to abort groups that could not be destroyed."""
 
 
 def _check_teardown(seconds: float) -> float:
@@ -37,22 +37,22 @@ class NemoRlTimeouts(RolloutTimeouts):
     """Seconds that each phase may take under NeMo RL."""
 
     world: Seconds = 600.0
-    """To create the default group, and for a collective outside of any phase."""
+    """Limit for creating the default group, and for a collective outside of any phase."""
     convert: Seconds = 3600.0
-    """For the import of HF weights: loading, conversion and the save."""
+    """Limit for the import of HF weights: loading, conversion and the save."""
     joint: Seconds = 300.0
-    """To join the communicator with the rollout ranks."""
+    """Limit for joining the communicator with the rollout ranks."""
     teardown: Annotated[Seconds, AfterValidator(_check_teardown)] = 15.0
 
 
 class NemoRlSettings(ProvableSettings):
-    """The node ``rl_safe``; the driver alone reads ``enabled``."""
+    """The node ``rl_safe``. Only the driver reads ``enabled``."""
 
     timeouts: NemoRlTimeouts = Field(default_factory=NemoRlTimeouts)
 
 
 def worker_settings(environ: Mapping[str, str] | None = None) -> NemoRlSettings:
-    """The settings that the driver gave this process; the defaults if it gave none.
+    """Returns the settings that the driver gave this process; the defaults if it gave none.
 
     Raises:
         ConfigError: If the variable cannot be read.

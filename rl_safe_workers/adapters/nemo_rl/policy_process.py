@@ -1,8 +1,8 @@
-"""One policy worker of NeMo RL's: its place in the training world, from set-up to the end.
+"""One policy worker of NeMo RL's, with its place in the training world, from set-up to the end.
 
-NeMo RL creates the default group, one for each worker group, so that it holds trainers alone (worker_groups.py:474);
-the training world is taken as it is found. Megatron's groups are made by Megatron-Bridge, up to twice: for the import
-of HF weights, and for training.
+NeMo RL creates one default group for each worker group. So the policy's default group contains only trainers
+(worker_groups.py:474), and this module adopts it as the training world. Megatron-Bridge makes Megatron's groups, up to
+twice: for the import of HF weights, and for training.
 """
 
 from __future__ import annotations
@@ -43,49 +43,49 @@ from rl_safe_workers.worlds.training_world import set_group_timeouts
 logger = logging.getLogger(__name__)
 
 _STARTS_QUEUE = "initialize_async_checkpoint_worker"
-"""Method of Bridge's ``GlobalState``, called in ``setup_model_and_optimizer`` where NeMo RL has ``async_save``."""
+"""Method of Bridge's ``GlobalState``. ``setup_model_and_optimizer`` calls it if NeMo RL has ``async_save``."""
 
 
 class NemoRlComms(HostComms):
-    """The collectives that NeMo RL issues on groups besides Megatron's own."""
+    """The collectives that NeMo RL issues in addition to Megatron's."""
 
     missing_groups = "NeMo RL has not made Megatron's groups by initialize_model_parallel()"
     makes_groups = True
 
     def groups(self) -> HostGroups:
-        """Returns the groups that NeMo RL itself issues collectives on, with what Megatron does not issue there."""
+        """Returns the groups on which NeMo RL issues collectives, with the op classes that it adds to Megatron's."""
         return [
             # Counts of tokens and metrics: megatron_policy_worker.py:788, 1571; models/megatron/train.py:856.
             (parallel_state.get_data_parallel_group(), "dp", (OpClass.REDUCE,)),
-            # Was an update successful, and its largest gradient norm: megatron_policy_worker.py:965, 1645.
+            # Success of an update, and the largest gradient norm: megatron_policy_worker.py:965, 1645.
             (parallel_state.get_model_parallel_group(), "mp", (OpClass.REDUCE,)),
-            # all_gather_object of who has an object: models/megatron/pipeline_parallel.py:55.
+            # all_gather_object, to learn which rank has an object: models/megatron/pipeline_parallel.py:55.
             (parallel_state.get_pipeline_model_parallel_group(), "pp", (OpClass.GATHER_SCATTER,)),
         ]
 
 
 class PolicyProcess(HostedTrainer):
-    """The trainer behind our worker: the world, groups, bootstrap, phases with deadlines, saves, the teardown.
+    """The trainer behind our worker. It has the world, groups, bootstrap, phases with deadlines, saves and teardown.
 
     Attributes:
-        import_groups: How many groups an import has made, which were ended.
-        distributed_optimizer: Whether the optimizer's state is shared out.
-        saves: The save in the background; None until there is a world.
+        import_groups: Number of groups that an import has made and that were then ended.
+        distributed_optimizer: Whether the optimizer's state is sharded over data-parallel ranks.
+        saves: The save in the background; None until the world exists.
     """
 
     def __init__(self, settings: NemoRlSettings) -> None:
-        """Records the settings. Touches nothing."""
+        """Records the settings, and does nothing else."""
         self.settings = settings
         self.import_groups = 0
         self._importing = False
         self._stage = Phase.START
-        """The phase to report for an error of the constructor that is outside the lifecycle's phases."""
+        """The phase to report if the constructor fails outside of the lifecycle's phases."""
         self.distributed_optimizer = True
         self.saves: BridgeSaves | None = None
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Phase ``train``, after which the memory is looked at; nothing inside of another phase."""
+        """Enters phase ``train``, then records the memory. Does nothing inside another phase."""
         with self.outermost(Phase.TRAIN):
             yield
         if self.trainer.lifecycle.current is None:
@@ -93,12 +93,12 @@ class PolicyProcess(HostedTrainer):
 
     @contextmanager
     def setting_up(self, host: Any, config: Mapping[str, Any], *, workers: int | None) -> Iterator[None]:
-        """Has the host's constructor make its groups and its conversion through us, in the body.
+        """Replaces functions while the body runs the host's constructor, so that it makes groups and converts our way.
 
         Args:
-            host: The module whose names the constructor looks up.
-            config: NeMo RL's ``policy``.
-            workers: How many policy workers there are; None if not known.
+            host: The module in which the constructor looks up names.
+            config: NeMo RL's node ``policy``.
+            workers: Number of policy workers; None if unknown.
         """
         with ExitStack() as stack:
             stages = config["megatron_cfg"].get("pipeline_model_parallel_size", 1)
@@ -111,12 +111,12 @@ class PolicyProcess(HostedTrainer):
                 yield
                 self.trainer.comms.require("the end of set-up")
             except Exception as error:
-                # NeMo RL's error of a constructor has no more than its text.
+                # For an error in a constructor, NeMo RL passes on only the error's text.
                 leave_early(error, self._stage)
-                # Else the others would wait for this rank in their next collective.
+                # Without this, the other ranks would wait for this rank in their next collective.
                 self.end(in_one_line(error))
                 raise
-        # A warning, because NeMo RL shows nothing less of other packages.
+        # A warning, because NeMo RL shows no lower log level of other packages.
         logger.warning("rl_safe active: training rank %d of %d", self.trainer.training_rank, self.trainer.training_size)
 
     def _setting_up_world(
@@ -125,8 +125,8 @@ class PolicyProcess(HostedTrainer):
         timeout = timedelta(seconds=self.settings.timeouts.world)
 
         def setup_distributed() -> None:
-            # NeMo RL passes no timeout (models/megatron/setup.py:321), and Bridge's own is not asked where there is a
-            # group (training/initialize.py:704).
+            # NeMo RL passes no timeout (models/megatron/setup.py:321), and Bridge does not use its own if a group
+            # exists (training/initialize.py:704).
             def with_timeout(init: Callable[..., None]) -> Callable[..., None]:
                 return lambda *args, **kwargs: init(*args, **{**kwargs, "timeout": timeout})
 
@@ -176,7 +176,7 @@ class PolicyProcess(HostedTrainer):
     def _in_import(self) -> Iterator[None]:
         """Gives the body the deadline of phase ``convert``. Collective over: the training world.
 
-        No phase of the lifecycle: it comes before the groups of training, with groups of its own.
+        This is not a phase of the lifecycle: it runs before the groups of training exist, with its own groups.
         """
         self._stage = Phase.CONVERT
         self.trainer.meet(Phase.CONVERT)
@@ -195,7 +195,7 @@ class PolicyProcess(HostedTrainer):
             if self.trainer.features is None:
                 self.trainer.features = features_of(megatron_cfg)
                 self.distributed_optimizer = self.trainer.features.distributed_optimizer
-            # Only so that NeMo RL's logs are right: `ShardWriter` decides how the save is done.
+            # This only corrects NeMo RL's logs. `ShardWriter` decides how a save is done.
             megatron_cfg.checkpoint.fully_parallel_save = False
             state = getattr(sys.modules[original.__module__], "GlobalState", None)
             with nullcontext() if state is None else replaced(state, _STARTS_QUEUE, self._starting_queue):
@@ -204,7 +204,7 @@ class PolicyProcess(HostedTrainer):
         return setup_model_and_optimizer
 
     def _starting_queue(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Wraps the method that starts the process which would write saves in the background."""
+        """Replaces the method that would start a process to write saves in the background."""
 
         def initialize_async_checkpoint_worker(state: Any) -> None:
             state._async_calls_queue = SaveQueue(lambda: self.saves)
@@ -214,7 +214,7 @@ class PolicyProcess(HostedTrainer):
     def _creating_groups(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wraps Megatron's ``initialize_model_parallel``, which Bridge calls through its module."""
 
-        @functools.wraps(original)  # Bridge looks at its signature (training/initialize.py:794)
+        @functools.wraps(original)  # Bridge inspects its signature (training/initialize.py:794)
         def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
             if self._importing or self.trainer.lifecycle.has_completed(Phase.BOOTSTRAP):
                 kwargs["distributed_timeout_minutes"] = self.timeout_minutes(in_phase=self._importing)
@@ -228,11 +228,11 @@ class PolicyProcess(HostedTrainer):
         """Waits for the save in the background, as phase ``save``. Collective over: the training world, by the store.
 
         Args:
-            finish: The host's own wait, which finds nothing more to do.
+            finish: The host's own wait, which then has nothing left to do.
 
         Raises:
-            CheckpointError: On every rank, if one has failed.
-            PhaseTimeoutError: Naming the ranks that have not written, or did not come, in time.
+            CheckpointError: On every rank, if a rank has failed.
+            PhaseTimeoutError: If ranks have not written or did not come in time; names them.
         """
         with self.trainer.phase(Phase.SAVE) if self.saves else nullcontext():
             finish()
@@ -243,23 +243,23 @@ class PolicyProcess(HostedTrainer):
         return timedelta(seconds=self.settings.timeouts.world)
 
     def sync(self, send: Callable[[], Any], *, reads: Any = None) -> Any:
-        """Does a step of a refit that all ranks take part in, as phase ``sync``; returns its value.
+        """Runs a step of a refit in which all ranks take part, as phase ``sync``; returns its value.
 
-        Collective over: the training world. Sent weights also wait for the rollout.
+        Collective over: the training world. A step that sends weights also waits for the rollout.
 
         Args:
             send: The host's step.
-            reads: The model whose parameters are sent; None if the step reads none. NeMo RL before PR 4086 sends them
-                without the gathers that DDP has put off.
+            reads: The model whose parameters are sent; None if the step reads no parameters. NeMo RL before PR 4086
+                sends them without completing the parameter gathers that DDP has deferred.
 
         Raises:
             LifecycleError: If the bootstrap has not run.
-            PhaseTimeoutError: If it does not end in time; names the ranks that did not come, or says that the rollout
-                did not.
+            PhaseTimeoutError: If the step does not end in time. Names the ranks that did not come, or says that the
+                rollout did not come.
             RunError: If another rank has failed; names it.
         """
         if self.trainer.lifecycle.current is not None:
-            return send()  # the host calls one step in another
+            return send()  # the host calls one step inside another
         self.trainer.comms.require("weight sync")
 
         def send_whole() -> Any:
@@ -272,13 +272,14 @@ class PolicyProcess(HostedTrainer):
             return update.finish()
 
     def join_host(self, join: Callable[[], object]) -> None:
-        """Joins the host's communicator with the rollout ranks within ``timeouts.joint``. The host sets no timeout.
+        """Joins the host's communicator with the rollout ranks within ``timeouts.joint``. The host has no timeout.
 
-        A group that torch lists since then stays the host's: to end it in the teardown would wait for rollout ranks.
+        Groups that torch lists only since then belong to the host. The teardown does not end them, because that would
+        wait for rollout ranks.
 
         Raises:
             LifecycleError: If the bootstrap has not run.
-            CommunicatorError: If it has not ended after ``timeouts.joint``.
+            CommunicatorError: If joining has not ended after ``timeouts.joint``.
         """
         self.trainer.comms.require("weight sync")
         with self.trainer.lifecycle.enter(Phase.JOINT):

@@ -1,4 +1,4 @@
-"""The driver's side of proved refits: which runs can have them, and the generation workers that read weights back."""
+"""Checks in the driver that a run's refits can be proved, and swaps in generation workers that read weights back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ WORKERS = {
     f"{_HOST}.vllm_worker.VllmGenerationWorker": f"{_OURS}.ProvedGenerationWorker",
     f"{_HOST}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.ProvedAsyncGenerationWorker",
 }
-"""NeMo RL's generation workers, and those that read weights back."""
+"""NeMo RL's generation workers, each with our worker that reads weights back."""
 BUILDER_MODULE, BUILDER = f"{_HOST}.vllm_generation", "RayWorkerBuilder"
-"""Where NeMo RL looks up what makes its generation workers, given their name."""
+"""The module and the name in which NeMo RL looks up the builder that makes a generation worker from its name."""
 _ONE_GPU = "only engines of one GPU are read back"
 _NOT_QUANTISED = "only engines that are not quantised are read back"
 _PROVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -29,7 +29,7 @@ _PROVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("vllm_cfg.kv_cache_dtype", lambda value: not str(value).startswith("fp8"), "its scales are sent as weights"),
     ("quant_cfg", lambda value: value is None, _NOT_QUANTISED),
 )
-"""Keys of ``policy.generation``, their values with which refits can be proved, and the reason."""
+"""Keys of ``policy.generation``, a test for the values with which refits can be proved, and the reason."""
 
 
 def check_generation(generation: Mapping[str, Any] | None, *, every: int) -> None:
@@ -40,7 +40,7 @@ def check_generation(generation: Mapping[str, Any] | None, *, every: int) -> Non
         every: The setting ``prove_sync_freq``.
 
     Raises:
-        ConfigError: Names the key that stands in the way.
+        ConfigError: If a key has an unsuitable value; names the key.
     """
     for key, fits, reason in _PROVED:
         value: Any = generation or {}
@@ -54,7 +54,7 @@ def check_generation(generation: Mapping[str, Any] | None, *, every: int) -> Non
 
 
 def proving_builder(builder: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what makes our generation workers in the place of NeMo RL's.
+    """Returns a builder that makes our generation workers instead of NeMo RL's.
 
     Args:
         builder: NeMo RL's ``RayWorkerBuilder``.

@@ -1,4 +1,4 @@
-"""The places in NeMo RL's code in which a training rank waits for the rollout in a refit."""
+"""Lists the places in NeMo RL's code in which a training rank waits for the rollout during a refit."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ ROLLOUT_PLACES = {
     "nemo_rl/models/policy/workers/megatron_remote_sparse_refit.py": ROLLOUT,
     "nemo_rl/models/policy/utils.py": f"{ROLLOUT} engine on its GPU",
 }
-"""Files whose functions send weights to the rollout, and what a rank waits for there."""
+"""Files whose functions send weights to the rollout, each with words for what a rank waits for there."""
 BETWEEN_TRAINERS = ("megatron/core/", "megatron/bridge/", "nemo_rl/models/megatron/")
 """Files whose functions gather weights among the training ranks."""
 
 
 def awaited_rollout(frames: Sequence[Frame]) -> str | None:
-    """Returns the rollout that a sync waits for; None if it waits for training ranks, as far as its stack shows.
+    """Returns words for the rollout if a sync's stack shows that it waits for the rollout; else None.
 
-    Weights are gathered by a generator that the sending function asks, so the innermost of both decides.
+    The sending function calls a generator that gathers weights. So the innermost frame of either kind decides.
 
     Args:
-        frames: Of the sync's thread, innermost first.
+        frames: The frames of the sync's thread, innermost first.
     """
     for frame in frames:
         if found := [name for place, name in ROLLOUT_PLACES.items() if place in frame.file]:

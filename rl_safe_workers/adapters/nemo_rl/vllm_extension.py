@@ -1,4 +1,4 @@
-"""NeMo RL's part of a vLLM worker, which reads its weights back after a refit. Importing it imports vLLM."""
+"""NeMo RL's extension of vLLM's worker, made to read its weights back after a refit. Importing this imports vLLM."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rl_safe_workers.rollout.proved_worker import ProvedWorker
 
 
 class ProvedVllmExtension(ProvedWorker, VllmInternalWorkerExtension):
-    """As NeMo RL's. What it reads is all that was announced, whatever came."""
+    """NeMo RL's extension, made to read weights back. It reads all announced weights, even if some were not sent."""
 
     state_dict_info: dict[str, tuple[Any, torch.dtype]]
 
     def update_weights_via_ipc_zmq(self) -> bool:
-        """Receives weights from the trainer on its GPU; then reads them back, if they are to be proved."""
+        """Receives weights from the trainer on the same GPU. Reads them back if they are to be proved."""
         return self._rl_safe_received(super().update_weights_via_ipc_zmq)
 
     def update_weights_from_collective(self) -> bool:
-        """Receives weights over the communicator with the trainers, likewise."""
+        """Receives weights over the communicator with the trainers. Reads them back if they are to be proved."""
         return self._rl_safe_received(super().update_weights_from_collective)
 
     def _rl_safe_received(self, receive: Callable[[], bool]) -> bool:

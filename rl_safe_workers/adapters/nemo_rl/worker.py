@@ -1,4 +1,4 @@
-"""NeMo RL's Megatron policy worker, safe. Importing it imports NeMo RL, Megatron-Bridge and Megatron."""
+"""NeMo RL's Megatron policy worker with our mixin. Importing this imports NeMo RL, Megatron-Bridge and Megatron."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rl_safe_workers.adapters.nemo_rl.mixin import SafePolicyMixin
 
 
 class SafeMegatronPolicyWorkerImpl(SafePolicyMixin, MegatronPolicyWorkerImpl):
-    """Without Ray, to be derived from: NeMo RL's own is split in the same way."""
+    """The worker without Ray, as a base class. NeMo RL splits its own worker in the same way."""
 
 
-# The name that NeMo RL's profiler settings know.
+# NeMo RL's profiler settings use this name.
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
 class SafeMegatronPolicyWorker(SafeMegatronPolicyWorkerImpl):
-    """The class that ``worker_extension_cls_fqn`` names."""
+    """The worker as a Ray actor; ``worker_extension_cls_fqn`` names this class."""

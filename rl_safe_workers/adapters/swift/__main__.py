@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Alone in its folder: ms-swift puts that first on the path of imports.
+# The plugin is alone in its folder, because ms-swift puts that folder first on the import path.
 PLUGIN = Path(__file__).parent / "plugin" / "rl_safe_swift_plugin.py"
 
 if __name__ == "__main__":

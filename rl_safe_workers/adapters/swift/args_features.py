@@ -8,10 +8,10 @@ from rl_safe_workers.topology.groups import Features, context_exchange, dispatch
 
 
 def features_of(args: Any) -> Features:
-    """Returns those of a job.
+    """Returns the features of a job.
 
     Args:
-        args: ms-swift's ``MegatronArguments``, as they are when it creates the groups.
+        args: ms-swift's ``MegatronArguments`` at the time when it creates the groups.
     """
     balancing = getattr(args, "moe_router_load_balancing_type", None)
     balancings = {balancing} if isinstance(balancing, str) else set(balancing or ())
@@ -26,9 +26,9 @@ def features_of(args: Any) -> Features:
         distributed_optimizer=bool(args.use_distributed_optimizer),
         fp8=reduces_scales(getattr(args, "fp8_format", None), getattr(args, "fp8_recipe", None)),
         expert_bias=bool(getattr(args, "moe_router_enable_expert_bias", False)),
-        # Without the setting, the model's own configuration decides.
+        # If the setting is absent, the model's own configuration decides.
         aux_loss=bool(args.model_info.is_moe_model) and balancings != {"none"},
         context_exchange=context_exchange(getattr(args, "cp_comm_type", None)),
-        # ms-swift replaces what Megatron sends batches with (megatron/init.py:23).
+        # ms-swift replaces Megatron's function that sends in batches (megatron/init.py:23).
         p2p_over_world=not virtual,
     )

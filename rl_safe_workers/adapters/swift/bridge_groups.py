@@ -1,4 +1,4 @@
-"""The groups that mcore-bridge and ms-swift would create after the bootstrap, created in time."""
+"""Creates groups before the bootstrap that mcore-bridge and ms-swift would create only after it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron.core import parallel_state
 
 
 def create_ep_pp_groups(gpt_bridge: Any, *, timeout: timedelta) -> None:
-    """Creates mcore-bridge's groups of expert and pipeline parallelism where it looks for them.
+    """Creates mcore-bridge's groups of expert and pipeline parallelism, and stores them where mcore-bridge looks.
 
-    mcore-bridge creates them with the first model, unless they are there (bridge/gpt_bridge.py:96-116).
+    mcore-bridge creates them with the first model, unless they exist (bridge/gpt_bridge.py:96-116).
 
     Collective over: the training world.
 
@@ -42,7 +42,7 @@ def create_ep_pp_groups(gpt_bridge: Any, *, timeout: timedelta) -> None:
 
 
 def create_rollout_groups(*, timeout: timedelta) -> Any:
-    """Creates the groups of ranks with the same samples, as ms-swift's ``create_rollout_group``; returns this rank's.
+    """Creates the groups of ranks with the same samples, like ms-swift's ``create_rollout_group``.
 
     Collective over: the training world.
 
@@ -50,7 +50,7 @@ def create_rollout_groups(*, timeout: timedelta) -> Any:
         timeout: Longest wait of one collective.
 
     Returns:
-        None if context is not parallel: ms-swift then takes a group of Megatron's.
+        This rank's group; None without context parallelism, where ms-swift uses one of Megatron's groups.
     """
     context = parallel_state.get_context_parallel_world_size()
     if context == 1:

@@ -1,6 +1,6 @@
-"""An export of ms-swift's, whole or absent: it goes to a directory with another name, which gets its own at the end.
+"""Makes an export of ms-swift's atomic: it writes to a directory with a temporary name, and renames it at the end.
 
-ms-swift refuses to export to a directory that exists. After an export that was killed, a user has to remove that
+ms-swift refuses to export to a directory that exists. So after a killed export, a user would have to remove the
 directory. Here the next export removes it.
 """
 
@@ -20,21 +20,21 @@ from rl_safe_workers.lifecycle import Phase
 logger = logging.getLogger(__name__)
 
 ARGUMENTS = "args.json"
-"""ms-swift's record of its arguments, which names the place."""
+"""ms-swift's record of its arguments, which contains the path of the export."""
 
 
 @contextmanager
 def exported(process: HostedTrainer, args: Any) -> Iterator[None]:
-    """Has the body export to a directory of its own, and publishes it. Collective over: the training world.
+    """Makes the body export to a temporary directory, then publishes it. Collective over: the training world.
 
-    Where something has the name already, which needs ``--exist_ok``, the body writes into it, as ms-swift does.
+    If the final directory exists already, which needs ``--exist_ok``, the body writes into it, as ms-swift does.
 
     Args:
-        process: This rank's.
-        args: ms-swift's ``MegatronExportArguments``, whose ``output_dir`` is the final place.
+        process: The trainer process of this rank.
+        args: ms-swift's ``MegatronExportArguments``. ``output_dir`` is the final directory.
 
     Raises:
-        CheckpointError: On every rank, if one has failed.
+        CheckpointError: On every rank, if a rank has failed.
         PhaseTimeoutError: If a rank does not come in time; names it.
     """
     final = Path(args.output_dir).absolute()
@@ -45,7 +45,7 @@ def exported(process: HostedTrainer, args: Any) -> Iterator[None]:
             if os.path.lexists(final):
                 return False
             start_pending(final, what="an export")
-            # Removed by rank 0 alone, which has made it.
+            # Only rank 0 removes it, because rank 0 has made it.
             stack.enter_context(removed_on_failure(pending, what="the export"))
             return True
 

@@ -1,4 +1,4 @@
-"""Phases of ms-swift's loop, by its own callbacks."""
+"""Enters and leaves phases in ms-swift's training loop, by ms-swift's own callbacks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rl_safe_workers.lifecycle import Phase
 
 
 def safe_flow(host: type[Any], job: SwiftJob) -> type[Any]:
-    """Returns ms-swift's ``default_flow`` callback, which every job has, with the phases ``train`` and ``logprob``.
+    """Returns a subclass of the ``default_flow`` callback, which every job has, with phases ``train`` and ``logprob``.
 
     Args:
-        host: What ``megatron_callbacks_map`` holds.
-        job: This rank's.
+        host: ms-swift's callback class, from ``megatron_callbacks_map``.
+        job: The job of this rank.
     """
 
     class SafeFlowCallback(host):
-        """Enters a phase where a step or an evaluation begins."""
+        """Enters a phase when a step or an evaluation begins, and leaves it at the end."""
 
         def on_step_begin(self) -> None:
-            """Begins a step once every rank has come, and names who has not."""
+            """Begins a step once every rank has come, or raises and names the missing ranks."""
             super().on_step_begin()
             job.begin(Phase.TRAIN)
 
@@ -31,7 +31,7 @@ def safe_flow(host: type[Any], job: SwiftJob) -> type[Any]:
             super().on_step_end()
 
         def on_eval_begin(self) -> None:
-            """Begins an evaluation, which is forward passes alone, likewise."""
+            """Begins an evaluation in the same way. It has only forward passes."""
             super().on_eval_begin()
             job.begin(Phase.LOGPROB)
 

@@ -1,4 +1,4 @@
-"""Puts our parts into this process's ms-swift, before any group exists."""
+"""Patches ms-swift in this process, before any group exists."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _is_actor = False
 
 
 def in_actor() -> None:
-    """Says that this process is a training worker of Ray mode."""
+    """Notes that this process is a training worker of Ray mode."""
     global _is_actor
     _is_actor = True
 
 
 def job() -> Any:
-    """Returns this process's `SwiftJob`, or the driver's `RayWaits`; None if nothing is installed."""
+    """Returns this process's `SwiftJob`, or `RayWaits` in the driver; None if nothing is installed."""
     return _job
 
 
 def install() -> None:
-    """Replaces what `swift_contract` lists. Idempotent; nothing in a worker of a data loader, or without Megatron.
+    """Replaces names that `swift_contract` lists. Idempotent. Does nothing in a data loader or without Megatron.
 
     Raises:
-        ConfigError: If the settings cannot be used, or ms-swift lacks something that we rely on; names it.
+        ConfigError: If the settings cannot be used, or if ms-swift lacks something that we need; names it.
     """
     global _job
     if _job is not None or multiprocessing.parent_process() is not None:
         return
     is_ray = "swift.ray.megatron" in sys.modules
     if is_ray and not _is_actor and "RAY_SWIFT_GROUP" in os.environ:
-        return  # a worker of a driver that leaves us out
+        return  # a worker whose driver does not use this adapter
     if "swift.megatron" not in sys.modules:
         logger.warning("rl_safe: this job does not use ms-swift's Megatron pipelines, so the plugin does nothing")
         return
@@ -94,7 +94,10 @@ def _replace(job: Any) -> None:
 
 
 def _see_failures(job: Any) -> None:
-    """Has failures told to the other ranks wherever they happen: the plugin is imported within a constructor."""
+    """Tells the other ranks of any failure, by a hook and a function at exit.
+
+    ms-swift imports the plugin within a constructor, so it is too late to wrap that constructor.
+    """
     host_hook, process = sys.excepthook, os.getpid()
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""One rank of an ms-swift job: its place in the training world, from the default group to the exit."""
+"""One rank of an ms-swift job, with its place in the training world, from the default group to the exit."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ from rl_safe_workers.workers.communicators import HostComms
 logger = logging.getLogger(__name__)
 
 _FOLDERS = 1
-"""How many folders ms-swift makes above the shards: ``checkpoint-4/iter_0000004``."""
+"""Number of folders that ms-swift makes above the folder of the shards: ``checkpoint-4/iter_0000004``."""
 _HEARD = timedelta(seconds=2)
-"""How long a rank that fails listens for the failures of others."""
+"""How long a rank that fails listens for the failures of other ranks."""
 _UNSUPPORTED_RLHF_TYPE = "gkd"
 _WITH_ENGINE = (Phase.ROLLOUT, Phase.SYNC)
 
 
 class SwiftComms(HostComms):
-    """The collectives that ms-swift issues on groups besides Megatron's own."""
+    """The collectives that ms-swift issues in addition to Megatron's."""
 
     missing_groups = "ms-swift has not made Megatron's groups by initialize_model_parallel()"
     makes_groups = True
 
     def __init__(self) -> None:
         self.generates = False
-        """True if ms-swift's own trainer generates."""
+        """True if ms-swift's own trainer also generates."""
 
     def groups(self) -> HostGroups:
-        """Returns the groups that ms-swift itself issues collectives on, with what Megatron does not issue there."""
+        """Returns the groups on which ms-swift issues collectives, with the op classes that it adds to Megatron's."""
         return [
             # Metrics: megatron/trainers/base.py:600.
             (parallel_state.get_data_parallel_group(), "dp", (OpClass.REDUCE,)),
-            # Was an update successful, and its gradient norm: megatron/utils/parallel_utils.py:14, 24.
+            # Success of an update, and its gradient norm: megatron/utils/parallel_utils.py:14, 24.
             # Generation gathers samples and advantages: megatron/trainers/grpo_trainer.py:270, 317.
             (
                 parallel_state.get_model_parallel_group(),
@@ -83,27 +83,27 @@ class SwiftComms(HostComms):
 
 
 class SwiftJob(HostedTrainer):
-    """The trainer behind ms-swift's pipelines: the world, groups, bootstrap, phases with deadlines, saves, the exit."""
+    """The trainer behind ms-swift's pipelines. It has the world, groups, bootstrap, phases, saves and the exit."""
 
     def __init__(self, settings: SwiftSettings, *, is_actor: bool = False) -> None:
-        """Records the settings. Touches nothing.
+        """Records the settings, and does nothing else.
 
         Args:
-            settings: Ours.
+            settings: The adapter's settings.
             is_actor: Whether this process is a worker of Ray mode.
         """
         self.settings, self._is_actor = settings, is_actor
         self.rollout_group: Any = None
-        """The group of ranks with the same samples, if context is parallel; else ms-swift takes one of Megatron's."""
+        """The group of ranks with the same samples. None without context parallelism: then ms-swift uses Megatron's."""
         self._given: GivenComms | None = None
         self._comms = SwiftComms()
         self.saves: PendingShards | None = None
         self._step = ExitStack()
-        """The phase that a callback has entered."""
+        """Holds the phase that a callback has entered."""
         self._optimizer_replicated = False
         self._has_ended = False
         self._stage: Phase | None = None
-        """The phase that this rank prepares for, before the first one, or comes to after training; else None."""
+        """The phase that this rank prepares for: before its first phase, or after training. Else None."""
 
     def creating_world(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wraps ``init_process_group``, to which ms-swift gives a timeout of 208 days."""
@@ -114,7 +114,7 @@ class SwiftJob(HostedTrainer):
             given.arguments["timeout"] = timedelta(seconds=self.settings.timeouts.world)
             if self.settings.release_comms and not self.has_world:
                 is_cpu = not torch.cuda.is_available()
-                # Nobody knows yet whether there will be stages that send unbatched.
+                # It is not known yet whether pipeline stages will send unbatched.
                 backend = world_backend(is_cpu=is_cpu, sends_unbatched=True)
                 given.arguments["backend"] = backend or given.arguments.get("backend")
             original(*given.args, **given.kwargs)
@@ -138,13 +138,13 @@ class SwiftJob(HostedTrainer):
                 self.saves = PendingShards(self.trainer)
                 self.trainer.add_part(self.saves)
                 self._writer = ShardWriter(self.trainer.control, folders=_FOLDERS, pending=self.saves)
-                # A warning, because nothing less of other packages is shown.
+                # A warning, because ms-swift shows no lower log level of other packages.
                 logger.warning("rl_safe active: training rank %d of %d", dist.get_rank(), dist.get_world_size())
 
         return init_process_group
 
     def waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``barrier``: over the default group it becomes one over the store, which names the missing ranks."""
+        """Wraps ``barrier``. A barrier over the default group runs over the store instead, and names missing ranks."""
 
         @functools.wraps(original)
         def barrier(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ class SwiftJob(HostedTrainer):
                 return original(group, async_op, *args, **kwargs)
             trainer = self.trainer
             if trainer.device.type == "cuda":
-                torch.cuda.current_stream(trainer.device).synchronize()  # as NCCL's does
+                torch.cuda.current_stream(trainer.device).synchronize()  # as NCCL's barrier does
             phase = trainer.lifecycle.current
             deadline = trainer.deadline if phase else Deadline.after(timedelta(seconds=self.settings.timeouts.outside))
             trainer.control.barrier(phase or OUTSIDE, deadline)
@@ -198,7 +198,7 @@ class SwiftJob(HostedTrainer):
         return _initialize_mpu
 
     def create_own_groups(self) -> None:
-        """Creates groups now that mcore-bridge would create with the first model, and ms-swift during generation."""
+        """Creates groups now that mcore-bridge and ms-swift would create later, with a model or during generation."""
         from mcore_bridge.bridge import gpt_bridge
 
         create_ep_pp_groups(gpt_bridge, timeout=self.trainer.remaining())
@@ -251,7 +251,11 @@ class SwiftJob(HostedTrainer):
             self.turn(before)
 
     def wait_for_all(self) -> None:
-        """Waits for all ranks within the phase's deadline, and names who is missing. Collective over: the world."""
+        """Waits for all ranks within the phase's deadline. Collective over: the training world.
+
+        Raises:
+            PhaseTimeoutError: If a rank does not come in time; names it.
+        """
         trainer = self.trainer
         trainer.control.barrier(trainer.lifecycle.current or OUTSIDE, trainer.deadline)
 
@@ -260,14 +264,14 @@ class SwiftJob(HostedTrainer):
         return str(self.trainer.lifecycle.current or OUTSIDE)
 
     def engine_deadline(self) -> Deadline:
-        """Returns the deadline for an engine: shortly before the other ranks give up waiting for this one."""
+        """Returns the deadline for an engine. It is shortly before the other ranks stop waiting for this rank."""
         if self.trainer.lifecycle.current is None:
             return Deadline.after(timedelta(seconds=self.settings.timeouts.outside))
         return Deadline(time.monotonic(), self.trainer.deadline.plus(-_HEARD).at_s)
 
     @contextmanager
     def engines_groups(self) -> Iterator[None]:
-        """Marks the process groups that the body creates as those of a vLLM engine in this process.
+        """Marks the process groups that the body creates as groups of a vLLM engine in this process.
 
         No bootstrap connects them, and no release touches them.
         """
@@ -284,16 +288,16 @@ class SwiftJob(HostedTrainer):
 
     @property
     def given_bytes(self) -> int:
-        """Device memory in bytes that the communicators of this rank gave to the engine last."""
+        """Bytes of device memory that this rank's communicators have last given to the engine."""
         return 0 if self._given is None else self._given.freed_bytes
 
     def take_back_comms(self) -> None:
-        """Takes it back. Collective over: the training world. Idempotent."""
+        """Takes the communicators' memory back. Collective over: the training world. Idempotent."""
         assert self._given is not None, "made with the world"
         self._given.take_back()
 
     def end(self, failure: str | None = None) -> dict[int, str]:
-        """As `HostedTrainer.end`; an engine's groups end with all others."""
+        """Ends the groups as `HostedTrainer.end`, including an engine's groups."""
         if self.has_world:
             self.trainer.world = replace(self.trainer.world, host_groups=frozenset())
         return super().end(failure)
@@ -303,7 +307,7 @@ class SwiftJob(HostedTrainer):
 
         @functools.wraps(original)
         def save_checkpoint(trainer: Any) -> None:
-            # ms-swift copies the tracker beside merged weights, before its save ends.
+            # With merged weights, ms-swift copies the tracker before its save ends.
             at_once = _merges_adapters(trainer.args)
             with (
                 self.saving(optimizer_replicated=self._optimizer_replicated),
@@ -315,13 +319,13 @@ class SwiftJob(HostedTrainer):
 
     @contextmanager
     def tracker_last(self, *, at_once: bool = False) -> Iterator[None]:
-        """Has the tracker of a save written durably, and only once the save is complete.
+        """Writes the tracker of a save durably, and only once the save is complete.
 
         ms-swift writes it as soon as the save has begun (megatron_lm_utils.py:378-384).
 
         Args:
-            at_once: Whether the tracker is written once the shards are complete. Otherwise it also waits for the end of
-                the body, which may write HF weights.
+            at_once: Whether to write the tracker as soon as the shards are complete. Otherwise it is written after the
+                end of the body, too, which may write HF weights.
         """
         from megatron.core import msc_utils
 
@@ -345,14 +349,14 @@ class SwiftJob(HostedTrainer):
 
             return open_file
 
-        # megatron-core 0.19 lacks the name, and ms-swift then takes Python's.
+        # megatron-core 0.19 lacks the name. ms-swift then uses Python's ``open``.
         with replaced(msc_utils, "open_file", deferring, absent=open):
             yield
         for writing in held:
             writing()
 
     def exporting(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Wraps ``MegatronExport.run``: phase ``convert``, whole or absent, and the exit."""
+        """Wraps ``MegatronExport.run``: makes it phase ``convert``, makes the export atomic, and ends the job."""
 
         @functools.wraps(original)
         def run(pipeline: Any) -> None:
@@ -360,7 +364,7 @@ class SwiftJob(HostedTrainer):
                 self.trainer.phase(Phase.CONVERT),
                 # An export to HF writes no shards, so no rank waits in our saver.
                 self.written("export", optimizer_replicated=True) if pipeline.args.to_mcore else nullcontext(),
-                self.tracker_last(at_once=True),  # the export gets its place at its end
+                self.tracker_last(at_once=True),  # the whole export is published at its end
                 exported(self, pipeline.args),
             ):
                 original(pipeline)
@@ -369,7 +373,7 @@ class SwiftJob(HostedTrainer):
         return run
 
     def training(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wraps ``MegatronSft.run``. At its end ms-swift destroys the groups without an agreement."""
+        """Wraps ``MegatronSft.run``, to end the groups in agreement. ms-swift would destroy them without one."""
 
         @functools.wraps(original)
         def run(pipeline: Any) -> Any:
@@ -381,7 +385,7 @@ class SwiftJob(HostedTrainer):
         return run
 
     def looping(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wraps the trainer's ``train``: a failure is told at once, before ms-swift draws its images."""
+        """Wraps the trainer's ``train``, to report a failure at once, before ms-swift draws its plots."""
 
         @functools.wraps(original)
         def train(trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -399,11 +403,11 @@ class SwiftJob(HostedTrainer):
         self.notes.note(stage)
 
     def leave(self) -> None:
-        """Ends the job in order, after all went well on this rank. Collective over: the training world.
+        """Ends the job in order, if this rank has not failed. Collective over: the training world.
 
         Raises:
-            CommunicatorError: If another rank has failed, which is named; or as `SafeTrainer.teardown`.
-            PhaseTimeoutError: If a rank that was well does not come in time; names it.
+            CommunicatorError: If another rank has failed; names it. Also as `SafeTrainer.teardown`.
+            PhaseTimeoutError: If a rank that has not failed does not come in time; names it.
         """
         started_s = time.monotonic()
         if self.neighbours is not None:
@@ -417,11 +421,11 @@ class SwiftJob(HostedTrainer):
             self.neighbours.leave()
 
     def _blame_for_the_end(self, failed: Mapping[int, str], waited_s: float) -> NoReturn:
-        """Names the ranks that gave no verdict at the teardown, if there are any. Always raises.
+        """Reports the ranks that gave no verdict at the teardown, if any, and raises the error of the end.
 
         Args:
-            failed: Why each rank has failed, by training rank.
-            waited_s: How long this rank has waited.
+            failed: The reason for each failure, by training rank.
+            waited_s: Seconds that this rank has waited.
         """
         trainer = self.trainer
         if silent := [rank for rank, reason in failed.items() if reason == NO_VERDICT]:
@@ -439,10 +443,10 @@ class SwiftJob(HostedTrainer):
         raise CommunicatorError(f"this rank succeeded, but the job has failed: {reasons}")
 
     def fail_with(self, error: BaseException) -> None:
-        """Ends this rank's part of the job after a failure: tells the others, and says where the failure began.
+        """Ends this rank's part of the job after a failure: tells the other ranks, and logs where the failure began.
 
-        Not collective. `HostedTrainer.end_failed` says how long it takes. Its own errors are logged. In Ray mode the
-        driver ends the others, and says where the failure began.
+        Not collective. `HostedTrainer.end_failed` says how long it takes. It logs its own errors. In Ray mode the
+        driver ends the other ranks, and says where the failure began.
         """
         if self._has_ended:
             return
@@ -468,7 +472,7 @@ class SwiftJob(HostedTrainer):
 
 
 def why_no_async_save(args: Any) -> str:
-    """Returns why a job cannot save in the background; empty if it can, or does not ask for it.
+    """Returns the reason why a job cannot save in the background; empty if it can, or if it does not ask for it.
 
     Args:
         args: ms-swift's ``MegatronArguments``.
@@ -482,12 +486,12 @@ def why_no_async_save(args: Any) -> str:
 
 
 def _merges_adapters(args: Any) -> bool:
-    """Returns True if a save also writes weights with the adapters merged into them."""
+    """Returns True if a save also writes weights into which the adapters are merged."""
     return getattr(args, "tuner_type", "full") != "full" and bool(getattr(args, "merge_lora", None))
 
 
 def _leaving_the_world(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns ``destroy_process_group`` that leaves the default group alone: `SwiftJob.leave` ends it."""
+    """Returns a ``destroy_process_group`` that skips the default group, because `SwiftJob.leave` ends it."""
 
     def destroy_process_group(group: Any = None) -> None:
         if group is not None:
@@ -497,13 +501,13 @@ def _leaving_the_world(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Tracker(io.StringIO):
-    """The file that ms-swift writes a step's number to."""
+    """Replaces the tracker file, to which ms-swift writes the number of a step."""
 
     def __init__(self, write: Callable[[int], None]) -> None:
-        """Holds the number until it is closed.
+        """Holds the number until the file is closed.
 
         Args:
-            write: Takes the step; sees to the tracker file.
+            write: Takes the step and writes the tracker file, at once or later.
         """
         super().__init__()
         self._write = write

@@ -1,4 +1,4 @@
-"""ms-swift's part of a vLLM worker, which reads its weights back after a sync. Importing it imports vLLM."""
+"""ms-swift's extension of vLLM's worker, made to read its weights back after a sync. Importing this imports vLLM."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rl_safe_workers.rollout.proved_worker import ProvedWorker
 
 
 class ProvedSwiftExtension(ProvedWorker, rollout.WeightSyncWorkerExtension):
-    """As ms-swift's, for its Ray mode."""
+    """ms-swift's extension for its Ray mode, made to read weights back."""
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
-        """Receives weights as ms-swift does; then reads them back, if they are to be proved."""
+        """Receives weights as ms-swift does. Reads them back if they are to be proved."""
         specs: list[WeightSpec] = []
 
         def loading(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""ms-swift's vLLM server of Ray mode, with our part of a vLLM worker. Importing it imports ms-swift, and not vLLM."""
+"""ms-swift's vLLM server of Ray mode with our extension of vLLM's worker. Importing this imports ms-swift, not vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXTENSION = "rl_safe_workers.adapters.swift.proved_extension.ProvedSwiftExtensio
 
 
 class ProvedVllmEngine(RayVllmEngine):
-    """ms-swift's engine, over our part of its worker."""
+    """ms-swift's engine with our worker extension."""
 
     @staticmethod
     async def _create_engine_async(*args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> Any:
@@ -24,7 +24,7 @@ class ProvedVllmEngine(RayVllmEngine):
 
 
 class ProvedServer(VllmServer):
-    """ms-swift's server, an actor of Ray's, over our engine."""
+    """ms-swift's server, a Ray actor, with our engine."""
 
     def launch_server(self, **settings: Any) -> Any:
         """Starts the engine as ms-swift does."""
@@ -32,12 +32,12 @@ class ProvedServer(VllmServer):
             return super().launch_server(**settings)
 
     def rl_safe_prove(self) -> str | None:
-        """As `ProvedWorker.rl_safe_prove`."""
+        """Calls `ProvedWorker.rl_safe_prove` on the engine's worker, and returns its answer."""
         reason: str | None = self._asked("rl_safe_prove")
         return reason
 
     def rl_safe_held(self) -> HeldWeights | None:
-        """Returns the weights that the last sync has left; None if none has come."""
+        """Returns the weights that the engine holds after the last sync; None if no weights were received."""
         held = self._asked("rl_safe_held")
         return None if held is None else HeldWeights(**held)
 

@@ -1,4 +1,4 @@
-"""ms-swift's weight syncs to vLLM engines in the trainers' processes, each proved if the settings say so."""
+"""Proves ms-swift's weight syncs to vLLM engines in the trainers' processes, if the settings say so."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_safe_workers.rollout.proved_worker import ProvedWorker
 from rl_safe_workers.rollout.sync_proof import NOTHING_CAME, HeldWeights, ProvedSyncs, SentWeights, SyncProof, in_short
 
 _FIRST = 0
-"""The training rank that takes digests of what is sent. Every rank exports the same weights."""
+"""The training rank that takes digests of the sent weights. Every rank exports the same weights."""
 _PROVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "vllm_mode",
@@ -29,7 +29,7 @@ _PROVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("vllm_tensor_parallel_size", lambda value: value == 1, "only engines of one GPU are read back"),
     ("vllm_enable_lora", lambda value: not value, "only whole weights are read back"),
 )
-"""Arguments of ms-swift's, their values with which syncs can be proved, and the reason."""
+"""Arguments of ms-swift's, a test for the values with which syncs can be proved, and the reason."""
 
 
 def check_proof(args: Any, *, every: int) -> None:
@@ -40,7 +40,7 @@ def check_proof(args: Any, *, every: int) -> None:
         every: The setting ``prove_sync_freq``.
 
     Raises:
-        ConfigError: Names the argument that stands in the way.
+        ConfigError: If an argument has an unsuitable value; names the argument.
     """
     for name, fits, reason in _PROVED:
         value = getattr(args, name)
@@ -62,18 +62,18 @@ class EngineReader(ProvedWorker):
             engine: ms-swift's ``GRPOVllmEngine``.
 
         Raises:
-            ConfigError: If its weights cannot be read back; says why.
+            ConfigError: If the engine's weights cannot be read back; says why.
         """
         self.model_runner = SimpleNamespace(model=engine.inner_model, vllm_config=engine.engine.vllm_config)
         if (obstacle := self.rl_safe_prove()) is not None:
             raise _refused(f"weight syncs cannot be proved: {obstacle}")
 
     def received(self, bridge: Any, job: SwiftJob, send: Callable[[], object]) -> HeldWeights:
-        """Sends weights as ms-swift does, and returns those that the engine holds then.
+        """Sends weights as ms-swift does, and returns the weights that the engine then holds.
 
         Args:
-            bridge: The trainer's bridge, whose export is what is sent.
-            job: This rank's. Its digests of what is sent are taken meanwhile.
+            bridge: The trainer's bridge, which exports the weights to send.
+            job: The job of this rank. It takes digests of the sent weights meanwhile, if it has ``digests``.
             send: ms-swift's own sync.
         """
         self.rl_safe_prove()
@@ -86,11 +86,12 @@ class EngineReader(ProvedWorker):
 def exporting(
     job: SwiftJob, at_end: Callable[[Sequence[WeightSpec]], None] = lambda specs: None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns what wraps the bridge's ``export_weights``: digests of the weights are taken as they pass.
+    """Returns a wrapper for the bridge's ``export_weights`` that takes digests of the weights as they pass.
 
     Args:
-        job: This rank's. It has ``digests`` if this rank takes them.
-        at_end: Called with all weights, once their receiver has asked for more. It has loaded them then.
+        job: The job of this rank. It has ``digests`` if this rank takes them.
+        at_end: Is called with the specs of all weights after the receiver has asked for one more. By then the receiver
+            has loaded all weights.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,13 +109,13 @@ def exporting(
 
 
 class ColocatedSyncs:
-    """The weight syncs of one rank to the engine in its process. All ranks prove theirs together."""
+    """The weight syncs of one rank to the engine in its process. All ranks prove their syncs together."""
 
     def __init__(self, job: SwiftJob) -> None:
-        """Counts syncs from here on.
+        """Begins to count syncs.
 
         Args:
-            job: This rank's.
+            job: The job of this rank.
         """
         self._job = job
         self._syncs = ProvedSyncs(every=job.settings.prove_sync_freq)
@@ -123,7 +124,7 @@ class ColocatedSyncs:
         """Training ranks whose engines held wrong weights after the last sync."""
 
     def add_engine(self, engine: Any) -> None:
-        """Takes the engine of this rank, if syncs are to be proved.
+        """Sets the engine of this rank, if syncs are to be proved.
 
         Raises:
             ConfigError: As `EngineReader`.
@@ -132,13 +133,13 @@ class ColocatedSyncs:
             self._reader = EngineReader(engine)
 
     def sync(self, trainer: Any, send: Callable[[], object]) -> None:
-        """Sends weights as ms-swift does, and once more if an engine holds others than were sent.
+        """Sends weights as ms-swift does. Sends them again if an engine holds other weights than were sent.
 
         Collective over: the training world, within phase ``sync``.
 
         Args:
-            trainer: ms-swift's. It logs the metrics.
-            send: Its own sync.
+            trainer: ms-swift's trainer, which logs the metrics.
+            send: The trainer's own sync.
 
         Raises:
             WeightSyncError: If an engine holds other weights than were sent, twice in a row; names its rank.
@@ -169,7 +170,7 @@ class ColocatedSyncs:
         return SyncProof(sent=[self._sent()], held=[held], engines=[rank])
 
     def _sent(self) -> SentWeights:
-        """Returns the digests that the first rank has taken. Collective over: the training world, through the store."""
+        """Returns the digests that rank `_FIRST` has taken. Collective over: the training world, through the store."""
         if self._job.digests is None:
             return SentWeights(digests=self._settle("sent weights", None, lambda reports: reports[_FIRST]), seconds=0.0)
         sent = self._job.sent_weights()
@@ -177,7 +178,11 @@ class ColocatedSyncs:
         return sent
 
     def _agree(self, wrong: str) -> str:
-        """Returns what is wrong in any engine. Collective over: the training world, through the store."""
+        """Returns the mismatches in all engines. Collective over: the training world, through the store.
+
+        Args:
+            wrong: The mismatch in this rank's engine; empty if there is none.
+        """
         told = self._settle("sync proof", wrong, lambda reports: [one for one in enumerate(reports) if one[1]])
         self._wrong = [rank for rank, _ in told]
         return in_short([one for _, one in told])

@@ -1,4 +1,4 @@
-"""Puts our parts into ms-swift's driver of Ray mode, which imports the plugin before it makes any actor."""
+"""Patches ms-swift's driver of Ray mode. The driver imports the plugin before it makes any actor."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _RAY = "swift.ray.megatron"
 _FAILED = 1
 """Python's exit status for an error."""
 _CACHE = "kv_cache"
-"""The tag with which ms-swift has an engine allocate its KV cache."""
+"""The tag with which ms-swift tells an engine to allocate its KV cache."""
 
 
 def install_driver(settings: SwiftSettings) -> RayWaits:
-    """Replaces what the driver calls. Returns its waits.
+    """Replaces functions that the driver calls. Returns the driver's waits.
 
     Args:
-        settings: Ours.
+        settings: The adapter's settings.
     """
     run_id = uuid.uuid4().hex[:12]
     job = RayJob(run_id, settings.timeouts.stopped)
@@ -72,14 +72,14 @@ def install_driver(settings: SwiftSettings) -> RayWaits:
 
 
 class RayJob(RayStandIn):
-    """Starts Ray and shuts it down. The job's processes end with it."""
+    """Replaces ``ray`` to start Ray and shut it down. The job's processes end with the shutdown."""
 
     def __init__(self, run_id: str, stop_limit_s: float) -> None:
-        """Marks this process's children, and watches over those on this machine.
+        """Marks this process's children, and begins to look after those on this machine.
 
         Args:
-            run_id: Marks them.
-            stop_limit_s: As for `JobProcesses.watch_nodes`.
+            run_id: The mark of the job's processes.
+            stop_limit_s: See `JobProcesses.watch_nodes`.
         """
         self._stop_limit_s = stop_limit_s
         self.waits: RayWaits
@@ -89,10 +89,10 @@ class RayJob(RayStandIn):
         atexit.register(self._end)
 
     def _end(self) -> None:
-        """Ends the job with this process: after a failure at once, as `job_processes.exiting_at_once` does elsewhere.
+        """Ends the job when this process ends. After a failure it exits at once, like `job_processes.exiting_at_once`.
 
-        Functions that were registered for the exit before the plugin came do not run then, such as Ray's, which is shut
-        down.
+        In that case, functions that were registered with atexit before the plugin was imported do not run. One of them
+        is Ray's, but Ray is already shut down.
         """
         self.shutdown()
         if self.waits.failure is not None:
@@ -102,21 +102,21 @@ class RayJob(RayStandIn):
             os._exit(_FAILED)
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``ray.init``. The actors get the job's mark, also in a cluster that somebody else has started."""
+        """Calls ``ray.init``. The actors get the job's mark, even in a cluster that this job has not started."""
         started = ray.init(*args, runtime_env={"env_vars": self._variables}, **kwargs)
         assert self._processes is not None, "the job begins once"
         self._processes.watch_nodes(self._stop_limit_s)
         return started
 
     def shutdown(self) -> None:
-        """As ``ray.shutdown``; ends whatever the job has started, on every node. Idempotent."""
+        """Shuts Ray down and ends all processes of the job, on every node. Idempotent."""
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.end(kill_after_s=KILL_AFTER_S if self.waits.failure is None else FAILED_KILL_AFTER_S)
 
 
 def _knowing_the_folder(original: Callable[[Any], None], job: RayJob) -> Callable[[Any], None]:
-    """Wraps ``_create_pools``, before which there is no actor: evidence goes beside the checkpoints."""
+    """Wraps ``_create_pools``, to put evidence beside the checkpoints. Before this call, no actor exists."""
 
     @functools.wraps(original)
     def create_pools(pipeline: Any) -> None:
@@ -166,7 +166,7 @@ def _launching(original: Callable[..., None], waits: RayWaits) -> Callable[..., 
 
 
 def _at_a_lasting_port(original: Callable[[Any], tuple[str, int]], waits: RayWaits) -> Callable[[Any], tuple[str, int]]:
-    """Wraps ``_discover_master``: the port of the ranks' store stays free until rank 0 listens on it."""
+    """Wraps ``_discover_master``, to return a port for the ranks' store that stays free until rank 0 listens on it."""
 
     @functools.wraps(original)
     def discover_master(pool: Any) -> tuple[str, int]:
@@ -179,7 +179,7 @@ def _at_a_lasting_port(original: Callable[[Any], tuple[str, int]], waits: RayWai
 
 
 def _ending(original: Callable[..., None], waits: RayWaits) -> Callable[..., None]:
-    """Wraps ``WorkerGroup.shutdown``: after a failure the workers are gone, and nobody asks them to end."""
+    """Wraps ``WorkerGroup.shutdown``, to skip it after a failure, when the workers have already ended."""
 
     @functools.wraps(original)
     def shutdown(group: Any, *args: Any, **kwargs: Any) -> None:
@@ -190,7 +190,7 @@ def _ending(original: Callable[..., None], waits: RayWaits) -> Callable[..., Non
 
 
 def _before_the_cache(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``wake_up_rollout``: the trainers give their communicators' memory before an engine takes its cache's."""
+    """Wraps ``wake_up_rollout``: the trainers give their communicators' memory before an engine allocates its cache."""
 
     @functools.wraps(original)
     def wake_up_rollout(manager: Any, tags: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The weight syncs of ms-swift's driver in Ray mode, each proved if the settings say so."""
+"""Proves the weight syncs of ms-swift's driver in Ray mode, if the settings say so."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rl_safe_workers.adapters.swift.ray_waits import RayWaits
 from rl_safe_workers.adapters.sync_prover import SyncProver
 
 TRANSFERS = ("_sync_weights_naive", "_sync_weights_nccl")
-"""ms-swift's two ways to send weights. The engines are awake before, and stay so."""
+"""ms-swift's two methods that send weights. The engines are awake before, and stay awake."""
 
 
 def prove_syncs(waits: RayWaits, *, every: int) -> None:
-    """Has the job's engines read weights back, and its driver compare. Before any engine exists.
+    """Makes the job's engines read weights back, and its driver compare them. Call it before any engine exists.
 
     Args:
-        waits: The driver's.
+        waits: The driver's waits.
         every: The setting ``prove_sync_freq``.
     """
     from swift.ray.megatron.checkpoint_engine.manager import CheckpointEngineManager
@@ -32,11 +32,11 @@ def prove_syncs(waits: RayWaits, *, every: int) -> None:
 
 
 def prove_transfers(manager: Any, waits: RayWaits, *, every: int) -> None:
-    """Has ms-swift's ``CheckpointEngineManager`` compare what it has sent. Before it is made.
+    """Makes ms-swift's ``CheckpointEngineManager`` compare weights after it has sent them. Call it before it is made.
 
     Args:
-        manager: The class.
-        waits: The driver's.
+        manager: The class ``CheckpointEngineManager``.
+        waits: The driver's waits.
         every: The setting ``prove_sync_freq``.
     """
     manager.__init__ = _with_prover(manager.__init__, waits, every)

@@ -1,8 +1,8 @@
-"""The waits of ms-swift's driver in Ray mode, each with a deadline, and the verdict on the first that fails.
+"""Puts deadlines on the waits of ms-swift's driver in Ray mode, and gives the verdict on the first wait that fails.
 
-ms-swift calls ``ray.get`` without a timeout. After a failure of one rank it goes on to call the others, which still are
-in a collective (ray/megatron/base_trainer.py:253). Here the first failure ends every actor of the job, and each later
-call raises it once more.
+ms-swift calls ``ray.get`` without a timeout. After a rank has failed, it goes on to call the other ranks, which are
+still in a collective (ray/megatron/base_trainer.py:253). Here the first failure ends every actor of the job. Each later
+call raises that failure again.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "finalize_generation": (Phase.ROLLOUT,),
     "finalize": (Phase.TEARDOWN, Phase.SAVE),
 }
-"""The phases that each method of a worker may go through, the one that it is for first. The driver waits for all of
-them; other methods are outside."""
+"""The phases that each method of a worker may go through; its main phase comes first. The driver allows the sum of
+their timeouts. Other methods are outside of phases."""
 
 
 class RayWaits:
-    """Bounds the driver's waits. After the first failure it gives the verdict, and ends the job's actors.
+    """Puts deadlines on the driver's waits. After the first failure it gives the verdict and ends the job's actors.
 
     Attributes:
-        failure: The failure that the job ends with; None while all is well.
+        failure: The error of the job; None as long as nothing has failed.
         parties: The job's actors that exist by now.
         evidence: The folder for the evidence of a failure.
-        driver: Bounds the waits.
+        driver: Puts deadlines on the waits.
     """
 
     def __init__(self, timeouts: SwiftTimeouts, evidence: Path) -> None:
-        """Knows of no actor yet.
+        """Knows no actor yet.
 
         Args:
             timeouts: The deadlines, by phase.
-            evidence: The folder, as long as nobody knows better.
+            evidence: The folder for evidence, until the folder of the checkpoints is known.
         """
         self.failure: BaseException | None = None
         self.parties: list[Party] = []
@@ -72,14 +72,14 @@ class RayWaits:
 
     @contextmanager
     def waiting(self, what: str, phases: tuple[str, ...] | None = None) -> Iterator[None]:
-        """Says what the waits of the body are for.
+        """Names the work and the phases that the waits in the body are for.
 
         Args:
             what: A method of a worker, or another name for errors.
-            phases: The phases whose timeouts count; None: those of the method.
+            phases: The phases whose timeouts apply; None: the phases of the method.
 
         Raises:
-            RunError: The failure that the job ends with, if there has been one.
+            RunError: The error of the job, if the job has already failed.
         """
         if self.failure is not None:
             raise self.failure
@@ -90,15 +90,15 @@ class RayWaits:
             self._waiting = before
 
     def get(self, references: Any, what: str, phases: tuple[str, ...]) -> Any:
-        """As ``ray.get``, with a deadline.
+        """Calls ``ray.get`` with a deadline.
 
         Args:
             references: One reference, or a list.
-            what: What is waited for, unless `waiting` says so.
-            phases: Likewise.
+            what: The work that is waited for, unless `waiting` names it.
+            phases: The phases of that work, unless `waiting` names them.
 
         Raises:
-            JobError: If an actor fails or does not answer in time; names it. Every actor is ended then.
+            JobError: If an actor fails or does not answer in time; names it. Then every actor has been ended.
         """
         with self.judged():
             what, phases = self._waiting or (what, phases)
@@ -112,10 +112,10 @@ class RayWaits:
 
     @contextmanager
     def judged(self) -> Iterator[None]:
-        """Gives the verdict on a failure of the body, and ends every actor.
+        """If the body fails, gives the verdict and ends every actor.
 
         Raises:
-            RunError: The failure that the job ends with, also if there has been one.
+            RunError: The error of the job: from this body, or from an earlier failure.
         """
         if self.failure is not None:
             raise self.failure
@@ -132,51 +132,51 @@ class RayWaits:
             raise self.failure from error
 
     def _end(self) -> None:
-        """Ends every actor at once. ms-swift asks them to end, and gives each 30 s."""
+        """Kills every actor at once. ms-swift would ask them to end, and give each 30 s."""
         for party in self.parties:
             try:
                 ray.kill(party.actor, no_restart=True)
-            except Exception as error:  # the job's own failure goes on
+            except Exception as error:  # the caller raises the job's own failure
                 logger.warning("ending %s: %s: %s", party.name, type(error).__name__, error)
 
 
 class RayStandIn:
-    """Stands in for ``ray`` in one of ms-swift's modules. Everything that a subclass does not replace is Ray's own."""
+    """Replaces ``ray`` in one of ms-swift's modules. Passes through everything that a subclass does not define."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(ray, name)
 
     def __reduce__(self) -> Any:
-        # A function that ms-swift sends to another process takes the names of its module along.
+        # A function that ms-swift sends to another process is pickled together with the names of its module.
         return importlib.import_module, ("ray",)
 
 
 class BoundedRay(RayStandIn):
-    """Bounds ``get`` without a timeout."""
+    """Gives a deadline to calls of ``get`` without a timeout."""
 
     def __init__(self, waits: RayWaits, what: str, *phases: str) -> None:
-        """Bounds the module's waits.
+        """Sets the deadline of the module's waits.
 
         Args:
-            waits: The driver's.
-            what: What the module waits for.
-            *phases: The phases whose timeouts count.
+            waits: The driver's waits.
+            what: The work that the module waits for.
+            *phases: The phases whose timeouts apply.
         """
         self._waits, self._what, self._phases = waits, what, phases
 
     def get(self, references: Any, *, timeout: float | None = None) -> Any:
-        """As ``ray.get``."""
+        """Calls ``ray.get``, with a deadline if there is no timeout."""
         if timeout is not None:
             return ray.get(references, timeout=timeout)
         return self._waits.get(references, self._what, self._phases)
 
 
 def calling(waits: RayWaits, settings: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns what wraps ``WorkerGroup.execute``.
+    """Returns a wrapper for ``WorkerGroup.execute``, which names the waits and passes settings to the workers.
 
     Args:
-        waits: The driver's.
-        settings: Ours as JSON, for the workers.
+        waits: The driver's waits.
+        settings: The adapter's settings as JSON, for the workers.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""ms-swift's training worker of Ray mode with our phases, in an actor of its own. Importing it imports ms-swift."""
+"""ms-swift's training worker of Ray mode with our phases, a Ray actor. Importing this imports ms-swift."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ WORK: dict[str, Phase | None] = {
     "offload_to_cpu": None,
     "reload_to_gpu": None,
 }
-"""The phase of each method that ms-swift's driver calls; None: it enters none, or its own. A failure is told to the
-other ranks at once."""
+"""The phase of each method that ms-swift's driver calls; None if it enters no phase, or enters phases by itself. These
+methods report a failure to the other ranks at once."""
 
 
 class SafeMegatronWorker(MegatronWorker):
     """ms-swift's worker. Its methods enter phases, and tell the other ranks of a failure."""
 
     def init_actor(self, *args: Any, rl_safe: str, **kwargs: Any) -> None:
-        """Builds the model as ms-swift does, whose arguments import our plugin, on every rank.
+        """Builds the model as ms-swift does. On every rank, ms-swift's arguments import our plugin.
 
         Args:
-            *args: ms-swift's.
-            rl_safe: Our settings as JSON: an actor on another node does not have the driver's environment.
-            **kwargs: ms-swift's.
+            *args: ms-swift's arguments.
+            rl_safe: Our settings as JSON, because an actor on another node does not have the driver's environment.
+            **kwargs: ms-swift's keyword arguments.
         """
         os.environ[VARIABLE] = rl_safe
         listen()
@@ -68,28 +68,28 @@ class SafeMegatronWorker(MegatronWorker):
             super().init_actor(*args, **kwargs)
 
     def _init_trainable(self) -> None:
-        """Builds the trainer and what belongs to it, in phase ``convert``."""
+        """Builds the trainer and its parts, in phase ``convert``."""
         with install.job().outermost(Phase.CONVERT):
             super()._init_trainable()
 
     @dispatch_collect(dispatch="broadcast", collect="first")
     def give_comms(self) -> None:
-        """Gives the communicators' memory to an engine that is about to take it, if the settings say so."""
+        """Gives the communicators' memory to an engine that is about to need it, if the settings say so."""
         with _told():
             install.job().give_comms()
 
     def rl_safe_prove(self) -> None:
-        """Has this rank take digests of the weights of the next sync."""
+        """Begins to take digests of the weights in the next sync."""
         install.job().prove_sync()
 
     def rl_safe_sent(self) -> SentWeights:
-        """Returns the digests since `rl_safe_prove`, and takes no more."""
+        """Returns the digests taken since `rl_safe_prove`, and stops taking them."""
         found: SentWeights = install.job().sent_weights()
         return found
 
     @dispatch_collect(dispatch="broadcast", collect="first")
     def finalize(self) -> Any:
-        """Ends the training as ms-swift does, and then the groups, as all ranks agree."""
+        """Ends the training as ms-swift does, then ends the groups in agreement with all ranks."""
         with _told():
             found = super().finalize()
             install.job().leave()
@@ -119,7 +119,7 @@ def _safe(name: str, phase: Phase | None) -> Callable[..., Any]:
             with nullcontext() if phase is None else job.trainer.phase(phase), _parameters(worker, name), _sent(worker):
                 return original(worker, *args, **kwargs)
 
-    # With ms-swift's mark of how to call it, and with a name of its own, by which an actor finds it.
+    # Keep ms-swift's attributes, which say how to call the method, and its name, by which an actor finds it.
     call.__dict__.update(vars(original))
     call.__name__, call.__qualname__, call.__doc__ = name, f"{SafeMegatronWorker.__name__}.{name}", original.__doc__
     return call
@@ -132,9 +132,9 @@ for _name, _phase in WORK.items():
 
 @contextmanager
 def _parameters(worker: Any, method: str) -> Iterator[None]:
-    """Brings the parameters back for an export of weights, and completes their gathers.
+    """Loads the parameters back to the device for an export of weights, and completes their gathers.
 
-    ms-swift 4.6.0 offloads them before (checkpoint_engine/manager.py:79), and exports from memory that it has freed.
+    ms-swift 4.6.0 offloads the parameters first (checkpoint_engine/manager.py:79), then exports from the freed memory.
     """
     from swift.megatron.trainers import utils
 
@@ -150,7 +150,7 @@ def _parameters(worker: Any, method: str) -> Iterator[None]:
 
 
 def _sent(worker: Any) -> AbstractContextManager[None]:
-    """Has digests taken of the weights that are exported in the body, if a proof of them has been announced."""
+    """Takes digests of the weights that the body exports, if a proof of them has been announced."""
     job = install.job()
     if job.digests is None:
         return nullcontext()
@@ -166,10 +166,10 @@ def _parameter_buffers(models: list[Any]) -> Iterator[Any]:
 
 
 def _mend_transfers() -> None:
-    """Bounds the waits of this process for an engine, and gives each transfer a socket of this job's own.
+    """Puts deadlines on this process's waits for an engine, and gives each transfer a socket with a unique name.
 
-    ms-swift has no such limit, or ten minutes. Its sockets have the same names in all jobs of a machine
-    (rollout/adapter.py:34): two jobs then hang, or an engine gets the other job's weights.
+    ms-swift has no deadline, or one of ten minutes. Its sockets have the same names in all jobs on a machine
+    (rollout/adapter.py:34). So two jobs on a machine hang, or an engine gets the other job's weights.
     """
     from swift.ray.megatron.rollout import adapter
     from swift.ray.megatron.rollout.weight_transfer import BucketedWeightSender
@@ -179,7 +179,7 @@ def _mend_transfers() -> None:
     @functools.wraps(make)
     def make_own(one: Any, *args: Any, **kwargs: Any) -> None:
         make(one, *args, **kwargs)
-        # The engine is told the name with each transfer. In /tmp, because the path of a socket has to be short.
+        # Each transfer tells the engine the name. It is in /tmp, because a socket's path must be short.
         one.zmq_handle = f"ipc:///tmp/rl-safe-swift-{uuid.uuid4().hex}.sock"
 
     original = BucketedWeightSender.__init__
@@ -212,10 +212,10 @@ def _mend_transfers() -> None:
 
 
 class _PatientRay(RayStandIn):
-    """Bounds a worker's waits for its engine."""
+    """Puts deadlines on a worker's waits for its engine."""
 
     def get(self, reference: Any) -> Any:
-        """As ``ray.get``, within what is left of the phase. An engine's own error is told on the first line."""
+        """Calls ``ray.get`` within the time left in the phase. The error's first line has the engine's own error."""
         patience = install.job().engine_deadline()
         try:
             return ray.get(reference, timeout=patience.remaining().total_seconds())

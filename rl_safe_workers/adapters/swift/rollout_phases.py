@@ -1,4 +1,4 @@
-"""Generation in ms-swift's own trainer, with vLLM in the same process or as a server: phases, and waits that end.
+"""Adds phases and deadlines to generation in ms-swift's own trainer, with vLLM in the same process or as a server.
 
 A step that generates goes through these phases, within ms-swift's ``train_step``::
 
@@ -36,10 +36,10 @@ _HARD_EXIT = 1
 
 
 def install_rollout(job: SwiftJob) -> None:
-    """Replaces what ms-swift's GRPO trainer calls. Before the trainer exists.
+    """Replaces functions that ms-swift's GRPO trainer calls. Call it before the trainer exists.
 
     Args:
-        job: This rank's.
+        job: The job of this rank.
     """
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
     from swift.megatron.trainers import rollout_mixin
@@ -59,14 +59,14 @@ def install_rollout(job: SwiftJob) -> None:
 
 
 class RolloutPhases:
-    """The replacements of methods of ms-swift's, on one rank."""
+    """The replacements for methods of ms-swift, on one rank."""
 
     def __init__(self, job: SwiftJob) -> None:
         """Holds this rank's job."""
         self._job, self._syncs = job, ColocatedSyncs(job)
 
     def choosing_group(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wraps ``create_rollout_group``, which creates groups in the first generation if context is parallel."""
+        """Wraps ``create_rollout_group``, which would create groups during generation with context parallelism."""
 
         @functools.wraps(original)
         def create_rollout_group(trainer: Any) -> Any:
@@ -77,7 +77,7 @@ class RolloutPhases:
         return create_rollout_group
 
     def starting(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Wraps ``_init_rollout_engine``: phase ``start``, and never before the bootstrap."""
+        """Wraps ``_init_rollout_engine``: makes it phase ``start``, and refuses it before the bootstrap."""
 
         @functools.wraps(original)
         def init_rollout_engine(trainer: Any) -> None:
@@ -89,7 +89,7 @@ class RolloutPhases:
         return init_rollout_engine
 
     def starting_engine(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wraps ``_prepare_vllm_engine``, and the engine's generation: this process ends if it does not answer."""
+        """Wraps ``_prepare_vllm_engine`` and the engine's generation, to end this process if the engine hangs."""
 
         @functools.wraps(original)
         def prepare_vllm_engine(trainer: Any) -> Any:
@@ -109,7 +109,7 @@ class RolloutPhases:
         return prepare_vllm_engine
 
     def connecting(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wraps ``_prepare_vllm_client``, which the last rank reaches a vLLM server by."""
+        """Wraps ``_prepare_vllm_client``. The last rank reaches a vLLM server by this client."""
 
         @functools.wraps(original)
         def prepare_vllm_client(pipeline: Any) -> Any:
@@ -119,7 +119,7 @@ class RolloutPhases:
         return prepare_vllm_client
 
     def generating(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``_generate_and_score_completions``, which a step and an evaluation call within their phase."""
+        """Wraps ``_generate_and_score_completions``: makes it phase ``rollout`` within a step or an evaluation."""
 
         @functools.wraps(original)
         def generate_and_score_completions(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ class RolloutPhases:
         return generate_and_score_completions
 
     def sending(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Wraps ``_move_model_to_vllm``: phase ``sync``; proved if it is due."""
+        """Wraps ``_move_model_to_vllm``: makes it phase ``sync``, and proves the sync if a proof is due."""
 
         @functools.wraps(original)
         def move_model_to_vllm(trainer: Any) -> None:
@@ -140,7 +140,7 @@ class RolloutPhases:
         return move_model_to_vllm
 
     def scoring(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``_maybe_compute_logps``, called for each micro-batch: phase ``logprob`` for all that follows."""
+        """Wraps ``_maybe_compute_logps``, which runs for each micro-batch: begins phase ``logprob`` and stays in it."""
 
         @functools.wraps(original)
         def maybe_compute_logps(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,14 +150,14 @@ class RolloutPhases:
         return maybe_compute_logps
 
     def offloading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``offload_context``: not before the bootstrap, and without the communicators' memory in generation."""
+        """Wraps ``offload_context``: refuses it before the bootstrap; gives the communicators' memory in generation."""
 
         @contextmanager
         @functools.wraps(original)
         def offload_context(trainer: Any) -> Iterator[None]:
             job = self._job
             job.trainer.comms.require("offload")
-            # In several turns ms-swift gathers over the trainers' groups between them.
+            # If generation has several turns, ms-swift gathers over the trainers' groups between the turns.
             gives = job.trainer.lifecycle.current is Phase.ROLLOUT and not getattr(
                 trainer, "multi_turn_scheduler", None
             )
@@ -171,27 +171,26 @@ class RolloutPhases:
 
 
 class EngineWatch:
-    """Ends this process if the vLLM engine in it has not answered when the phase ends: nothing interrupts its call."""
+    """Ends this process if its vLLM engine has not answered by the phase's deadline. Nothing can interrupt the call."""
 
     def __init__(self, job: SwiftJob, what: str, *, is_shared: bool) -> None:
         """Watches nothing yet.
 
         Args:
-            job: This rank's.
-            what: What the engine does, for the error.
-            is_shared: Whether the engine may wait for its parts on other ranks, so that it may be one of those that
-                hangs.
+            job: The job of this rank.
+            what: The work of the engine, for the error.
+            is_shared: Whether the engine has parts on other ranks. If so, one of those may be the part that hangs.
         """
         self._job, self._what, self._is_shared = job, what, is_shared
 
     def __enter__(self) -> None:
-        """Watches from now on."""
+        """Begins to watch."""
         self._is_over, self._thread = threading.Event(), threading.get_ident()
         deadline, phase = self._job.engine_deadline(), self._job.phase_name()
         in_background(lambda: self._wait(deadline, phase))
 
     def __exit__(self, *error: object) -> None:
-        """Watches no more."""
+        """Stops watching."""
         self._is_over.set()
 
     def _wait(self, deadline: Deadline, phase: str) -> None:
@@ -213,14 +212,14 @@ class EngineWatch:
 
 
 class PatientClient:
-    """ms-swift's client of vLLM servers. Each of its calls ends with the phase; everything else is the client's own."""
+    """Wraps ms-swift's client of vLLM servers. Ends its calls at the phase's deadline. Passes all else through."""
 
     def __init__(self, client: Any, job: SwiftJob) -> None:
-        """Bounds the calls.
+        """Wraps the client.
 
         Args:
             client: ms-swift's ``VLLMClient``.
-            job: This rank's.
+            job: The job of this rank.
         """
         self._client, self._job = client, job
 

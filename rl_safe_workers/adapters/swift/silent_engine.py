@@ -1,4 +1,4 @@
-"""The error about a vLLM engine that has not answered in time."""
+"""Makes the error about a vLLM engine that has not answered in time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from rl_safe_workers.ranks import RankId
 
 
 def silent_engine(engine: str, phase: str, deadline: Deadline, rank_id: RankId | None = None) -> RolloutError:
-    """Returns the error.
+    """Returns the error about a vLLM engine that has not answered in time.
 
     Args:
-        engine: Which engine.
-        phase: The phase whose timeout bounds it.
-        deadline: What has passed.
-        rank_id: The engine, where it is a process that the driver knows.
+        engine: Words for the engine.
+        phase: The phase whose timeout applies.
+        deadline: The deadline that has passed.
+        rank_id: The engine's rank; None if the driver does not know the engine as a process.
     """
     return RolloutError(
         f"phase {phase}: {engine} did not answer within {deadline.waited_s:.1f} s; "

@@ -1,7 +1,7 @@
-"""Every name of ms-swift's and mcore-bridge's that the adapter relies on, with the parameters that it relies on.
+"""Lists every name in ms-swift and mcore-bridge that the adapter needs, with the parameters that it needs.
 
-Nothing of them is imported. `check_swift` compares it with what is installed before anything is replaced, and
-``tests/swift/test_swift_contract.py`` with the supported versions.
+It imports nothing of them. `check_swift` compares the list with the installed packages before anything is replaced.
+``tests/swift/test_swift_contract.py`` compares it with the supported versions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rl_safe_workers.adapters.host_contract import HostName, HostText, lacking
 from rl_safe_workers.errors import ConfigError
 
 SINCE, UNTIL = "4.3.0", "4.6.0"
-"""The first version of ms-swift that fits, and the newest that was read."""
+"""The first supported version of ms-swift, and the newest version that we have read."""
 _UTILS = "swift/megatron/utils/megatron_lm_utils.py"
 _BASE = "swift/megatron/trainers/base.py"
 _SFT = "swift/megatron/pipelines/train/sft.py"
@@ -580,31 +580,31 @@ BRIDGE_TEXTS: tuple[HostText, ...] = (
 
 
 def check_swift(swift: Path, bridge: Path) -> None:
-    """Refuses an ms-swift or mcore-bridge that this adapter does not fit.
+    """Refuses an ms-swift or mcore-bridge that lacks something that this adapter needs.
 
     Args:
         swift: The folder that holds the package ``swift``.
         bridge: The folder that holds ``mcore_bridge``.
 
     Raises:
-        ConfigError: Naming what it lacks.
+        ConfigError: If something is missing; names it.
     """
     _check("ms-swift", swift, NAMES, TEXTS)
     _check("mcore-bridge", bridge, BRIDGE_NAMES, BRIDGE_TEXTS)
 
 
 def check_grpo(swift: Path) -> None:
-    """As `check_swift`, for GRPO in ms-swift's own trainer."""
+    """Does the same as `check_swift`, for GRPO in ms-swift's own trainer."""
     _check("ms-swift", swift, GRPO_NAMES, GRPO_TEXTS)
 
 
 def check_proved(swift: Path) -> None:
-    """As `check_swift`, for proved weight syncs."""
+    """Does the same as `check_swift`, for proved weight syncs."""
     _check("ms-swift", swift, PROOF_NAMES, PROOF_TEXTS)
 
 
 def check_ray_mode(swift: Path) -> None:
-    """As `check_swift`, for Ray mode."""
+    """Does the same as `check_swift`, for Ray mode."""
     _check("ms-swift", swift, RAY_NAMES, RAY_TEXTS)
 
 

@@ -1,4 +1,4 @@
-"""The settings of ms-swift's users: the variable ``RL_SAFE_SWIFT``, which the node ``ENV`` of a YAML can carry."""
+"""The settings of ms-swift's users, in the variable ``RL_SAFE_SWIFT``. The node ``ENV`` of a YAML can set it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ class SwiftTimeouts(PhaseTimeouts):
     """Seconds that each phase may take under ms-swift."""
 
     world: Seconds = 600.0
-    """To create the default group."""
+    """Limit for creating the default group."""
     outside: Seconds = 7200.0
-    """For each wait outside of phases: ranks wait in one while a rank prepares the dataset."""
+    """Limit for each wait outside of phases. In one of them, ranks wait while a rank prepares the dataset."""
     convert: Seconds = 3600.0
-    """To build the model and read its weights, and for an export."""
+    """Limit for building the model and reading its weights, and for an export."""
     start: Seconds = 1800.0
-    """To start vLLM, and in Ray mode the processes of the job."""
+    """Limit for starting vLLM and, in Ray mode, the processes of the job."""
     rollout: Seconds = 3600.0
-    """For generation and rewards."""
+    """Limit for generation and rewards."""
     sync: Seconds = 1800.0
-    """To bring weights to vLLM."""
+    """Limit for sending weights to vLLM."""
 
 
 class SwiftSettings(ProvableSettings):
-    """The variable's keys. With ``enabled`` false the plugin does nothing."""
+    """The keys of the variable. If ``enabled`` is false, the plugin does nothing."""
 
     timeouts: SwiftTimeouts = Field(default_factory=SwiftTimeouts)
     release_comms: bool = False
-    """True if the memory of communicators goes to vLLM on the same GPUs during generation."""
+    """True if communicators give their memory to vLLM on the same GPUs during generation."""
 
     def rl_safe(self, **timeouts: float) -> RlSafeConfig:
-        """As `HostSettings.rl_safe`; ``outside`` is no phase."""
+        """Returns the settings for a `SafeTrainer`, without ``outside``, which is not a phase."""
         seconds = {"groups": self.timeouts.bootstrap, **self.timeouts.model_dump(exclude={"outside"}), **timeouts}
         return RlSafeConfig(timeouts=TimeoutsConfig(**seconds), bootstrap=self.bootstrap)
 

@@ -1,6 +1,6 @@
-"""verl's agent loops, which remember what engines and reward workers raise.
+"""Makes verl's agent loops remember the errors that engines and reward workers raise.
 
-verl drops the prompt, and its driver never hears why.
+verl itself drops the prompt, and never tells its driver why.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from rl_safe_workers.adapters.call_errors import CallError, call_error_of, keep_
 
 
 def remembering(plain: Any) -> type:
-    """Derives an agent loop worker that the driver can ask for the errors of those that it calls.
+    """Returns a subclass of an agent loop worker that the driver can ask for errors of the actors that it calls.
 
     Args:
         plain: verl's ``AgentLoopWorkerTQ``, without Ray.
     """
 
     class SafeAgentLoopWorker(plain):
-        """In the process of an agent loop worker."""
+        """Collects the errors in the process of an agent loop worker."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             keep_origins()
@@ -37,13 +37,13 @@ def remembering(plain: Any) -> type:
                 raise
 
         async def rl_safe_heard(self) -> list[CallError]:
-            """Returns the newest error of each line of code of each actor that was called."""
+            """Returns the newest error for each called actor and line of code."""
             return list(self._rl_safe_heard.values())
 
     return SafeAgentLoopWorker
 
 
 def use_agent_loops() -> None:
-    """Has verl's manager of agent loops take ours, in this process."""
+    """Makes verl's manager of agent loops use our workers in this process."""
     stock: Any = agent_loop_tq.AgentLoopWorkerTQ
     agent_loop_tq.AgentLoopWorkerTQ = ray.remote(remembering(stock.__ray_actor_class__))

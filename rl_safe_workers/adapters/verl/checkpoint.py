@@ -1,4 +1,4 @@
-"""verl's checkpoint manager with our saves and loads: its layout and files, without its collectives.
+"""verl's checkpoint manager with our saves and loads. It keeps verl's layout and files, but not verl's collectives.
 
     global_step_10/actor/
       ckpt_contents.json            verl's manifest, written last
@@ -8,7 +8,7 @@
       optimizer/dist_ckpt/          shards and the scheduler
       extra/dist_ckpt/              random states
 
-What is stored is described in verl's own format, so that each reads the other's checkpoints.
+The contents are described in verl's own format. So verl can read our checkpoints, and we can read verl's.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ TREES = ("model", "optimizer", "extra")
 
 
 class SafeCheckpointManager(MegatronCheckpointManager):
-    """Overrides how verl's manager describes, writes and reads shards; its ``save_checkpoint`` stays in charge."""
+    """Overrides how verl's manager describes, writes and reads shards. verl's ``save_checkpoint`` still calls it."""
 
     process: TrainerProcess
     name: str
     checkpoint_config: Any
     _savers: dict[str, Saver]
     _step_folder: Path
-    """verl's folder of the step that was saved last."""
+    """verl's folder for the last saved step."""
     _ends_at_once = False
-    """True if a save has to be complete when its call ends: verl's rank 0 uploads it, or names it then."""
+    """True if a save must be complete when its call returns, because verl's rank 0 then uploads it or names it."""
 
     @classmethod
     def take_over(cls, manager: MegatronCheckpointManager, process: TrainerProcess, name: str) -> SafeCheckpointManager:
-        """Makes one of a manager that verl has made: it is constructed by name (transformer_impl.py:627)."""
+        """Returns our manager with the state of verl's, which verl constructs by name (transformer_impl.py:627)."""
         ours: SafeCheckpointManager = cls.__new__(cls)
         ours.__dict__.update(manager.__dict__)
         ours.process, ours.name, ours._savers = process, name, {}
@@ -68,17 +68,17 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     @property
     def _in_background(self) -> bool:
-        """True if saves go on while verl trains.
+        """True if saves run in the background while verl trains.
 
-        False if verl's driver names the step right after the actor's save. False with an upload: it would have no
-        deadline, and the other ranks would wait for rank 0 in the next phase.
+        False if verl's driver names the step right after the actor's save. Also False if there is an upload: it would
+        have no deadline, and the other ranks would wait for rank 0 in the next phase.
         """
         return bool(self.checkpoint_config.async_save) and self.process.tracker.is_ours and not self._ends_at_once
 
     def _build_optimizer_state_dict(
         self, model_sharded_state_dict: dict[str, Any], metadata: dict[str, Any], is_loading: bool = False
     ) -> dict[str, Any]:
-        """As verl's, without its barrier; in verl's ``fully_reshardable`` format also without Megatron's gather."""
+        """Returns the same as verl's method, without its barrier; for ``fully_reshardable``, without a gather too."""
         if self._is_in_place(metadata):
             state = {"optimizer": self._describe(metadata, is_loading=is_loading)["optimizer"]}
         else:
@@ -114,16 +114,16 @@ class SafeCheckpointManager(MegatronCheckpointManager):
     ) -> None:
         """Saves as verl does. Collective over: the training world, within ``timeouts.save``.
 
-        Shards take no collective. HF weights take the bridge's, on tensor, pipeline and expert groups, and verl's one
-        barrier before them (megatron_checkpoint_manager.py:1276).
+        Shards need no collective. HF weights need the bridge's collectives, on tensor, pipeline and expert groups.
+        Before them verl has a barrier (megatron_checkpoint_manager.py:1276).
 
         Raises:
-            CheckpointError: On every rank, if one cannot write.
-            PhaseTimeoutError: If a rank does not arrive, or has not written or uploaded, in time; names it.
+            CheckpointError: On every rank, if a rank cannot write.
+            PhaseTimeoutError: If a rank does not arrive, write or upload in time; names it.
         """
         self._step_folder = _step_folder(local_path)
         self._notice_upload(hdfs_path)
-        # verl's trainer for supervised fine-tuning names a step right after its save.
+        # verl's trainer for supervised fine-tuning names a step right after saving it.
         self._ends_at_once = hdfs_path is not None or self._step_folder == Path(local_path).absolute()
         self.process.saves.finish_before(self.name, self._step_folder)
         self.process.tracker.begin(self.name, self._step_folder, global_step)
@@ -134,7 +134,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
                 self._uncommit(local_path)
                 super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
             except RlSafeError:
-                raise  # every rank's
+                raise  # every rank raises it
             except Exception as error:
                 self.process.fail(Phase.SAVE, error)
         self.process.save_seconds += time.monotonic() - started_s
@@ -199,7 +199,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             finalize_save_fn()
 
     def _finalize_save(self, **arguments: Any) -> None:
-        """As verl's, without the tracker file: it would name the step, which other engines may not have saved yet."""
+        """Finalises as verl does, but writes no tracker file: other engines may not have saved this step yet."""
         with self._as_synchronous():
             super()._finalize_save(**arguments)
 
@@ -213,7 +213,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             self.checkpoint_config = config
 
     def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None) -> None:
-        """As verl's, which calls it once a save is complete; older ones go when the step has been named."""
+        """Registers a complete save as verl does. Older saves are removed only once the step has been named."""
         register = functools.partial(super().register_checkpoint, new_path, max_ckpt_to_keep)
         if self.process.tracker.is_ours:
             self.process.tracker.saved(self.name, _step_folder(new_path), register)
@@ -223,11 +223,11 @@ class SafeCheckpointManager(MegatronCheckpointManager):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Loads what verl or we have saved. Collective over: the training world, within ``timeouts.load``.
+        """Loads a checkpoint of verl's or ours. Collective over: the training world, within ``timeouts.load``.
 
         Raises:
-            CheckpointError: On every rank, if one cannot read its part, or there is no complete checkpoint.
-            CheckpointMismatchError: On every rank, with the keys and shapes that differ.
+            CheckpointError: On every rank, if a rank cannot read its part, or if there is no complete checkpoint.
+            CheckpointMismatchError: On every rank, if keys or shapes differ; names them.
         """
         with self.process.trainer.phase(Phase.LOAD):
             if self.use_megatron_fsdp or self.peft_cls is not None:
@@ -236,7 +236,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             self._load(local_path)
 
     def _load(self, local_path: str) -> None:
-        # Not by verl's functions for these paths, which make the directories.
+        # verl's functions for these paths would create the directories.
         model, optimizer, extra = (Path(local_path).absolute() / tree / SHARDS for tree in TREES)
         self._check_complete(local_path)
         metadata = self._metadata_of([model, optimizer, extra])
@@ -299,13 +299,13 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
 
 def _step_folder(local_path: str) -> Path:
-    """Returns verl's folder of a step: that of a role is inside; one model alone has no other (sft_trainer.py:89)."""
+    """Returns verl's folder of a step. Each role has a folder in it; a single model has none (sft_trainer.py:89)."""
     path = Path(local_path).absolute()
     return path if path.name.startswith("global_step_") else path.parent
 
 
 def _make_durable(directory: Path, files: Mapping[str, WrittenFile], notes: Sequence[str]) -> str:
-    """Syncs what the ranks have not: the metadata, and the directories."""
+    """Syncs the metadata and the directories to disk, which the ranks have not done; returns the directory's path."""
     for path in directory.iterdir():
         if path.name not in files:
             fsync(path)

@@ -1,4 +1,4 @@
-"""Refuses a verl that the adapter does not fit, by the name that it lacks. Imports nothing of it."""
+"""Refuses a verl that lacks a name that the adapter needs. Does not import verl."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def check_verl(root: Path | None = None) -> None:
     """Checks that verl has every name that the adapter relies on.
 
     Args:
-        root: The folder that holds its package; None: the installed one.
+        root: The folder that holds verl's package; None: the installed one.
 
     Raises:
-        ConfigError: If it is not installed, or lacks a name; names it.
+        ConfigError: If verl is not installed, or lacks a name; gives the name.
     """
     root = root or _installed()
     _check(root, NAMES, TEXTS)
@@ -30,7 +30,7 @@ def check_verl(root: Path | None = None) -> None:
 
 
 def check_registry() -> None:
-    """Checks as much of the installed verl as takes no time: the registry that takes our engines.
+    """Checks only the part of the installed verl that takes no time to check: the registry for our engines.
 
     Raises:
         ConfigError: As `check_verl`.
@@ -59,7 +59,7 @@ def _check(root: Path, names: Iterable[HostName], texts: Iterable[HostText]) -> 
 
 
 def _version(root: Path) -> str:
-    """Returns the version that the package itself states; verl reads it from the same file."""
+    """Returns the version from the file in the package from which verl itself reads it."""
     stated = root / "verl" / "version" / "version"
     if stated.is_file():
         return stated.read_text(encoding="utf-8").strip()[:40]

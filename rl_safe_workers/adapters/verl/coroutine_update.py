@@ -1,4 +1,4 @@
-"""verl's weight sync: a coroutine that blocks in places, and the calls in which it waits for the rollout."""
+"""Runs verl's weight sync, a coroutine that sometimes blocks, and notes the calls in which it waits for the rollout."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role
 
 _CALLS = ("resume", "release", "update_weights", "send_weights")
-"""Coroutines of a rollout or a checkpoint engine of verl's, in which a rank waits for rollout engines."""
+"""Coroutines of verl's rollout and checkpoint engine in which a rank waits for rollout engines."""
 _CACHE = "kv_cache"
-"""The tag with which verl has an engine allocate its KV cache."""
+"""The tag with which verl tells an engine to allocate its KV cache."""
 
 
 class RolloutCalls:
     """Notes the calls in which this rank waits for the rollout.
 
     Attributes:
-        awaited: The rollout rank that this rank is in a call of, or words for it; None if it is in none.
+        awaited: The rollout rank that this rank is calling, or words for it; None outside of such calls.
     """
 
     def __init__(self, rollout: Sequence[Any], *, before_cache: Callable[[], object]) -> None:
-        """Notes each call of some objects from now on.
+        """Wraps the objects, to note each call to them from now on.
 
         Args:
-            rollout: The objects through which this rank reaches the rollout; None among them is passed over.
-            before_cache: Called before a call that makes an engine allocate its KV cache.
+            rollout: The objects through which this rank reaches the rollout. A None among them is skipped.
+            before_cache: Is called before a call that makes an engine allocate its KV cache.
         """
         self.awaited: RankId | str | None = None
         self._before_cache = before_cache
@@ -68,13 +68,13 @@ class CoroutineUpdate:
         Args:
             process: This process.
             update: verl's own sync.
-            calls: This rank's calls of the rollout.
+            calls: This rank's calls to the rollout.
         """
         self._process, self._update, self._calls = process, update, calls
         self._coroutine: Coroutine[Any, Any, Any] | None = None
 
     async def run(self) -> Any:
-        """Does the sync as a phase, and returns what verl's returns. Collective over: the training world.
+        """Runs the sync as a phase, and returns the value of verl's sync. Collective over: the training world.
 
         Raises:
             PhaseTimeoutError: As `WeightUpdate.finish`.
@@ -94,7 +94,7 @@ class CoroutineUpdate:
         return None if self._process.is_gathering else self._calls.awaited
 
     def _place(self) -> str | None:
-        """Returns the line of code in which the coroutine awaits something; None if it awaits nothing, but works."""
+        """Returns the line of code in which the coroutine awaits something; None if it is running."""
         awaiting: list[Frame] = []
         waiting: Any = self._coroutine
         while (frame := getattr(waiting, "cr_frame", None)) is not None and not waiting.cr_running:

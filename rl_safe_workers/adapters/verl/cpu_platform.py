@@ -1,7 +1,7 @@
-"""Lets verl's Megatron engine run on gloo without a GPU: a device platform of verl's own kind, and shims.
+"""Lets verl's Megatron engine run on gloo without a GPU, by a device platform for verl and some shims.
 
-For tests and the small recipe; ``VERL_PLATFORM=rl_safe_cpu`` chooses it. Line numbers are verl 0.9.1's. `apply` changes
-the process, and refuses to where there is a GPU.
+For tests and the small recipe; ``VERL_PLATFORM=rl_safe_cpu`` chooses it. Line numbers are of verl 0.9.1. `apply`
+patches this process, and raises if there is a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _applied = False
 
 
 class _Host(str):
-    """The one device, which verl uses as it is, and as ``f"{name}:{index}"`` (megatron_utils.py:233)."""
+    """The only device. verl uses it as it is, and in ``f"{name}:{index}"`` (megatron_utils.py:233)."""
 
     def __format__(self, spec: str) -> str:
         return "0"
@@ -47,7 +47,7 @@ _MODULE = SimpleNamespace(
     **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"), _zero),
     **dict.fromkeys(("empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_device", "synchronize"), _nothing),
 )
-"""Functions of ``torch.cuda``, or of a module like it, that verl calls."""
+"""Stands for ``torch.cuda`` or a similar module. Has the functions that verl calls."""
 
 
 class HostPlatform(PlatformBase):
@@ -58,26 +58,26 @@ class HostPlatform(PlatformBase):
     device_module: Any = _MODULE
 
     def is_available(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Never found out by itself: it has to be asked for."""
+        """Returns False, so that verl never detects this platform: a user must choose it."""
         return False
 
     def current_device(self) -> Any:
-        """The one device, which is no number."""
+        """Returns the only device, which is not a number."""
         return _Host("cpu")
 
     def device_count(self) -> int:
-        """One: without any verl does not seed Megatron's generators (engine/megatron/utils.py:35)."""
+        """Returns 1. With 0, verl would not seed Megatron's generators (engine/megatron/utils.py:35)."""
         return 1
 
     def set_device(self, device_index: int) -> None:
-        """Nothing to choose from."""
+        """Does nothing: there is only one device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Everything on a CPU has already happened."""
+        """Does nothing: work on a CPU is already complete."""
 
     def manual_seed(self, seed: int) -> None:
         """Seeds torch."""
@@ -88,21 +88,21 @@ class HostPlatform(PlatformBase):
         torch.manual_seed(seed)
 
     def set_allocator_settings(self, settings: str) -> None:
-        """There is no allocator to set."""
+        """Does nothing: there is no allocator to configure."""
 
     def empty_cache(self) -> None:
-        """There is no cache."""
+        """Does nothing: there is no cache."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         """None."""
         return None, None
 
     def communication_backend_name(self) -> str:
-        """Gloo."""
+        """Returns gloo."""
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        """CUDA's, which stays empty."""
+        """Returns CUDA's variable, which stays empty."""
         return "CUDA_VISIBLE_DEVICES"
 
     @contextmanager
@@ -117,7 +117,7 @@ class HostPlatform(PlatformBase):
         """No profiler listens."""
 
     def ray_resource_name(self) -> str:
-        """The resource that verl's pools ask Ray for; ``ray.init(num_gpus=N)`` provides it without a GPU."""
+        """Returns the resource that verl's pools ask Ray for. ``ray.init(num_gpus=N)`` provides it without a GPU."""
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
@@ -125,7 +125,7 @@ class HostPlatform(PlatformBase):
         return []
 
     def is_ipc_supported(self) -> bool:
-        """No handles of device memory; verl then sends weights through shared memory."""
+        """Returns False: there are no handles of device memory. verl then sends weights through shared memory."""
         return False
 
     def cudart(self) -> Any:
@@ -134,7 +134,7 @@ class HostPlatform(PlatformBase):
 
 
 def register_platform() -> None:
-    """Enters the platform into verl's registry. Idempotent."""
+    """Adds the platform to verl's registry. Idempotent."""
     if PlatformRegistry.get(CPU_PLATFORM) is None:
         PlatformRegistry.register(platform=CPU_PLATFORM)(HostPlatform)
 

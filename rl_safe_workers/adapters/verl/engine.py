@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class SafeEngineMixin:
-    """Mixed over one of verl's Megatron engines; every method is one that verl calls."""
+    """Overrides methods that verl calls on its Megatron engines."""
 
     process: TrainerProcess
     model_config: Any
@@ -51,7 +51,7 @@ class SafeEngineMixin:
         with self.process.creating_groups(features, self.engine_config):
             super()._init_device_mesh()  # type: ignore[misc]
         self.process.connect(features)
-        # A warning, because verl shows nothing less of its workers.
+        # A warning, because verl shows no lower log level of its workers.
         logger.warning(
             "rl_safe active: %s on training rank %d of %d",
             type(self).__name__,
@@ -60,7 +60,7 @@ class SafeEngineMixin:
         )
 
     def initialize(self) -> None:
-        """Builds the model as verl does, and has its checkpoints written and read by us."""
+        """Builds the model as verl does, and replaces verl's checkpoint manager by ours."""
         super().initialize()  # type: ignore[misc]
         if self.engine_config.forward_only:
             return
@@ -70,36 +70,36 @@ class SafeEngineMixin:
         self.checkpoint_mananager = SafeCheckpointManager.take_over(self.checkpoint_mananager, self.process, name)
 
     def train_mode(self, **settings: Any) -> Any:
-        """As verl's, but takes the communicators' memory back first: verl gathers token counts before `train_batch`."""
+        """Takes the communicators' memory back, then does as verl: it gathers token counts before `train_batch`."""
         self.process.given.take_back()
         return super().train_mode(**settings)  # type: ignore[misc]
 
     def eval_mode(self, **settings: Any) -> Any:
-        """As verl's, but takes the communicators' memory back first: the engine's state then fills the device."""
+        """Takes the communicators' memory back, then does as verl, which fills the device with the engine's state."""
         self.process.given.take_back()
         return super().eval_mode(**settings)  # type: ignore[misc]
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
-        """One update, as a phase: it begins once every rank has come, and names who has not."""
+        """Runs one update as a phase, which begins once every rank has come, or raises and names the missing ranks."""
         self.process.has_trained = True
         with self.process.trainer.phase(Phase.TRAIN):
             return super().train_batch(data, loss_function)  # type: ignore[misc]
 
     def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
-        """One forward batch, as a phase."""
+        """Runs one forward batch as a phase."""
         with self.process.trainer.phase(Phase.LOGPROB):
             return super().infer_batch(data, loss_function)  # type: ignore[misc]
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Moves state between device and host; not to the host before communicators are connected."""
+        """Moves state between device and host. Raises on a move to the host before communicators are connected."""
         if device == "cpu":
             self.process.trainer.comms.require("offload")
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)  # type: ignore[misc]
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the weights that a sync sends; not before communicators are connected.
+        """Returns the weights that a sync sends. Raises before communicators are connected.
 
-        If the sync is to be proved, digests of them are taken on their way.
+        If the sync is to be proved, this also takes digests of the weights as they pass.
         """
         self.process.trainer.comms.require("weight sync")
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
@@ -107,9 +107,9 @@ class SafeEngineMixin:
         return weights if digests is None else digests.passing(weights), peft_config
 
     def _gathered(self, weights: Iterable[Any]) -> Iterator[Any]:
-        """Yields the weights, and notes when this rank is in a gather of theirs, with other training ranks."""
+        """Yields the weights. Sets ``is_gathering`` while this rank gathers them with other training ranks."""
         remaining, end = iter(weights), object()
-        # Not before: verl may have brought the parameters back from the host since.
+        # Only now, because verl may just have brought the parameters back from the host.
         complete_param_gathers(self.module)
         while True:
             self.process.is_gathering = True
@@ -129,7 +129,7 @@ class SafeEngineMixin:
         max_ckpt_to_keep: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Saves as verl does, without its last barrier: our saves end in an agreement.
+        """Saves as verl does, but without verl's last barrier, because our saves end in an agreement.
 
         Collective over: the training world, within ``timeouts.save``.
         """
@@ -143,16 +143,16 @@ class SafeEngineMixin:
 
 
 class SafeMegatronEngine(SafeEngineMixin, MegatronEngineWithLMHead):
-    """verl's language model engine, safe."""
+    """verl's language model engine with our overrides."""
 
 
 class SafeMegatronValueEngine(SafeEngineMixin, MegatronEngineWithValueHead):
-    """verl's value model engine, safe."""
+    """verl's value model engine with our overrides."""
 
 
 _ENGINES = {"language_model": SafeMegatronEngine, "value_model": SafeMegatronValueEngine}
 _DEVICES = ["cuda", "cpu"]
-"""verl asks for the latter on our CPU platform only."""
+"""Devices for which our engines are registered. verl asks for ``cpu`` only on our CPU platform."""
 
 
 def is_registered() -> bool:
@@ -161,7 +161,7 @@ def is_registered() -> bool:
 
 
 def register() -> None:
-    """Enters our engines into verl's registry under our vendor key; verl's own stay. Idempotent."""
+    """Adds our engines to verl's registry under our vendor key. verl's own engines stay there. Idempotent."""
     if is_registered():
         return
     for kind, engine in _ENGINES.items():

@@ -1,4 +1,4 @@
-"""Checks of a run's configuration on the driver, before Ray is started, and what its workers are told."""
+"""Checks a run's configuration on the driver before Ray starts, and prepares the variables for its workers."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _PROVED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("actor_rollout_ref.rollout.disaggregation.enabled", (False,), _ONE_GPU),
     ("actor_rollout_ref.rollout.quantization", (), "only engines that are not quantised are read back"),
 )
-"""Keys of verl's configuration, their values with which syncs can be proved, and the reason."""
+"""Keys of verl's configuration, the values with which syncs can be proved, and the reason for the limit."""
 MODES = ("sync", "colocate_async", "separate_async")
 
 
 def check_run(config: DictConfig) -> VerlSettings | None:
-    """Returns the run's settings; None if our engines are not asked for, and verl is to run as it is.
+    """Checks a run and returns its settings; None if the run does not ask for our engines, so that verl runs unchanged.
 
     Raises:
-        ConfigError: If the node has an unknown key or wrong value, verl lacks a name that the adapter relies on, or the
-            run is of a kind that the adapter has nothing for.
+        ConfigError: If the node has an unknown key or wrong value, if verl lacks a name that the adapter needs, or if
+            the adapter does not support this kind of run.
     """
     settings = read_settings(config)
     if not _is_enabled(settings, entry="verl.trainer.main_ppo"):
@@ -68,7 +68,7 @@ def _check_proof(config: DictConfig, settings: VerlSettings) -> None:
     """Refuses a run whose weight syncs cannot be proved.
 
     Raises:
-        ConfigError: Names the key that stands in the way.
+        ConfigError: If a key has an unsuitable value; names the key.
     """
     check_proof()
     for key, fits, reason in _PROVED:
@@ -88,7 +88,7 @@ def _check_proof(config: DictConfig, settings: VerlSettings) -> None:
 
 
 def check_sft(config: DictConfig) -> VerlSettings | None:
-    """As `check_run`, of verl's trainer for supervised fine-tuning.
+    """Does the same as `check_run`, for verl's trainer for supervised fine-tuning.
 
     Raises:
         ConfigError: As `check_run`.
@@ -96,7 +96,7 @@ def check_sft(config: DictConfig) -> VerlSettings | None:
     settings = read_sft_settings(config)
     if not _is_enabled(settings, entry="verl.trainer.sft_trainer"):
         return None
-    # verl's node of Megatron's engine has no strategy: the class of the settings has it.
+    # verl's node for Megatron's engine has no key ``strategy``: it is a default of the settings' class.
     target = OmegaConf.select(config, "engine._target_")
     strategy = OmegaConf.select(config, "engine.strategy") or (STRATEGY if target == MEGATRON_ENGINE else target)
     if strategy != STRATEGY:
@@ -113,14 +113,14 @@ def check_sft(config: DictConfig) -> VerlSettings | None:
 
 
 def _is_enabled(settings: VerlSettings, *, entry: str) -> bool:
-    """Returns True if our engines are asked for, and verl fits them.
+    """Returns True if the settings ask for our engines. Then it also checks that verl has the names that they need.
 
     Args:
-        settings: Of the adapter.
-        entry: verl's own, for the error.
+        settings: The adapter's settings.
+        entry: verl's own entry, for the error.
 
     Raises:
-        ConfigError: If the environment asks for our engines and the settings do not, or verl lacks a name.
+        ConfigError: If the environment asks for our engines but the settings do not, or if verl lacks a name.
     """
     environment.check_loadable()
     if settings.enabled:
@@ -134,15 +134,15 @@ def _is_enabled(settings: VerlSettings, *, entry: str) -> bool:
 
 
 def prepare_job(config: DictConfig, settings: VerlSettings, run_id: str) -> dict[str, str]:
-    """Adds what every process of the job needs to ``ray_kwargs.ray_init.runtime_env``; returns it.
+    """Adds the variables that every process of the job needs to ``ray_kwargs.ray_init.runtime_env``; returns them.
 
     Args:
-        config: The run's, which is changed.
-        settings: Of the adapter.
-        run_id: Marks the job's processes, so that they can be ended wherever they were forgotten.
+        config: The run's configuration, which is changed.
+        settings: The adapter's settings.
+        run_id: The mark of the job's processes, by which leftover processes are found and ended.
 
     Raises:
-        ConfigError: If the configuration or the job that this is submitted to says otherwise.
+        ConfigError: If the configuration or the submitted job sets one of the variables to another value.
     """
     variables = {**environment.job_variables(settings), env.RUN_ID: run_id, env.HANG_DIR: str(folder_of(run_id))}
     with open_dict(config):

@@ -1,6 +1,6 @@
-"""The environment variables by which verl finds us, and by which a job's settings reach its workers.
+"""Handles the environment variables by which verl finds us and a job's settings reach its workers.
 
-Nothing else of the adapter touches ``os.environ``.
+No other module of the adapter touches ``os.environ``.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ VENDOR = "rl_safe"
 CPU_PLATFORM = "rl_safe_cpu"
 
 ENGINE_VENDOR = "VERL_ENGINE_VENDOR"
-"""verl's: the vendor whose engines its registry prefers."""
+"""verl's variable: the vendor whose engines its registry prefers."""
 EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
-"""verl's: modules that ``import verl`` imports, separated by commas; one that is missing is an error."""
+"""verl's variable: modules that ``import verl`` imports, separated by commas. A missing module is an error."""
 EXTERNAL_PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
-"""verl's: which entry points ``import verl`` loads: ``auto``, ``none``, or names separated by commas."""
+"""verl's variable: the entry points that ``import verl`` loads: ``auto``, ``none``, or names separated by commas."""
 PLATFORM = "VERL_PLATFORM"
-"""verl's: the name of the device platform, if it is not to be found out."""
+"""verl's variable: the name of the device platform. Without it, verl detects the platform."""
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray's: what a job was submitted with, as JSON."""
+"""Ray's variable: the configuration that a job was submitted with, as JSON."""
 SETTINGS = "RL_SAFE_VERL"
-"""Ours: the settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
+"""Our variable: the settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
 
 
 def is_wanted(environ: Mapping[str, str] | None = None) -> bool:
-    """Returns True if verl is told to use our engines; in this process unless told."""
+    """Returns True if verl is told to use our engines.
+
+    Args:
+        environ: The environment; None: this process's.
+    """
     return (os.environ if environ is None else environ).get(ENGINE_VENDOR) == VENDOR
 
 
@@ -43,7 +47,7 @@ def is_cpu() -> bool:
 
 
 def settings() -> VerlSettings:
-    """The settings that the driver gave this process; the defaults if it gave none.
+    """Returns the settings that the driver gave this process; the defaults if it gave none.
 
     Raises:
         ConfigError: If the variable cannot be read.
@@ -52,14 +56,14 @@ def settings() -> VerlSettings:
 
 
 def job_variables(wanted: VerlSettings, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that a job needs beside those that it has; every process of a job inherits them.
+    """Returns the variables that a job needs and does not have yet. Every process of the job inherits them.
 
     Args:
-        wanted: What to tell the workers.
+        wanted: The settings for the workers.
         environ: The driver's environment; None: this process's.
 
     Raises:
-        ConfigError: If the job was submitted with other values: Ray does not let a driver change them.
+        ConfigError: If the job was submitted with other values, which a driver cannot change in Ray.
     """
     environ = os.environ if environ is None else environ
     given = environ.get(EXTERNAL_MODULES, "")
@@ -74,25 +78,26 @@ def job_variables(wanted: VerlSettings, environ: Mapping[str, str] | None = None
     if SETTINGS in environ and VerlSettings.from_json(environ[SETTINGS], source=SETTINGS) != wanted:
         raise ConfigError(f"{SETTINGS} says other than {NODE}: with this entry set the latter alone")
     needed = {EXTERNAL_MODULES: given or PLUGIN, ENGINE_VENDOR: VENDOR, SETTINGS: text}
-    # Ray refuses variables that the job was submitted with. Workers of a running Ray do not inherit this environment.
+    # Leave out variables that the job was submitted with: Ray refuses them. Pass all others, because the workers of a
+    # running Ray do not inherit this environment.
     submitted = json.loads(environ.get(JOB_CONFIG) or "{}").get("runtime_env", {}).get("env_vars", {})
     return {name: value for name, value in needed.items() if name not in submitted}
 
 
 def use_engines(wanted: VerlSettings) -> None:
-    """Has this process use our engines, and its children: what a launcher such as torchrun starts runs our entry.
+    """Makes this process and its children use our engines. It is for processes that a launcher such as torchrun starts.
 
     Raises:
-        ConfigError: If the environment says otherwise.
+        ConfigError: If the environment already has other values.
     """
     os.environ.update(job_variables(wanted))
 
 
 def check_loadable(environ: Mapping[str, str] | None = None) -> None:
-    """Checks that ``import verl`` loads the plugin wherever this environment is inherited.
+    """Checks that ``import verl`` loads the plugin in every process that inherits this environment.
 
     Raises:
-        ConfigError: If our engines are wanted and it would not: verl would use its own without a word.
+        ConfigError: If our engines are wanted but the plugin would not be loaded. verl would silently use its own.
     """
     environ = os.environ if environ is None else environ
     if not is_wanted(environ):

@@ -7,13 +7,14 @@ from typing import Any
 from rl_safe_workers.topology.groups import Features, context_exchange, dispatcher_of, reduces_scales
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Where HF configurations keep the number of experts."""
+"""Attributes in which HF configurations keep the number of experts."""
 
 
 def features_of(hf_config: Any, engine_config: Any) -> Features:
-    """Returns those of a model under verl's engine.
+    """Returns the features of a model under verl's engine.
 
-    verl sets what is a default here (transformer_impl.py:365-372), and ``override_transformer_config`` overrides it.
+    The defaults here are the values that verl sets (transformer_impl.py:365-372). ``override_transformer_config``
+    overrides them.
 
     Args:
         hf_config: transformers' configuration of the model.

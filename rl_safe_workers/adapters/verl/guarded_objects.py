@@ -1,6 +1,6 @@
-"""verl's objects that its driver waits in, each of whose waits has a deadline.
+"""Wraps the objects in which verl's driver waits, so that each wait has a deadline.
 
-They are attributes of the trainer, so each is guarded when verl sets it.
+The objects are attributes of verl's trainer. Each is wrapped when verl sets it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_ENGINES = (
     *("sleep_replicas", "wake_up_replicas", "abort_replicas"),
     *("resume_generation_replicas", "release_kv_cache_replicas", "resume_kv_cache_replicas"),
 )
-"""Methods of verl's ``CheckpointEngineManager`` that wait for rollout engines alone."""
+"""Methods of verl's ``CheckpointEngineManager`` that wait only for rollout engines."""
 SYNC_CALLS = ("update_weights", *_OF_ENGINES)
 """Methods of verl's ``CheckpointEngineManager`` that wait for training ranks or for rollout engines."""
 
@@ -39,13 +39,13 @@ class GuardedCalls:
         Args:
             stock: verl's object.
             waits: The driver's waits.
-            phases: The phase of each method that is to end in time, by its name.
-            what: What its methods do, for errors.
+            phases: The methods that get a deadline: the phase of each, by the method's name.
+            what: The work that its methods do, for errors.
         """
         self._stock, self._waits, self._phases, self._what = stock, waits, phases, what
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_stock":  # asked of a copy that is being made
+        if name == "_stock":  # a copy that is being made does not have it yet
             raise AttributeError(name)
         value = getattr(self._stock, name)
         if name not in self._phases:
@@ -66,13 +66,14 @@ class GuardedRows:
         """Guards the loader.
 
         Args:
-            loader: verl's, of training or of validation. Prompts are loaded for a rollout, so its timeout counts.
+            loader: verl's loader for training or for validation. Its prompts are for a rollout, so the timeout of phase
+                ``rollout`` applies.
             waits: The driver's waits.
         """
         self._loader, self._waits = loader, waits
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # asked of a copy that is being made
+        if name == "_loader":  # a copy that is being made does not have it yet
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -96,10 +97,10 @@ def guarded_agents(manager: Any, waits: DriverWaits) -> GuardedCalls:
 
 
 def guarded_samples(buffer: Any, waits: DriverWaits) -> Any:
-    """Has verl's ``ReplayBuffer`` raise once no response has ended for the timeout of generation.
+    """Makes verl's ``ReplayBuffer`` raise if no response has ended within the timeout of generation.
 
-    verl polls every two seconds (replay_buffer.py:391). A sampler of the user's that polls otherwise is bound as a
-    whole.
+    verl polls every two seconds (replay_buffer.py:391). If a user's sampler polls in another way, the deadline applies
+    to its whole call.
     """
     if not hasattr(buffer, "_wait_for_next_poll"):
         return GuardedCalls(
@@ -111,17 +112,17 @@ def guarded_samples(buffer: Any, waits: DriverWaits) -> Any:
 
 
 class _Polls:
-    """Wraps verl's polls for finished prompts. Raises once nothing has changed for the timeout of generation."""
+    """Wraps verl's polls for finished prompts. Raises if nothing has changed within the timeout of generation."""
 
     def __init__(self, buffer: Any, waits: DriverWaits) -> None:
         self._buffer, self._waits, self._stock = buffer, waits, buffer._wait_for_next_poll
         self._standstill = Standstill()
         self._sample = buffer.sample
         self._told: set[tuple[RankId, str | None]] = set()
-        """Engines and reward workers with their lines of code that have raised, and were logged."""
+        """Errors already logged: the engine or reward worker that raised, and its line of code."""
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
-        """As verl's.
+        """Samples as verl does.
 
         Raises:
             RankError: If no prompt has an answer, and an engine or a reward worker has raised.
@@ -139,7 +140,7 @@ class _Polls:
         return found
 
     def _tell(self) -> None:
-        """Logs what engines and reward workers have raised: verl leaves out the prompt, and goes on."""
+        """Logs errors of engines and reward workers, because verl drops the prompt and goes on."""
         for report in self._waits.heard():
             if (report.rank_id, report.place) not in self._told:
                 self._told.add((report.rank_id, report.place))
@@ -149,7 +150,7 @@ class _Polls:
         """Waits for the next poll.
 
         Raises:
-            PhaseTimeoutError: If nothing has changed for the timeout of generation.
+            PhaseTimeoutError: If nothing has changed within the timeout of generation.
             RunError: If a process of the job has died.
         """
         found = self._progress(partition_id)
@@ -164,14 +165,14 @@ class _Polls:
         left_s = self._waits.timeout_s(Phase.ROLLOUT) - waited_s
         with replaced(self._buffer, "poll_interval", lambda interval_s: min(interval_s, left_s), absent=math.inf):
             debug_time = self._stock(partition_id, last_debug_time)
-        # verl's driver holds no reference to what agent loops do, so Ray raises nothing when one dies. If an engine
-        # dies, its prompts end as failed. Then verl polls no more, and the weight sync would be the first to fail.
+        # verl's driver holds no reference to the agent loops' work, so Ray does not raise when an agent loop dies. If
+        # an engine dies, its prompts end as failed. verl then stops polling, and only the weight sync would fail.
         self._waits.check_alive(Phase.ROLLOUT, "generation")
         self._tell()
         return debug_time
 
     def _progress(self, partition_id: str) -> tuple[Any, ...]:
-        """Returns something that changes whenever a response ends. No prompt has the key of an earlier one."""
+        """Returns a value that changes whenever a response ends. Prompts never reuse the key of an earlier prompt."""
         buffer = self._buffer
         prompts = (buffer.pending_keys, buffer.running_keys, buffer.finished_keys, buffer.failure_keys)
         responses = len(buffer.partitions[partition_id])

@@ -1,4 +1,4 @@
-"""The groups of Megatron's that verl itself issues collectives on, and Megatron does not."""
+"""Lists Megatron's groups on which verl issues collectives that Megatron does not issue there."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.topology.groups import Classes, OpClass
 
 DATA_PARALLEL: Classes = (OpClass.REDUCE, OpClass.GATHER_SCATTER)
-"""The data-parallel group without context parallelism: verl counts tokens and averages the loss over it, and gathers
-metrics (transformer_impl.py:842, engine_workers.py:202)."""
+"""Op classes on the data-parallel group without context parallelism. Over it verl counts tokens, averages the loss and
+gathers metrics (transformer_impl.py:842, engine_workers.py:202)."""
 
 
 WEIGHTS: Classes = (OpClass.GATHER_SCATTER,)
-"""The expert-parallel and the pipeline group: bridges gather weights over them for each sync with vLLM (mbridge
-0.15.1, core/bridge.py:340 and 370)."""
+"""Op classes on the expert-parallel and the pipeline group. Bridges gather weights over them for each sync with vLLM
+(mbridge 0.15.1, core/bridge.py:340 and 370)."""
 
 
 DELTA: Classes = (OpClass.GATHER_SCATTER, OpClass.ROOT_EXCHANGE)
-"""With verl's delta checkpoint engine, counts are all-gathered and changes gathered (delta_export.py:277-284,
-sparse_gather.py:85 and 136): with one pipeline stage over the tensor-parallel and the joint expert group, with several
-over the default group (delta_export.py:270)."""
+"""Op classes for verl's delta checkpoint engine. It all-gathers counts and gathers changes (delta_export.py:277-284,
+sparse_gather.py:85 and 136). With one pipeline stage it uses the tensor-parallel and the joint expert group. With
+several stages it uses the default group (delta_export.py:270)."""
 DELTA_KEYS = ("tp", "tp_ep_mp")
 
 
 def verl_groups(*, delta_weights: bool) -> HostGroups:
-    """Returns those groups, with the op classes that verl issues on each.
+    """Returns the groups that verl uses, each with its key and with the op classes that verl issues on it.
 
     Args:
-        delta_weights: Whether the rollout is sent changes of weights.
+        delta_weights: Whether weight syncs send only changes of weights.
     """
     groups = [
         (parallel_state.get_data_parallel_group(), "dp", DATA_PARALLEL),

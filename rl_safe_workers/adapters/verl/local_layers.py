@@ -1,7 +1,7 @@
-"""Megatron's own layers for verl's Megatron engine where Transformer Engine is not installed, on CPU or GPU.
+"""Gives verl's Megatron engine Megatron's own layers if Transformer Engine is not installed, on CPU or GPU.
 
-verl asks mbridge for a model, and mbridge asks Megatron for Transformer Engine's layers (mbridge 0.15.1). Without it
-stock verl ends there; this lets a small model run. Line numbers are verl 0.9.1's.
+verl asks mbridge for a model, and mbridge asks Megatron for Transformer Engine's layers (mbridge 0.15.1). Stock verl
+fails there without Transformer Engine. This module lets a small model run. Line numbers are of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 
 class _LocalBridge:
-    """Stands for mbridge's ``AutoBridge``: layers without Transformer Engine (transformer_impl.py:329)."""
+    """Replaces mbridge's ``AutoBridge``. Its layers do not need Transformer Engine (transformer_impl.py:329)."""
 
     @staticmethod
     def from_config(hf_config: Any, dtype: torch.dtype = torch.bfloat16, **_: Any) -> Any:
-        """Makes the bridge of our own CPU runs."""
+        """Makes the bridge that our own CPU runs use."""
         from rl_safe_workers.models.mbridge_bridge import open_mbridge
 
         bridge: Any = open_mbridge(hf_config, dtype=dtype, settings={}, transformer_engine=False)
@@ -26,7 +26,7 @@ class _LocalBridge:
 
         def load_weights(models: Sequence[torch.nn.Module], weights_path: str, **_: Any) -> None:
             load(models, weights_path)
-            # Where mbridge remembers how the files were cut, for save_weights.
+            # mbridge's save_weights needs this to know how the weights were split into files.
             bridge.safetensor_io = bridge._get_safetensor_io(weights_path)
 
         bridge.load_weights = load_weights
@@ -47,15 +47,15 @@ class _LocalBridge:
 
 
 def _without_padding_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Drops verl's mask of padding ``[batch, sequence]``, which Megatron's local attention takes for one of scores.
+    """Drops verl's padding mask ``[batch, sequence]``, which Megatron's local attention would take for a score mask.
 
-    Padding follows the tokens, so that the causal mask alone keeps it from them.
+    Padding follows the tokens, so the causal mask alone keeps tokens from attending to it.
     """
     return args, {**kwargs, "attention_mask": None}
 
 
 def apply() -> None:
-    """Puts our bridge in the place of mbridge's in this process, unless Transformer Engine is there. Idempotent."""
+    """Replaces mbridge's bridge by ours in this process, unless Transformer Engine is installed. Idempotent."""
     if find_spec("transformer_engine") is None:
         from verl.models.mcore import mbridge
 

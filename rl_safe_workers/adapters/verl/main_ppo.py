@@ -1,7 +1,7 @@
 """verl's ``main_ppo`` with our trainers: ``python -m rl_safe_workers.adapters.verl.main_ppo OVERRIDE ...``.
 
-Takes all of verl's command line, and ``+rl_safe=enabled`` or ``+actor_rollout_ref.rl_safe.enabled=true``. Without
-either it is verl's own entry.
+Accepts verl's whole command line, and also ``+rl_safe=enabled`` or ``+actor_rollout_ref.rl_safe.enabled=true``.
+Without either of them it behaves as verl's own entry.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ _CONFIG_PATH = ("--config-path", "-cp")
 
 
 class _StartedLast:
-    """Stands in for the actor class of verl's task runner. verl creates that actor right after it has started Ray."""
+    """Replaces the actor class of verl's task runner, to run code of ours just after verl has started Ray."""
 
     def __init__(self, actor_class: Any, processes: JobProcesses, settings: VerlSettings) -> None:
         self._actor_class, self._processes, self._settings = actor_class, processes, settings
 
     def options(self, **options: Any) -> _StartedLast:
-        """As Ray's."""
+        """Sets Ray's options for the actor."""
         return _StartedLast(self._actor_class.options(**options), self._processes, self._settings)
 
     def remote(self, *arguments: Any) -> Any:
-        """As Ray's, which is up by now."""
+        """Begins to watch the nodes, because Ray is up by now, and creates the actor."""
         answer_sigterm()
         self._processes.watch_nodes(self._settings.timeouts.stopped)
         return self._actor_class.remote(*arguments)
 
 
 def safe_task_runner(processes: JobProcesses, settings: VerlSettings) -> _StartedLast:
-    """Returns verl's task runner, a Ray actor, made to choose among our trainers.
+    """Returns the actor class of verl's task runner, changed to use our trainers.
 
     Args:
-        processes: Of the job.
-        settings: Of the adapter.
+        processes: The job's processes.
+        settings: The adapter's settings.
     """
     from verl.trainer.main_ppo import TaskRunnerV1
 
     plain: Any = TaskRunnerV1.__ray_actor_class__
 
     class SafeTaskRunner(plain):
-        """In the driver's actor."""
+        """Puts our trainers and agent loops in place, in the driver's actor."""
 
         def run(self, config: DictConfig) -> None:
             """Runs the training."""
@@ -84,7 +84,7 @@ def run(config: DictConfig) -> None:
     """Checks the configuration and runs verl's training, with our trainers if they are asked for.
 
     Raises:
-        RlSafeError: Of ours, before Ray is started.
+        RlSafeError: If a check fails. The checks run before Ray starts.
     """
     from verl.trainer import main_ppo as stock
 
@@ -100,21 +100,22 @@ def run(config: DictConfig) -> None:
     )
     run_id = uuid.uuid4().hex[:12]
     prepare_job(config, settings, run_id)
-    env.mark_run(run_id, hang_dir=folder_of(run_id))  # for a Ray that this process starts
+    env.mark_run(run_id, hang_dir=folder_of(run_id))  # Ray inherits it, if this process starts Ray
     with claimed(_folders_of(config)), ending_all_processes(run_id) as processes:
         stock.run_ppo(config, task_runner_class=safe_task_runner(processes, settings))
 
 
 def _folders_of(config: DictConfig) -> dict[str, Path]:
-    """Returns the folder that the run saves to, if it saves, by its key."""
+    """Returns the folder that the run saves to, by the key that sets it; empty if the run does not save."""
     trainer = config.trainer
     return {"trainer.default_local_dir": Path(trainer.default_local_dir).absolute()} if trainer.save_freq > 0 else {}
 
 
 def beside_verls(arguments: Sequence[str]) -> list[str]:
-    """Returns a command line whose ``--config-path`` means what it does to verl's own entry.
+    """Returns the command line with ``--config-path`` changed to mean the same folder as for verl's own entry.
 
-    Hydra looks for a relative one beside the file that has the entry, which is ours; verl's examples pass ``config``.
+    Hydra resolves a relative path from the folder of the entry's file, which is our file here. verl's examples pass
+    ``config``.
     """
     found: list[str] = []
     for argument in arguments:
@@ -130,7 +131,7 @@ def _beside_verls(path: str) -> str:
     verl = find_spec("verl")  # imports nothing
     if verl is None or not verl.submodule_search_locations or "://" in path:
         return path
-    return os.path.normpath(Path(verl.submodule_search_locations[0], "trainer", path))  # an absolute one stays
+    return os.path.normpath(Path(verl.submodule_search_locations[0], "trainer", path))  # an absolute path stays
 
 
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
@@ -138,7 +139,7 @@ def _main(config: DictConfig) -> None:
     try:
         run(config)
     except RlSafeError as error:
-        # Hydra would show a traceback of its own and exit with 1. Ray has shown where the error comes from.
+        # Hydra would print its own traceback and exit with 1. Ray has already shown where the error comes from.
         told = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
         sys.stderr.write(f"rl_safe: {told}\n")
         sys.exit(error.exit_code)
@@ -149,7 +150,7 @@ def _main(config: DictConfig) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     Plugins.instance().register(SafeSearchPath)
     sys.argv[1:] = beside_verls(sys.argv[1:])
     with exiting_at_once():

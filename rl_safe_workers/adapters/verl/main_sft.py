@@ -1,7 +1,7 @@
-"""verl's trainer for supervised fine-tuning with our engines, under torchrun.
+"""Runs verl's trainer for supervised fine-tuning with our engines, under torchrun.
 
 ``torchrun ... -m rl_safe_workers.adapters.verl.main_sft engine=megatron optim=megatron +rl_safe=enabled OVERRIDE ...``
-takes all of the command line of ``verl.trainer.sft_trainer``. Without ``+rl_safe=enabled`` it is verl's own trainer.
+accepts the whole command line of ``verl.trainer.sft_trainer``. Without ``+rl_safe=enabled`` it runs verl's own trainer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def run(config: DictConfig) -> None:
     """Checks the configuration and trains on this rank. Collective over: all ranks of the launcher.
 
     Raises:
-        ConfigError: If the configuration cannot be used, or verl has chosen an engine of its own.
-        RunError: If this rank was well, and another was not; names it.
+        ConfigError: If the configuration cannot be used, or if verl has chosen its own engine.
+        RunError: If another rank has failed and this rank has not; names the other rank.
     """
     settings = check_sft(config)  # before verl's trainer is imported, which takes seconds
     if settings is not None:
@@ -61,7 +61,7 @@ def run(config: DictConfig) -> None:
 
 
 def _make_world(timeout: timedelta) -> None:
-    """Makes the default group as verl does (distributed.py:63), but with a timeout of ours: verl's is ten hours."""
+    """Makes the default group as verl does (distributed.py:63), but with our timeout. verl's timeout is ten hours."""
     from verl.utils.distributed import initialize_global_process_group
 
     if environment.is_cpu():
@@ -72,10 +72,10 @@ def _make_world(timeout: timedelta) -> None:
 
 @contextmanager
 def _ended() -> Iterator[None]:
-    """Ends the groups together if all ranks are well, and without waiting if one is not.
+    """Ends the groups after the body: together if no rank has failed, else without waiting.
 
     Raises:
-        RunError: If this rank was well, and another was not.
+        RunError: If another rank has failed and this rank has not.
     """
     try:
         yield
@@ -102,13 +102,13 @@ def _main(config: DictConfig) -> Any:
     try:
         run(config)
     except RlSafeError as error:
-        # Hydra would show a traceback of its own and exit with 1.
+        # Hydra would print its own traceback and exit with 1.
         sys.stderr.write(f"rl_safe: {error}\n")
         sys.exit(error.exit_code)
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     Plugins.instance().register(SafeSearchPath)
     sys.argv[1:] = beside_verls(sys.argv[1:])
     _main()

@@ -1,4 +1,4 @@
-"""Saves that go on while verl trains: the trees of one checkpoint each, and what verl does once they are written."""
+"""Follows saves that run while verl trains. Once all trees of a checkpoint are written, does verl's last steps."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
 _FINISHES_SAVES = frozenset({Phase.LOAD, Phase.TEARDOWN})
-"""Phases that begin by finishing every save in the background."""
+"""Phases before which every save in the background is finished."""
 
 
 class PendingSave:
-    """The trees of one checkpoint on their way to storage.
+    """A save of one checkpoint, whose trees are being written.
 
     Args:
-        engine: Whose checkpoint it is.
-        step_folder: verl's folder of the step, which has those of all engines.
-        savers: One for each tree, with its save begun.
-        finalise: verl's own last part, which writes its manifest.
+        engine: The engine that the checkpoint belongs to.
+        step_folder: verl's folder of the step, which holds the folders of all engines.
+        savers: One saver for each tree, whose save has begun.
+        finalise: Does the last part of verl's save, which writes verl's manifest.
     """
 
     def __init__(self, engine: str, step_folder: Path, savers: Sequence[Saver], finalise: Callable[[], None]) -> None:
@@ -31,33 +31,33 @@ class PendingSave:
         self._savers, self._finalise = list(savers), finalise
 
     def is_in_progress(self) -> bool:
-        """Moves every tree on, without waiting; whether one is still being written. Not collective."""
-        # Every one, not up to the first: each has to be moved on.
+        """Polls every tree; returns True if one is still being written. Does not wait. Not collective."""
+        # Poll every saver, not only up to the first busy one: each advances only when it is polled.
         still = [saver.poll() for saver in self._savers]
         return any(still)
 
     @property
     def has_failed(self) -> bool:
-        """True if a tree that is not in progress any more has failed, which `finish` raises."""
+        """True if the save of a tree has failed. Valid once no tree is in progress; `finish` raises the failure."""
         return any(saver.in_flight for saver in self._savers)
 
     def finish(self, timeout: timedelta) -> None:
         """Waits until every tree is committed. Collective over: the training world, through the store.
 
         Raises:
-            CheckpointError: On every rank, if one has failed.
-            PhaseTimeoutError: Naming the ranks that have not written in time.
+            CheckpointError: On every rank, if a rank has failed.
+            PhaseTimeoutError: If ranks have not written in time; names them.
         """
         deadline = Deadline.after(timeout)
         for saver in self._savers:
             saver.finish(deadline.remaining())
 
     def finalise(self) -> None:
-        """Does verl's last part."""
+        """Does the last part of verl's save."""
         self._finalise()
 
     def abandon(self, reason: str) -> None:
-        """Gives it up and tells the others. Does not wait."""
+        """Abandons the save and tells the other ranks. Does not wait."""
         for saver in self._savers:
             saver.abandon(reason)
 
@@ -80,31 +80,31 @@ class PendingSaves(Part):
         return len(self._pending)
 
     def before(self, phase: Phase) -> None:
-        """Finishes saves in the background before a phase that they must not reach into; else moves them on."""
+        """Finishes saves in the background before a phase that they must not overlap; else only polls them."""
         if phase in _FINISHES_SAVES:
             self.finish()
         else:
             self.poll()
 
     def abort(self, reason: str) -> None:
-        """Gives up saves in the background, so that the others need not wait for this rank."""
+        """Abandons saves in the background, so that the other ranks do not wait for this one."""
         pending, self._pending = self._pending, []
         for save in pending:
             save.abandon(reason)
 
     def follow(self, save: PendingSave) -> None:
-        """Sees to the end of a save in the background."""
+        """Takes over a save that has begun in the background, to finalise it later."""
         self._pending.append(save)
 
     def poll(self) -> None:
         """Finalises saves in the background once all of them are written. Not collective; does not wait."""
         still = [save.is_in_progress() for save in self._pending]
-        # A failure is raised by `finish`, on every rank.
+        # `finish` raises a failure, on every rank.
         if not any(still) and not any(save.has_failed for save in self._pending):
             self._finalise()
 
     def finish_before(self, engine: str, step_folder: Path) -> None:
-        """Finishes saves in the background before an engine's next; those of the same step by others go on.
+        """Finishes saves in the background before an engine's next save. Other engines' saves of that step may go on.
 
         Raises:
             CheckpointError: As `finish`.
@@ -117,8 +117,8 @@ class PendingSaves(Part):
         """Waits for saves in the background and finalises them. Collective over: the training world, by the store.
 
         Raises:
-            CheckpointError: On every rank, if one has failed.
-            PhaseTimeoutError: Naming the ranks that have not written in time.
+            CheckpointError: On every rank, if a rank has failed.
+            PhaseTimeoutError: If ranks have not written in time; names them.
         """
         try:
             for save in self._pending:

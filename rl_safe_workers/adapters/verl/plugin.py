@@ -1,8 +1,9 @@
-"""Registers our Megatron engines with verl; loaded by ``import verl`` in every process of a job.
+"""Registers our Megatron engines with verl. ``import verl`` loads this module in every process of a job.
 
-By the entry point ``verl.plugins``, or by ``VERL_USE_EXTERNAL_MODULES=rl_safe_workers.adapters.verl.plugin``. It does
-nothing unless ``VERL_ENGINE_VENDOR=rl_safe`` is set, and then imports nothing heavy: the engines are registered once
-verl's own are. Most processes of a job, vLLM's among them, never import those.
+verl finds it by the entry point ``verl.plugins``, or by
+``VERL_USE_EXTERNAL_MODULES=rl_safe_workers.adapters.verl.plugin``. It acts only if ``VERL_ENGINE_VENDOR=rl_safe`` is
+set. It imports nothing heavy, because it registers our engines only after verl has imported its own. Most processes of
+a job, such as vLLM's, never import verl's engines.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ ENGINES = "verl.workers.engine"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module as Python does, and registers our engines once it has been executed.
+    """Imports one module as Python does, and registers our engines after it has been executed.
 
-    verl has no hook for that, and to import its engines here would cost each process of the job seconds and end in a
-    circle: verl is being imported.
+    verl has no hook for this. Importing verl's engines here would cost each process of the job seconds. It would also
+    be a circular import, because verl is being imported.
     """
 
     def __init__(self) -> None:
@@ -47,12 +48,12 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """As the loader that Python would have used."""
+        """Creates the module by the loader that Python would have used."""
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Executes the module; then registers."""
+        """Executes the module, then registers our engines."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
@@ -69,7 +70,7 @@ def _register() -> None:
 
 
 def is_active() -> bool:
-    """Returns True if our engines are in verl's registry, or will be once its own are."""
+    """Returns True if our engines are in verl's registry, or will be once verl's own engines are imported."""
     if any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         return True
     ours = sys.modules.get("rl_safe_workers.adapters.verl.engine")
@@ -77,10 +78,10 @@ def is_active() -> bool:
 
 
 def activate() -> None:
-    """Prepares this process, if it is told to use our engines. Idempotent.
+    """Registers our engines and our CPU platform in this process, if its environment asks for them. Idempotent.
 
     Raises:
-        ConfigError: If verl lacks a name that the adapter relies on, or the settings cannot be read.
+        ConfigError: If verl lacks a name that the adapter needs, or if the settings cannot be read.
     """
     if environment.is_cpu():
         from rl_safe_workers.adapters.verl.cpu_platform import register_platform
@@ -100,5 +101,5 @@ def activate() -> None:
 try:
     activate()
 except (ConfigError, ImportError) as error:
-    # verl logs what an entry point raises at level DEBUG and goes on, with its own engines. This it lets through.
+    # verl logs most errors of an entry point at level DEBUG and goes on with its own engines, but not a SystemExit.
     raise SystemExit(f"rl_safe: {environment.ENGINE_VENDOR}={environment.VENDOR} is set, but {error}") from error

@@ -1,7 +1,7 @@
-"""One trainer process of verl's: its place in the training world, shared by all the engines in it.
+"""One trainer process of verl's, with its place in the training world. All engines in the process share it.
 
-verl creates the default group and Megatron's groups, and since 0.7.1 the default group holds trainers alone. So the
-training world is not made here but taken as it is found.
+verl creates the default group and Megatron's groups. Since 0.7.1, the default group contains only trainers. So this
+module adopts it as the training world, and makes no world of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class VerlComms(HostComms):
-    """The collectives that verl issues on groups besides Megatron's own."""
+    """The collectives that verl issues in addition to Megatron's."""
 
     missing_groups = "build the engine first"
     makes_groups = True
@@ -50,11 +50,11 @@ class VerlComms(HostComms):
         return verl_groups(delta_weights=self._settings.delta_weights)
 
     def models(self, own: Features) -> Collection[Features]:
-        """Returns this engine's features, with the dispatcher of each engine of the job."""
+        """Returns this engine's features, and a copy of them for the token dispatcher of each engine of the job."""
         return {own, *(replace(own, moe_dispatcher=dispatcher) for dispatcher in self._settings.dispatchers)}
 
     def unlimited(self, megatron: MegatronConfig) -> Collection[str]:
-        """Returns the groups that delta weights are gathered over."""
+        """Returns the groups over which delta weights are gathered."""
         if not self._settings.delta_weights or megatron.pipeline_model_parallel_size > 1:
             return ()
         experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
@@ -63,16 +63,16 @@ class VerlComms(HostComms):
 
 
 class TrainerProcess(HostedTrainer):
-    """The trainer that the engines of one process share: phases with deadlines, bootstrap, pending saves, teardown.
+    """The trainer that all engines of one process share. It has their phases, bootstrap, pending saves and teardown.
 
     Attributes:
         settings: The adapter's settings.
-        save_seconds: Seconds that saves have taken since the metrics were last asked for.
+        save_seconds: Seconds that saves have taken since the metrics were last read.
         is_gathering: Whether this rank takes part in a gather of weights for a sync.
-        has_trained: Whether there was an update since the metrics were last asked for.
+        has_trained: Whether there was an update since the metrics were last read.
         tracker: Names a step once every engine has saved it.
         saves: The saves in the background.
-        given: The communicators, whose memory goes to the rollout if the settings say so.
+        given: Gives the communicators' memory to the rollout, if the settings say so.
     """
 
     def __init__(self, settings: VerlSettings) -> None:
@@ -102,11 +102,11 @@ class TrainerProcess(HostedTrainer):
         self.trainer.add_part(self.given)
 
     def add_engine(self, *, is_critic: bool, background: bool) -> str:
-        """Names an engine of this process that saves, alike on every rank.
+        """Registers an engine of this process that saves; returns its name, which is the same on every rank.
 
         Args:
-            is_critic: Whether it is a critic's.
-            background: Whether its saves are to go on while verl trains.
+            is_critic: Whether it is the engine of a critic.
+            background: Whether its saves run in the background while verl trains.
         """
         self._engines += 1
         name = f"{'critic' if is_critic else 'actor'}-{self._engines}"
@@ -115,14 +115,14 @@ class TrainerProcess(HostedTrainer):
 
     @contextmanager
     def creating_groups(self, features: Features, engine: Any) -> Iterator[None]:
-        """Creates Megatron's groups, and wraps the host's own creation, which does nothing where there are any.
+        """Creates Megatron's groups. The body is verl's own creation, which does nothing if there are groups already.
 
-        verl gives Megatron no limits of NCCL's channels (transformer_impl.py:271), and takes groups as it finds them.
+        verl does not limit NCCL's channels when it creates groups (transformer_impl.py:271), and uses existing groups.
 
         Collective over: the training world.
 
         Args:
-            features: Of the first engine's model; the engines of a process share its groups.
+            features: Features of the first engine's model. All engines of the process share its groups.
             engine: verl's ``McoreEngineConfig``.
         """
         trainer = self.trainer
@@ -131,7 +131,7 @@ class TrainerProcess(HostedTrainer):
             return
         with trainer.phase(Phase.GROUPS):
             trainer.features = features
-            # Groups for dynamic context parallelism are verl's to check and create.
+            # verl itself must check and create groups for dynamic context parallelism.
             if not engine.dynamic_context_parallel and not parallel_state.model_parallel_is_initialized():
                 self._create_groups(engine)
             yield
@@ -158,7 +158,7 @@ class TrainerProcess(HostedTrainer):
         )
 
     def connect(self, features: Features) -> None:
-        """Connects every communicator for what models like this one need. Collective over: the training world."""
+        """Connects every communicator that models with these features need. Collective over: the training world."""
         if features in self._bootstrapped:
             return
         self.trainer.features = features
@@ -169,7 +169,7 @@ class TrainerProcess(HostedTrainer):
         self.given.check()
 
     def _check_limits(self) -> None:
-        """Warns if an earlier engine has made groups with fewer channels than this engine would give them."""
+        """Warns if an earlier engine has made groups with fewer channels than this engine needs."""
         wanted = self.trainer.comms.wanted_limits()
         if narrow := [key for key, limit in self.trainer.comms.limits.items() if wanted.get(key, NCCL_MAXIMUM) > limit]:
             logger.warning(
@@ -180,7 +180,7 @@ class TrainerProcess(HostedTrainer):
             )
 
     def fail_with(self, error: BaseException) -> None:
-        """Ends this rank's part of a job without a driver after a failure, and says where that began.
+        """Ends this rank's part of a job without a driver after a failure, and logs where the failure began.
 
         Not collective; see `HostedTrainer.end_failed`.
         """
@@ -189,12 +189,12 @@ class TrainerProcess(HostedTrainer):
             self.end_failed(error, str(lifecycle.current or lifecycle.last_failed or OUTSIDE))
 
     def metrics(self) -> dict[str, float]:
-        """Returns this rank's figures about the adapter, under the names of verl's metrics.
+        """Returns this rank's metrics of the adapter, named in verl's style.
 
-        Of saves, what they took since the last call.
+        The time of saves is the time since the last call.
         """
         found = {"rl_safe/active": 1.0, "rl_safe/saves_in_background": float(len(self.saves))}
-        if self.has_trained:  # once a step, though worker groups of one process ask in turn
+        if self.has_trained:  # only once a step, although several worker groups of this process ask
             self.trainer.memory.step()
             self.has_trained = False
         found[METRIC] = self.trainer.memory.growth_mib
@@ -205,7 +205,7 @@ class TrainerProcess(HostedTrainer):
             found["rl_safe/kernels_mib"] = (comms.report.kernel_bytes or 0) / 2**20
             found["rl_safe/late_allocations"] = float(len(comms.late_allocations()))
             found["timing_s/rl_safe_bootstrap"] = comms.report.seconds
-        # Told once, though worker groups of one process ask in turn: the trainer takes the largest answer.
+        # Only the first worker group of this process that asks gets these. The trainer uses the largest answer.
         if self.save_seconds:
             found["timing_s/rl_safe_save"], self.save_seconds = self.save_seconds, 0.0
         if self.given.seconds:

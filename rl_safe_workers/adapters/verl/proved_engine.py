@@ -1,7 +1,7 @@
-"""verl's vLLM engines, which read their weights back after a sync. Importing it imports vLLM.
+"""Makes verl's vLLM engines read their weights back after a sync. Importing this module imports vLLM.
 
-verl takes the replica's class from a registry, the server's from the replica, and the name of the worker's extension
-from the server. Each of ours is verl's with one more call.
+verl takes the replica's class from a registry, the server's class from the replica, and the name of the worker's
+extension from the server. Each class here is verl's with some more calls.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ProvedWorkerExtension(ProvedWorker, vLLMColocateWorkerExtension):
     """verl's part of a vLLM worker. It reads weights back after a sync that is to be proved."""
 
     _rl_safe_specs: tuple[WeightSpec, ...] = ()
-    """The weights that have come in this sync."""
+    """The weights that were received in this sync."""
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
-        """Receives weights as verl does; then reads them back, if they are to be proved."""
+        """Receives weights as verl does. Reads them back if they are to be proved."""
         self._rl_safe_specs = ()
         with self._rl_safe_proving():
             super().update_weights_from_ipc(*args, **kwargs)
@@ -39,37 +39,37 @@ class ProvedWorkerExtension(ProvedWorker, vLLMColocateWorkerExtension):
         super()._update_weights(weights, *args, **kwargs)
 
     def _iter_all_models_with_config(self) -> Iterator[tuple[Any, Any]]:
-        # verl calls it when the loaders have written all weights, and before layers convert them.
+        # verl calls this after the loaders have written all weights and before layers convert them.
         self._rl_safe_watch(self._rl_safe_specs)
         yield from super()._iter_all_models_with_config()
 
 
 class ProvedServer(vLLMHttpServer):
-    """verl's server of an engine, over our part of its worker."""
+    """verl's server of an engine, with our worker extension."""
 
     def _get_worker_extension_cls(self) -> str:
         return f"{ProvedWorkerExtension.__module__}.{ProvedWorkerExtension.__qualname__}"
 
     async def rl_safe_prove(self) -> str | None:
-        """As `ProvedWorkerExtension.rl_safe_prove`."""
+        """Calls `ProvedWorkerExtension.rl_safe_prove` on the engine's worker, and returns its answer."""
         reason: str | None = (await self.engine.collective_rpc("rl_safe_prove"))[0]
         return reason
 
     async def rl_safe_held(self) -> HeldWeights | None:
-        """Returns the weights that the last sync has left; None if none has come."""
+        """Returns the weights that the engine holds after the last sync; None if no weights were received."""
         held = (await self.engine.collective_rpc("rl_safe_held"))[0]
         return None if held is None else HeldWeights(**held)
 
 
 class ProvedReplica(vLLMReplica):
-    """verl's replica over our server."""
+    """verl's replica with our server."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As verl's."""
+        """Makes verl's replica, and sets our server."""
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(ProvedServer)
 
 
 def use_replicas() -> None:
-    """Has verl start our replicas in the place of its own for vLLM, from this process on."""
+    """Makes verl start our replicas instead of its own for vLLM, in this process."""
     RolloutReplicaRegistry.register("vllm", lambda: ProvedReplica)

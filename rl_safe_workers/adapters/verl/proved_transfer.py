@@ -1,4 +1,4 @@
-"""verl's weight syncs from its driver, each proved if the settings say so."""
+"""Runs verl's weight syncs from its driver, and proves them if the settings say so."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rl_safe_workers.adapters.sync_prover import SyncProver
 
 
 class ProvedTransfer:
-    """verl's ``CheckpointEngineManager``, whose weight syncs are proved. Everything else is the manager's own.
+    """Wraps verl's ``CheckpointEngineManager``. Proves its weight syncs, and passes everything else through.
 
     Attributes:
-        prover: Proves them. The trainer takes its metrics out.
+        prover: Proves the syncs. The trainer takes the metrics from it.
     """
 
     def __init__(self, manager: Any, waits: DriverWaits, *, every: int) -> None:
         """Proves nothing yet.
 
         Args:
-            manager: verl's, with its waits guarded.
+            manager: verl's manager, whose waits have deadlines.
             waits: The driver's waits.
             every: The setting ``prove_sync_freq``.
         """
@@ -33,12 +33,12 @@ class ProvedTransfer:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_manager":  # asked of a copy that is being made
+        if name == "_manager":  # a copy that is being made does not have it yet
             raise AttributeError(name)
         return getattr(self._manager, name)
 
     def update_weights(self, global_steps: int | None = None) -> Any:
-        """Sends weights as verl does, and once more if an engine holds others than were sent.
+        """Sends weights as verl does. Sends them again if an engine holds other weights than were sent.
 
         Raises:
             ConfigError: If an engine's weights cannot be read back; says why.
@@ -48,6 +48,6 @@ class ProvedTransfer:
         return self.prover.sync(
             lambda: self._manager.update_weights(global_steps),
             what=f"the weight sync{step}",
-            # verl's sync begins with engines that are asleep, and leaves them awake.
+            # verl's sync needs sleeping engines at its beginning, and leaves them awake.
             before_redoing=self._manager.sleep_replicas,
         )

@@ -1,7 +1,7 @@
-"""Our plugin for Hydra's search path: it finds our config group, and refuses a job whose engines would be stock.
+"""Our plugin for Hydra's search path. It adds our config group, and refuses a job that would silently use stock verl.
 
-`main_ppo` registers it. As a module of Hydra's namespace package ``hydra_plugins`` it is found under verl's own entry,
-too: nothing else of ours is loaded there with ``VERL_USE_EXTERNAL_PLUGINS=none``.
+`main_ppo` registers it. Hydra also finds it under verl's own entry, by a module in the namespace package
+``hydra_plugins``. With ``VERL_USE_EXTERNAL_PLUGINS=none``, nothing else of ours is loaded there.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ CONF = "pkg://rl_safe_workers.adapters.verl.conf"
 
 
 class SafeSearchPath(SearchPathPlugin):
-    """Lets Hydra find our config group."""
+    """Adds our config group to Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Appends it: verl's own files come first. Ends the process if our engines are asked for and cannot be loaded.
+        """Appends our config group, after verl's own files. Exits if our engines are asked for but would not be loaded.
 
         Raises:
-            SystemExit: Then; Hydra would show a traceback of any other exception.
+            SystemExit: If our engines would not be loaded. Hydra would print a traceback for any other exception.
         """
         try:
             environment.check_loadable()

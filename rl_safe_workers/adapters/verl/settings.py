@@ -1,7 +1,7 @@
-"""The settings of verl's users: the node ``actor_rollout_ref.rl_safe``, and its way to the workers.
+"""Reads the settings of verl's users from the node ``actor_rollout_ref.rl_safe``, and passes them to the workers.
 
-verl hands its workers some nodes of the run's configuration, and its engines none of them. So the driver writes what
-was set into one environment variable of the job, which every process of the job has.
+verl passes some nodes of the run's configuration to its workers, and none to its engines. So the driver writes the
+settings into an environment variable, which every process of the job inherits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rl_safe_workers.topology.groups import dispatcher_of
 NODE = "actor_rollout_ref.rl_safe"
 STRATEGY = "megatron"
 DELTA = "delta_sharded"
-"""verl's checkpoint engine that sends changes of weights."""
+"""Name of verl's checkpoint engine that sends only changes of weights."""
 TAKEN = {
     "nccl_timeout": "actor_rollout_ref.nccl_timeout",
     "delta_weights": "actor_rollout_ref.rollout.checkpoint_engine.backend",
     "dispatchers": "moe_token_dispatcher_type in each engine's override_transformer_config",
 }
-"""Settings that a user cannot set in the node: each is read from this place in verl's configuration."""
+"""Settings that a user cannot set in the node, each with the place in verl's configuration that it is read from."""
 
 
 class VerlTimeouts(RolloutTimeouts):
@@ -38,24 +38,24 @@ class VerlSettings(ProvableSettings):
     """The node ``actor_rollout_ref.rl_safe``."""
 
     enabled: bool = False
-    """True if Megatron engines are ours."""
+    """True if our Megatron engines replace verl's."""
     timeouts: VerlTimeouts = Field(default_factory=VerlTimeouts)
     release_comms: bool = False
-    """True if communicators give their memory to the rollout engines on the same GPUs while these are awake."""
+    """True if communicators give their memory to the rollout engines on the same GPUs while the engines are awake."""
     nccl_timeout: Seconds = 600.0
-    """Seconds of one collective outside of these phases; see `TAKEN`."""
+    """Timeout, in seconds, of one collective outside of the phases; see `TAKEN`."""
     delta_weights: bool = False
-    """True if the rollout is sent changes of weights, which verl gathers over further groups; see `TAKEN`."""
+    """True if weight syncs send only changes of weights, which verl gathers over more groups; see `TAKEN`."""
     dispatchers: list[str] = Field(default_factory=list)
     """Token dispatchers of all engines of the job, which may share groups; empty if not known; see `TAKEN`."""
 
     def rl_safe(self, **timeouts: float) -> RlSafeConfig:
-        """Returns the node that a `SafeTrainer` takes."""
+        """Returns the settings for a `SafeTrainer`."""
         return super().rl_safe(world=self.nccl_timeout, **timeouts)
 
 
 def read_settings(config: DictConfig) -> VerlSettings:
-    """Reads a run's configuration, as verl's command line made it.
+    """Reads our settings from a run's configuration, as verl's command line made it.
 
     Raises:
         ConfigError: If the node has an unknown key or a wrong value.
@@ -64,9 +64,9 @@ def read_settings(config: DictConfig) -> VerlSettings:
 
 
 def read_sft_settings(config: DictConfig) -> VerlSettings:
-    """Reads the configuration of verl's trainer for supervised fine-tuning.
+    """Reads our settings from the configuration of verl's trainer for supervised fine-tuning.
 
-    A collective outside of phases may take as long as a save: the other ranks wait in one for rank 0's upload.
+    A collective outside of phases may take as long as a save, because the other ranks wait in it for rank 0's upload.
 
     Raises:
         ConfigError: As `read_settings`.
@@ -88,7 +88,7 @@ def _read(config: DictConfig, taken: dict[str, Any]) -> VerlSettings:
 
 
 def engine_nodes(config: DictConfig) -> list[str]:
-    """Where a run's configuration describes the engines that it will have."""
+    """Returns the nodes of a run's configuration that describe the engines of the run."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
     found = ["actor_rollout_ref.actor"]
@@ -100,7 +100,7 @@ def engine_nodes(config: DictConfig) -> list[str]:
 
 
 def _taken(config: DictConfig) -> dict[str, Any]:
-    """Returns the settings of `TAKEN` that the configuration has."""
+    """Returns the settings of `TAKEN` that verl's configuration contains."""
     overrides = [
         OmegaConf.select(config, f"{node}.megatron.override_transformer_config") or {} for node in engine_nodes(config)
     ]

@@ -1,4 +1,4 @@
-"""verl's tracker file, which names the step that a run goes on from (checkpoint_manager.py:259). Imports no verl."""
+"""Writes verl's tracker file, which names the step to resume from (checkpoint_manager.py:259). Imports no verl."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rl_safe_workers.checkpoint.folders.step_tracker import write_tracker
 
 
 class StepTracker:
-    """Names a step once every engine of the process has saved it.
+    """Names a step in the tracker file once every engine of the process has saved it.
 
-    verl's driver names a step after all roles have saved it, if the actor saves synchronously. Else it leaves that to
-    the workers (trainer_base.py:1011), where each role's manager names the step after its own save alone
-    (megatron_checkpoint_manager.py:1136), whatever has become of the others'.
+    If the actor saves synchronously, verl's driver names a step after all roles have saved it. Else verl leaves this to
+    the workers (trainer_base.py:1011). There, each role's manager names the step after its own save
+    (megatron_checkpoint_manager.py:1136), even if the other roles' saves have failed.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class StepTracker:
         self._saved: dict[Path, dict[str, Callable[[], None]]] = {}
 
     def add(self, engine: str, *, background: bool, is_critic: bool) -> None:
-        """Tells of an engine that saves.
+        """Adds an engine that saves.
 
         Args:
-            engine: Its name.
-            background: Whether its saves are to go on while verl trains.
-            is_critic: Whether verl's driver does not ask it who names the step.
+            engine: The engine's name.
+            background: Whether its saves run in the background while verl trains.
+            is_critic: Whether it is a critic. verl's driver ignores critics when it decides who names the step.
         """
         self._background[engine] = background
         if is_critic:
@@ -36,23 +36,23 @@ class StepTracker:
 
     @property
     def is_ours(self) -> bool:
-        """True if verl's driver leaves it to the workers to name steps."""
+        """True if verl's driver leaves the naming of steps to the workers."""
         leaders = [background for engine, background in self._background.items() if engine not in self._followers]
         return any(self._background.values()) and all(leaders)
 
     def begin(self, engine: str, step_folder: Path, step: int) -> None:
-        """An engine begins to save a step, perhaps again."""
+        """Notes that an engine begins to save a step, perhaps for the second time."""
         if self.is_ours:
             self._steps[step_folder] = step
             self._saved.setdefault(step_folder, {}).pop(engine, None)
 
     def saved(self, engine: str, step_folder: Path, then: Callable[[], None]) -> None:
-        """An engine's save of a step is complete.
+        """Notes that an engine's save of a step is complete.
 
         Args:
-            engine: Whose.
+            engine: The engine's name.
             step_folder: verl's folder of the step.
-            then: Called once the step has been named, or is not to be.
+            then: Is called once every engine has saved the step. The rank that writes the file has then named the step.
         """
         self._saved[step_folder][engine] = then
 

@@ -1,4 +1,4 @@
-"""verl's trainers over our workers: each mode's own, with metrics, and an end that always comes."""
+"""verl's trainers for each mode, changed to use our workers, report our metrics, and always end their groups."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 15.0
 """Seconds that a worker may take longer than its own deadline."""
 _AFTER_FAILURE_S = 4.0
-"""Seconds that workers get to abort their groups after a failure: one that waits for another does not answer."""
+"""Seconds that workers get to abort their groups after a failure. A worker that waits for another does not answer."""
 _GROUPS = ("actor_rollout_wg", "critic_wg", "ref_policy_wg")
 _TRANSFERS = ("checkpoint_manager", "standalone_checkpoint_manager")
 
 
 class _Guarded:
-    """Descriptor of a trainer attribute whose calls block. It wraps the object that verl assigns, and returns that."""
+    """Descriptor for a trainer attribute whose calls block. Stores a wrapper around the object that verl assigns."""
 
     def __init__(self, guard: Callable[[Any, Any], Any]) -> None:
         self._guard = guard
@@ -58,13 +58,13 @@ class _Guarded:
 
 
 def _transfer(manager: Any, trainer: Any) -> Any:
-    """Guards verl's ``CheckpointEngineManager``, and has its syncs proved if the settings say so."""
+    """Guards verl's ``CheckpointEngineManager``, and proves its syncs if the settings say so."""
     guarded, every = guarded_transfer(manager, trainer.rl_safe_waits), trainer.rl_safe_settings.prove_sync_freq
     return guarded if every < 0 else ProvedTransfer(guarded, trainer.rl_safe_waits, every=every)
 
 
 def _within(name: str, phase: Phase) -> Callable[..., Any]:
-    """Returns a method that does what verl's of the same name does, and notes the phase that it waits in."""
+    """Returns a method that calls verl's method of the same name, and notes the phase in which it waits."""
 
     def method(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         with trainer.rl_safe_waits.waiting(phase):
@@ -74,7 +74,7 @@ def _within(name: str, phase: Phase) -> Callable[..., Any]:
 
 
 class SafeTrainerMixin:
-    """Mixed over one of verl's trainers; guarded attributes and methods without ``rl_safe`` or ``_`` are verl's."""
+    """Overrides parts of verl's trainers. Guarded attributes, and methods without ``rl_safe`` or ``_``, are verl's."""
 
     config: Any
     role_worker_mapping: dict[Any, Any]
@@ -84,7 +84,7 @@ class SafeTrainerMixin:
     train_dataloader = _Guarded(lambda loader, trainer: GuardedRows(loader, trainer.rl_safe_waits))
     val_dataloader = _Guarded(lambda loader, trainer: GuardedRows(loader, trainer.rl_safe_waits))
     replay_buffer = _Guarded(lambda buffer, trainer: guarded_samples(buffer, trainer.rl_safe_waits))
-    # Trainers keep the deadlines of these phases themselves: each call may be several of them.
+    # The training ranks have the deadlines of these phases, because one call may run several phases.
     _compute_old_log_prob = _within("_compute_old_log_prob", Phase.LOGPROB)
     _compute_ref_log_prob = _within("_compute_ref_log_prob", Phase.LOGPROB)
     _compute_values = _within("_compute_values", Phase.LOGPROB)
@@ -107,12 +107,12 @@ class SafeTrainerMixin:
 
     @cached_property
     def rl_safe_verdict(self) -> JobVerdict:
-        """The judge of a failure, with the evidence beside the run's checkpoints."""
+        """Judges a failure, and keeps the evidence beside the run's checkpoints."""
         root = Path(self.config.trainer.default_local_dir).absolute()
         return JobVerdict(self._parties, root / f"rl_safe_failure_{env.run_id() or os.getpid()}")
 
     def _parties(self) -> list[Party]:
-        """Lists the processes that this trainer waits for, as far as there are any."""
+        """Lists the processes that exist so far and that this trainer waits for."""
         found = {}
         for group in self._worker_groups():
             for rank, worker in enumerate(group.workers):
@@ -122,7 +122,7 @@ class SafeTrainerMixin:
             for replica in getattr(getattr(self, name, None), "replicas", ()):
                 rank_id = RankId(Role.ROLLOUT, replica.replica_rank)
                 for server in replica.servers:
-                    # A question that its engine has to answer, too. The job is over, so nothing is lost with the cache.
+                    # The server's engine must answer this call, too. Clearing the cache is harmless: the job is over.
                     ask = server.clear_kv_cache.remote
                     found[server] = Party(f"rollout replica {replica.replica_rank}", rank_id, server, ask)
         for number, worker in enumerate(getattr(getattr(self, "agent_loop_manager", None), "agent_loop_workers", ())):
@@ -144,7 +144,7 @@ class SafeTrainerMixin:
             yield
         except BaseException as error:
             verdict = self.rl_safe_verdict.on(error, self.rl_safe_waits.failed_in)
-            # The workers are told, and the error goes on whatever they answer.
+            # Tell the workers, then raise the error, whatever they answer.
             cause = error.cause if verdict is error and isinstance(error, ray.exceptions.RayTaskError) else verdict
             failure = f"{when}: {in_one_line(cause)}"
             logger.error("%s", failure)
@@ -154,14 +154,14 @@ class SafeTrainerMixin:
             raise verdict from error
 
     def _init_resource_pool_mgr(self) -> None:
-        """Chooses workers as verl does, then takes ours in the place of each."""
+        """Chooses workers as verl does, then replaces each by ours."""
         super()._init_resource_pool_mgr()  # type: ignore[misc]
         self.role_worker_mapping = {
             role: ray.remote(safe_worker(_plain(cls))) for role, cls in self.role_worker_mapping.items()
         }
 
     def init(self) -> None:
-        """Starts workers as verl does; ends their groups if that fails."""
+        """Starts workers as verl does. Ends their groups if that fails."""
         with self._ended_on_failure("driver, in init"):
             if self.rl_safe_settings.prove_sync_freq >= 0:
                 from rl_safe_workers.adapters.verl.proved_engine import use_replicas
@@ -170,10 +170,10 @@ class SafeTrainerMixin:
             super().init()  # type: ignore[misc]
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains as verl does; then the groups end, together if all is well.
+        """Trains as verl does, then ends the groups; together, if nothing has failed.
 
         Raises:
-            RunError: If training went well and the end did not; names the ranks.
+            RunError: If training succeeded and ending the groups failed; names the ranks.
         """
         with self._ended_on_failure("driver, in fit"):
             super().fit(agent_loop_manager)  # type: ignore[misc]
@@ -183,7 +183,7 @@ class SafeTrainerMixin:
                     raise failed
 
     def on_step_end(self) -> None:
-        """As verl's; the adapter's metrics, of every worker group, go with the step's."""
+        """Ends a step as verl does, and adds the adapter's metrics of every worker group to the step's metrics."""
         super().on_step_end()  # type: ignore[misc]
         everyone = [metrics for group in self._worker_groups() for metrics in group.rl_safe_metrics()]
         pending = dict(getattr(self, "_pending_sync_metrics", None) or {})
@@ -197,19 +197,19 @@ class SafeTrainerMixin:
         return transfer.prover.take_metrics()
 
     def end_groups(self, failure: str | None) -> RunError | None:
-        """Has every worker end its groups, within the teardown's deadline; logs what goes wrong.
+        """Makes every worker end its groups, within the deadline of teardown. Logs failures.
 
         Args:
-            failure: None if all is well, else what has failed.
+            failure: One line about the failure; None if nothing has failed.
 
         Returns:
-            What went wrong; names ranks that have not ended.
+            The error of the teardown, which names ranks that have not ended; None if all have ended well.
         """
         if self._rl_safe_has_ended:
-            return None  # the end is what has failed
+            return None  # an earlier call of this method has failed
         self._rl_safe_has_ended = True
         timeouts = self.rl_safe_settings.timeouts
-        # Saves in the background are finished first, if all is well.
+        # Without a failure, the workers first finish saves in the background.
         patience_s = timeouts.teardown + timeouts.save + _GRACE_S if failure is None else _AFTER_FAILURE_S
         ends = [end_of(group.teardown_groups(failure), patience_s) for group in self._worker_groups()]
         for end in ends:
@@ -219,7 +219,7 @@ class SafeTrainerMixin:
 
 
 def _worst(everyone: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The largest value over all ranks; of ``rl_safe/active`` the smallest: 1 means that every rank is ours."""
+    """Returns the largest values over all ranks. For ``rl_safe/active`` it is the smallest: 1 if every rank is ours."""
     names = {name for metrics in everyone for name in metrics}
     found = {name: max(metrics.get(name, 0.0) for metrics in everyone) for name in sorted(names)}
     found["rl_safe/active"] = min((metrics.get("rl_safe/active", 0.0) for metrics in everyone), default=0.0)
@@ -248,9 +248,10 @@ TRAINERS = {
     "colocate_async": SafeTrainerColocateAsync,
     "separate_async": SafeTrainerSeparateAsync,
 }
-"""By ``trainer.v1.trainer_mode``, which must keep verl's names: verl takes every other for an asynchronous one."""
+"""Our trainers by ``trainer.v1.trainer_mode``. The names must be verl's: verl takes any other name for an asynchronous
+mode."""
 
 
 def use_trainers() -> None:
-    """Enters our trainers under verl's names in this process; verl's decorator refuses a name that is taken."""
+    """Registers our trainers under verl's names in this process. verl's decorator would refuse a name that is taken."""
     TRAINER_REGISTRY.update(TRAINERS)

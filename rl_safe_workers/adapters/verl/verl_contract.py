@@ -1,7 +1,7 @@
-"""Every name of verl's that the adapter relies on, with the parameters that it relies on.
+"""Lists every name in verl that the adapter needs, with the parameters that it needs.
 
-Pure data: nothing of verl is imported. `compatibility` compares it with the installed verl before anything starts, and
-``tests/verl/test_contract.py`` with other versions' sources.
+Pure data: it imports nothing of verl. `compatibility` compares the list with the installed verl before a job starts.
+``tests/verl/test_contract.py`` compares it with the sources of other versions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rl_safe_workers.adapters.host_contract import HostName, HostText
 
 RELEASES = ("0.9.0", "0.9.1")
-"""The releases that were read, and fit. Another version fits if it has the names."""
+"""The releases whose source we have read, and which work. Another version works if it has the names."""
 
 _INIT = "verl/__init__.py"
 _ENGINE_BASE = "verl/workers/engine/base.py"
@@ -34,7 +34,7 @@ _VLLM_SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"
 
 
 def _named(file: str, why: str, *signatures: str) -> Iterator[HostName]:
-    """Yields the names of signatures such as ``"Worker.save(self, path)"``; a class has no parentheses."""
+    """Yields a `HostName` for each signature, e.g. ``"Worker.save(self, path)"``. A class has no parentheses."""
     for signature in signatures:
         name, _, parameters = signature.rstrip(")").partition("(")
         yield HostName(file=file, name=name, parameters=tuple(filter(None, parameters.split(", "))), why=why)
@@ -44,7 +44,7 @@ REGISTRY: tuple[HostName, ...] = (
     *_named(_ENGINE_BASE, "takes our engines", "EngineRegistry.register(cls, model_type, backend, device, vendor)"),
     *_named(_ENGINE_BASE, "chooses our engines", "EngineRegistry.get_engine_cls(cls, model_type, backend)"),
 )
-"""The names that the plugin needs at once, in every process of a job. They are in one small file."""
+"""The names that the plugin needs in every process of a job. They are in one small file, so the check is quick."""
 
 NAMES: tuple[HostName, ...] = (
     *REGISTRY,

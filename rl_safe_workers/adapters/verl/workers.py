@@ -1,7 +1,7 @@
-"""verl's workers with the timeout that its configuration names, a phase for weight syncs, metrics and an agreed end.
+"""verl's workers with the timeout from verl's configuration, a phase for weight syncs, our metrics and an agreed end.
 
-A call exists for verl's driver only if its method carries verl's ``register``: an override without it loses its binding
-without a word.
+verl's driver can call a method only if the method has verl's decorator ``register``. An override without it silently
+becomes unavailable to the driver.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ class _Calls:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rl_safe_metrics(self) -> dict[str, float]:
-        """This rank's metrics of the adapter; empty where no engine of ours is."""
+        """Returns this rank's metrics of the adapter; empty if the process has none of our engines."""
         process = existing_process()
         return {} if process is None else process.metrics()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def teardown_groups(self, failure: str | None = None) -> dict[int, str]:
-        """Ends the groups of this process as all ranks agree. Idempotent. Collective over: the training world.
+        """Ends this process's groups, in agreement with all ranks. Idempotent. Collective over: the training world.
 
         Args:
-            failure: None if all is well, else one line of what failed, here or in the driver.
+            failure: One line about a failure here or in the driver; None if nothing has failed.
 
         Returns:
-            Failure by training rank; empty if every rank was well.
+            Failures by training rank; empty if no rank has failed.
         """
         process = existing_process()
         return {} if process is None else process.trainer.teardown(failure)
 
 
 class SafeTrainingWorker(_Calls, TrainingWorker):
-    """verl's training worker, which a critic is itself and actors hold, over one of our engines."""
+    """verl's training worker with one of our engines. A critic is such a worker; an actor contains one."""
 
     def __init__(self, config: Any) -> None:
-        """Creates the default group with the timeout that was asked for, then all the rest as verl does.
+        """Creates the default group with the configured timeout, then continues as verl does.
 
         Raises:
-            ConfigError: If verl has chosen an engine of its own.
+            ConfigError: If verl has chosen its own engine.
         """
         listen()
         settings, is_cpu = environment.settings(), environment.is_cpu()
@@ -67,7 +67,7 @@ class SafeTrainingWorker(_Calls, TrainingWorker):
         stages = getattr(config.engine_config, "pipeline_model_parallel_size", 2)
         if settings.release_comms:
             backend = world_backend(is_cpu=is_cpu, sends_unbatched=stages > 1)
-        # verl passes no timeout (engine_workers.py:89) and returns early where there is a group.
+        # verl passes no timeout (engine_workers.py:89), and returns early if a group exists.
         with limited_world(settings.bootstrap, stages=stages):
             initialize_global_process_group_ray(settings.nccl_timeout, backend=backend)
         super().__init__(config)
@@ -87,12 +87,12 @@ class _Syncs(_Calls):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def rl_safe_prove(self) -> None:
-        """Has training rank 0 take digests of the weights of the next sync. Every rank sends the same weights."""
+        """Makes training rank 0 take digests of the weights in the next sync. Every rank sends the same weights."""
         trainer_process().prove_sync()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def rl_safe_sent(self) -> SentWeights:
-        """Returns the digests since `rl_safe_prove`, and takes no more."""
+        """Returns the digests taken since `rl_safe_prove`, and stops taking them."""
         return trainer_process().sent_weights()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -100,7 +100,7 @@ class _Syncs(_Calls):
         """Sends weights as verl does, as phase ``sync``. Collective over: the training world.
 
         Raises:
-            PhaseTimeoutError: If it does not end in time; names the ranks or the rollout engine that it waits for.
+            PhaseTimeoutError: If the sync does not end in time; names the ranks or the engine that it waits for.
         """
         stock = functools.partial(super().update_weights, global_steps=global_steps, mode=mode)  # type: ignore[misc]
         return await CoroutineUpdate(trainer_process(), stock, calls=self._rollout_calls).run()
@@ -119,7 +119,7 @@ class SafeActorRolloutRefWorker(_Syncs, ActorRolloutRefWorker):
 
 
 class SafeDetachActorWorker(_Syncs, DetachActorWorker):
-    """The same for trainers that keep copies of the actor's weights."""
+    """The same worker, for trainers that keep copies of the actor's weights."""
 
     actor_worker_cls = SafeTrainingWorker
     ref_worker_cls = SafeTrainingWorker
@@ -133,10 +133,10 @@ _SAFE: dict[type, type] = {
 
 
 def safe_worker(stock: type) -> type:
-    """Our class in the place of one of verl's.
+    """Returns our class that replaces one of verl's worker classes.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If there is no replacement.
     """
     if stock in _SAFE.values():
         return stock

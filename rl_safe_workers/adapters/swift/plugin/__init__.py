@@ -1,1 +1,1 @@
-"""The plugin that ms-swift imports: alone here, because ms-swift puts its folder first on the path of imports."""
+"""Holds only the plugin that ms-swift imports, because ms-swift puts its folder first on the import path."""
